@@ -27,5 +27,5 @@ class AdapterSource(AdapterServer):
     async def _bring_in(self, model: str, version: str) -> Lease:
         row = models.find_version(self._db, model, version)
         if row is None or not row.meta.get("adapter"):
-            raise LookupError(f"{model} {version} is no adapter of this box")
+            raise LookupError(f"{model} {version} is not an adapter of this box")
         return self._store.lease(await asyncio.to_thread(self._back.bring_in, name_of(row)))

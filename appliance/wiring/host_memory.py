@@ -101,7 +101,7 @@ class HostMemory:
         if needed <= self._room():
             return ""
         return (
-            f"Needs about {gb(needed)} of host memory; {gb(max(0, self._room()))} can be given now "
+            f"Needs about {gb(needed)} of host memory; {gb(max(0, self._room()))} can be allocated now "
             f"({gb(self._reading.available)} available{self._of_others()}, {gb(self.reserve)} kept in reserve)."
         )
 
@@ -138,7 +138,7 @@ class HostMemory:
         if not has_one:
             if model not in self._wanted:
                 log.warning(
-                    "an engine of %s waits for memory: it needs %s, %s can be given",
+                    "an engine of %s waits for memory: it needs %s, %s can be allocated",
                     model,
                     gb(needed),
                     gb(max(0, room)),

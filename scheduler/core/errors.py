@@ -112,8 +112,8 @@ class DrainCancelled(SchedulerError):
     """The drain in progress was undone; `reason` is one sentence without a full stop."""
 
     def __init__(self, reason: str):
-        super().__init__(f"called off: {reason}")
-        self.reason = f"called off: {reason}"
+        super().__init__(f"cancelled: {reason}")
+        self.reason = f"cancelled: {reason}"
 
 
 class Stopped(SchedulerError):

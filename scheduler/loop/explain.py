@@ -68,7 +68,7 @@ def _why_job(chain: Chain, allocation: Allocation, snapshot: Snapshot) -> str:
     if chain.side == "free":
         if group is None:
             return _as_clause(allocation.waiting.get(job.id, "training gives its devices back"))
-        return f"it goes on with {_count(len(group.devices), 'device')} instead of {len(job.devices)}"
+        return f"it continues with {_count(len(group.devices), 'device')} instead of {len(job.devices)}"
     training = sum(len(g.devices) for g in allocation.groups)
     size = f"from {job.sizes[0]} to {job.sizes[-1]}" if len(job.sizes) > 1 else str(job.sizes[0])
     share = f"{training} of {len(snapshot.devices)} devices in {mode_of(snapshot.policy)}"

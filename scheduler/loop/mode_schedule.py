@@ -143,7 +143,7 @@ def _check_cron(cron: str, param: str) -> None:
     plain = re.fullmatch(r"[\d*/,\-#lL ]+", _NAMES.sub("1", cron)) is not None
     if len(cron.split()) != 5 or not plain or not croniter.is_valid(cron):
         raise InvalidSchedule(
-            f"schedule {cron!r} is no cron expression: five fields expected, minute hour day month weekday, "
+            f"schedule {cron!r} is not a cron expression: five fields expected, minute hour day month weekday, "
             'e.g. "0 22 * * *" for every day at 22:00',
             param,
         )

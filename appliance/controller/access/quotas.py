@@ -60,7 +60,7 @@ class Quotas:
                 "batches in progress",
                 holdings.batches(self._db, key_id),
                 self.bounds(key_id).batches,
-                "Wait for the end of one or cancel it.",
+                "Wait for one to end or cancel one.",
                 retry=True,
             )
 
@@ -72,7 +72,7 @@ class Quotas:
                 "fine-tuning jobs that have not ended",
                 holdings.jobs(self._db, key_id),
                 self.bounds(key_id).jobs,
-                "Wait for the end of one or cancel it.",
+                "Wait for one to end or cancel one.",
                 retry=True,
             )
 
@@ -86,7 +86,7 @@ class Quotas:
             raise ApiError(
                 413,
                 f"Jobs of your keys that have not ended hold copies of {held} of at most {limit} bytes; {more} "
-                f"more do not fit. Wait for the end of one or cancel it. {_ASK.format('file_bytes')}",
+                f"more do not fit. Wait for one to end or cancel one. {_ASK.format('file_bytes')}",
                 code="limit_reached",
                 param="file_bytes",
                 headers=dict(NEVER_RETRY),
@@ -102,14 +102,14 @@ class Quotas:
             "responses in background that have not ended",
             number,
             bounds.background,
-            "Wait for the end of one or cancel it.",
+            "Wait for one to end or cancel one.",
             retry=True,
         )
         if used + size > bounds.responses_bytes:
             raise ApiError(
                 429,
                 f"Your keys' responses in background that have not ended hold {used} of at most "
-                f"{bounds.responses_bytes} bytes; {size} more do not fit. Wait for the end of one or cancel it. "
+                f"{bounds.responses_bytes} bytes; {size} more do not fit. Wait for one to end or cancel one. "
                 f"{_ASK.format('responses_bytes')}",
                 kind="insufficient_quota",
                 code="limit_reached",

@@ -111,5 +111,5 @@ def _printable(row: KeyRow, names: list[str]) -> list[str]:
     """Names that the gateways accept. The routes reject all others; a stored one must not block the rest."""
     odd = [name for name in names if not is_printable(name)]
     if odd:
-        log.error("the key %s names %r, which is no model's name: expected printable ASCII", row.name, odd[0])
+        log.error("the key %s names %r, which is not a model name: expected printable ASCII", row.name, odd[0])
     return [name for name in names if is_printable(name)] if odd else names

@@ -106,7 +106,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
             )
         if (owner := body.owner or body.name) in RESERVED_OWNERS:
             raise BadRequest(
-                f"No owner is called {owner!r}: the box means something else by it. Choose another name.",
+                f"The owner name {owner!r} is reserved; choose another name.",
                 param="owner" if body.owner else "name",
                 code="invalid_value",
             )

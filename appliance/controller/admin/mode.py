@@ -111,7 +111,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         except TimeoutError as error:
             raise ApiError(
                 504,
-                f"The mode is set, but the hand-over to it did not end within {limit_s:.0f} s; it goes on. "
+                f"The mode is set, but the hand-over to it did not end within {limit_s:.0f} s; it continues. "
                 "`appliance mode history` shows how far it is.",
                 kind="server_error",
                 code="wait_timeout",

@@ -73,7 +73,9 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
         twin = running.running(kind, target)
         if twin is not None:
             raise Conflict(
-                f"{kind} of {shown(target)} runs already as operation {twin.id}.", param=None, code="operation_running"
+                f"{kind} of {shown(target)} is already running as operation {twin.id}.",
+                param=None,
+                code="operation_running",
             )
         return _accepted(running.start(kind, target, work))
 
@@ -142,7 +144,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
             measured = await switch(context, row, target, f"{row.id} rolls back to {target}")
         except SwapFailed as error:
             record(context, caller, "model.rollback", row.id, outcome="failed", to=target, error=str(error))
-            raise Conflict(f"The roll back did not happen: {error}", param="version", code="swap_failed") from error
+            raise Conflict(f"The roll back failed: {error}", param="version", code="swap_failed") from error
         record(context, caller, "model.rollback", row.id, before=before, to=target)
         return {"model": row.id, "from": before, "to": target, "swap": measured}
 

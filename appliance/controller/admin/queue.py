@@ -110,7 +110,7 @@ def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[s
     """The columns to write. Raises BadRequest."""
     given = body.model_fields_set
     if not given:
-        raise BadRequest("Nothing to change was given.", code="missing_required_parameter")
+        raise BadRequest("The request changes nothing: give at least one field.", code="missing_required_parameter")
     for name in ("priority", "preemptible"):
         if name in given and getattr(body, name) is None:
             raise BadRequest(f"{name} cannot be null.", param=name, code="invalid_value")

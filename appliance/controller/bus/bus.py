@@ -249,7 +249,7 @@ class Bus:
             while line := await reader.readline():
                 self._take(gateway, line)
         except ValueError as error:
-            log.warning("bus: %s sent a line that is no load report, connection closed: %s", gateway.name, error)
+            log.warning("bus: %s sent an invalid message, connection closed: %s", gateway.name, error)
         except OSError as error:
             log.info("bus: connection of %s broke: %s", gateway.name, error)
         finally:

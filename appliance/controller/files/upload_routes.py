@@ -113,7 +113,7 @@ def routes(context: ControllerContext) -> APIRouter:
             stored = upload_rows.stored(db, row.id)[1]
             if stored + arriving[row.id] + count > 2 * row.bytes:
                 raise BadRequest(
-                    f"The parts of {row.id} would hold more than twice the {row.bytes} bytes that were announced (a "
+                    f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced (a "
                     "part may be sent a second time); create an upload with the file's size.",
                     param="data",
                     code="upload_too_large",
@@ -263,7 +263,7 @@ def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete) ->
     known = upload_rows.parts(context.db, row.id)
     unknown = next((part_id for part_id in body.part_ids if part_id not in known), None)
     if unknown is not None:
-        raise BadRequest(f"{shown(unknown)} is no part of {row.id}.", param="part_ids", code="part_not_found")
+        raise BadRequest(f"{shown(unknown)} is not a part of {row.id}.", param="part_ids", code="part_not_found")
     if len(set(body.part_ids)) != len(body.part_ids):
         raise BadRequest("A part is named twice in 'part_ids'.", param="part_ids", code="duplicate_part")
     size = sum(known[part_id].bytes for part_id in body.part_ids)

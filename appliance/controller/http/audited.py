@@ -31,7 +31,7 @@ NOT_AUDITED: Mapping[Route, str] = {
     ("POST", "/v1/responses"): "a request of inference in background, as the access log and usage have it",
     ("POST", "/internal/responses"): "copies of answers from gateways, asked for by requests of inference",
     ("POST", "/v1/uploads/{upload_id}/parts"): "a part of what upload.create and upload.complete tell of",
-    ("POST", "/admin/v1/mode/plan"): "says what would be done; nothing is",
+    ("POST", "/admin/v1/mode/plan"): "a preview; nothing is changed",
     ("POST", "/admin/v1/plan"): "says what would fit; nothing is changed",
     ("POST", "/admin/v1/session-keys"): "a key of one command on the box itself, which needs none; inference alone",
     ("DELETE", "/admin/v1/session-keys/{key_id}"): "the end of such a command",

@@ -94,7 +94,7 @@ class Unauthorized(ApiError):
     def __init__(self) -> None:
         super().__init__(
             401,
-            "This request names nobody. Gateways send x-appliance-key-id and x-appliance-scopes, once each, with "
+            "This request has no identity. Gateways send x-appliance-key-id and x-appliance-scopes, once each, with "
             "their token; commands on the box itself use its controller.sock.",
             code="missing_identity",
         )

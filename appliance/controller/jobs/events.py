@@ -85,10 +85,10 @@ class JobEvents:
         reached = max((row.step for row in job_records.last_metrics(self._db, job_id, 1)), default=0)
         lost = reached - step
         if lost > 0:
-            where = f"The job resumed from step {step}" if step else "There was no snapshot yet, the job begins anew"
+            where = f"The job resumed from step {step}" if step else "There was no snapshot yet, the job starts over"
             span = f"steps {step + 1} to {reached} are" if lost > 1 else f"step {reached} is"
             add_message(
-                self._db, job_id, f"{where}: {span} done anew ({lost} in all)", data={"step": step, "steps_anew": lost}
+                self._db, job_id, f"{where}: {span} repeated ({lost} in all)", data={"step": step, "steps_anew": lost}
             )
 
     def suspended(self, job_id: str, step: int, snapshot_path: str, *, reason: str) -> None:

@@ -7,8 +7,7 @@ from appliance.store.records import keys
 from appliance.store.rows import JobRow
 
 KEY_REVOKED = (
-    "The API key that it was made with was revoked; its owner with another key, or an operator, can resume it "
-    "(`appliance job resume`)."
+    "Its API key was revoked; its owner with another key, or an operator, can resume it (`appliance job resume`)."
 )
 
 

@@ -86,7 +86,7 @@ class Canaries:
             )
         if row.version == row.before:
             raise BadRequest(
-                f"{row.version} is the version that {row.model} answers with already; name another one.",
+                f"{row.version} is already the active version of {row.model}; name another one.",
                 param="version",
                 code="invalid_value",
             )
@@ -121,7 +121,7 @@ class Canaries:
                 record(
                     self._context, caller, "model.promote", model, outcome="failed", to=row.version, error=str(error)
                 )
-                raise Conflict(f"The promotion did not happen: {error}", param="version", code="swap_failed") from error
+                raise Conflict(f"The promotion failed: {error}", param="version", code="swap_failed") from error
             self._end(row, "promoted", reason, compared)
             record(
                 self._context,
@@ -175,11 +175,11 @@ class Canaries:
     def decision(self, row: CanaryRow, now_s: float) -> Decision:
         active = self._model(row.model).active_version
         if active == row.version:
-            return Decision("promote", f"{active} becomes the version that answers all requests")
+            return Decision("promote", f"{active} becomes the active version")
         if active != row.before:
             return Decision(
                 "roll back",
-                f"{active} became the version that answers while {row.version} was compared with {row.before}",
+                f"{active} became the active version while {row.version} was compared with {row.before}",
             )
         canary, stable = self._sides(row)
         terms = CanaryTerms(row.created_s, row.watch_s, row.min_requests)
@@ -235,7 +235,7 @@ class Canaries:
         deployment = deployments.find(self._context.db, model.id)
         if deployment is None:
             raise Conflict(
-                f"{model.id} is not served, so there is nothing to take a share of; `appliance model deploy "
+                f"{model.id} is not served, so a canary would get no requests; `appliance model deploy "
                 f"{model.id}` changes that.",
                 param="model",
                 code="not_deployed",

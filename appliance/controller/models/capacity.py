@@ -130,8 +130,8 @@ def job(
     if not problems and needed > box.store_room_bytes:
         waits = (
             f"Shared memory is full: the result ({gb(version)}) and a snapshot ({gb(needed - version)}) need "
-            f"{gb(needed)}, {gb(max(0, box.store_room_bytes))} can be given now. It starts when models or other jobs "
-            "have freed some."
+            f"{gb(needed)}, {gb(max(0, box.store_room_bytes))} can be allocated now. It starts when models or other "
+            "jobs have freed some."
         )
     numbers = {
         "trained_parameters": estimate.trained_parameters(shape, fields),

@@ -165,7 +165,7 @@ def _data_file(context: ControllerContext, file_id: str, param: str, caller: Pri
     row = files.find(context.db, file_id, viewer=caller.viewer, now_s=time.time())
     if row is None:
         raise BadRequest(
-            f"invalid {param}: {shown(file_id)} is no file on this box; upload it and pass its id.",
+            f"invalid {param}: {shown(file_id)} is not a file on this box; upload it and pass its id.",
             param=param,
             code="file_not_found",
         )

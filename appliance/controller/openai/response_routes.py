@@ -39,11 +39,10 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         """Background responses only: a gateway forwards the body after its own checks."""
         body = await _json_of(request)
         if not isinstance(body, dict) or body.get("background") is not True:
-            raise BadRequest("Only a response in background is asked for here.", param="background")
+            raise BadRequest("This endpoint takes only responses in background.", param="background")
         if not context.config.responses_kept_days:
             raise BadRequest(
-                "This box stores no responses (responses_kept_days is 0), and what is answered in "
-                "background has to be stored.",
+                "This box stores no responses (responses_kept_days is 0), and a response in background must be stored.",
                 param="background",
                 code="unsupported_parameter",
             )
@@ -75,7 +74,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         if not stream:
             return _json(row.response.encode())
         if not row.background:
-            raise BadRequest("Only a response that was made in background can be streamed later.", param="stream")
+            raise BadRequest("Only a response created in background can be streamed later.", param="stream")
         return _stream(background.follow(row.id, -1 if starting_after is None else starting_after))
 
     @router.delete("/{response_id}")
