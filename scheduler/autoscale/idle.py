@@ -88,8 +88,8 @@ class IdlePolicy:
             return Awake(self.sleep_at_s(deployment), f"its idle_sleep_s is {own_s:g} s")
         wanted = f"its devices may be given back after {self.lower_for_s(deployment):g} s of lower demand"
         if limit_s is not None:
-            return Awake(self.sleep_at_s(deployment), f"nobody deployed it; where they are wanted, {wanted}")
-        return Awake(None, f"it has no idle_sleep_s; where they are wanted, {wanted}")
+            return Awake(self.sleep_at_s(deployment), f"nobody deployed it; if others want them, {wanted}")
+        return Awake(None, f"it has no idle_sleep_s; if others want them, {wanted}")
 
 
 def _sleep_after_s(deployment: DeploymentView) -> float:

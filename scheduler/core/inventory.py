@@ -80,7 +80,7 @@ class Ledger:
         object.__setattr__(self, "_leases", MappingProxyType({}))
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("a ledger never changes: acquire() and release() answer a new one")
+        raise AttributeError("a ledger never changes: acquire() and release() return a new one")
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError("a ledger never changes")

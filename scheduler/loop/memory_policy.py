@@ -14,7 +14,7 @@ the effect before the next:
     6. engines beyond the first of a model    the last one is never stopped
 
 It takes back in reverse order, one item at a time, once clearly more than the reserve has been available for a calm
-period; that period doubles each time suspending training turned out useless.
+period; that period doubles each time training resumed too soon.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _give(
 
 
 def _take(reading: MemoryReading, state: MemoryState, now_s: float) -> tuple[MemoryState, Action | None]:
-    """Restore one item. Then a new calm period begins: its memory use must show first."""
+    """Restore one item. Then a new calm period begins, so that the item's memory use shows before the next one."""
     has = f"{gb(reading.available)} of {reading.where} are available again"
     after = replace(state, calm_since_s=now_s, next_s=now_s)
     if state.engines:

@@ -130,11 +130,11 @@ class ResultTransfer:
             path, copied_bytes = await self._nodes.bring_home(self._place, name_at(remote), remote, self._job_id)
         except EffectFailed as error:
             # A newer snapshot will follow, or the job continues from an older one. A result has no second chance.
-            log.error("%s of step %s did not come home: %s", event["event"], event.get("step"), error.reason, extra=ids)
+            log.error("%s of step %s not copied home: %s", event["event"], event.get("step"), error.reason, extra=ids)
             if event["event"] == "published":
-                self._missing = f"its version {event['version']} did not come home: {error.reason}"
+                self._missing = f"its version {event['version']} was not copied home: {error.reason}"
             return None
-        log.info("%s of step %s came home, %d bytes", event["event"], event.get("step"), copied_bytes, extra=ids)
+        log.info("%s of step %s copied home, %d bytes", event["event"], event.get("step"), copied_bytes, extra=ids)
         return path
 
 

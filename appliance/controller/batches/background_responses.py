@@ -229,7 +229,7 @@ class BackgroundResponses:
         self._end(row, objects.failed(orjson.loads(row.response), code, message))
 
     def _end(self, row: ResponseRow, response: dict[str, Any]) -> None:
-        # The engine may report a status newer than the ones a row allows.
+        # A newer engine may report a status that rows do not have.
         known = ("completed", "incomplete", "failed", "cancelled")
         status = response["status"] if response.get("status") in known else "completed"
         self._set(row, {**response, "status": status}, status=status, request=None)
