@@ -156,7 +156,7 @@ async def test_engines_elsewhere_find_adapters(nodes):
 
     async def bring_in(model, version):
         if (model, version) != TUNED[1:]:
-            raise LookupError(f"{model} {version} is no adapter of this box")
+            raise LookupError(f"{model} {version} is not an adapter of this box")
         return home.store.lease(made)
 
     source = AdapterServer(home.place.adapter_socket, bring_in, (LookupError,))
