@@ -169,7 +169,7 @@ async def test_engines_elsewhere_find_adapters(nodes):
         check(away.store, found)
         with pytest.raises(VersionLeased):
             away.store.remove(found)
-    with pytest.raises(AdapterUnavailable, match="no adapter of this box"):
+    with pytest.raises(AdapterUnavailable, match="not an adapter of this box"):
         async with brought_in(str(away.place.adapter_socket), "ft:m@s9", 10):
             pass
     await source.stop()
