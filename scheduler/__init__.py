@@ -1,5 +1,5 @@
-"""Who holds which devices, and how they change hands.
+"""Decides which job or model replica holds which devices, and moves devices between them.
 
 Reading order: core.workload -> plan.plan -> handover.handover -> loop.loop -> ray.effects.
-Only `scheduler.ray` knows Ray, the trainer and the engines; everything else decides or keeps records.
+Only `scheduler.ray` uses Ray, the trainer and the engines; every other sub-package decides or keeps records.
 """

@@ -1,5 +1,5 @@
-"""The controller's process: it assembles store, scheduler, bus and routes on one asyncio loop.
+"""The controller process: assembles store, scheduler, bus and routes on one asyncio loop.
 
-Never: No route and no rule stands here, only their assembly.
+Never: Contains routes or rules at this level, only their assembly.
 Begin with main.py.
 """

@@ -1,4 +1,4 @@
-"""The controller as one ASGI app: routes, error shapes, and the background work that begins and ends with it."""
+"""Builds the controller's ASGI app: routes, error shapes, and the background work that starts and ends with it."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ from appliance.store.objects import idempotency
 def create_app(context: ControllerContext) -> FastAPI:
     """The app; everything it touches is in `context`.
 
-    Its lifespan sweeps what a crash left, resumes validations, publishes the keys and keeps house; run it with
-    uvicorn, or enter `app.router.lifespan_context(app)` in tests.
+    Its lifespan deletes leftovers of a crash, resumes validations, publishes the keys and runs housekeeping; run it
+    with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
     validation, running, runner = JobValidation(context), Operations(context), BatchRunner(context)
     compared, stored = Canaries(context), StoredResponses(context)
@@ -126,7 +126,7 @@ def create_app(context: ControllerContext) -> FastAPI:
 
 
 async def _keep_house(context: ControllerContext, stored: StoredResponses, background: BackgroundResponses) -> None:
-    """One round. What one part cannot do keeps none of the others from their work."""
+    """One round of housekeeping. A failing part does not stop the others."""
     now_s = time.time()
     with context.background.guard("housekeeping of files and uploads"):
         keep_house(context, now_s)
@@ -139,7 +139,7 @@ async def _keep_house(context: ControllerContext, stored: StoredResponses, backg
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
-    """Delete files and uploads whose time has passed, and forget requests that can no longer be repeated."""
+    """Delete expired files and uploads, and forget requests that can no longer be repeated."""
     for row in file_rows.expired(context.db, now_s=now_s):
         storage.remove(context, row)
     upload_routes.keep_house(context, now_s)

@@ -1,7 +1,7 @@
-"""The controller's parts, built in order of dependency: each takes only what stands above it.
+"""Builds the controller's parts in order of dependency: each takes only parts built before it.
 
-What happens later and concerns several parts goes through the event hub (`Signals`); `_connect` at the end says who
-hears of what. The scheduler's loop is asked by many and asks many, so it is built first and connected last.
+Later events that concern several parts go through the event hub (`Signals`); `_connect` at the end lists the
+subscriptions. The scheduler's loop calls many parts and many call it, so it is built first and connected last.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the controller's process starts, runs and ends."""
+    """What the controller's process starts, runs and stops."""
 
     db: Database
     devices: tuple[Device, ...]
@@ -86,7 +86,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     """Ray must be initialised. Nothing runs or listens yet."""
     floor = config.box.serving_floor
 
-    # What everything stands on: the truth on disk, shared memory, the devices, and who hears of what.
+    # Foundations: the database, shared memory, the devices, and the event hub.
     db = Database(paths.database)
     db.keep_reserve(config.controller.database_reserve_bytes)
     store = _open_store(config, paths)
@@ -94,7 +94,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     background, signals = BackgroundTasks(), Signals()
     loop = SchedulerLoop(SystemClock(), config.scheduler)
 
-    # Gateways: the bus to them, what requests cost, which engine answers which name.
+    # Gateways: the bus to them, request costs, which engine answers which name.
     bus = Bus(
         paths.bus_socket,
         config.controller,
@@ -115,7 +115,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         loop.nudge,
     )
 
-    # Weights: shared memory, the tiers below it, and what engines and jobs read and write.
+    # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(db, store, make_levels(config.weights, paths), jobs_dir=paths.jobs)
     back = TierReturn(tiers)
     provider = VersionProvider(db, store, back, config, devices[0])
@@ -126,7 +126,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     events = JobEvents(db, paths.files, config.controller.organization)
     runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, tiers, back, signals.published)
 
-    # The scheduler: its hands (Ray), what it reads in every round, and its record.
+    # The scheduler: its effects (Ray), what it reads in every round, and its journal.
     nodes = Nodes(node_config_of(config, paths, devices), signals.node_changed)
     effects = RayEffects(nodes, routing, provider, runs, config.serve)
     health = DeviceWatch(db, nodes.readings, config.scheduler, loop.nudge)
@@ -163,7 +163,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     journal = SqliteJournal(db, trigger.now)
     loop.connect(effects, states, journal, memory.admits)
 
-    # What the routes need of all that.
+    # What the routes need of all this.
     box_status = BoxStatus(loop, effects, bus, store, memory, floor, config.scheduler.bounds())
     context = ControllerContext(
         db=db,
@@ -215,7 +215,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
 
 
 def _connect(parts: Parts) -> None:
-    """Who hears of what, in the order in which they hear it."""
+    """The subscriptions, in the order in which they are called."""
     signals = parts.signals
     signals.load_reported.connect(parts.loop.nudge, parts.lines.load_changed)
     signals.table_changed.connect(parts.lines.load_changed)
@@ -231,7 +231,7 @@ def _connect(parts: Parts) -> None:
 def _report_death(
     background: BackgroundTasks, health: DeviceWatch, device_ids: tuple[str, ...], holder: str, reason: str
 ) -> None:
-    """Whoever noticed the death has more to do about it than to count it against a device."""
+    """Never raises: whoever noticed the death has more to do than to count it against a device."""
     with background.guard("health of devices"):
         health.died(device_ids, holder, reason)
 

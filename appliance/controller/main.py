@@ -2,9 +2,9 @@
 
     python -m appliance.controller.main --config-json JSON --ray-address HOST:PORT
 
-It can be killed at any time: the gateways go on with their last table, engines and ranks live in Ray's actors, and the
-next controller reads the store, observes what is, and goes on. SIGTERM is the other way to end: jobs are suspended,
-and what only shared memory holds is written to disk.
+It may be killed at any time: the gateways continue with their last table, engines and ranks live in Ray's actors, and
+the next controller reads the store, observes the world, and continues. SIGTERM ends it in order: it suspends jobs and
+writes to disk what only shared memory holds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 SUSPEND_S = 60.0
 LOOK_AGAIN_S = 1.0
 DEGRADED_EVERY_S = 2.0
-# What is still being answered when the controller ends: who follows a response in background would keep it.
+# Limit for open requests when the controller ends: a client that follows a background response would block the exit.
 ANSWERS_S = 10
 
 
@@ -67,23 +67,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = asyncio.run(_run(config, BoxPaths.of(Path(config.box.data_dir)), options.ray_address))
     except Exception:  # noqa: BLE001 - logged, and the process ends with it
-        log.exception("the controller ends with an error; the main process starts it again")
+        log.exception("the controller ends with an error; the main process restarts it")
     finally:
         logging.shutdown()
-        # Idle worker threads of anyio (under Starlette's file responses) are no daemons, and would keep us here.
+        # Idle worker threads of anyio (under Starlette's file responses) are not daemons and would block the exit.
         os._exit(code)
 
 
 async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     ray.init(address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     adopt_libraries()
-    # After ray.init, which puts a SIGTERM handler of its own that would leave in the middle of a hand-over.
+    # After ray.init, which installs its own SIGTERM handler that would exit in the middle of a hand-over.
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
     parts = assemble(config, paths)
-    # Before the first gateway connects: to it, a table without its keys means that all of them were revoked.
+    # Before the first gateway connects: it would read a table without its keys as a revocation of all of them.
     parts.routing.refresh()
     parts.context.publish_keys()
     await parts.adapters.start()
@@ -98,8 +98,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         (_server(FromBox(app)), paths.controller_socket),
         (_server(FromGateways(app, paths.gateway_token.read_text())), paths.gateway_socket),
     )
-    # Without these there is no controller: what they raise ends it, and the main process starts it again. The app's
-    # lifespan is entered here and once: two servers share it.
+    # The controller cannot run without these: an error in one ends it, and the main process restarts it. The app's
+    # lifespan is entered here, once: two servers share it.
     async with app.router.lifespan_context(app), asyncio.TaskGroup() as tasks:
         deciding = tasks.create_task(parts.loop.run(), name="scheduler loop")
         serving = [
@@ -124,7 +124,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
 
 
 def _keep(parts: Parts, config: BoxConfig) -> None:
-    """Start what the process does for as long as it lives."""
+    """Start the tasks that run for the process's lifetime."""
     keep, keep_every = parts.background.keep, parts.background.keep_every
     keep("nodes that come and go", parts.effects.watch)
     keep_every("health of devices", parts.health.look, config.scheduler.device_check_s, at_once=True)
@@ -144,7 +144,7 @@ async def _report_degraded(parts: Parts) -> None:
 
 
 def _server(app: ASGIApp) -> uvicorn.Server:
-    # No proxy stands before it, and nothing speaks WebSocket to it.
+    # There is no proxy in front of it, and no WebSocket client.
     return _Server(
         uvicorn.Config(
             app,
@@ -160,7 +160,7 @@ def _server(app: ASGIApp) -> uvicorn.Server:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn would end itself first and raise the signal again when it is done."""
+    """Leaves signals to us: uvicorn would stop first and re-raise the signal when it is done."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -168,7 +168,7 @@ class _Server(uvicorn.Server):
 
 
 async def _observed(effects: RayEffects) -> Observed:
-    """The truth, as soon as it can be read: a supervisor that hangs is killed within a minute."""
+    """The observed state, as soon as it can be read: a hanging supervisor is killed within a minute."""
     while True:
         try:
             return await effects.observe()
@@ -178,9 +178,9 @@ async def _observed(effects: RayEffects) -> Observed:
 
 
 async def _save_everything(effects: RayEffects, flow: TierFlow) -> bool:
-    """False if something is in shared memory only: then that is kept for the next start."""
+    """False if something is in shared memory only, which is then kept for the next start."""
     for group in (await _observed(effects)).groups:
-        # A job that cannot be suspended any more goes on from its last snapshot.
+        # A job that can no longer be suspended resumes from its last snapshot.
         with contextlib.suppress(TimeoutError, EffectFailed):
             async with asyncio.timeout(SUSPEND_S):
                 await effects.suspend_group(group.job_id)

@@ -1,8 +1,8 @@
-"""What is kept for how long, and how much of it: everything that grows with use has a number of days, or a number for
-each owner, in `[controller.retention]`.
+"""Applies retention: everything that grows with use has a number of days, or a number per owner, in
+`[controller.retention]`.
 
-Applied by housekeeping in chunks, each a transaction of its own with the loop free in between: a year of audit rows
-that is to go at once holds up nobody.
+Housekeeping deletes in chunks, each in its own transaction with the loop free in between, so that deleting a year of
+audit rows blocks nobody.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from appliance.store.upkeep import retention
 
 DAY_S = 86400.0
 CHUNK = 200
-# Of one round: what is left goes in the next.
+# Per round: the rest is deleted in the next one.
 MAX_CHUNKS = 200
 
 
@@ -55,13 +55,13 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
             left -= 1
             await asyncio.sleep(0)
     for key in keys.list_all(db):
-        # An admin's trail has no bound: nobody is to push out of it what he did before.
+        # An admin's audit trail has no limit: nobody should be able to push out their own earlier actions.
         while ADMIN not in key.scopes and left and retention.audit_past(db, key.id, kept.audit_rows_per_key, CHUNK):
             left -= 1
             await asyncio.sleep(0)
     for owner in retention.owners(db, "jobs"):
         for job_id in retention.jobs_past(db, owner, kept.jobs_per_owner, CHUNK):
-            # The folder first: after a death in between, the row leads here again.
+            # The folder first: after a crash in between, the row leads here again.
             await to_thread.run_sync(partial(shutil.rmtree, context.jobs_dir / job_id, ignore_errors=True))
             retention.delete_job(db, job_id)
     for row in jobs.list_unfinished(db):

@@ -1,5 +1,5 @@
-"""The controller's ports carried out on the scheduler, the engines and the weights, one file per port.
+"""Implements the controller's ports on top of the scheduler, the engines and the weights, one file per port.
 
-Never: It owns no state but what a port needs, and no rule.
+Never: Contains rules, or state beyond what a port needs.
 Begin with scheduler_port.py.
 """

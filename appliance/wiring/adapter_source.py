@@ -1,6 +1,6 @@
-"""Adapters for engines that do not find them: from whatever tier has them, into shared memory.
+"""Loads adapters that an engine misses from the nearest tier into shared memory.
 
-What `serve.adapters.source.AdapterServer` asks for; that file says how engines and box talk.
+Implements the box side of `serve.adapters.source.AdapterServer`; that file documents the protocol with the engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weights.memory.store import Lease, WeightStore
 
 
 class AdapterSource(AdapterServer):
-    """Answers engines on the home node, and for those elsewhere their node."""
+    """Serves engines on the home node, and the nodes of engines elsewhere."""
 
     def __init__(self, path: Path, db: Database, store: WeightStore, back: TierReturn) -> None:
         super().__init__(path, self._bring_in, (LookupError, WeightsError, OSError))
@@ -27,5 +27,5 @@ class AdapterSource(AdapterServer):
     async def _bring_in(self, model: str, version: str) -> Lease:
         row = models.find_version(self._db, model, version)
         if row is None or not row.meta.get("adapter"):
-            raise LookupError(f"{model} {version} is no adapter of this box")
+            raise LookupError(f"{model} {version} is not an adapter of this box")
         return self._store.lease(await asyncio.to_thread(self._back.bring_in, name_of(row)))

@@ -1,8 +1,8 @@
-"""Lines of batches at the engines: over the replicas' own sockets, beside the gateways.
+"""Sends batch lines to the engines over the replicas' own sockets, bypassing the gateways.
 
-They do not go through the gateways, so that no line is ever held, counted as demand, or in the way of a drain: the
-moment a replica leaves the routing table, its lines are called back, and wait for the next idle engine. What a request
-may ask for is checked by the gateways' own rules.
+Bypassing them means that no line is ever held, counted as demand, or delays a drain: the moment a replica leaves the
+routing table, its lines are recalled and wait for the next idle engine. The gateways' own rules check what a request
+may contain.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from appliance.store.objects import jobs
 from scheduler.core.workload import Demand
 
 CONNECT_S = 5.0
-# A dying engine answers 500 before it vanishes; a 404 for a model of the table means it was just given another one.
+# A dying engine answers 500 before it exits; a 404 for a model in the table means it has just switched models.
 _DEAD, _MOVED = "EngineCore", "The model "
 
 
 class SocketEngines:
     """Implements `appliance.controller.interfaces.ports.BatchEngines`.
 
-    hosts: the model on whose engines a name is served (its own, but for adapters). circumstances: (policy in force,
-    whether jobs want devices, free devices). on_wants: called when `wants` changed, for the scheduler to look again.
+    hosts: the model on whose engines a name is served (itself, except for adapters). circumstances: (policy in force,
+    whether jobs want devices, free devices). on_wants: called when `wants` changed, so that the scheduler replans.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SocketEngines:
         content = orjson.dumps(body)
         try:
             if len(content) > self._limits.inference_body_bytes:
-                # A background response's conversation is put together behind the gateways, which bound what they read.
+                # Conversations of background responses are assembled behind the gateways, which enforce the size limit.
                 raise gateway_errors.body_too_large(self._limits.inference_body_bytes)
             transcript = check_body(route_of(b"POST", url.encode()), content, self._limits).transcript
             if transcript is not None and (transcript.previous_id or transcript.background):
@@ -95,7 +95,7 @@ class SocketEngines:
             await asyncio.wait([asking])
         finally:
             self._lines.pop(asking, None)
-            asking.cancel()  # of no effect once it has ended
+            asking.cancel()  # no effect once it has ended
         rows = self._bus.models.get(model, {}).get("replicas", ())
         version = next((row["version"] for row in rows if row["id"] == replica_id), "")
         return replace(_answer(asking), version=version)
@@ -116,14 +116,14 @@ class SocketEngines:
     # --- the rest of the box
 
     def load_changed(self) -> None:
-        """A gateway reported, or the table changed: lines whose engine is wanted for something else come back."""
+        """A gateway reported, or the table changed: recall lines whose engine is wanted for something else."""
         for asking, (model, replica_id) in list(self._lines.items()):
             if replica_id not in self._open(model):
                 asking.cancel()
         self._changed.set()
 
     def demand(self, host: str, reported: Demand) -> Demand:
-        """What the gateways report of a model, and what a batch wishes of it where nobody is in the way."""
+        """The gateways' reported demand for a model, plus that of batches where it is in nobody's way."""
         wanted = [name for models in self._wanted.values() for name in models]
         name = next((name for name in wanted if self._hosts(name) == host), None)
         if name is None or reported.requests:

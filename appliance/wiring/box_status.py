@@ -1,4 +1,4 @@
-"""What `status` shows of the scheduler: the loop's view, with loads, memory and what a person should know now."""
+"""Builds the scheduler part of `status`: the loop's view, with loads, memory and notes for users."""
 
 from __future__ import annotations
 

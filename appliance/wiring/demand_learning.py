@@ -1,6 +1,6 @@
-"""What each model's traffic teaches: how fast it rises, and what to keep on standby. Fed as the gateways report.
+"""Learns from each model's traffic: how fast it rises, and what to keep on standby. Fed by the gateways' reports.
 
-Kept in memory only: after a restart of the controller each learner begins anew, and knows its traffic again within
+Kept in memory only: after a restart of the controller each learner starts over and has learned its traffic again within
 minutes; until then growing on demand serves it.
 """
 
@@ -18,12 +18,12 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
 
 LOOK_S = 0.25
-"""At most so often: several gateways report more often than there is something to learn."""
+"""Minimum interval: several gateways report more often than there is something to learn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Of one model and of what its engines serve besides. arrived: totals by name, which only grow.
+    """Traffic of one model and of the adapters on its engines. arrived: cumulative totals by name.
     prefill_tokens_per_s: of one replica, None where unknown."""
 
     arrived: Mapping[str, Arrived] = field(default_factory=dict)
@@ -31,10 +31,10 @@ class Traffic:
 
 
 class DemandLearning:
-    """Adds to deployments how fast their requests rise, the measured rate and the learned standby.
+    """Adds to deployments the rise of their requests, the measured prefill rate and the learned standby.
 
-    A model has neither of the latter while its rate is unknown or it has no target for the first token (nothing says
-    what is late); the planner's own floor stands then.
+    A model has neither of the latter two while its rate is unknown or it has no target for the first token (so nothing
+    defines late); the planner's own floor applies then.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class DemandLearning:
     def _one(self, deployment: DeploymentView, now_s: float, look: bool) -> DeploymentView:
         traffic = self._traffic(deployment.model)
         deployment = self._rising(deployment, traffic, now_s, look)
-        # Counted even where nothing can be learned yet, or it would count as one burst on the day it can.
+        # Count arrivals even before learning is possible, or they would later count as one burst.
         new = self._new(traffic.arrived) if look else Arrived()
         rate = traffic.prefill_tokens_per_s
         if not rate or not deployment.ttft_target_s or not deployment.max_replicas:
@@ -85,7 +85,7 @@ class DemandLearning:
         return replace(deployment, demand=replace(deployment.demand, expected=forecast.expected))
 
     def _learner(self, deployment: DeploymentView, target_s: float) -> StandbyLearner:
-        """Its learner, a new one when what it was asked to learn has changed."""
+        """The deployment's learner; a new one when its parameters have changed."""
         # In replicas: with tensor parallelism one is several devices.
         replicas = self._devices // deployment.tensor_parallel
         asked = (deployment.floor_replicas, deployment.max_replicas, target_s, replicas)
@@ -102,7 +102,7 @@ class DemandLearning:
         return known[1]
 
     def _new(self, arrived: Mapping[str, Arrived]) -> Arrived:
-        """What came since the last look."""
+        """Arrivals since the last call."""
         requests = prompt_tokens = 0
         for name, total in arrived.items():
             before = self._counted.get(name, Arrived())

@@ -1,4 +1,4 @@
-"""Who asked for the hand-overs that begin now: a person, a mode window, or nobody but the scheduler itself."""
+"""Records who asked for the hand-overs that begin now: a person, a mode window, or the scheduler itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Ask:
 
 
 class HandoverTrigger:
-    """What people asked for and the loop has not settled yet; the newest of it is why devices move.
+    """Requests that the loop has not settled yet; the newest one is why devices move.
 
     status: the loop's, with "settled", and "policy" with "schedule" and "since_s".
     """
@@ -26,11 +26,11 @@ class HandoverTrigger:
         self._window_since_s = 0.0
 
     def note(self, generation: int, by: str, what: str) -> None:
-        """`by` asked for `what`, which the loop was told of with this generation."""
+        """`by` asked for `what`; the loop was nudged about it with this generation."""
         self._asks.append(_Ask(generation, by, what))
 
     def now(self) -> dict[str, str]:
-        """{"asked_by", "asked_for"}: a key's name, "box", "window <id>" or "scheduler"; and what for."""
+        """{"asked_by", "asked_for"}: a key's name, "box", "window <id>" or "scheduler"; and what was asked for."""
         status = self._status()
         self._asks = [ask for ask in self._asks if ask.generation > status["settled"]]
         if self._asks:

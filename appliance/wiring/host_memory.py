@@ -1,7 +1,7 @@
-"""The host's memory, watched and kept: `scheduler.loop.memory_policy` decides, this reads, carries out and tells.
+"""Watches and manages host memory: `scheduler.loop.memory_policy` decides, this reads, acts and reports.
 
-What can go at once (freed segments, versions that nobody reads, parked ranks) is given back here. Engines and jobs are
-the scheduler loop's: it is told what they have to wait for (`waits_for`, `bounded`, `max_asleep`, `admits`) and nudged.
+This module itself frees what can go at once (freed segments, versions that nobody reads, parked ranks). The scheduler
+loop controls engines and jobs: it asks here for limits (`waits_for`, `bounded`, `max_asleep`, `admits`) and is nudged.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
 WANTED_FOR_S = 3.0
-"""An engine that was refused is wanted until the loop has not asked for it for so long."""
+"""A refused engine counts as wanted until the loop has not asked for it for this long."""
 STARTING_FOR_S = 15.0
-"""Until then the memory of an engine that was let start may not show in what is available."""
+"""For this long the available memory may not yet reflect an engine that was allowed to start."""
 BARREN_FOR_S = 10.0
 OTHERS_EVERY_S = 5.0
 _AWAKE = ("starting", "ready", "open", "draining")
@@ -49,9 +49,9 @@ class Parked(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What the policy works with. engine_bytes: what another engine of a model takes of the host. job_bytes: what a job
-    takes when it starts. replicas, jobs: of the loop's status. nudge: the loop. on_enough: there is memory again after
-    it was short. save: snapshots are to flow to disk now."""
+    """The policy's inputs and callbacks. engine_bytes: host memory that another engine of a model takes. job_bytes:
+    what a job takes when it starts. replicas, jobs: from the loop's status. nudge: wakes the loop. on_enough: called
+    when memory suffices again after it was short. save: starts copying snapshots to disk."""
 
     engine_bytes: Callable[[str], int]
     job_bytes: Callable[[JobRow], int]
@@ -63,7 +63,7 @@ class Means:
 
 
 class HostMemory:
-    """`look` is called every `LOOK_EVERY_S`. All on the controller's loop."""
+    """Call `look` every `LOOK_EVERY_S`. Runs entirely on the controller's loop."""
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class HostMemory:
         self._exhausted = False
         self._means = means
 
-    # --- what the loop asks -------------------------------------------------------------------------------------
+    # --- asked by the loop ----------------------------------------------------------------------------------------
 
     def waits_for(self, row: JobRow) -> str:
-        """Why this job cannot have memory now, in a sentence; "" when it can, or has it."""
+        """Why this job cannot have memory now, in a sentence; "" when it can, or already has it."""
         if row.id in self._state.jobs:
-            return f"Memory is short{self._why()}; it goes on by itself when there is enough."
+            return f"Memory is short{self._why()}; it continues by itself when there is enough."
         if row.phase == "running":
             return ""
         if self._state.short:
@@ -106,12 +106,12 @@ class HostMemory:
             return ""
         self._waiting_jobs[row.id] = (needed, self._clock())
         return (
-            f"Needs about {gb(needed)} of host memory; {gb(max(0, self._room()))} can be given now "
+            f"Needs about {gb(needed)} of host memory; {gb(max(0, self._room()))} can be allocated now "
             f"({gb(self._reading.available)} available{self._of_others()}, {gb(self.reserve)} kept in reserve)."
         )
 
     def bounded(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
-        """The deployments with as many engines as memory leaves them; never fewer than one."""
+        """The deployments, limited to as many engines as memory allows; never fewer than one each."""
         if not self._state.engines:
             return deployments
         return tuple(
@@ -126,14 +126,14 @@ class HostMemory:
         )
 
     def max_asleep(self) -> int | None:
-        """How many sleeping engines may stay as processes; None: as configured."""
+        """How many sleeping engines may stay as processes; None: the configured number."""
         return self._state.sleepers
 
     def admits(self, model: str) -> bool:
-        """Whether one more engine of the model, waking or new, finds memory. A model without one that is awake makes
-        the box give back what it needs; a further engine waits."""
+        """Whether memory allows one more engine of the model, waking or new. For a model without an awake engine the
+        box gives up other memory; a further engine waits."""
         needed = self._means.engine_bytes(model)
-        # When nothing is left to be given back, the reserve is: requests wait for nothing else.
+        # When nothing else can be freed, half of the reserve may be used: only these requests need it.
         room = self._room() + (self.reserve // 2 if self._exhausted else 0)
         has_one = (needed > room or bool(self._state.short)) and self._awake()[model] > 0
         if needed <= room and not has_one:
@@ -143,7 +143,7 @@ class HostMemory:
         if not has_one:
             if model not in self._wanted:
                 log.warning(
-                    "an engine of %s waits for memory: it needs %s, %s can be given",
+                    "an engine of %s waits for memory: it needs %s, %s can be allocated",
                     model,
                     gb(needed),
                     gb(max(0, room)),
@@ -152,7 +152,7 @@ class HostMemory:
             self._wanted[model] = (needed, self._clock())
         return False
 
-    # --- one look -----------------------------------------------------------------------------------------------
+    # --- one pass ---------------------------------------------------------------------------------------------------
 
     async def look(self) -> None:
         """Read, decide, and do at most one thing."""
@@ -228,7 +228,7 @@ class HostMemory:
             versions=0 if "versions" in self._barren else versions,
             sleepers=sum(replica["state"] == "asleep" for replica in status["replicas"]),
             parked=await self._means.parked.parked(),
-            running=tuple(reversed(running)),  # in the order of the queue: the last yields first
+            running=tuple(reversed(running)),  # in queue order: the last is suspended first
             spare={model: count for model, count in self._awake(status).items() if count > 1},
             wanted=wanted,
             job_wanted=job_wanted,
@@ -247,7 +247,7 @@ class HostMemory:
         return self._reading.available < self.reserve * memory_policy.ENOUGH_OF_RESERVE + wanted
 
     def _stored(self) -> tuple[int, int]:
-        """Bytes that the store's pool holds, and versions that nobody reads and that are safe elsewhere."""
+        """Bytes that the store's pool holds, and those of versions that nobody reads and another tier has."""
         usage = self._store.usage()
         return usage.pool_bytes, self._store.evictable_bytes()
 
@@ -263,7 +263,7 @@ class HostMemory:
     async def _look_at_others(self, now_s: float) -> None:
         if now_s - self._others_s >= OTHERS_EVERY_S:
             self._others_s = now_s
-            # The main process is this one's parent; all of the box is below it.
+            # This process's parent is the main process; the whole box runs below it.
             shared = self._store.usage().used_bytes
             self._others = await asyncio.to_thread(others_bytes, os.getppid(), shared, self._reading)
 
@@ -274,7 +274,7 @@ class HostMemory:
     def _room(self) -> int:
         return self._reading.available - self.reserve - sum(needed for _, needed in self._starting)
 
-    # --- what people are told -----------------------------------------------------------------------------------
+    # --- status and notes -------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """For `/admin/v1/status`, in bytes."""
@@ -292,7 +292,7 @@ class HostMemory:
         }
 
     def notes(self) -> list[str]:
-        """What a person should know now, a sentence each."""
+        """What users should know now, one sentence each."""
         if not self._state.holds_back and not self._wanted:
             return []
         waiting = [

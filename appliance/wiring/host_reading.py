@@ -1,4 +1,4 @@
-"""How much memory this host has left for the box: the machine's, or less where a control group above us has less."""
+"""Reads how much memory the host has left for the box: the machine, or a control group above us if it has less."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CGROUPS = Path("sys/fs/cgroup")
 
 
 def read_memory(root: Path = Path("/")) -> MemoryReading:
-    """`root`: where /proc and /sys lie."""
+    """`root`: prefix of /proc and /sys."""
     found = dict(_fields(root / "proc/meminfo"))
     total, available = found["MemTotal:"] * 1024, found["MemAvailable:"] * 1024
     swap_used = (found.get("SwapTotal:", 0) - found.get("SwapFree:", 0)) * 1024
@@ -33,18 +33,18 @@ def _fields(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _stalled(root: Path) -> float:
-    """PSI: percent of the last ten seconds in which all processes waited for memory at once."""
+    """PSI: percent of the last ten seconds in which all processes stalled on memory at once."""
     try:
         lines = (root / "proc/pressure/memory").read_text().splitlines()
     except OSError:
-        return 0.0  # a kernel without it, or one that does not tell
+        return 0.0  # the kernel lacks PSI or does not report it
     full = next((line for line in lines if line.startswith("full ")), "")
     return next((float(part[6:]) for part in full.split() if part.startswith("avg10=")), 0.0)
 
 
 def _groups(root: Path) -> Iterator[tuple[str, int, int]]:
-    """(name, limit, free) of every control group above this process that has a limit. Files in the page cache are free:
-    the kernel takes them before it kills; those on tmpfs are not, and the kernel counts them elsewhere."""
+    """(name, limit, free) of every control group above this process that has a limit. Page-cache pages count as free,
+    since the kernel reclaims them before it kills; tmpfs pages do not, and the kernel counts them separately."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -68,7 +68,7 @@ def _chain(mount: Path, path: str, names: tuple[str, str, str, str]) -> Iterator
             used = int((folder / names[1]).read_text())
             cached = dict(_fields(folder / "memory.stat"))
         except (OSError, ValueError):
-            continue  # not shown in here, or the root, which has no limit
+            continue  # not visible here, or the root, which has no limit
         if limit_text == "max" or int(limit_text) >= _UNLIMITED:
             continue
         reclaimable = sum(cached.get(name, 0) for name in names[2:])
@@ -76,8 +76,8 @@ def _chain(mount: Path, path: str, names: tuple[str, str, str, str]) -> Iterator
 
 
 def others_bytes(main_pid: int, shared: int, reading: MemoryReading) -> int | None:
-    """What programs other than the box hold of the machine, roughly: all that is not available, less what the processes
-    below the main one have for themselves, less `shared`, the box's shared memory."""
+    """Approximate memory of programs other than the box: all that is not available, less the private memory of the
+    processes below the main one, less `shared`, the box's shared memory."""
     own = shared
     try:
         main = psutil.Process(main_pid)

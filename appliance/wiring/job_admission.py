@@ -1,4 +1,4 @@
-"""Whether shared memory has room for a job that has not begun: it waits in the queue rather than dying at its end."""
+"""Checks whether shared memory has room for a job before it begins: it waits in the queue instead of failing later."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from train.methods.methods import method_of
 from weights.memory.store import WeightStore
 
 CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
-"""Of the host, a rank beside its tensors: Python and torch, forked from the warm parent; on a GPU also CUDA's context
-and pinned buffers."""
+"""Host memory of a rank besides its tensors: Python and torch, forked from the warm parent; on a GPU also the CUDA
+context and pinned buffers."""
 
 
 class JobAdmission:
-    """`waits_for` is asked in every round of the loop, so what never changes of a job is worked out once."""
+    """The loop calls `waits_for` in every round, so a job's constant values are computed once."""
 
     def __init__(self, db: Database, store: WeightStore, facts: BoxFacts):
         self._db, self._store, self._facts = db, store, facts
@@ -44,8 +44,8 @@ class JobAdmission:
         return self._verdict(row, room).waits
 
     def host_bytes(self, row: JobRow) -> int:
-        """What the job takes of the host's memory when it starts: its ranks (on logical CPU devices all that they hold,
-        on GPUs what they offload and the processes themselves), and in shared memory its snapshot and result."""
+        """Host memory that the job takes when it starts: its ranks (on logical CPU devices all that they hold, on GPUs
+        the processes and what they offload), and in shared memory its snapshot and result."""
         if row.resolved is None:
             return 0
         if row.id not in self._host_needs:
@@ -60,7 +60,7 @@ class JobAdmission:
 
     def _verdict(self, row: JobRow, facts: BoxFacts) -> capacity.Verdict:
         base = resolve(self._db, row.model)
-        if base is None:  # deleted: starting it will say so
+        if base is None:  # deleted: its start will report the error
             return capacity.Verdict(True, (), (), {"host": {"needed_bytes": 0}})
         assert row.resolved is not None
         return capacity.job(shape_of(base), row.resolved, row.allowed_sizes or [1], facts, method_of(row.method))

@@ -1,4 +1,4 @@
-"""What a job's ranks are told, and what becomes of what they report."""
+"""Builds the spec for a job's ranks and handles what they report."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NUDGE_EVERY_S = 30.0
 
 
 class JobRuns:
-    """Implements `scheduler.ray.groups.Jobs`. What a job wrote flows to the other tiers by itself once told of."""
+    """Implements `scheduler.ray.groups.Jobs`. The tiers copy a job's results on their own once notified."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class JobRuns:
         self._nudged_s = -NUDGE_EVERY_S
 
     def catch_up(self, job_id: str) -> None:
-        """Take in the steps that were trained while no controller listened. Called before ranks start anew."""
+        """Ingest the steps trained while no controller was running. Called before ranks start again."""
         known = {row.step for row in job_records.list_metrics(self._db, job_id)}
         for event in read_events(self._jobs_dir / job_id):
             if event["event"] == "metrics" and event["step"] not in known:
                 self._events.ingest(job_id, event)
 
     async def prepare(self, job_id: str) -> None:
-        """Bring in what neither shared memory nor the disk has whole of the base model. Raises LookupError."""
+        """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError."""
         _, parts = self._parts(jobs.get(self._db, job_id))
         for row in parts:
             try:
@@ -74,22 +74,22 @@ class JobRuns:
                     raise LookupError(str(error)) from error
 
     def _is_whole(self, path: Path) -> bool:
-        """Whether ranks may read it: what lies in shared memory was compared when it came there, what lies on disk is
-        compared once in the life of this controller."""
+        """Whether ranks may read it. What is in shared memory was verified on arrival; what is on disk is verified once
+        per controller lifetime."""
         if path in self._whole or path.is_relative_to(self._shm_root):
             return True
         try:
             verify(path)
         except NotSealed:
-            log.warning("%s has no checksums to be compared with", path)
+            log.warning("%s has no checksums to verify it against", path)
         except IntegrityError as error:
-            log.error("it is not trained from: %s", error)
+            log.error("not used as a base for training: %s", error)
             return False
         self._whole.add(path)
         return True
 
     def spec(self, job_id: str) -> TrainSpec:
-        """What the job's ranks are to do. Raises LookupError when the base model's bytes are gone."""
+        """The spec for the job's ranks. Raises LookupError when the base model's bytes are gone."""
         row = jobs.get(self._db, job_id)
         assert row.resolved is not None, f"job {job_id} was scheduled before it was validated"
         base = self._base(row)
@@ -104,7 +104,7 @@ class JobRuns:
                 "valid_path": str(folder / "valid.jsonl") if row.validation_file else None,
                 "run_dir": str(folder),
                 "shm_root": str(self._shm_root),
-                # Else ranks would fill the tmpfs past the box's share, and everybody else would find it full.
+                # Otherwise ranks would fill the tmpfs beyond the box's share, and other processes would find it full.
                 "shm_budget_bytes": self._store.budget_bytes,
                 "output_model": row.output_model,
                 "seed": row.seed,
@@ -117,7 +117,7 @@ class JobRuns:
         """The fields of a TrainSpec that say what is trained: the version that was active when the job first ran.
 
         A resumed LoRA run reads its frozen weights again, and an adapter is served beside the weights it was trained
-        on: neither may change because another version went live meanwhile.
+        on: neither may change because another version was activated in the meantime.
         """
         fields, parts = self._parts(row)
         paths = dict(zip(("base_path", "base_adapter"), map(self._bytes_of, parts), strict=False))
@@ -126,7 +126,7 @@ class JobRuns:
         return {**fields, **paths}
 
     def _parts(self, row: JobRow) -> tuple[dict[str, str], list[VersionRow]]:
-        """Name and version of what is trained, and the rows of its bytes: weights, and an adapter on them if it is one.
+        """Name and version of the base, and the rows of its bytes: weights, plus an adapter if the base is one.
 
         Raises LookupError when one is gone."""
         base = resolve(self._db, row.model)
@@ -153,8 +153,8 @@ class JobRuns:
         return row.disk_path
 
     def newest_snapshot(self, job_id: str) -> Path | None:
-        """The newest snapshot that is whole, from shared memory or else read in from the nearest tier. May be called
-        from any thread."""
+        """The newest complete snapshot, from shared memory or else read in from the nearest tier. Callable from any
+        thread."""
         # When shared memory is full, ranks write their snapshot into a store of the same form beside the job.
         own = self._jobs_dir / job_id / "snapshots"
         stores = [self._store, *([WeightStore(own, budget_bytes=None)] if (own / "snapshots").is_dir() else [])]
@@ -166,7 +166,7 @@ class JobRuns:
             try:
                 return self._bring_in(name).path
             except LookupError as error:
-                log.error("it goes on from an older snapshot: %s", error, extra={"job_id": job_id})
+                log.error("the job resumes from an older snapshot: %s", error, extra={"job_id": job_id})
         return None if newest is None else newest.path
 
     def _bring_in(self, name: Name) -> StoredVersion:
@@ -182,15 +182,15 @@ class JobRuns:
         return row is not None and not row.finished and row.wanted != "cancel"
 
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
-        """Record it; snapshots and published versions flow to the other tiers in the background."""
-        if event["event"] == "started":  # the loop tells of the devices, with their names
+        """Record the event; the tiers copy snapshots and published versions in the background."""
+        if event["event"] == "started":  # the loop records this with the device names
             self._events.goes_on(job_id, int(event["step"]))
             return
         self._events.ingest(job_id, event)
         if event["event"] == "published":
             self._published(job_id, event["version"])
         elif event["event"] == "snapshot" and self._tiers.clock() - self._nudged_s >= NUDGE_EVERY_S:
-            # Snapshots follow each other every few seconds; a pass over the tiers finds those in between by itself.
+            # Snapshots come every few seconds; the tiers' periodic pass finds those in between without a nudge.
             self._nudged_s = self._tiers.clock()
             self._tiers.nudge()
 
@@ -198,20 +198,20 @@ class JobRuns:
         row = jobs.get(self._db, job_id)
         self._tiers.nudge()
         if row.resolved["publish"] == "epoch":
-            # Asked for: each epoch's weights go live at once, into the engine that serves the model already.
+            # Requested: each epoch's weights go live at once, in the engine that already serves the model.
             models.activate(self._db, row.output_model, version)
             if deployments.find(self._db, row.output_model) is None:
                 deployments.insert(self._db, DeploymentRow(model=row.output_model, created_s=time.time()))
         self._on_change()
 
     def on_stopped(self, job_id: str) -> None:
-        """Its ranks were ended by force: for a job to be cancelled, its end."""
+        """Its ranks were ended by force; this completes the cancellation of a job."""
         row = jobs.find(self._db, job_id)
         if row is not None and row.wanted == "cancel":
             self._events.cancelled(job_id)
 
     async def tidy(self) -> None:
-        """Give back the snapshots of jobs that are over; called every `TIDY_EVERY_S`."""
+        """Delete the snapshots of jobs that are over; called every `TIDY_EVERY_S`."""
         for row in jobs.list_left_snapshots(self._db):
             if await asyncio.to_thread(self._forget, row.id):
                 jobs.update(self._db, row.id, snapshot=None)
@@ -219,7 +219,7 @@ class JobRuns:
 
     def _forget(self, job_id: str) -> bool:
         """Remove a job's snapshots from memory and its own directory; False while a rank still reads one. The tiers
-        drop those of a job that is over by themselves."""
+        drop the snapshots of jobs that are over on their own."""
         try:
             for stored in self._store.list("snapshot"):
                 if stored.model == job_id:

@@ -1,4 +1,4 @@
-"""The scheduler's journal on the store: durable before the step, durable after it."""
+"""Stores the scheduler's journal in the database: durable before the step, durable after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scheduler.handover.journal import HandoverRecord, HandoverState, StepRecord
 class SqliteJournal:
     """Implements `scheduler.handover.journal.Journal`. Hand-over numbers are the rows' ids as text.
 
-    trigger: answers who asked for the hand-over that begins now, as `HandoverTrigger.now` does.
+    trigger: returns who asked for the hand-over that begins now, like `HandoverTrigger.now`.
     """
 
     def __init__(self, db: Database, trigger: Callable[[], dict[str, str]] = dict):
@@ -103,8 +103,8 @@ def _plain(value: Any) -> Any:
 
 
 def measured_swap(steps: Iterable[StepRecord]) -> dict[str, Any]:
-    """What the swaps among `steps` took: medians of `pause_s` and `seconds`, `bytes` in all, by which path (`how`) the
-    versions came in, and how many requests finish on the version before. None where no engine was swapped."""
+    """Measurements of the swaps among `steps`: medians of `pause_s` and `seconds`, total `bytes`, how the versions were
+    loaded (`how`), and how many requests finish on the previous version. None if no engine was swapped."""
     swaps = [step.detail for step in steps if step.verb == "swap_replica" and "pause_s" in step.detail]
     return {
         "pause_s": statistics.median(swap["pause_s"] for swap in swaps) if swaps else None,

@@ -1,4 +1,4 @@
-"""Long work on models' bytes for the controller: the library on disk and the store in shared memory, on threads."""
+"""Long-running operations on model files for the controller: library on disk, store in shared memory, on threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weights.tiers.record import Name
 
 log = logging.getLogger(__name__)
 
-READERS_LEAVE_S = 30.0  # an engine that was just told to forget an adapter, a copy to a tier that was just stopped
+READERS_LEAVE_S = 30.0  # for an engine that is unloading an adapter, or a copy to a tier that was just stopped
 
 
 class LibraryOps:
@@ -69,7 +69,7 @@ class LibraryOps:
         self._let_go(name)
 
     async def _forget(self, name: Name) -> None:
-        """Take it out of shared memory, once nobody reads it. One that is read on and on is left to eviction."""
+        """Remove it from shared memory once nobody reads it. If readers stay, eviction removes it later."""
         until_s = time.monotonic() + READERS_LEAVE_S
         while (stored := await _thread(self._store.find, *name)) is not None:
             try:

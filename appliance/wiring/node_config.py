@@ -1,4 +1,4 @@
-"""Where this node of the box keeps what, as the scheduler has to know it."""
+"""Paths and settings of this node of the box, in the form the scheduler needs."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def node_config_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ..
 
 
 def device_environment(kind: str, caches: Path) -> dict[str, str]:
-    """What the libraries of the warm parents have to find in their environment when they are imported.
+    """Environment variables that the libraries of the warm parents need at import time.
 
-    On GPUs: caches of compiled kernels in the box's own folder. Their defaults lie below the home directory, which a
-    service may not have or not write (engines then do not start), and in TMPDIR, which here goes with its engine.
+    On GPUs: caches of compiled kernels in the box's own folder. Their defaults are below the home directory, which a
+    service may lack or be unable to write (engines then do not start), and in TMPDIR, which is deleted with its engine.
     """
     env = {
-        # Left to itself DeepSpeed asks CUDA for its devices, after which no forked rank can use them. And a box told to
-        # use logical CPU devices on a machine with GPUs has to train on those.
+        # Without this DeepSpeed asks CUDA for its devices, after which no forked rank can use them. And a box
+        # configured for logical CPU devices on a machine with GPUs must train on the former.
         "DS_ACCELERATOR": kind,
         **fork_environment(),
     }
@@ -68,6 +68,6 @@ def device_environment(kind: str, caches: Path) -> dict[str, str]:
 
 
 def weight_budget_bytes(config: BoxConfig, paths: BoxPaths) -> int | None:
-    """What the weight store may take of this node's shared memory."""
+    """Bytes of this node's shared memory that the weight store may use."""
     space = os.statvfs(paths.shm_root)
     return config.weights.budget_for(space.f_blocks * space.f_frsize)

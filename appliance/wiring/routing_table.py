@@ -1,4 +1,4 @@
-"""The routing table: which names can be called, and which engines answer them now."""
+"""Builds the routing table: which names can be called, and which engines serve them now."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from scheduler.core.workload import Demand
 log = logging.getLogger(__name__)
 
 HOLD_BEFORE_S = 10.0
-"""Requests for a model whose engine failed are held when its next try is no further away than this, else refused with
-the time of that try."""
+"""Requests for a model whose engine failed are held if its next try is at most this far away; otherwise they are
+refused with the time of that try."""
 HOLD_BEFORE_LASTING_S = 1.0
-"""The same where the next try will most likely fail too."""
+"""The same limit where the next try will most likely fail too."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What a replica serves. `owner`: the model whose version it is, whatever name it is served by."""
+    """What a replica serves. `owner`: the model whose version it is, whatever name serves it."""
 
     model: str
     version: str
@@ -42,8 +42,8 @@ class _Served:
 
 @dataclass(frozen=True, slots=True)
 class _Callable:
-    """A name that can be called. `canary`: takes a share of its requests. `pins`: the model of which `MODEL@VERSION`
-    means one version; None for a model's own name. `of`: the model that every such name is about, whose owners may use
+    """A name that can be called. `canary`: takes a share of its requests. `pins`: the model whose single version
+    `MODEL@VERSION` names; None for a model's own name. `of`: the model behind the name, whose owners may use
     it."""
 
     of: str
@@ -55,7 +55,7 @@ class _Callable:
 
 
 class BusRouting:
-    """Implements `scheduler.ray.replicas.Routing` on the bus; `refresh` after models came or went."""
+    """Implements `scheduler.ray.replicas.Routing` on the bus; call `refresh` after models were added or removed."""
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class BusRouting:
         max_model_len: int | None = None,
         trouble: Callable[[str, str], Trouble | None] = lambda model, version: None,
     ):
-        """max_model_len: what the box's engines are limited to, in tokens; None: each model's own context. trouble:
-        what keeps engines of a model's version from starting."""
+        """max_model_len: token limit of the box's engines; None: each model's own context. trouble: what keeps engines
+        of a model's version from starting."""
         self._bus, self._db, self._hold_s, self._max_model_len = bus, db, hold_s, max_model_len
         self._trouble = trouble
         self._replicas: dict[str, _Served] = {}
-        self._said: set[str] = set()  # names that no gateway would take
+        self._said: set[str] = set()  # names already logged as unusable at the gateways
         self._guests: dict[str, list[str]] = {}  # host name -> names of the adapters that its engines serve
 
     async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
@@ -84,11 +84,11 @@ class BusRouting:
         await self._bus.wait_drained(replica_id)
 
     async def withhold_adapters(self, replica_id: str) -> None:
-        """No new requests of adapters for this replica, which gets other weights; returns when all gateways know."""
+        """Send no adapter requests to this replica, which gets other weights; returns when all gateways know."""
         await self._bus.wait_applied(self._change(replica_id, takes_adapters=False))
 
     def offer_adapters(self, replica_id: str) -> None:
-        """Its weights stayed: adapters may use it again."""
+        """Its weights stayed the same: adapters may use it again."""
         self._change(replica_id, takes_adapters=True)
 
     def is_open(self, replica_id: str) -> bool:
@@ -100,7 +100,7 @@ class BusRouting:
             self.refresh()
 
     def refresh(self) -> int:
-        """Publish the table as the store and the replicas have it now; returns its generation."""
+        """Publish the table from the current store and replicas; returns its generation."""
         names = self._callable()
         self._guests = {}
         for name, row in names.items():
@@ -124,19 +124,19 @@ class BusRouting:
 
     @staticmethod
     def _owners(audience: list[str] | None) -> list[str] | None:
-        # A command on the box itself asks with a key of its own, and whoever runs one may do everything.
+        # A command on the box itself uses a key of its own, and its caller may do everything.
         return None if audience is None else [*audience, session_keys.OWNER]
 
     async def wait_applied(self) -> None:
-        """Returns when every gateway routes by the table as it is now."""
+        """Returns when every gateway routes by the current table."""
         await self._bus.wait_applied(self.refresh())
 
     def host(self, name: str) -> str:
-        """The model on whose engines a name is served: its own, but for adapters."""
+        """The model on whose engines a name is served: the model itself, except for adapters."""
         return next((host for host, names in self._guests.items() if name in names), name)
 
     def demand(self, model: str) -> Demand:
-        """What the gateways report of a model and of the adapters that its engines serve, for the planner."""
+        """The gateways' reports on a model and on the adapters that its engines serve, for the planner."""
         rows = self._rows(self._bus.load(), model)
         if not rows:
             return Demand()
@@ -150,7 +150,7 @@ class BusRouting:
         )
 
     def traffic(self, model: str) -> Traffic:
-        """What has come for the same names, and how fast a replica computes their prompts."""
+        """Arrivals for the same names, and how fast a replica computes their prompts."""
         load = self._bus.load()
         rates = [row.prefill_tokens_per_s for row in self._rows(load, model) if row.prefill_tokens_per_s]
         arrived = {name: load.arrived[name] for name in self._served_by(model) if name in load.arrived}
@@ -193,7 +193,7 @@ class BusRouting:
         return self._printable(found)
 
     def _printable(self, found: dict[str, _Callable]) -> dict[str, _Callable]:
-        """Names that the gateways take. The routes let no other in; a row that has one all the same stops no other."""
+        """Names that the gateways accept. The routes reject all others; a row with one must not block the rest."""
         odd = {name for name, row in found.items() if not (is_printable(name) and is_printable(row.version))}
         for name in odd - self._said:
             log.error("the model %r cannot be called: its name or version is not printable ASCII", name)
@@ -201,7 +201,7 @@ class BusRouting:
         return {name: row for name, row in found.items() if name not in odd} if odd else found
 
     def _context(self, model_tokens: int | None) -> int | None:
-        # As serve.core.sizing gives it to the engine.
+        # Same rule as serve.core.sizing for the engine.
         return min(filter(None, (self._max_model_len, model_tokens)), default=None)
 
     def _model(self, name: str, row: _Callable) -> dict[str, Any]:
@@ -241,14 +241,14 @@ class BusRouting:
         return table_row
 
     def _trouble_of(self, name: str, row: _Callable) -> Trouble | None:
-        """Why the engines that are to serve it do not start."""
+        """Why the engines that should serve it do not start."""
         if row.adapter is not None:
             return self._trouble(row.adapter.host, row.adapter.base_version)
         return self._trouble(row.pins or name, row.version)
 
 
 def _answers(served: _Served, name: str, row: _Callable) -> bool:
-    """Whether a replica can take requests for `name`. An adapter fits the weights it was trained on, and no others."""
+    """Whether a replica can take requests for `name`. An adapter fits only the weights it was trained on."""
     adapter = row.adapter
     if adapter is not None:
         return served.takes_adapters and (served.owner, served.version) == (adapter.base, adapter.base_version)

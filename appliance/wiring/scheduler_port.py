@@ -1,4 +1,4 @@
-"""What the admin and OpenAI routes ask of the scheduler: modes, hand-overs, swaps and withdrawals, done by the loop."""
+"""Scheduler calls for the admin and OpenAI routes: modes, hand-overs, swaps and withdrawals, done by the loop."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ class LoopPort:
         return handover_id
 
     async def wait_handover(self, handover_id: str) -> None:
-        """A mode is reached when nothing is left to do for it, which may take more than one hand-over."""
+        """Waits until nothing is left to do for the mode, which may take more than one hand-over."""
         await self._loop.wait_settled(self._settling.pop(handover_id, 0))
 
     async def converge_model(self, model: str) -> dict[str, Any]:
         last = self._journal.last_id()
         self._loop.reset_failures(model)
         await self._loop.wait_settled(self._loop.nudge())
-        await self._routing.wait_applied()  # for an adapter that is all there is to it
+        await self._routing.wait_applied()  # an adapter needs nothing more
         wanted = models.find(self._db, model).active_version
         replicas = [r for r in self._loop.status()["replicas"] if r["model"] == model and r["state"] != "asleep"]
         stale = [r["id"] for r in replicas if r["version"] != wanted]

@@ -1,4 +1,4 @@
-"""The scheduler's view of the store: jobs, deployments and the mode in, phases and reasons out."""
+"""The scheduler's view of the store: reads jobs, deployments and the mode; writes phases and reasons."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from scheduler.handover.ports import Outcome
 
 @dataclass(frozen=True, slots=True)
 class BoxSize:
-    """serving_floor: devices that serving keeps in every mode. devices: of the box when it started. max_replicas: of a
-    deployment that names no bound."""
+    """serving_floor: devices that serving keeps in every mode. devices: of the box when it started. max_replicas: for
+    deployments without a limit of their own."""
 
     serving_floor: int
     devices: int
@@ -37,11 +37,11 @@ class BoxSize:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What a round has to know that is not in the store.
+    """Input for a scheduling round that is not in the store.
 
-    demand: of a model. job_lacks: why a job cannot begin now, in a sentence; "" where it can. bounded: deployments with
-    what is learned of their traffic, within what memory allows. job_nodes: nodes on which jobs can run. max_asleep:
-    sleeping engines that may stay as processes; None: as configured."""
+    demand: of a model. job_lacks: why a job cannot begin now, in a sentence; "" if it can. bounded: deployments with
+    values learned from their traffic, within what memory allows. job_nodes: nodes on which jobs can run. max_asleep:
+    how many sleeping engines may stay as processes; None: the configured number."""
 
     demand: Callable[[str], Demand]
     job_lacks: Callable[[JobRow], str] = lambda row: ""
@@ -53,15 +53,15 @@ class Live:
 class SqliteStateStore:
     """Implements `scheduler.handover.ports.StateStore`. Every call is a few short statements on the database.
 
-    models_changed: called when a model can be called, or cannot be any more."""
+    models_changed: called when a model becomes callable or stops being callable."""
 
     def __init__(self, db: Database, events: JobEvents, size: BoxSize, live: Live, models_changed: Callable[[], Any]):
         self._db, self._events, self._size, self._live = db, events, size, live
         self._models_changed = models_changed
-        self._remaining_device_s: dict[str, float] = {}  # as far as known: what a job said when it ran last
+        self._remaining_device_s: dict[str, float] = {}  # as reported by each job when it last ran
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
-        """Jobs that a crash left "running" wait for devices again, but for those whose ranks run on (`adopted`)."""
+        """Requeue jobs that a crash left "running", except those whose ranks still run (`adopted`)."""
         usage.close_left_open(self._db, set(adopted))
         for row in jobs.list_in_phase(self._db, "running"):
             if row.id in adopted:
@@ -121,19 +121,19 @@ class SqliteStateStore:
         match outcome:
             case "succeeded":
                 self._events.succeeded(job_id)
-                self._models_changed()  # its model can be called the moment the job says so
+                self._models_changed()  # its model must be callable as soon as the job is reported as done
             case "failed":
                 self._events.failed(job_id, "training_failed", error)
             case "cancelled":
                 self._events.cancelled(job_id)
 
     def model_trouble(self, model: str, trouble: Trouble | None) -> None:
-        """Kept by the loop alone: what failed before a restart says nothing of what is tried after it."""
+        """Only the loop keeps it: failures before a restart predict nothing about tries after it."""
         self._models_changed()
 
     def _finish_cancelled(self) -> None:
-        """Jobs that are to be cancelled and hold nothing any more; one that runs is stopped first, by not being
-        in the workload, and finished when its ranks are gone."""
+        """Finish cancelled jobs that hold nothing any more. A running one first stops because it is missing from the
+        workload, and is finished when its ranks are gone."""
         for row in jobs.list_unfinished(self._db):
             if row.wanted == "cancel" and row.phase != "running":
                 self._events.cancelled(row.id)
@@ -141,11 +141,11 @@ class SqliteStateStore:
     def _own_engines(
         self, deployed: list[DeploymentRow], active: Mapping[str, str], adapters: Mapping[str, AdapterRow]
     ) -> list[DeploymentView]:
-        """Deployments that need engines of their own. What an adapter asks for, it asks of its host."""
+        """Deployments that need engines of their own. An adapter's demand goes to its host model."""
         views = {row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters}
         for adapter in adapters.values():
             if adapter.host not in views:
-                # Its base serves another version now, or is not deployed: engines for the version it was trained on.
+                # Its base serves another version now or is not deployed: start engines for the version it fits.
                 base = views.get(adapter.base, DeploymentView(adapter.base, adapter.base_version))
                 views[adapter.host] = replace(
                     base,
@@ -166,13 +166,13 @@ class SqliteStateStore:
                     min_replicas=min(max(host.min_replicas, row.min_replicas), host.max_replicas),
                 )
         for canary in canaries.list_running(self._db):
-            # One of an adapter needs none: the engines of its host serve both versions.
+            # An adapter's canary needs none: the engines of its host serve both versions.
             if canary.model in views and canary.name not in adapters:
                 views[canary.name] = self._canary(canary, views[canary.model])
         return list(views.values())
 
     def _canary(self, row: CanaryRow, stable: DeploymentView) -> DeploymentView:
-        """One engine at least for as long as it runs: it is never waited for, so demand alone would not start one."""
+        """At least one engine while the canary runs: no request waits for it, so demand alone would not start one."""
         return replace(
             stable,
             model=row.name,
@@ -186,14 +186,14 @@ class SqliteStateStore:
         )
 
     def _checkpoints(self) -> list[DeploymentView]:
-        """A checkpoint can be called by its name; it gets an engine while somebody does."""
+        """A checkpoint can be called by its name; it has an engine only while it is in use."""
         return [
             DeploymentView(row.name, row.version, demand=self._live.demand(row.name), idle_limit_s=CHECKPOINT_IDLE_S)
             for row in job_records.list_checkpoints(self._db)
         ]
 
     def _open(self, job_id: str) -> JobRow | None:
-        """The job if it can still change: a person may have cancelled or deleted it a moment ago."""
+        """The job if it can still change; None if a user has just cancelled or deleted it."""
         row = jobs.find(self._db, job_id)
         return row if row is not None and not row.finished else None
 

@@ -1,4 +1,4 @@
-"""Model versions for the engines: in shared memory when needed, from the nearest tier that has them whole."""
+"""Provides model versions to engines: in shared memory on demand, from the nearest tier that has them whole."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from weights.memory.store import Lease, StoredVersion, WeightStore
 from weights.tiers.record import Name
 
 GPU_ENGINE_BYTES = 4 * 2**30
-"""Of the host, an engine whose tensors lie on a GPU: Python, torch, CUDA's context, vLLM's buffers."""
+"""Host memory of an engine whose tensors are on a GPU: Python, torch, the CUDA context, vLLM's buffers."""
 
 
 class VersionProvider:
     """Implements `scheduler.ray.replicas.Versions`.
 
-    What an engine is about to load is leased here until it has a lease of its own (`taken`). A sleeping engine has
-    none: its version is evicted like any other that nobody reads, the least recently used first, and its wake brings it
-    back.
+    A version that an engine is about to load is leased here until the engine has a lease of its own (`taken`). A
+    sleeping engine has none: its version can be evicted like any other that nobody reads, least recently used first,
+    and its wake reloads it.
     """
 
     def __init__(self, db: Database, store: WeightStore, back: TierReturn, config: BoxConfig, device: Device):
@@ -42,8 +42,8 @@ class VersionProvider:
         self._awaited: Counter[str] = Counter()
 
     async def in_memory(self, model: str, version: str) -> Path:
-        """The version's directory in shared memory, held there until `taken`, which is to be called once for each time
-        that this returned. Raises LookupError when the box has no bytes of it."""
+        """The version's directory in shared memory, held there until `taken`; call `taken` once for each return of
+        this. Raises LookupError when the box has no bytes of it."""
         key = (model, version)
         if key not in self._reading:
             self._reading[key] = asyncio.create_task(self._bring_in(model, version))
@@ -66,7 +66,7 @@ class VersionProvider:
         return stored.path
 
     def taken(self, model: str) -> None:
-        """One engine that it was brought in for holds it itself, or will not come."""
+        """One engine that the version was loaded for now holds it itself, or will not load it."""
         self._awaited[model] -= 1
         if self._awaited[model] <= 0:
             del self._awaited[model]
@@ -74,7 +74,7 @@ class VersionProvider:
                 self._leases[model][1].release()
 
     def _owner(self, name: str) -> ModelRow:
-        """The model whose bytes a public name means: its own, or for a checkpoint's name its model's."""
+        """The model behind a public name: itself, or for a checkpoint's name the model of the checkpoint."""
         found = resolve(self._db, name)
         if found is None:
             raise LookupError(f"there is no model {name} on this box any more")
@@ -89,7 +89,7 @@ class VersionProvider:
             old[1].release()
 
     def holds(self, name: Name) -> bool:
-        """Whether an engine is served from this version, or is about to be."""
+        """Whether an engine serves this version, or is about to."""
         return any(
             version == name.version and self._owner_id(model) == name.model
             for model, (version, _) in self._leases.items()
@@ -100,7 +100,7 @@ class VersionProvider:
         return None if found is None else found.model.id
 
     def let_go(self, name: str) -> None:
-        """No engine serves this model any more, under its own name or a version's: its bytes may be evicted."""
+        """No engine serves this model any more, under its own name or a version's: release its bytes for eviction."""
         for known in [known for known in self._leases if known == name or known.startswith(f"{name}@")]:
             self._leases.pop(known)[1].release()
 
@@ -125,12 +125,12 @@ class VersionProvider:
         return settings
 
     def host_bytes(self, model: str) -> int:
-        """What one more engine of this model takes of the host's memory: the process, its version in shared memory
-        where that is not yet, and on logical CPU devices its own copy of the weights and the KV cache."""
+        """Host memory that one more engine of this model takes: the process, its version unless already in shared
+        memory, and on logical CPU devices its own copy of the weights and the KV cache."""
         try:
             row = self._owner(model)
         except LookupError:
-            return 0  # its start will say so
+            return 0  # its start will report the error
         found = resolve(self._db, model)
         version = found.version.version if found is not None else row.active_version
         shared = 0 if self._store.find("version", row.id, version) is not None else row.bytes
@@ -139,5 +139,5 @@ class VersionProvider:
         return shared + row.bytes + (self._config.serve.kv_cache_bytes or CPU_KV_BYTES) + CPU_ENGINE_BYTES
 
     def adapter_rank_limit(self, row: ModelRow) -> int:
-        """The largest LoRA rank that engines of this model take; 0: none."""
+        """The largest LoRA rank that engines of this model accept; 0: none."""
         return adapter_rank_limit(self._config.serve, task=row.task, arch=row.arch)

@@ -1,5 +1,5 @@
-"""How many replicas of each model should be awake, and until when, learned from the traffic.
+"""Decides how many replicas of each model should be awake, and for how long, from the observed traffic.
 
-Never: It knows no device.
+Never: Knows devices.
 Begin with demand.py.
 """

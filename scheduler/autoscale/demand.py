@@ -1,13 +1,13 @@
-"""How many replicas each model should have, and whose turn it is when there are too few devices.
+"""Decides how many replicas each model should have, and which model gets the next one when devices are scarce.
 
-Growing is at once, for as many requests as are expected soon (`by_rise`), and never below the floor that the last half
-hour taught (`recent_load`). Shrinking comes when the devices have idled for longer than a hand-over there and back
-would cost training (the rent exceeds the price), and no sooner than `give_back_after_s`; at most `give_backs_per_hour`
-times, which bounds the hand-overs of its traffic.
+Growing is immediate: for the requests expected soon (`by_rise`), and never below the floor learned from the last half
+hour (`recent_load`). Shrinking starts when the devices have idled for longer than a hand-over there and back would cost
+training (the rent exceeds the price), and no sooner than `give_back_after_s`; at most `give_backs_per_hour` times an
+hour, which bounds the hand-overs that its traffic causes.
 
-Requests in flight say too little on their own: what saturates one replica looks like little on two, so flat load would
-be given back and asked for again for ever. Replicas wanted back before giving them back had paid are therefore kept
-for a while, twice as long each time.
+Requests in flight alone mislead: a load that saturates one replica looks small on two, so the planner would release and
+request the second again forever under a flat load. Replicas that were wanted back before their release paid off are
+therefore kept for a while, twice as long each time.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from scheduler.core.workload import DeploymentView, ModelMemory, ReplicaView, St
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A wish for one awake replica: the `nth` (from 0) of its model."""
+    """A request for one awake replica: the `nth` (from 0) of its model."""
 
     model: str
     nth: int
     tensor_parallel: int
     wanted: bool
-    """False: nothing asks for it; it fills devices that belong to serving anyway."""
+    """False: no demand needs it; it fills devices that belong to serving anyway."""
 
 
 def usable(deployment: DeploymentView, now_s: float) -> bool:
-    """Whether new replicas may be started for it. Open ones stay open while it backs off."""
+    """Whether new replicas may be started for it. Open ones stay open during its backoff."""
     return deployment.not_before_s <= now_s and deployment.max_replicas > 0
 
 
 def by_concurrency(deployment: DeploymentView, config: SchedulerConfig) -> int:
-    """Replicas that the requests in flight and held ask for by their number.
+    """Replicas needed for the number of requests in flight and held.
 
-    While the measured time per further token is above its target, a replica is taken to carry as many fewer requests:
-    the time of a decoding step grows with its batch. So at most twice as many replicas are asked for from one look.
+    While the measured time per further token is above its target, each replica counts as carrying proportionally fewer
+    requests, since the time of a decoding step grows with its batch. One evaluation at most doubles the count.
     """
     return ceil(deployment.demand.requests / _carried(deployment, config))
 
 
 def by_rise(deployment: DeploymentView, config: SchedulerConfig) -> int:
-    """Replicas that those requests will ask for by their number which are expected soon; 0 where they do not rise."""
+    """Replicas needed for the number of requests expected soon; 0 if it is not rising."""
     return ceil(deployment.demand.expected / _carried(deployment, config))
 
 
@@ -60,17 +60,17 @@ def _carried(deployment: DeploymentView, config: SchedulerConfig) -> float:
 
 
 def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int:
-    """Replicas that the present demand asks for, without memory."""
+    """Replicas that the present demand needs, without memory of earlier demand."""
     demand = deployment.demand
     count = by_concurrency(deployment, config)
     if deployment.prefill_tokens_per_s and deployment.ttft_target_s and demand.waiting_tokens:
-        # Part of the target: the rest is for what comes while a replica wakes.
+        # Part of the target: the rest covers requests that arrive while a replica wakes.
         backlog_s = demand.waiting_tokens / deployment.prefill_tokens_per_s
         standby = deployment.standby or Standby(deployment.max_replicas)
         count = max(count, standby.asked_by_backlog(backlog_s, deployment.ttft_target_s))
     one_until_s = IdlePolicy(config).one_until_s(deployment)
     if one_until_s is not None and now_s < one_until_s:
-        count = max(count, 1)  # short requests come and go between two looks
+        count = max(count, 1)  # short requests come and go between two evaluations
     return min(max(count, deployment.floor_replicas), deployment.max_replicas)
 
 
@@ -82,9 +82,9 @@ def required(
     *,
     switch_device_s: float = 0.0,
 ) -> tuple[ModelMemory, float | None]:
-    """The replicas this model should have now (in the memory answered), and when to look again by the clock alone.
+    """The replicas this model should have now (in the returned memory), and when to re-evaluate without an event.
 
-    switch_device_s: device seconds of training that giving devices back and taking them again would cost.
+    switch_device_s: device seconds of training that releasing devices and taking them again would cost.
     """
     want = wanted_now(deployment, now_s, config)
     load = memory.load.seen(want, now_s)
@@ -101,7 +101,7 @@ def required(
         reviews.append(end_s)
     want = max(want, min(by_rise(deployment, config), deployment.max_replicas))
     if want >= memory.replicas:
-        # The model of the traffic pays for hand-overs itself, but cannot see that requests in flight mislead.
+        # The model of the traffic accounts for hand-overs, but cannot see that requests in flight mislead.
         misled = deployment.standby is None or by_concurrency(deployment, config) >= want
         if want > memory.replicas and memory.given_back_s and misled:
             memory = _wanted_back(memory, want, deployment.tensor_parallel, now_s, config, switch_device_s)
@@ -110,21 +110,21 @@ def required(
         found = replace(memory, load=load, replicas=want, low_since_s=None, low_peak=0)
         return found, min(reviews, default=None)
     since_s = now_s if memory.low_since_s is None else memory.low_since_s
-    # At the end of an operator's number all sleep, whatever was asked for before it.
+    # When an operator's idle time runs out, all replicas sleep, whatever demand came before.
     peak = want if idle.operator_says_sleep(deployment, now_s) else max(memory.low_peak, want)
-    # Rent or buy: idle devices are worth a hand-over once they have idled for what it costs.
+    # Rent or buy: idle devices justify a hand-over once they have idled for as long as it costs.
     spare_devices = (memory.replicas - peak) * deployment.tensor_parallel
     wait_s = idle.give_back_after_s(deployment, switch_device_s / spare_devices if spare_devices else 0.0, now_s)
     given_back_s = _last_hour(memory.given_back_s, now_s)
     due_s = since_s + wait_s
     if len(given_back_s) >= config.give_backs_per_hour:
         due_s = max(due_s, given_back_s[0] + 3600.0)
-    # Growing is never refused, so many small steps up are paid for by fewer down.
+    # Growing is never refused, so many small increases reduce the number of allowed decreases.
     changes_s = sorted((*given_back_s, *_last_hour(memory.taken_s, now_s)))
     if len(changes_s) >= config.changes_per_hour:
         due_s = max(due_s, changes_s[-config.changes_per_hour] + 3600.0)
     if due_s <= now_s:
-        # The highest count asked for meanwhile, not the one of this instant.
+        # The highest count needed since then, not the current one.
         still_low = None if peak == want else now_s
         if peak < memory.replicas:
             given_back_s = (*given_back_s, now_s)
@@ -147,10 +147,10 @@ def _last_hour(times_s: tuple[float, ...], now_s: float) -> tuple[float, ...]:
 def _wanted_back(
     memory: ModelMemory, want: int, tensor_parallel: int, now_s: float, config: SchedulerConfig, switch_device_s: float
 ) -> ModelMemory:
-    """What the return of replicas teaches about giving them back.
+    """Learns from replicas that return how long to keep them next time.
 
-    It paid if the devices trained for longer than they had idled before and the hand-over there and back cost. Each
-    time is judged once, by the first return; replicas that had not been there before it prove nothing.
+    Giving them back paid off if the devices trained for longer than they had idled before plus the cost of both
+    hand-overs. The first return judges each release once; replicas that had not been there before it prove nothing.
     """
     judged = memory.proved_hold_s and memory.proved_until_s - memory.proved_hold_s >= memory.given_back_s[-1]
     want = min(want, memory.given_back_from)
@@ -170,11 +170,11 @@ def slots(
     now_s: float,
     config: SchedulerConfig,
 ) -> list[Slot]:
-    """Every wish for a replica, most pressing first: each model's first before anybody's second.
+    """Every requested replica, most urgent first: the first of each model before the second of any.
 
-    Among first replicas: pinned; models in their turn; models that waited longer than a turn (longest first); models
-    whose turn is over; models that began to wait; models that nothing asks for but their minimum. Among later ones:
-    pinned, then by name. What nothing asks for is last.
+    Among first replicas: pinned; models whose turn it is; models that waited longer than a turn (longest first); models
+    whose turn is over; models that began to wait; models that want only their minimum. Among later ones: pinned, then
+    by name. Replicas that no demand needs come last.
     """
     open_since: dict[str, float] = {}
     opened: dict[str, int] = {}
@@ -197,8 +197,8 @@ def slots(
         return 4, now_s if waiting_s is None else waiting_s, d.model
 
     def later_rank(d: DeploymentView) -> tuple[bool, str]:
-        # Neither turns nor requests: who has a replica already does not wait, and an order that changes with the clock
-        # moved the second replicas of three models to and fro for ever.
+        # Use neither turns nor requests here: a model that has a replica does not wait, and an order that changes with
+        # time moved the second replicas of three models back and forth forever.
         return not d.pinned, d.model
 
     most = {d.model: d.max_replicas if usable(d, now_s) else opened.get(d.model, 0) for d in deployments}
@@ -207,10 +207,10 @@ def slots(
     for nth in range(max(most.values(), default=0)):
         if nth == 1:
             able.sort(key=later_rank)
-        # A model that asks for nothing gets no replica; one that asks may fill what belongs to serving anyway.
+        # A model without demand gets no replica; one with demand may fill devices that belong to serving anyway.
         round_ = [d for d in able if nth < most[d.model] and memory[d.model].replicas > 0]
         if not round_:
             break
         out += [Slot(d.model, nth, d.tensor_parallel, nth < memory[d.model].replicas) for d in round_]
-    out.sort(key=lambda slot: not slot.wanted)  # who waits for a third comes before a second that only fills
+    out.sort(key=lambda slot: not slot.wanted)  # a needed third replica comes before a second that only fills
     return out

@@ -1,8 +1,8 @@
-"""How many requests a model will have soon if they go on growing in number, from the gateways' load reports.
+"""Forecasts how many requests a model will have soon if their number keeps rising, from the gateways' load reports.
 
-Requests that come and go by chance rise and fall too: over a while in which `a` came and `e` ended, by about
-`sqrt(a + e)` (the difference of two Poisson counts). What is within twice that is not counted. Nor do they grow for
-ever: as many as come in the time that one lasts are in flight (Little's law), and how long one lasts is learned.
+Random arrivals and departures fluctuate too: over a period with `a` arrivals and `e` ends, by about `sqrt(a + e)` (the
+difference of two Poisson counts). A rise within twice that is not counted. Growth is also bounded: in flight are as
+many as arrive during one request's duration (Little's law), and that duration is learned.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import math
 from collections import deque
 
 WINDOW_S, LEAST_S = 2.0, 0.4
-"""How far back a rise is looked for, and how much of it has to have been seen."""
+"""How far back to look for a rise, and how much of that must have been observed."""
 CHANCE = 2.0
 """Standard deviations."""
 MEMORY_S = 1800.0
-"""After this long what was seen of how long requests last counts 1/e."""
+"""Time constant of forgetting request durations: after this long an observation counts 1/e."""
 KNOWN_REQUESTS = 100.0
-"""Before so many it is not known how long one lasts."""
+"""Minimum number of requests before their duration counts as known."""
 
 
 class DemandForecast:
-    """Of one model. Owned by whoever receives the load reports; `seen` is called with each. ahead_s: how soon."""
+    """For one model. Owned by the receiver of the load reports, which calls `seen` for each. ahead_s: how far ahead."""
 
     def __init__(self, ahead_s: float) -> None:
         self._ahead_s = ahead_s
@@ -29,7 +29,7 @@ class DemandForecast:
         self._lasted_s, self._came = 0.0, 0.0
 
     def seen(self, now_s: float, requests: int, arrived: int) -> None:
-        """`requests` are in flight or held at `now_s`; `arrived` came since ever."""
+        """`requests` are in flight or held at `now_s`; `arrived` is the cumulative count."""
         if self._seen:
             last_s, before, arrived_before = self._seen[-1]
             fade = math.exp(-(now_s - last_s) / MEMORY_S)
@@ -41,8 +41,8 @@ class DemandForecast:
 
     @property
     def expected(self) -> float:
-        """Requests in flight or held by then where those that came outnumber those that ended and chance; 0 where they
-        do not, and until it can be told."""
+        """Requests in flight or held at that time, if arrivals outnumber ends by more than chance; 0 otherwise, and
+        until there is enough data."""
         if not self._seen:
             return 0.0
         (first_s, before, arrived_before), (last_s, now, arrived) = self._seen[0], self._seen[-1]
@@ -59,6 +59,6 @@ class DemandForecast:
         return max(now, min(now + self._ahead_s * certain / passed_s, most))
 
     def _most_per_s(self) -> float:
-        """Requests that came in a second, of late or in all of the window: what begins is not yet all of it."""
+        """Arrivals per second, recently or over the whole window: a starting rise is not yet fully visible."""
         last_s, _, arrived = self._seen[-1]
         return max((arrived - a) / (last_s - at_s) for at_s, _, a in self._seen if last_s - at_s >= LEAST_S)

@@ -1,9 +1,9 @@
-"""How long a model stays awake that nobody asks: the one place that decides it.
+"""Decides how long a model without requests stays awake; the only place that does.
 
-An operator's number (`idle_sleep_s` of a deployment) is obeyed as it stands: one replica stays awake for that long
-after the last request, then all sleep but the minimum. Without one, the box's settings hold a replica for as long as
-the hysteresis of `auto` needs (`give_back_after_s`), and it is asleep only when the devices are wanted. Engines that
-nobody deployed have a limit of the box's own (`idle_limit_s`): they sleep then, and are given back before like others.
+An operator's number (`idle_sleep_s` of a deployment) applies as given: one replica stays awake for that long after the
+last request, then all sleep except the minimum. Without it, the box's settings hold a replica for as long as the
+hysteresis of `auto` needs (`give_back_after_s`), and it sleeps only when the devices are wanted. Models that nobody
+deployed have the box's own limit (`idle_limit_s`): they sleep then at the latest, and may be given back earlier.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
 
 CHECKPOINT_IDLE_S = 300.0
-"""Limit of what nobody deployed: checkpoints called by their name, and hosts of adapters."""
+"""Limit for models that nobody deployed: checkpoints called by name, and hosts of adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Awake:
-    """The answer for an idle model. until_s: None where no clock ends it. because: a sentence without a full stop."""
+    """The answer for an idle model. until_s: None if no time limit ends it. because: a sentence without a full stop."""
 
     until_s: float | None
     because: str
@@ -28,12 +28,12 @@ class Awake:
 
 @dataclass(frozen=True, slots=True)
 class IdlePolicy:
-    """Every question of how long something unasked stays awake. Times are seconds of the planner's clock."""
+    """How long idle models and replicas stay awake. Times are seconds of the planner's clock."""
 
     config: SchedulerConfig
 
     def one_until_s(self, deployment: DeploymentView) -> float | None:
-        """Until when one replica is wanted because of the last request alone; None: there was none."""
+        """Until when the last request alone keeps one replica; None: there was none."""
         return _after(deployment, self._one_for_s(deployment))
 
     def _one_for_s(self, deployment: DeploymentView) -> float:
@@ -42,30 +42,30 @@ class IdlePolicy:
         return self.lower_for_s(deployment)
 
     def lower_for_s(self, deployment: DeploymentView) -> float:
-        """How long demand must stay lower, at the least, before a replica is given back. No model's own number makes
-        that longer: it is about how many are awake, not whether one is."""
+        """Minimum time that demand must stay lower before a replica is given back. A model's own number does not extend
+        it: that number concerns whether one is awake, not how many."""
         return min(_sleep_after_s(deployment), self.config.give_back_after_s)
 
     def give_back_after_s(self, deployment: DeploymentView, switch_s: float, now_s: float) -> float:
-        """How long demand must stay lower where a hand-over there and back costs as much as idling for `switch_s`."""
+        """How long demand must stay lower if a hand-over there and back costs as much as idling for `switch_s`."""
         if self.operator_says_sleep(deployment, now_s):
             return 0.0
         return max(self.lower_for_s(deployment), min(switch_s, self.config.give_back_at_latest_s))
 
     def floor_until_s(self, deployment: DeploymentView) -> float | None:
-        """Until when a model keeps the floor that its load taught; None: nobody ever asked."""
-        # What a model of the traffic learned outlasts its gaps; a floor of the looks alone is forgotten sooner.
+        """Until when a model keeps the floor learned from its load; None: it never had a request."""
+        # A learned standby outlasts gaps in the traffic; a floor from the planner's rounds alone expires sooner.
         hold_s = self.config.floor_hold_s
         if deployment.standby:
             hold_s = max(hold_s, self.config.give_back_at_latest_s)
         return _after(deployment, min(_sleep_after_s(deployment), hold_s))
 
     def proved_for_s(self, switch_s: float, before_s: float) -> float:
-        """How long replicas are kept that were wanted back too soon: twice as long as `before_s` each time."""
+        """How long to keep replicas that were wanted back too soon: twice `before_s` each time."""
         return min(2 * max(switch_s, before_s), self.config.proved_hold_max_s)
 
     def sleep_at_s(self, deployment: DeploymentView) -> float | None:
-        """When the replicas sleep although nobody wants their devices; None: never for that reason."""
+        """When the replicas sleep even if nobody wants their devices; None: never for that reason."""
         after_s = _sleep_after_s(deployment)
         return None if after_s == inf else _after(deployment, after_s)
 
@@ -75,11 +75,11 @@ class IdlePolicy:
         return at_s is not None and not deployment.demand.requests and now_s >= at_s
 
     def operator_says_sleep(self, deployment: DeploymentView, now_s: float) -> bool:
-        """The same, by the operator's number: no cost of a hand-over delays it."""
+        """The same, by the operator's number: no hand-over cost delays it."""
         return deployment.idle_sleep_s is not None and self.asleep(deployment, now_s)
 
     def awake(self, deployment: DeploymentView) -> Awake:
-        """Until when a model without requests stays awake, and why. What its mode leaves serving comes before."""
+        """Until when a model without requests stays awake, and why. The mode's share for serving takes precedence."""
         least = deployment.floor_replicas
         if least:
             return Awake(None, f"at least {least} {'is' if least == 1 else 'are'} kept awake (pinned or min_replicas)")
@@ -88,8 +88,8 @@ class IdlePolicy:
             return Awake(self.sleep_at_s(deployment), f"its idle_sleep_s is {own_s:g} s")
         wanted = f"its devices may be given back after {self.lower_for_s(deployment):g} s of lower demand"
         if limit_s is not None:
-            return Awake(self.sleep_at_s(deployment), f"nobody deployed it; where they are wanted, {wanted}")
-        return Awake(None, f"it has no idle_sleep_s; where they are wanted, {wanted}")
+            return Awake(self.sleep_at_s(deployment), f"nobody deployed it; if others want them, {wanted}")
+        return Awake(None, f"it has no idle_sleep_s; if others want them, {wanted}")
 
 
 def _sleep_after_s(deployment: DeploymentView) -> float:

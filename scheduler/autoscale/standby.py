@@ -1,16 +1,16 @@
-"""How many replicas to keep on standby, learned from the traffic so far by trying every choice in parallel.
+"""Learns how many replicas to keep on standby by simulating every choice on the traffic so far.
 
-A device needs seconds to change sides, so what arrives within them must find its engines awake. How many is a trade:
-idle engines cost training, missing ones make requests late. No constant is right for all traffic, so every choice is
-tried at once on a small queueing model of the last half hour ("shadows"): each keeps `level` replicas whatever
-happens, wakes more when its own backlog asks for them, and pays what the box would pay. The choice in force is the one
-that cost training least among those with at most `late_share` of the requests late (follow the leader, with the past
-fading: Cesa-Bianchi and Lugosi 2006, chapter 4). A second question is answered the same way: how early to wake more.
+A device needs seconds to change sides, so requests that arrive within them must find awake engines. The number is a
+trade-off: idle engines cost training, missing ones make requests late. No constant suits all traffic, so every choice
+is simulated at once on a small queueing model of the last half hour ("shadows"): each keeps `level` replicas always,
+wakes more when its own backlog needs them, and pays what the box would pay. The current choice is the one that cost
+training least among those with at most `late_share` of the requests late (follow the leader, with exponential
+forgetting: Cesa-Bianchi and Lugosi 2006, chapter 4). How early to wake more is learned the same way.
 
-The model: work arrives in replica-seconds (prompt tokens over the measured prefill rate), is served by all replicas of
-a shadow together, first come first served; a request is late when the backlog before it takes longer than its
-target. Requests that hold their place for long (many output tokens, a full cache) ask for replicas by their number,
-which the shadow gets as late as the box would. No shadow sees the future or another's backlog.
+The model: work arrives in replica-seconds (prompt tokens over the measured prefill rate), and all replicas of a shadow
+together serve it first come first served; a request is late when the backlog before it takes longer than its target.
+Requests that run for long (many output tokens, a full cache) need replicas by their number, which the shadow gets as
+late as the box would. No shadow sees the future or another's backlog.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import PATIENT, Standby
 
 MEMORY_S = 1800.0
-"""After this long what was seen counts 1/e."""
+"""Time constant of forgetting: after this long an observation counts 1/e."""
 EARLY = 0.25
-"""As PATIENT: the share of the target for the time to first token that the backlog may take before another is woken."""
+"""As PATIENT: the share of the time-to-first-token target that the backlog may take before another is woken."""
 WAYS = ((PATIENT, 1), (EARLY, 1), (EARLY, 2))
-"""Ways to take more: at which backlog, and how many times what it asks for. A hand-over stops the job whether it gives
-one device or four, and a second one cannot begin before the first has ended."""
+"""Ways to take more: at which backlog, and what multiple of the replicas it needs. A hand-over stops the job whether it
+gives one device or four, and a second one cannot begin before the first has ended."""
 _FINE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     """What moving devices costs. take_s: from the decision to a replica that answers. pause_s: what a change of size
-    costs a running job on each of its devices. training_devices: how many those are with no replica awake.
-    rest_s: replicas are given back after this long without need, or after `2 x pause_s` of the job's devices have been
-    idled away, whichever is later, up to `latest_s`."""
+    costs a running job on each of its devices. training_devices: how many those are with no replica awake. rest_s:
+    replicas are given back after this long without need, or after the job's devices have idled for `2 x pause_s`,
+    whichever is later, but after `latest_s` at the latest."""
 
     take_s: float
     pause_s: float
@@ -46,12 +46,12 @@ class Costs:
 
 
 def standby_costs(config: SchedulerConfig, devices: int) -> Costs:
-    """What the box's settings say that moving devices costs."""
+    """The costs of moving devices according to the box's settings."""
     return Costs(config.reaction_s, config.job_pause_s, devices, config.give_back_after_s, config.give_back_at_latest_s)
 
 
 def levels(least: int, most: int) -> list[int]:
-    """Choices of standby replicas: every number up to eight, then steps of about a fifth."""
+    """Candidate numbers of standby replicas: every number up to eight, then steps of about a fifth."""
     found, level = [], float(min(max(least, 0), most))
     while level < most:
         found.append(round(level))
@@ -60,7 +60,7 @@ def levels(least: int, most: int) -> list[int]:
 
 
 class _Shadow:
-    """One choice, lived through in the queueing model."""
+    """One choice, simulated in the queueing model."""
 
     __slots__ = (
         "choice",
@@ -81,10 +81,10 @@ class _Shadow:
         self.choice, self.target_s, self.replicas = choice, target_s, choice.replicas
         self.backlog_s, self.coming, self.coming_at_s, self.rested_at_s = 0.0, 0, 0.0, 0.0
         self.low_since_s, self.low_peak, self.late, self.cost_s = -1.0, 0, 0.0, 0.0
-        self.resting = False  # awake are those it stands by with, none is coming, nothing waits
+        self.resting = False  # only the standby replicas are awake, none is coming, nothing waits
 
     def live(self, now_s: float, passed_s: float, work_s: float, requests: float, asked: int, most: int, c: Costs):
-        """Let `passed_s` pass, in which this much arrived; `asked` replicas are asked for by requests in flight."""
+        """Let `passed_s` pass, in which this much arrived; requests in flight need `asked` replicas."""
         if self.coming and self.coming_at_s <= now_s:
             self.replicas, self.coming = self.coming, 0
         n = self.replicas
@@ -124,9 +124,9 @@ class _Shadow:
 
 
 class StandbyLearner:
-    """Of one model. Owned by whoever receives the load reports; `seen` is called with each of them.
+    """The learner of one model. Owned by the receiver of the load reports, which calls `seen` for each of them.
 
-    least, most: replicas. target_s: for the time to first token. late_share: of the requests that may be late.
+    least, most: replicas. target_s: for the time to first token. late_share: share of requests that may be late.
     """
 
     def __init__(self, costs: Costs, *, least: int, most: int, target_s: float, late_share: float):
@@ -141,10 +141,10 @@ class StandbyLearner:
         self.best = Standby(least)
 
     def seen(self, now_s: float, work_s: float, requests: int, asked: int) -> Standby:
-        """Learn from what came since the last call, and answer what to keep from now on.
+        """Learn from the arrivals since the last call, and return what to keep from now on.
 
-        work_s: replica-seconds of prompts that arrived; requests: how many those were; asked: replicas that the
-        requests in flight ask for by their number.
+        work_s: replica-seconds of prompts that arrived; requests: how many those were; asked: replicas needed for the
+        number of requests in flight.
         """
         passed_s = 0.0 if self._at_s is None else max(now_s - self._at_s, 0.0)
         self._at_s = now_s
@@ -157,7 +157,7 @@ class StandbyLearner:
             shadow.cost_s *= fade
             n = shadow.replicas
             if shadow.resting and asked <= n and work_s <= n * busiest_s and (n or not requests):
-                # What `live` comes to for one that stands by and is not asked for more: most of them, most of the time.
+                # Shortcut for `live` on a shadow on standby that needs no more: most of them, most of the time.
                 shadow.cost_s += passed_s * n
                 shadow.low_since_s = -1.0
             else:
@@ -167,7 +167,7 @@ class StandbyLearner:
                 )
             if shadow.late <= allowed and (best is None or shadow.cost_s < best.cost_s):
                 best = shadow
-        if best is None:  # nothing is enough: the one that was late least
+        if best is None:  # no choice suffices: take the one with fewest late requests
             best = min(self._shadows, key=lambda s: (s.late, s.cost_s))
         self.best = best.choice
         return self.best

@@ -1,4 +1,4 @@
-"""What a plan says: who should hold which exact devices, and why the others wait."""
+"""The planner's output: who should hold which exact devices, and why the others wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler.core.workload import ModelMemory
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """A replica as it should be: "open" on its devices, or "asleep" at home without holding them."""
+    """The wanted state of a replica: "open" on its devices, or "asleep" on its last devices without holding them."""
 
     id: str
     model: str
@@ -34,7 +34,7 @@ class Allocation:
     """Who should hold what. A replica not named here should be stopped; a job not named should hold nothing.
 
     waiting: job id to the sentence why it does not run. notes: model to the sentence why it has fewer replicas than
-    asked for. memory: to be handed to the next plan. review_at_s: when time alone may change the answer.
+    needed. memory: input of the next plan. review_at_s: when the answer may change without an event.
     """
 
     replicas: tuple[ReplicaPlan, ...] = ()
@@ -49,7 +49,7 @@ class Allocation:
         return tuple(r for r in self.replicas if r.state == "open")
 
     def ledger(self, device_ids: tuple[str, ...]) -> Ledger:
-        """The ledger this allocation means. Raises LedgerConflict if two holders share a device."""
+        """The ledger of this allocation. Raises LedgerConflict if two holders share a device."""
         leases = [Lease(f"replica:{r.id}", Holder("replica", r.id), r.devices) for r in self.open_replicas]
         leases += [Lease(f"job:{g.job_id}", Holder("job", g.job_id), g.devices) for g in self.groups]
         return Ledger(device_ids).acquire(*leases)

@@ -6,12 +6,12 @@ SchedulerError
 │   ├── DeviceHeld       acquire of a device that another lease holds
 │   └── LeaseMismatch    a lease id that exists already with other devices or another holder
 ├── InvalidWorkload      a job, deployment or policy with values that contradict each other
-├── InvalidSchedule      a mode window that is not a cron expression, time zone or policy we know
+├── InvalidSchedule      a mode window with an invalid cron expression, time zone or policy
 ├── TraceError           a trace or job list that the simulator cannot read
-├── NodeNameTaken        a node joined under a name that another one of the box has
-├── EffectFailed         a verb did not do its work; the only thing an Effects implementation may raise
-├── DrainCancelled       a drain was taken back because its reason is gone; stays inside a hand-over
-└── Stopped              asked of a loop that has ended
+├── NodeNameTaken        a node joined under a name that another node of the box has
+├── EffectFailed         a verb failed; the only exception an Effects implementation may raise
+├── DrainCancelled       a drain was undone because its reason is gone; stays inside a hand-over
+└── Stopped              the loop that was called has ended
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from __future__ import annotations
 from typing import Literal
 
 Blame = Literal["own", "input", "outside", "memory"]
-"""Whose fault a failure is. own: of the job or the model's engine itself. input: of what it was given, so that trying
-again cannot help. outside: of a supervisor, a node, a fence, a tier. memory: the host's ran out. The last two say
-nothing of the job or model and are not held against it."""
+"""Whose fault a failure is. own: the job's or the model's engine. input: bad input, so a retry cannot help. outside: a
+supervisor, a node, a fence, a tier. memory: the host ran out of it. The last two are not counted against the job or
+model."""
 
 
 class SchedulerError(Exception):
@@ -54,7 +54,7 @@ class DeviceHeld(LedgerConflict):
 
 
 class LeaseMismatch(LedgerConflict):
-    """A lease id is known already and stood for something else."""
+    """A lease id exists already with other devices or another holder."""
 
     def __init__(self, lease_id: str, given: str, known: str):
         super().__init__(f"lease {lease_id} was {known} and is now asked as {given}: a changed lease needs a new id")
@@ -70,7 +70,7 @@ class InvalidWorkload(SchedulerError, ValueError):
 
 
 class InvalidSchedule(SchedulerError, ValueError):
-    """A mode window that cannot be understood; `param` names the field of mode_schedule.Window at fault."""
+    """An invalid mode window; `param` names the field of mode_schedule.Window at fault."""
 
     def __init__(self, message: str, param: str = "cron"):
         super().__init__(message)
@@ -78,7 +78,7 @@ class InvalidSchedule(SchedulerError, ValueError):
 
 
 class TraceError(SchedulerError, ValueError):
-    """A trace file or job list that cannot be read; names file and line."""
+    """An unreadable trace file or job list; names file and line."""
 
     def __init__(self, path: object, line: int | None, problem: str):
         where = f"{path}" if line is None else f"{path}, line {line}"
@@ -94,12 +94,12 @@ class NodeNameTaken(SchedulerError):
 
 
 class EffectFailed(SchedulerError):
-    """A verb did not do its work.
+    """A verb failed to achieve its effect.
 
     Args:
         verb: the verb of the Effects protocol, e.g. "wake_replica".
         target: lease, replica or job id.
-        reason: one sentence for a person.
+        reason: one sentence for users.
         blame: whose fault it is.
     """
 
@@ -109,11 +109,11 @@ class EffectFailed(SchedulerError):
 
 
 class DrainCancelled(SchedulerError):
-    """The drain under way was taken back; `reason` is one sentence without a full stop."""
+    """The drain in progress was undone; `reason` is one sentence without a full stop."""
 
     def __init__(self, reason: str):
-        super().__init__(f"called off: {reason}")
-        self.reason = f"called off: {reason}"
+        super().__init__(f"cancelled: {reason}")
+        self.reason = f"cancelled: {reason}"
 
 
 class Stopped(SchedulerError):

@@ -1,10 +1,10 @@
-"""Counting failures: how long to wait before the next try, and whose fault they are.
+"""Counts failures: how long to wait before the next try, and whose fault they are.
 
-Nothing is given up for ever. The wait doubles up to `backoff_max_s`; where the cause of a failure may have gone
-(`retry`), there is none. Only a job can come to an end by failing, and only by its own fault: see `Failure.hopeless`.
+Retries never end. The wait doubles up to `backoff_max_s`; if the cause of a failure may be gone (`retry`), there is no
+wait. Only a job can end by failing, and only by its own fault: see `Failure.hopeless`.
 
-What fails while the wait of an earlier failure runs is an echo of that one (nothing was tried in between): the same
-death heard from several handles, or several engines that died of one thing. It is not counted again.
+A failure during the backoff of an earlier failure is an echo of it (nothing was tried in between): the same death
+reported by several handles, or several engines that died of one cause. It is not counted again.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from scheduler.core.errors import Blame
 from scheduler.core.workload import Workload
 
 Cause = Literal["memory", "device", "configuration"]
-"""What may be gone, so that trying again makes sense at once: memory was short, a device was missing, a setting was
+"""Causes that may be gone, so that a retry makes sense at once: memory was short, a device was missing, a setting was
 wrong."""
 
 
-LONGEST_REASON = 300  # characters of a failure that are shown; logs have all
+LONGEST_REASON = 300  # characters of a failure message shown to users; logs have all
 
 
 def first_line(reason: str) -> str:
-    """What people are shown of a failure."""
+    """The part of a failure message shown to users."""
     return reason.partition("\n")[0][:LONGEST_REASON]
 
 
 @dataclass(slots=True)
 class Failure:
-    """The failures of a job or model in a row.
+    """Consecutive failures of a job or model.
 
-    count: those that are its own fault; a step of progress, or a replica that stayed open long enough, starts it anew.
-    tries: all of them, whoever's fault; what lived for longer than the wait before it starts them anew. reason, blame:
-    of the last one. step: training progress at the last one. version: what they are about.
+    count: those by its own fault; a step of progress, or a replica that stayed open long enough, resets it. tries: all
+    failures; a lifetime longer than the previous wait resets it. reason, blame: of the last failure. step: training
+    progress at the last failure. version: the version that failed.
     """
 
     count: int = 0
@@ -51,8 +51,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A model whose engines fail, for people and for who waits. lasting: it failed so often by its own fault, or by
-    what somebody configured, that a wait for the next try is most likely in vain."""
+    """A model whose engines fail, for users and for waiting requests. lasting: it failed so often by its own fault, or
+    by its configuration, that waiting for the next try is most likely useless."""
 
     model: str
     version: str
@@ -79,7 +79,7 @@ class Failures:
     def job_failed(
         self, job_id: str, step: int, reason: str, now_s: float, *, blame: Blame = "own", lived_s: float = 0.0
     ) -> Failure:
-        """One more failure of a job; progress since the last one starts the count anew. lived_s: how long it ran."""
+        """Record a failure of a job; progress since the last one resets the count. lived_s: how long it ran."""
         failure = self._jobs.setdefault(job_id, Failure())
         if step > failure.step:
             failure.count, failure.step = 0, step
@@ -87,13 +87,13 @@ class Failures:
         return failure
 
     def hopeless(self, failure: Failure) -> bool:
-        """Whether a job ends by it: its input is at fault, or it failed by itself too often without progress."""
+        """Whether the failure ends the job: its input is at fault, or it failed too often without progress."""
         return failure.blame == "input" or (failure.blame == "own" and failure.count >= self._config.job_attempts)
 
     def model_failed(
         self, model: str, version: str, reason: str, now_s: float, *, blame: Blame = "own", lived_s: float = 0.0
     ) -> Failure:
-        """One more failure of a model's replica. lived_s: how long it had been open."""
+        """Record a failure of a model's replica. lived_s: how long it had been open."""
         failure = self._models.setdefault(model, Failure())
         if failure.version != version:
             failure = self._models[model] = Failure(version=version)
@@ -103,7 +103,7 @@ class Failures:
         return failure
 
     def _add(self, failure: Failure, reason: str, now_s: float, blame: Blame, lived_s: float) -> None:
-        if failure.not_before_s > now_s:  # an echo; of two words on whose fault it is, the excuse counts
+        if failure.not_before_s > now_s:  # an echo; if the two disagree on the blame, the milder one counts
             if failure.blame == "own" and blame != "own":
                 failure.count -= blame != "input"
                 failure.blame, failure.reason = blame, reason
@@ -117,7 +117,7 @@ class Failures:
         failure.not_before_s = now_s + failure.wait_s
 
     def model_stable(self, model: str, version: str) -> bool:
-        """A replica of this version stayed open long enough. True if there was something to forget."""
+        """A replica of this version stayed open long enough. True if there was a failure to forget."""
         failure = self._models.get(model)
         if failure is None or failure.version != version:
             return False
@@ -152,7 +152,7 @@ class Failures:
         self._jobs.pop(job_id, None)
 
     def keep(self, workload: Workload) -> None:
-        """Forget what is not in the workload any more: a job that was cancelled fails no more."""
+        """Forget what is no longer in the workload, such as cancelled jobs."""
         if self._jobs:
             there = {job.id for job in workload.jobs}
             self._jobs = {job_id: failure for job_id, failure in self._jobs.items() if job_id in there}
@@ -161,12 +161,12 @@ class Failures:
             self._models = {model: failure for model, failure in self._models.items() if model in there}
 
     def forget_model(self, model: str) -> bool:
-        """True if there was something to forget."""
+        """True if there was a failure to forget."""
         return self._models.pop(model, None) is not None
 
     def retry(self, cause: Cause) -> list[str]:
-        """Try at once what may have failed for this cause; the models among it. Memory that came back says nothing of
-        what raised an error of its own."""
+        """Retry at once what may have failed for this cause; returns the models among it. Recovered memory does not
+        clear failures that raised an error of their own."""
         failures = [*self._jobs.values(), *self._models.values()]
         for failure in failures:
             if cause != "memory" or failure.blame != "own":
@@ -174,7 +174,7 @@ class Failures:
         return [model for model, failure in self._models.items() if not failure.tries]
 
     def chain_failed(self, name: str) -> float:
-        """Seconds to leave the holder of a failed chain alone."""
+        """Backoff in seconds for the holder of a failed chain."""
         self._chains[name] = self._chains.get(name, 0) + 1
         return self.backoff_s(self._chains[name])
 

@@ -1,7 +1,7 @@
 """Devices, and the ledger of who holds them.
 
-Invariant, by construction: the ledger maps each device to at most one lease. There is no way to build a ledger that
-says otherwise: entries come only through `acquire`, which raises instead, and a ledger never changes.
+Invariant, by construction: the ledger maps each device to at most one lease. No ledger can violate this: entries are
+added only by `acquire`, which raises instead, and a ledger is immutable.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from scheduler.core.errors import DeviceHeld, InvalidWorkload, LeaseMismatch, Un
 
 Health = Literal["ok", "draining"]
 NodeChange = Literal["joined", "left", "lost"]
-"""What becomes of a node with its devices. left: in order, when nobody held them any more."""
+"""What happened to a node with its devices. left: in order, when nobody held them any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """One whole accelerator (or one logical CPU device).
 
-    `id` is "<node>/<index>", `kind` a row of runtime.devices.kinds. `numa_node` is None where unknown. `nvlink_peers`
-    names devices of the same node with a direct link. `health`: "ok"; "draining" (a cordon, or its node that leaves,
-    asks its holder to leave).
+    `id` is "<node>/<index>", `kind` a row of runtime.devices.kinds. `numa_node` is None if unknown. `nvlink_peers`
+    names devices of the same node with a direct link. `health`: "ok"; "draining" (its holder must leave, because of a
+    cordon or because its node leaves).
     """
 
     id: str
@@ -57,7 +57,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A holder's right to exact devices. A lease is never changed: other devices mean another lease with another id."""
+    """A holder's right to exact devices. A lease is immutable: other devices mean another lease with another id."""
 
     id: str
     holder: Holder
@@ -69,7 +69,7 @@ class Lease:
 
 
 class Ledger:
-    """Immutable map from device to lease. `acquire` and `release` answer a new ledger."""
+    """Immutable map from device to lease. `acquire` and `release` return a new ledger."""
 
     __slots__ = ("_lease_of", "_leases")
     _lease_of: MappingProxyType[str, str | None]
@@ -80,7 +80,7 @@ class Ledger:
         object.__setattr__(self, "_leases", MappingProxyType({}))
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("a ledger never changes: acquire() and release() answer a new one")
+        raise AttributeError("a ledger never changes: acquire() and release() return a new one")
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError("a ledger never changes")
@@ -93,14 +93,14 @@ class Ledger:
         return ledger
 
     def acquire(self, *wanted: Lease) -> Ledger:
-        """The ledger with these leases added, all or none; a lease that is there already is no change.
+        """The ledger with these leases added, all or none; a lease that exists already is no change.
 
         Raises:
             UnknownDevice: a device id that the ledger was not made for.
             DeviceHeld: a device that another lease holds.
             LeaseMismatch: a known lease id with other devices or another holder.
         """
-        # copy() of a proxy is the dict's own; dict(proxy) asks for key after key.
+        # proxy.copy() copies the underlying dict directly; dict(proxy) looks up key by key.
         lease_of, leases = self._lease_of.copy(), self._leases.copy()
         for lease in wanted:
             known = leases.get(lease.id)
@@ -127,7 +127,7 @@ class Ledger:
         return Ledger._of(lease_of, leases)
 
     def resized(self, device_ids: Iterable[str]) -> Ledger:
-        """The ledger over another set of devices (nodes come and go). Devices that are held stay known."""
+        """The ledger over another set of devices (nodes join and leave). Held devices stay in it."""
         lease_of: dict[str, str | None] = dict.fromkeys(device_ids)
         lease_of.update({d: lease for d, lease in self._lease_of.items() if lease is not None})
         return Ledger._of(lease_of, self._leases.copy())
@@ -143,7 +143,7 @@ class Ledger:
         return None if lease_id is None else self._leases[lease_id]
 
     def of(self, holder: Holder) -> Lease | None:
-        """The lease of a holder (the first by id, if a crash left it two)."""
+        """The lease of a holder (the first by id, if a crash left two)."""
         return min((le for le in self._leases.values() if le.holder == holder), key=lambda le: le.id, default=None)
 
     @property

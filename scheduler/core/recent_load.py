@@ -1,4 +1,4 @@
-"""How many replicas a model's load asked for in the last half hour, and the floor that would have been enough.
+"""Records how many replicas a model's load needed in the last half hour, and the floor that would have sufficed.
 
 Kept as buckets of time; each holds, per number of replicas b, how much demand exceeded b. Pure values.
 """
@@ -13,7 +13,7 @@ BUCKETS = 6
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """From `begun_s` on. asked: replicas asked for x seconds. over[b]: the part of it beyond b replicas."""
+    """Begins at `begun_s`. asked: replicas needed times seconds. over[b]: the part of it beyond b replicas."""
 
     begun_s: float
     asked: float = 0.0
@@ -22,14 +22,14 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class RecentLoad:
-    """`want` replicas have been asked for since `since_s`; what was before is in `buckets`, oldest first."""
+    """`want` replicas have been needed since `since_s`; earlier need is in `buckets`, oldest first."""
 
     since_s: float = 0.0
     want: int = 0
     buckets: tuple[Bucket, ...] = ()
 
     def seen(self, want: int, now_s: float) -> RecentLoad:
-        """With the time up to now booked, and another number asked for from now on."""
+        """Account for the time up to now; from now on `want` replicas are needed."""
         passed_s = min(now_s - self.since_s, BUCKET_S)
         buckets = self.buckets
         if self.want and passed_s > 0:
@@ -47,7 +47,7 @@ class RecentLoad:
         return RecentLoad(now_s, want, buckets)
 
     def floor(self, tolerance: float) -> int:
-        """The fewest replicas beyond which no more than this share of the demand went."""
+        """The fewest replicas such that at most this share of the demand exceeded them."""
         allowed = tolerance * sum(b.asked for b in self.buckets)
         most = max((len(b.over) for b in self.buckets), default=0)
         for count in range(most):

@@ -1,4 +1,4 @@
-"""What the planner sees: jobs, deployments, replicas, policy. Frozen views; the store and the loop fill them in.
+"""The planner's input: jobs, deployments, replicas, policy. Frozen views that the store and the loop fill in.
 
 Times are seconds since the epoch by the box's clock (`_s`), device counts are whole devices.
 """
@@ -18,16 +18,16 @@ ReplicaState = Literal["starting", "ready", "open", "draining", "asleep", "dead"
 PolicyKind = Literal["serve", "train", "split", "auto"]
 Busy = Literal["coming", "leaving"] | None
 PATIENT = 0.5
-"""Share of the target for the time to first token that the backlog may take before another replica is woken."""
+"""Share of the time-to-first-token target that the backlog may take before another replica is woken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Who devices belong to.
+    """Which side devices belong to.
 
-    serve: all to serving. train: all to training but `serving_floor`. split: `train_devices` at most to training, the
-    rest to serving. auto: serving what its demand needs (never less than the floor while it has use for it), training
-    the rest. Devices that training may have but cannot use are lent to models with demand.
+    serve: all to serving. train: all to training except `serving_floor`. split: at most `train_devices` to training,
+    the rest to serving. auto: to serving what its demand needs (never below the floor while it has use for it), the
+    rest to training. Devices that training may have but cannot use are lent to models with demand.
     """
 
     kind: PolicyKind = "auto"
@@ -48,11 +48,11 @@ class JobView:
     """A training job that is not over.
 
     phase: "wanted" (never ran, or to be restarted), "running", "suspended" (its snapshot waits), "paused" (a person
-    asked; it gets no devices until resumed). `held`: an operator keeps it in the queue. `devices`: held now, or to be
-    held once the hand-over in flight has ended (`busy` "coming"). `allowed_sizes`: world sizes it can run at; empty
-    means every size from `min_devices` to `max_devices`. `priority`: higher first. `not_before_s`: backoff. `lacks`:
-    what the box lacks for it to begin, as a sentence; it is not started before that is "". `failed`: its last failure.
-    `nodes`: wholly on one of these; empty: anywhere, also across nodes.
+    asked; it gets no devices until resumed). `held`: an operator keeps it in the queue. `devices`: held now, or from
+    the end of the hand-over in progress on (`busy` "coming"). `allowed_sizes`: world sizes it can run at; empty means
+    every size from `min_devices` to `max_devices`. `priority`: higher first. `not_before_s`: end of backoff. `lacks`:
+    what the box lacks for it to start, as a sentence; it starts only when this is "". `failed`: its last failure.
+    `nodes`: it must run wholly on one of these; empty: anywhere, also across nodes.
     """
 
     id: str
@@ -107,12 +107,12 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is asked of a model now, as the gateways report it.
+    """Current demand for a model, as the gateways report it.
 
     inflight: requests at its replicas. held: requests waiting at the gateway for a replica. waiting_tokens: prompt
     tokens of requests without a first token, as far as known. ttft_p95_s, tpot_p95_s: recent time to first token and
-    per further token, None where unknown. expected: how many requests there will be when a further hand-over could
-    answer, while they rise in number (`scheduler.autoscale.forecast`); 0 while they do not.
+    per further token, None if unknown. expected: number of requests at the time a further hand-over could serve them,
+    while that number is rising (`scheduler.autoscale.forecast`); 0 while it is not.
     """
 
     inflight: int = 0
@@ -130,15 +130,15 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """replicas: awake whatever happens. backlog_share: of the latency target that a backlog may take before more are
-    woken; times: that many times what the backlog asks for."""
+    """replicas: always awake. backlog_share: share of the latency target that a backlog may take before more are
+    woken; times: multiple of the replicas that the backlog needs."""
 
     replicas: int
     backlog_share: float = PATIENT
     times: int = 1
 
     def asked_by_backlog(self, backlog_s: float, target_s: float) -> int:
-        """Replicas for a backlog of so many replica-seconds; no bound."""
+        """Replicas needed for a backlog of this many replica-seconds, without an upper bound."""
         count = math.ceil(backlog_s / (self.backlog_share * target_s))
         return count * self.times if count > self.replicas else count
 
@@ -148,15 +148,15 @@ class DeploymentView:
     """A model that may be served.
 
     `version`: the active one. `target_inflight`: requests per replica (None: the scheduler's setting).
-    `idle_sleep_s`: an operator's number: one replica is kept awake for that long after the last request, then it sleeps
-    (None: only when the devices are wanted). `idle_limit_s`: the box's own, for what nobody deployed: it sleeps then at
-    the latest (`scheduler.autoscale.idle`).
-    `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and the target for the time to first token;
-    where both are known, waiting tokens ask for replicas too. `tpot_target_s`: target per further token; while the
-    measured time is above it, a replica carries fewer requests.
-    `standby`: what the traffic taught to keep awake (None: learned by the planner from its own looks).
-    `pinned`: its `min_replicas` (at least one) come before everybody else's and are never given to training.
-    `not_before_s`: backoff. `failed`: its last failure.
+    `idle_sleep_s`: set by an operator: one replica stays awake for that long after the last request, then it sleeps
+    (None: only when the devices are wanted). `idle_limit_s`: the box's own limit for models that nobody deployed: they
+    sleep after it at the latest (`scheduler.autoscale.idle`).
+    `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and target for the time to first token; where
+    both are known, waiting tokens also raise the replica count. `tpot_target_s`: target per further token; while the
+    measured time is above it, a replica counts as carrying fewer requests.
+    `standby`: what to keep awake, learned from the traffic (None: the planner learns it from its own rounds).
+    `pinned`: its `min_replicas` (at least one) have priority over all others and never go to training.
+    `not_before_s`: end of backoff. `failed`: its last failure.
     """
 
     model: str
@@ -191,7 +191,7 @@ class DeploymentView:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """An engine process. `devices`: held, or its home while asleep (a sleeping process wakes only where it was).
+    """An engine process. `devices`: held, or while asleep those it last held (it can wake only there).
 
     state: "starting", "ready" (awake, takes no requests yet), "open", "draining" (awake, takes no new requests),
     "asleep", "dead". `since_s`: when the state began.
@@ -212,10 +212,10 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the store holds: read anew in every round.
+    """What the store holds; re-read in every round.
 
-    policy: set by a person at `policy_since_s`. cordoned: devices that an operator asked to leave. windows: mode
-    windows (`scheduler.loop.mode_schedule.Window`); the latest firing of any of them replaces a policy set before it.
+    policy: set by a person at `policy_since_s`. cordoned: devices that an operator wants vacated. windows: mode
+    windows (`scheduler.loop.mode_schedule.Window`); the latest start or end of one replaces a policy set before it.
     max_asleep: sleeping engines that the host has memory for; None: as many as are configured.
     """
 
@@ -230,12 +230,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """What the planner remembers of one model between rounds: the hysteresis.
+    """What the planner remembers of one model between rounds, for hysteresis.
 
-    low_since_s, low_peak: since when fewer replicas would do, and the most that were asked for since. load: what was
-    asked for lately. given_back_s, taken_s: when the count fell and rose, over the last hour; given_back_from: the
-    count before the last fall. proved: replicas that were wanted back too soon after such a fall, kept until
-    `proved_until_s`, which is for `proved_hold_s`.
+    low_since_s, low_peak: since when fewer replicas would do, and the most that were needed since. load: recent need.
+    given_back_s, taken_s: when the count fell and rose, over the last hour; given_back_from: the count before the last
+    fall. proved: replicas that were wanted back too soon after such a fall, kept until `proved_until_s`; that period
+    lasts `proved_hold_s`.
     """
 
     replicas: int = 0
@@ -255,7 +255,7 @@ class ModelMemory:
 class Snapshot:
     """Everything a plan depends on.
 
-    `busy_devices`: devices touched by a hand-over in flight; not to be planned. `epoch`: names new replicas
+    `busy_devices`: devices that a hand-over in progress touches; not available to the plan. `epoch`: names new replicas
     ("r<epoch>-<n>") and must be new for every snapshot whose plan is carried out.
     """
 

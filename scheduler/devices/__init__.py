@@ -1,5 +1,5 @@
-"""Which devices this node has, and whether they are healthy.
+"""Discovers the devices of this node and judges their health.
 
-Never: It assigns none.
+Never: Assigns devices.
 Begin with discovery.py.
 """

@@ -1,4 +1,4 @@
-"""Which devices this node has: accelerators where there are any, else logical CPU devices."""
+"""Discovers the devices of this node: accelerators if there are any, else logical CPU devices."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ HEAD_NODE = "n0"
 def discover_devices(setting: str | int = "auto", node: str = HEAD_NODE) -> tuple[Device, ...]:
     """Devices of this node, by index.
 
-    `setting`: "auto" takes every device of the first kind that there is (runtime.devices.kinds), which is 8 logical CPU
-    devices on a machine with nothing else; a number asks for that many logical CPU devices, so that a machine without
+    `setting`: "auto" takes every device of the first kind present (runtime.devices.kinds), which is 8 logical CPU
+    devices on a machine with nothing else; a number creates that many logical CPU devices, so that a machine without
     GPUs runs the same code.
     """
     if setting != "auto":

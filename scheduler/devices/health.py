@@ -1,12 +1,12 @@
-"""When a device must not be used any more: a pure decision over what was read of it and who died on it.
+"""Decides when a device must not be used any more: a pure function of its readings and of process deaths on it.
 
 Rules
-- An Xid error that means the hardware, a device that does not answer, a row that could not be remapped: at once.
-- Uncorrected ECC errors that were not there when the watch began: at once.
+- At once: an Xid error that means hardware, a device that does not answer, a memory row that could not be remapped.
+- At once: uncorrected ECC errors that were not there when the watch began.
 - Hotter than its slowdown temperature for `hot_for_s`: the cooling has failed, not the load.
-- `deaths` ranks or engines that died on it within `death_window_s`; one, while it is on trial. A job or model that died
-  on more than one device in that time is itself at fault, and its deaths count against none.
-- Deaths, heat and silence may pass: such a device is tried again by itself after a time that doubles. What means broken
+- `deaths` ranks or engines that died on it within `death_window_s`; one, while it is on trial. A job or model that
+  died on more than one device in that time is at fault itself, and its deaths count against none.
+- Deaths, heat and silence may pass: such a device is tried again automatically after a time that doubles. Broken
   hardware waits for a person.
 """
 
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 
-# Xids that an application causes (a bad kernel, a killed process); every other one is taken for the device's.
+# Xids that an application causes (a bad kernel, a killed process); all others count against the device.
 # NVIDIA k8s-device-plugin, internal/rm/health.go, "application errors".
 APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A rank or engine that ended without being asked to. `holder`: its job or model, the same over restarts."""
+    """A rank or engine that ended without being stopped. `holder`: its job or model, the same over restarts."""
 
     device_id: str
     holder: str
@@ -35,7 +35,7 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a device must not be used, in one sentence, and whether that may pass without a person."""
+    """Why a device must not be used, in one sentence, and whether that may pass without human action."""
 
     reason: str
     may_pass: bool
@@ -50,8 +50,8 @@ def failing(
 ) -> dict[str, Failure]:
     """Every device that must not be used, by its id.
 
-    `readings`: by device, oldest first, the first being the one that the watch began with. `on_trial`: devices that
-    were cordoned not long ago.
+    `readings`: by device, oldest first; the first is from the start of the watch. `on_trial`: devices that were
+    cordoned recently.
     """
     found = {}
     for device_id, told in readings.items():
@@ -63,7 +63,7 @@ def failing(
 
 
 def trial_after_s(cordons: int, config: SchedulerConfig) -> float:
-    """How long a device stays cordoned whose failure may pass. cordons: so many in a row, this one included."""
+    """How long a device with a transient failure stays cordoned. cordons: consecutive ones, this one included."""
     return min(config.device_retry_first_s * 2.0 ** min(cordons - 1, 32), config.device_retry_longest_s)
 
 

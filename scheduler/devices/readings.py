@@ -1,4 +1,4 @@
-"""What the devices of this node tell of their health, each kind in its own way; nothing of kinds that tell nothing."""
+"""Reads the health of this node's devices, each kind in its own way; returns nothing for kinds without health data."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ class DeviceReadings:
         self._watches = [watch for watch in watches if watch is not None]
 
     def read(self) -> tuple[Reading, ...]:
-        """One reading per device that tells; milliseconds, to be called off the event loop."""
+        """One reading per device that reports health. Takes milliseconds: call it off the event loop."""
         return tuple(reading for watch in self._watches for reading in watch())

@@ -1,5 +1,5 @@
-"""How devices change hands: steps, their rules, the journal, and the verbs that touch the world.
+"""Moves devices between holders: steps, their rules, the journal, and the interface of the verbs with side effects.
 
-Never: It never decides who should hold a device; it is given what is wanted.
+Never: Decides who should hold a device; the caller passes the wanted allocation.
 Begin with handover.py, then runner.py.
 """

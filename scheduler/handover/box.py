@@ -1,4 +1,4 @@
-"""The world as the hand-over sees it: devices, who holds them, engines and groups of ranks at one moment."""
+"""The world from the hand-over's point of view: devices, holders, engines and groups of ranks at one moment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler.handover.effects import Observed
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """A group of ranks that exists. `ended`: its work is over, only its lease and processes remain."""
+    """An existing group of ranks. `ended`: its work is over, only its lease and processes remain."""
 
     job_id: str
     devices: tuple[str, ...]
@@ -31,7 +31,7 @@ class Box:
 
     @classmethod
     def of(cls, observed: Observed, now_s: float) -> Box:
-        """Raises LedgerConflict when the truth itself has a device with two holders."""
+        """Raises LedgerConflict if the observed state has a device with two holders."""
         return cls(
             devices={d.id: d for d in observed.devices},
             ledger=Ledger(d.id for d in observed.devices).acquire(*observed.leases),

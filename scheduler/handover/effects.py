@@ -1,16 +1,16 @@
-"""The verbs through which the loop touches the world. One implementation uses Ray, one is the simulator's.
+"""Defines the verbs through which the loop changes the world. Implemented with Ray and by the simulator.
 
 Contract of every verb:
-- It returns when its effect holds, not when it was asked for; what it returns is detail for the journal (`bytes`,
+- It returns when its effect holds, not when it was requested; its return value is detail for the journal (`bytes`,
   `seconds`, ...), a mapping or None.
-- It is idempotent: asked again in a world where its effect holds already, it succeeds and changes nothing. The loop
-  repeats verbs after a crash, because it cannot know whether the last one was carried out.
-- It raises `EffectFailed` and nothing else when the effect could not be had. Whatever it did until then may remain:
-  the loop undoes it (handover.py says how) and reads the truth again through `observe`.
-- It ends within a second of the death of whatever it waits for (a rank, an engine, a supervisor), with `EffectFailed`
-  that says who died and whose fault that is (`blame`).
-- It may be cancelled (time limits); the same holds then as after `EffectFailed`.
-- Verbs for different targets run concurrently; for one target never more than one at a time.
+- It is idempotent: if its effect already holds, it succeeds and changes nothing. The loop repeats verbs after a crash,
+  because it cannot know whether the last one was carried out.
+- It raises `EffectFailed` and nothing else when the effect was not achieved. Partial changes may remain: the
+  loop undoes them (see handover.py) and reads the state again through `observe`.
+- It ends within a second of the death of the process it waits for (a rank, an engine, a supervisor), with
+  `EffectFailed` that says what died and whose fault that is (`blame`).
+- It may be cancelled (time limits); then the same holds as after `EffectFailed`.
+- Verbs for different targets run concurrently; for one target at most one at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Detail = Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOrder:
-    """A replica to be started. `devices`: the ids of its lease, in tensor-parallel rank order."""
+    """A replica to start. `devices`: the ids of its lease, in tensor-parallel rank order."""
 
     id: str
     model: str
@@ -39,8 +39,8 @@ class ReplicaOrder:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaObserved:
-    """A replica's engine process as it is. `devices`: where it runs, or where it would wake. `answered`: False where it
-    could not be asked now, and this is how it was when it last told."""
+    """The observed state of a replica's engine process. `devices`: where it runs, or where it would wake. `answered`:
+    False if it did not answer now and this is its last reported state."""
 
     id: str
     model: str
@@ -52,7 +52,7 @@ class ReplicaObserved:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDied:
-    """An engine process ended without being asked to. `blame`: whose fault that was."""
+    """An engine process ended without being stopped. `blame`: whose fault that was."""
 
     replica_id: str
     reason: str
@@ -61,11 +61,11 @@ class ReplicaDied:
 
 @dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """A job's group ended by itself: it finished, or failed. Not sent for an end that the loop asked for.
+    """A job's group ended by itself: it finished, or failed. Not sent for an end that the loop requested.
 
-    `lease_id`: which incarnation. `step`: the last training step that is safe (in a snapshot or published);
-    more of it than at the previous failure counts as progress. `retryable`: False where trying again cannot help
-    (bad data, invalid configuration). `blame`: whose fault a failure was.
+    `lease_id`: which incarnation. `step`: the last training step that is safe (in a snapshot or published); a higher
+    value than at the previous failure counts as progress. `retryable`: False if a retry cannot help (bad data, invalid
+    configuration). `blame`: whose fault a failure was.
     """
 
     job_id: str
@@ -81,8 +81,8 @@ class GroupEnded:
 class GroupObserved:
     """A group of ranks that was started and neither suspended nor stopped.
 
-    `ended`: it ended by itself; the same that its GroupEnded event says, until `stop_group` cleans it up. So an end
-    that comes while no loop is listening is not lost.
+    `ended`: it ended by itself; repeats its GroupEnded event until `stop_group` cleans it up, so that an end while no
+    loop is listening is not lost.
     """
 
     job_id: str
@@ -93,7 +93,7 @@ class GroupObserved:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The truth, read from the processes and reservations themselves, never from a record of what was asked."""
+    """The observed state, read from the processes and reservations themselves, never from a record of requests."""
 
     devices: tuple[Device, ...]
     leases: tuple[Lease, ...] = ()
@@ -103,7 +103,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class InventoryChanged:
-    """Devices or nodes came or went: `observe` tells."""
+    """Devices or nodes were added or removed: call `observe`."""
 
 
 Event = ReplicaDied | GroupEnded | InventoryChanged
@@ -113,7 +113,7 @@ class Effects(Protocol):
     """The verbs. All but `observe` and `next_event` are steps of a hand-over."""
 
     async def acquire(self, lease: Lease) -> Detail:
-        """Reserve exactly these devices for this holder. Held by another lease: EffectFailed. Again: no change."""
+        """Reserve exactly these devices for this holder. Held by another lease: EffectFailed. Repeated: no change."""
 
     async def release(self, lease_id: str) -> Detail:
         """Give the devices back. Unknown id: no change. Never called while the holder uses them."""
@@ -123,39 +123,39 @@ class Effects(Protocol):
         agreed, taking no requests."""
 
     async def stop_replica(self, replica_id: str) -> Detail:
-        """End the engine process, by force if need be, and clean up after it. Unknown, dead or hung: succeeds."""
+        """End the engine process, by force if necessary, and clean up. Unknown, dead or hung: succeeds."""
 
     async def open_replica(self, replica_id: str) -> Detail:
-        """Put it into the routing table. Dead or asleep: EffectFailed."""
+        """Add it to the routing table. Dead or asleep: EffectFailed."""
 
     async def drain_replica(self, replica_id: str) -> Detail:
-        """Take it out of the routing table and wait until every request it has is answered, streams included.
-        It stays awake. If the engine died meanwhile: EffectFailed."""
+        """Remove it from the routing table and wait until all its requests are answered, streams included. It stays
+        awake. If the engine died in the meantime: EffectFailed."""
 
     async def sleep_replica(self, replica_id: str) -> Detail:
-        """Give back weights and KV memory, keep the process. Only ever called on a drained replica."""
+        """Release weights and KV memory, keep the process. Only called on a drained replica."""
 
     async def wake_replica(self, replica_id: str, model: str, version: str, lease_id: str) -> Detail:
         """Wake with this version from shared memory, on its own devices. Ends "ready", fingerprint agreed."""
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
-        """Change the version of an awake replica, its requests kept. EffectFailed: the old version serves on, or the
-        engine is dead and a ReplicaDied event says so."""
+        """Change the version of an awake replica, keeping its requests. EffectFailed: the old version is still served,
+        or the engine is dead and a ReplicaDied event reports it."""
 
     async def start_group(self, job_id: str, lease: Lease) -> Detail:
         """Start one rank per device, from the job's newest snapshot if it has one. Ends when the ranks are in their
-        training loop, or have ended already (a GroupEnded event says so)."""
+        training loop, or have already ended (a GroupEnded event reports that)."""
 
     async def suspend_group(self, job_id: str) -> Detail:
-        """Snapshot of the last step boundary, or of the next if it is near, and end all ranks. If the job finished or
-        failed first, that is fine: the group has no process any more, and a GroupEnded event says what happened.
-        EffectFailed: no snapshot was made; the group runs on or is dead."""
+        """Snapshot the last step boundary, or the next if it is near, and end all ranks. If the job finished or failed
+        first, it succeeds too: the group has no process any more, and a GroupEnded event says what happened.
+        EffectFailed: no snapshot was made; the group still runs or is dead."""
 
     async def stop_group(self, job_id: str) -> Detail:
         """End all ranks by force, without a snapshot; earlier snapshots stay. Unknown or ended: succeeds."""
 
     async def observe(self) -> Observed:
-        """The truth. Called at start, after failures and now and then."""
+        """Read the current state. Called at start, after failures and periodically."""
 
     async def next_event(self) -> Event:
-        """The next spontaneous event, in order; waits for one. Events may repeat what `observe` told already."""
+        """Wait for the next spontaneous event, in order. Events may repeat what `observe` already returned."""

@@ -1,4 +1,4 @@
-"""How devices change hands: the whole choreography, top to bottom.
+"""Computes the chains of a hand-over: how devices change hands, from start to end.
 
 A hand-over is a set of chains, one per holder and side. A chain is a list of steps done one after the other.
 
@@ -9,13 +9,13 @@ A hand-over is a set of chains, one per holder and side. A chain is a list of st
     in place    replica   swap_replica                                      (a new version, requests kept)
 
 Chains that give back run at once, all together. A chain that takes starts when the leases on its devices are released
-(`needs`), so a device has no second holder at any time. A cold engine starts when those of its model that only have to
-wake are up (`after`): requests wait for the first engine, and a start takes the processors that the wake needs.
+(`needs`), so a device never has two holders. A cold engine starts when the waking engines of its model are up
+(`after`): requests wait for the first engine, and a cold start would take CPU that the wake needs.
 
-Failure of a step: the undo of that step and of those before it run in reverse, back to the last point of no return
-(marked * above: from there the chain only goes forward). A step with `force` is not undone but done by force. So every
-chain ends in the wanted or in the previous state, or, when an engine had to be stopped, in the wanted state with a cold
-engine. Verbs are idempotent, so a crash between any two of these lines needs nothing but another round.
+When a step fails, its undo and those of the steps before it run in reverse, back to the last point of no return (marked
+* above: from there the chain only goes forward). A step with `force` is not undone but completed by force. So every
+chain ends in the wanted or in the previous state, or, if an engine had to be stopped, in the wanted state with a cold
+engine. Verbs are idempotent, so after a crash between any two steps another round is enough.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Side = Literal["free", "take", "swap"]
 @dataclass(frozen=True, slots=True)
 class Chain:
     """Steps of one holder on one side. `needs`: leases that must be released before it starts; `after`: holders whose
-    chains that take must have ended before, well or not."""
+    take chains must have ended first, successfully or not."""
 
     holder: Holder
     side: Side
@@ -91,12 +91,12 @@ def drain_replica(replica: ReplicaView) -> Step:
 
 
 def sleep_replica(replica_id: str) -> Step:
-    # An engine that cannot sleep must not keep its devices: its memory goes with its process.
+    # An engine that cannot sleep must not keep its devices: stopping its process frees the memory.
     return Step("sleep_replica", replica_id, force=(stop_replica(replica_id),))
 
 
 def wake_or_start(replica: ReplicaPlan, lease: Lease, *, asleep: bool) -> Step:
-    # Not put to sleep again on failure: a process that failed to wake is not trusted a second time.
+    # Not put to sleep again on failure: a process that failed to wake is not reused.
     return Step(
         "wake_replica" if asleep else "start_replica",
         replica.id,
@@ -109,7 +109,7 @@ def wake_or_start(replica: ReplicaPlan, lease: Lease, *, asleep: bool) -> Step:
 
 
 def swap_replica(replica: ReplicaPlan) -> Step:
-    # No undo of ours: the verb itself leaves the old version or a dead engine.
+    # No undo here: the verb itself leaves the old version or a dead engine.
     return Step("swap_replica", replica.id, model=replica.model, version=replica.version)
 
 
@@ -118,7 +118,7 @@ def start_group(job_id: str, lease: Lease) -> Step:
 
 
 def suspend_group(job_id: str) -> Step:
-    # A failed suspend leaves the group running: that is the previous state. See `forced` in steps().
+    # A failed suspend leaves the group running, which is the previous state. See `forced` in steps().
     return Step("suspend_group", job_id)
 
 
@@ -126,7 +126,7 @@ def stop_group(job_id: str) -> Step:
     return Step("stop_group", job_id)
 
 
-# --- from here to there -------------------------------------------------------------------------------------------
+# --- from the current to the wanted state ---------------------------------------------------------------------------
 
 
 def steps(
@@ -138,13 +138,13 @@ def steps(
     over: Collection[str] = (),
     forced: Collection[str] = (),
 ) -> Handover:
-    """The chains that turn `box` into `wanted`, and that clean up what a crash or a death left.
+    """The chains that turn `box` into `wanted`, and that clean up after a crash or a death.
 
     Args:
         handover_id: a number never used before; it makes new lease ids unique.
-        busy: holders that a hand-over in flight is moving; they are left alone.
+        busy: holders that a hand-over in progress is moving; they are skipped.
         over: jobs that will not run again (cancelled, deleted): stopped instead of suspended.
-        forced: jobs whose suspend failed too often: stopped, to resume from their last snapshot.
+        forced: jobs whose suspend failed too often: stopped; they resume from their last snapshot.
     """
     busy = frozenset(busy)
     leases: dict[Holder, list[Lease]] = {}
@@ -175,19 +175,19 @@ def steps(
             first = stop_group(group.job_id) if gone else suspend_group(group.job_id)
             free.append(Chain(holder, "free", (first, *map(release, held))))
     for holder, held in leases.items():
-        if holder not in busy:  # a lease whose holder does not live: a crash came between the two
+        if holder not in busy:  # a crash left this lease without a living holder
             free.append(Chain(holder, "free", tuple(map(release, held))))
 
     own = {c.holder: {s.target for s in c.steps if s.verb == "release"} for c in free}
     for chain in _takes(box, wanted, handover_id, own, busy):
         needs = {on.id for d in chain.devices if (on := box.ledger.lease_on(d)) is not None}
-        # Its own old lease too, even where the devices differ: a job must not start before it is suspended.
+        # Also wait for its own old lease, even on other devices: a job must not start before it is suspended.
         take.append(replace(chain, needs=frozenset(needs | own.get(chain.holder, set()))))
     return Handover(handover_id, tuple(free), tuple(_wakes_first(take)), tuple(swap))
 
 
 def only_admitted(handover: Handover, admits: Callable[[str], bool]) -> Handover:
-    """Without the engines that find no memory now. Nobody waits for them either."""
+    """The hand-over without the engines that lack host memory now. No other chain waits for them either."""
     refused = {
         chain.holder
         for chain in handover.take

@@ -1,7 +1,7 @@
 """The record of every hand-over, written before and after each step.
 
-A journal write returns when it is durable. The loop does not need the journal to know what is (it observes) nor what
-should be (it plans); it needs it to close what a crash left open, to never use a number twice, and for people to read.
+A journal write returns when it is durable. The loop needs the journal neither for the current state (it observes) nor
+for the wanted state (it plans), but to close what a crash left open, to never reuse a number, and as a history.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ HandoverState = Literal["running", "done", "undone", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step, or one step of an undo. `seq` numbers the steps of a hand-over from 0; undo steps are added at the
-    end with `undoes` naming the step whose failure asked for them."""
+    """One step, or one step of an undo. `seq` numbers the steps of a hand-over from 0; undo steps are appended, and
+    their `undoes` names the step whose failure caused them."""
 
     seq: int
     chain: str
@@ -32,8 +32,8 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class HandoverRecord:
-    """done: every chain reached what was wanted. undone: some chain failed and was taken back. failed: some undo
-    failed too, what remains is repaired by later rounds."""
+    """done: every chain reached the wanted state. undone: some chain failed and was undone. failed: some undo failed
+    too; later rounds repair the rest."""
 
     id: int
     reason: str
@@ -48,10 +48,10 @@ class Journal(Protocol):
     """Where hand-overs are recorded. Only the loop writes."""
 
     def last_id(self) -> int:
-        """The highest hand-over number ever begun; 0 if none."""
+        """The highest hand-over number ever used; 0 if none."""
 
     def begin(self, record: HandoverRecord) -> None:
-        """Durably record a new hand-over with all its planned steps, before the first of them is done."""
+        """Durably record a new hand-over with all its planned steps, before the first of them starts."""
 
     def step(self, handover_id: int, record: StepRecord) -> None:
         """Durably insert or replace the step with this `seq`."""
@@ -74,7 +74,7 @@ class MemoryJournal:
     def __init__(self, keep: int = 1000) -> None:
         self._records: dict[int, HandoverRecord] = {}
         self._steps: dict[int, dict[int, StepRecord]] = {}
-        """By hand-over and `seq`, apart from the records: one of a large cluster has thousands, written one by one."""
+        """By hand-over and `seq`, apart from the records: a large cluster's hand-over has thousands of steps."""
         self._last_id, self._keep = 0, keep
 
     def last_id(self) -> int:

@@ -1,4 +1,4 @@
-"""What the loop needs besides effects and journal: where the truth about workloads stands, and the time."""
+"""Interfaces the loop needs besides effects and journal: the store of workloads, and the clock."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ class StateStore(Protocol):
     """The store of jobs, deployments and policy. Calls are short and durable when they return."""
 
     def load(self) -> Workload:
-        """Everything that should be scheduled now: jobs that are not over, deployments with their demand, the policy.
+        """Everything to schedule now: unfinished jobs, deployments with their demand, the policy.
 
-        Read anew in every round. A job that a person cancelled or deleted is simply not in it any more; a job to be
-        paused has phase "paused". `devices`, `since_s`, `not_before_s`, `failed` and `busy` of jobs are the loop's to
-        fill.
+        Re-read in every round. A job that a person cancelled or deleted is absent; a job to be paused has phase
+        "paused". The loop itself fills `devices`, `since_s`, `not_before_s`, `failed` and `busy` of jobs.
         """
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
         """Its ranks train on these devices now."""
 
     def job_waiting(self, job_id: str, reason: str, suspended: bool) -> None:
-        """It holds no devices; `reason` is one sentence for a person. Called again when the reason changes.
+        """It holds no devices; `reason` is one sentence for users. Called again when the reason changes.
 
-        suspended: it ran before and a snapshot waits (False: it never ran, or the caller does not know)."""
+        suspended: it ran before and has a snapshot (False: it never ran, or the caller does not know)."""
 
     def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:
-        """It is over; the next `load` does not contain it. May be repeated after a crash."""
+        """It has ended; the next `load` omits it. May be repeated after a crash."""
 
     def model_trouble(self, model: str, trouble: Trouble | None) -> None:
-        """Its replicas fail and are tried again at `trouble.not_before_s`, what is open stays open; None: not any
-        more."""
+        """Its replicas fail and are retried at `trouble.not_before_s`; open ones stay open. None: the trouble is
+        over."""
 
 
 class Clock(Protocol):

@@ -1,6 +1,6 @@
-"""Carries out a hand-over: its chains concurrently, each step journalled before and after, failures undone.
+"""Executes a hand-over: runs its chains concurrently, journals each step before and after, undoes failures.
 
-Knows nothing of planning. The loop gives it the box to keep current and learns from it how each chain ended.
+Knows nothing of planning. The loop passes the box that the runner updates, and hears from it how each chain ended.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChainEnd:
-    """done: what was wanted holds. undone: taken back to what was before. failed: an undo or a release failed too.
-    skipped: it never began. cancelled: taken back because nobody wants it any more, which is no failure.
+    """done: the wanted state was reached. undone: rolled back to the previous state. failed: an undo or a release
+    failed too. skipped: the chain never began. cancelled: rolled back because the plan changed, which is no failure.
 
-    `failed_step`: the step that made it so; None for a chain that never began because its devices did not come free.
-    `reason`: what its verb said. `blame`: whose fault that was.
+    `failed_step`: the step that failed; None for a chain that never began because its devices were not released.
+    `reason`: the verb's error message. `blame`: what the failure is attributed to.
     """
 
     chain: Chain
@@ -44,12 +44,12 @@ class ChainEnd:
 
 
 class ChainListener(Protocol):
-    """The loop, as the runner sees it. `box` is replaced, never changed in place."""
+    """What the runner needs from the loop. `box` is replaced, never changed in place."""
 
     box: Box
 
     def unwanted(self, chain: Chain) -> str:
-        """Why a chain that is about to take devices should not any more; empty if it should."""
+        """Why a chain that is about to take devices should no longer do so; empty if it should."""
 
     def step_done(self, step: Step) -> None: ...
 
@@ -58,7 +58,7 @@ class ChainListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """A step under way since `since_s`, which fails when it takes longer than `limit_s`."""
+    """A step in progress since `since_s`, which fails when it takes longer than `limit_s`."""
 
     step: Step
     since_s: float
@@ -67,14 +67,14 @@ class Doing:
 
 @dataclass(slots=True)
 class _Drain:
-    """A drain under way: the task that waits for it, and why it is called off once it is."""
+    """A drain in progress: the task that waits for it, and the reason if it is cancelled."""
 
     task: asyncio.Task[Any]
     off: str = ""
 
 
 class Runner:
-    """One hand-over. `run` returns when every chain has ended; it raises only what is a bug."""
+    """One hand-over. `run` returns when every chain has ended; it raises only for bugs."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Runner:
         self._seq = 0
 
     def begin(self) -> None:
-        """Write the record. Nothing is done before this has returned."""
+        """Write the journal record. Nothing else happens before this has returned."""
         self._steps: dict[int, list[StepRecord]] = {}
         for n, chain in enumerate(self.handover.chains):
             self._steps[n] = [self._record(chain, step) for step in chain.steps]
@@ -127,19 +127,19 @@ class Runner:
 
     @property
     def doing(self) -> tuple[Doing, ...]:
-        """The steps under way."""
+        """The steps in progress."""
         return tuple(self._doing.values())
 
-    # --- calling off --------------------------------------------------------------------------------------------
+    # --- cancelling -----------------------------------------------------------------------------------------------
 
     @property
     def draining(self) -> tuple[Holder, ...]:
-        """Whose drain is under way and can be called off."""
+        """Holders whose drain is in progress and can be cancelled."""
         return tuple(holder for holder, drain in self._drains.items() if not drain.off)
 
     def cancel_drain(self, holder: Holder, reason: str) -> None:
-        """Take back a drain under way. Chains that wait for its lease are over when this returns: what they were to
-        take would else look promised to them while it is open again."""
+        """Undo a drain in progress. Chains that wait for its lease have ended when this returns: otherwise the devices
+        would still look promised to them while the replica is open again."""
         drain = self._drains[holder]
         drain.off = reason
         drain.task.cancel()
@@ -161,7 +161,7 @@ class Runner:
         try:
             yield
         except asyncio.CancelledError:
-            if drain.off and task.uncancel() == 0:  # else the loop itself is ending, or the time is over
+            if drain.off and task.uncancel() == 0:  # else the loop itself is ending, or the time limit passed
                 raise DrainCancelled(drain.off) from None
             raise
         finally:
@@ -190,7 +190,7 @@ class Runner:
 
     async def _walk(self, n: int, chain: Chain, records: list[StepRecord]) -> ChainEnd:
         missing = [lease for lease in sorted(chain.needs) if lease not in self._released]
-        assert not missing, f"{chain.name} needs leases that nobody releases: {missing}"
+        assert not missing, f"{chain.name} needs leases that no chain releases: {missing}"
         for lease_id in chain.needs:
             await asyncio.shield(self._released[lease_id])
         for holder in chain.after:
@@ -198,7 +198,7 @@ class Runner:
         if n in self._over:
             return ChainEnd(chain, "skipped")
         late = [lease for lease in sorted(chain.needs) if not self._released[lease].result()]
-        off = f"lease {late[0]} was not given back" if late else self._listener.unwanted(chain)
+        off = f"lease {late[0]} was not released" if late else self._listener.unwanted(chain)
         if off:
             return self._skip(chain, records, off)
 
@@ -226,7 +226,7 @@ class Runner:
         return ChainEnd(chain, "done")
 
     async def _with_patience(self, step: Step, record: StepRecord) -> None:
-        """A release has no undo and others wait for it: it is tried several times."""
+        """A release has no undo and other chains wait for it, so it is tried several times."""
         attempts = self._config.release_attempts if step.verb == "release" else 1
         for attempt in range(attempts - 1):
             try:
@@ -236,7 +236,7 @@ class Runner:
         await self._step(step, record)
 
     async def _undo(self, chain: Chain, steps: list[Step] | tuple[Step, ...], undoes: int) -> bool:
-        """Every step of an undo is tried, whatever became of the others. True: all of them worked."""
+        """Run every step of an undo even if others fail. True if all succeeded."""
         clean = True
         for step in steps:
             record = replace(self._record(chain, step), undoes=undoes)
@@ -305,7 +305,7 @@ class Runner:
 
 
 def _tell(step: Step, error: str = "") -> None:
-    """A line of the log for a step that ended, with the ids of what it was about."""
+    """Log a step that ended, with the ids of its targets."""
     level = logging.WARNING if error else logging.INFO
     if not log.isEnabledFor(level):
         return  # simulations run millions of steps

@@ -1,4 +1,4 @@
-"""A step of a hand-over, as a value. What its verb asks, does and makes of the box: `verbs`."""
+"""A step of a hand-over, as a value. `verbs` defines its precondition, action and effect on the box."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from scheduler.core.inventory import Lease
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One verb (a row of scheduler.handover.verbs) on one target. `undo` is run when it or a later step of its chain
-    fails; `force` instead of failing."""
+    """One verb (a row of scheduler.handover.verbs) on one target. `undo` runs when it or a later step of its chain
+    fails; `force` runs instead of failing."""
 
     verb: str
     target: str

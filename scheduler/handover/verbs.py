@@ -1,8 +1,8 @@
-"""The verbs of a hand-over, one row each: what a step asks of the box before it may begin, what the box is while it is
-under way and after it, how it is carried out, how long it may take, and what people are told that it waits for.
+"""Defines the verbs of a hand-over, one row each: the step's precondition, the state of the box during and after it,
+how it is performed, how long it may take, and the status text for what it waits for.
 
-Pure but for `perform`; the columns "must hold before" and "holds after" of docs/handover.md. A new verb is a row here
-and a method of `effects.Effects`, which Ray's and the simulator's implement.
+Pure except for `perform`; these are the columns "must hold before" and "holds after" of docs/handover.md. A new verb is
+a row here and a method of `effects.Effects`, which the Ray and simulator implementations provide.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ def _unchanged(step: Step, box: Box, now_s: float) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """`limit_s`: the longest it may take. `waits_for`: what a step under way waits for, to stand behind "has waited
-    3 s". `target`: what it is done to; "" a lease. `refusal`: why it must not be done in this box, empty if it may.
-    `begun`, `done`: the box while it is under way and after it, at a time. `holds`: whether its effect on (target,
-    version) is true in this box. `no_return`: after it, what came before is not undone any more. `blames`: what a
-    failure (of "box") or a time limit (of "engine") speaks of: what fails of the box says nothing of the job or model;
-    what takes too long of the engine does.
+    """`limit_s`: time limit. `waits_for`: what a running step waits for, completing "has waited 3 s". `target`: what
+    the verb acts on; "" is a lease. `refusal`: why it must not run in this box, empty if it may. `begun`, `done`: the
+    box during and after it, at a time. `holds`: whether its effect on (target, version) is true in this box.
+    `no_return`: earlier steps are not undone after it. `blames`: "box": any failure is the box's fault, not the job's
+    or model's; "engine": exceeding the time limit is the engine's fault.
     """
 
     name: str
@@ -129,7 +128,7 @@ def _becomes(state: ReplicaState) -> Change:
 
 
 def _marked(state: ReplicaState) -> Change:
-    """As `_becomes`, of a dead engine too: the step tells whether it lives."""
+    """Like `_becomes`, but also for a dead engine: the step itself reports whether the engine lives."""
 
     def change(step: Step, box: Box, now_s: float) -> Box:
         replica = box.replicas.get(step.target)
@@ -214,7 +213,7 @@ _ROWS = (
     Verb(
         "acquire",
         lambda c: c.lease_timeout_s,
-        "for Ray to give the devices",
+        "for Ray to grant the devices",
         "",
         lambda effects, step: effects.acquire(_lease(step)),
         lambda target, version, box: box.ledger.lease(target) is not None,

@@ -1,5 +1,5 @@
-"""The one owner of the scheduler's state: look, plan, act, again; and what people are told of it.
+"""The control loop, sole owner of the scheduler's state (observe, plan, act), and the status texts it produces.
 
-Never: It touches the world through effects and ports alone.
+Never: Changes the world except through effects and ports.
 Begin with loop.py.
 """

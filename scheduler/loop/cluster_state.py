@@ -1,7 +1,7 @@
-"""What the scheduler knows of the world: the box as it was last seen, what events have said since, and what failed.
+"""Keeps what the scheduler knows of the world: the last observed box, events since then, and failures.
 
-The box is looked at again and again (`look`); events only make it known sooner. A holder that a hand-over is moving is
-known by its chains: neither a look nor an event changes it until they have ended.
+`look` observes the box again and again; events only make changes known sooner. The state of a holder that a hand-over
+is moving comes from its chains: neither an observation nor an event changes it until they have ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class ClusterState:
-    """Owns the box, the failures and the events not yet applied. `look_again_s`: when the world is to be read again."""
+    """Owns the box, the failures and the events not yet applied. `look_again_s`: when to observe the world again."""
 
     def __init__(self, effects: Effects, clock: Clock, config: SchedulerConfig, reporter: StatusReporter):
         self._effects, self._clock, self._config, self._reporter = effects, clock, config, reporter
@@ -35,10 +35,10 @@ class ClusterState:
         self._events: deque[Event] = deque()
         self._ended: dict[str, GroupEnded] = {}
 
-    # --- looking
+    # --- observing
 
     async def look(self, moving: Mapping[Holder, object]) -> bool:
-        """Read the world and take over what it says of holders outside `moving`, as it is before and after the reading.
+        """Observe the world and apply what it shows of holders that are outside `moving` before and after the reading.
         False if it cannot be read now; then `look_again_s` is soon."""
         busy = frozenset(moving)
         self.look_again_s = self._clock.now_s() + self._config.observe_every_s
@@ -54,12 +54,12 @@ class ClusterState:
         return True
 
     def _merge(self, observed: Observed, busy: frozenset[Holder]) -> None:
-        """Take over the truth for every holder but those whose chains changed them while it was read."""
+        """Apply the observed state of every holder except those whose chains changed it during the reading."""
         now_s, old = self._clock.now_s(), self.box
         fresh = Box.of(observed, now_s)
         replicas = dict(fresh.replicas)
         silent = {replica.id for replica in observed.replicas if not replica.answered}
-        # "ended" means ended and told to the store: the events applied after this tell those that were not.
+        # "ended" means ended and reported to the store: the events applied after this report the remaining ones.
         groups = {job_id: replace(group, ended=False) for job_id, group in fresh.groups.items()}
         for replica in old.replicas.values():
             seen = replicas.get(replica.id)
@@ -89,22 +89,22 @@ class ClusterState:
         ledger = ledger.acquire(*(le for le in fresh.ledger if le.holder not in busy))
         self.box = Box(fresh.devices, ledger, replicas, groups)
 
-    # --- hearing
+    # --- events
 
     def hear(self, event: Event) -> None:
         self._events.append(event)
 
     @property
     def unheard(self) -> bool:
-        """Events wait for the chains of their holders."""
+        """Whether events wait for the chains of their holders."""
         return bool(self._events)
 
     def ended_meanwhile(self, job_id: str) -> bool:
-        """The job's ranks ended by themselves while a hand-over was moving it."""
+        """Whether the job's ranks ended by themselves while a hand-over was moving it."""
         return job_id in self._ended
 
     def apply_events(self, moving: Container[Holder]) -> None:
-        """Apply every event whose holder is not being moved; the others wait for their chain to end."""
+        """Apply every event whose holder is not being moved; other events wait until its chain ends."""
         later: list[Event] = []
         while self._events:
             event = self._events.popleft()
@@ -127,7 +127,7 @@ class ClusterState:
         self._events.extend(later)
 
     def _dead(self, replica: ReplicaView, reason: str, blame: Blame = "own") -> ReplicaView:
-        """The replica as dead. One that held no devices died without anybody's loss: it is only started anew."""
+        """Mark the replica dead. One that held no devices affected nobody when it died: it is only started again."""
         now_s = self._clock.now_s()
         if replica.awake:
             lived_s = now_s - replica.since_s if replica.state in ("open", "draining") else 0.0
@@ -139,11 +139,11 @@ class ClusterState:
         group = self.box.groups.get(event.job_id)
         lease = self.box.ledger.of(Holder("job", event.job_id))
         if group is not None and (group.ended or (lease is not None and lease.id != event.lease_id)):
-            return  # told already, or about an incarnation before this one
+            return  # already reported, or about an earlier incarnation
         if group is not None:
             self.box = replace(self.box, groups={**self.box.groups, group.job_id: replace(group, ended=True)})
         if event.outcome == "failed" and event.retryable:
-            if group is not None:  # else it was stopped meanwhile, for a reason of which the store knows
+            if group is not None:  # else it was stopped in the meantime, for a reason in the store
                 lived_s = self._clock.now_s() - group.since_s
                 self.job_failed(event.job_id, event.step, event.error, blame=event.blame, lived_s=lived_s)
         else:
@@ -153,7 +153,7 @@ class ClusterState:
     # --- failures
 
     def open_replicas_are_stable(self) -> None:
-        """Those that have been open for long enough clear their model of failures."""
+        """Replicas that have been open for long enough clear their model's failures."""
         now_s = self._clock.now_s()
         for replica in self.box.replicas.values():
             if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:
@@ -180,11 +180,11 @@ class ClusterState:
         log.warning("%s; next try in %.1f s", error, failure.not_before_s - now_s, extra={"job_id": job_id})
 
     def reset_failures(self, model: str) -> None:
-        """Try it again at once, as if it had never failed."""
+        """Retry the model at once, as if it had never failed."""
         if self.failures.forget_model(model):
             self._reporter.trouble(model, None)
 
     def retry(self, cause: Cause) -> None:
-        """Try at once what may have failed for this cause."""
+        """Retry at once what may have failed for this cause."""
         for model in self.failures.retry(cause):
             self._reporter.trouble(model, next(t for t in self.failures.troubles() if t.model == model))

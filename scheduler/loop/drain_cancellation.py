@@ -1,9 +1,9 @@
-"""Which drains under way should be called off, because what asked for them has changed. Pure functions.
+"""Decides which drains in progress to cancel because their reason has changed. Pure functions.
 
-A drain is the one long step of giving back: the engine answers what it has before it sleeps. Until then nothing is
-lost by staying, so a mode that flips back, or requests that come, should not wait for a sleep and a wake. The planner
-itself is asked: had the hand-over not begun, would it leave the replica open? Only a change from outside (the mode, or
-more requests for the model than when the drain began) asks at all, so a plan can never argue with itself.
+A drain is the one long step of giving back: the engine answers its requests before it sleeps. Until then staying costs
+nothing, so a mode that switches back, or new requests, should not wait for a sleep and a wake. The planner itself
+decides: had the hand-over not begun, would it leave the replica open? Only an external change (the mode, or more
+requests for the model than when the drain began) triggers the question, so a plan cannot oscillate on its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scheduler.loop.view import Transition
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """A replica being drained. `replica`: as it was before. `policy`, `requests` of its model: when it was decided.
+    """A replica being drained. `replica`: its state before. `policy`, `requests` of its model: when it was decided.
     `waiting`: holders whose chains wait for its lease."""
 
     replica: ReplicaView
@@ -48,7 +48,7 @@ def drains_of(handover: Handover, box: Box, policy: Policy, workload: Workload) 
 
 
 def worth_asking(drains: Iterable[Drain], policy: Policy, workload: Workload) -> list[Drain]:
-    """The drains whose reason may be gone: another mode holds, or the model has more requests than it had then."""
+    """The drains whose reason may be gone: the mode changed, or the model has more requests than then."""
     requests = _requests(workload)
     return [d for d in drains if d.policy != policy or requests.get(d.replica.model, 0) > d.requests]
 
@@ -64,13 +64,13 @@ def as_if_not_begun(
         left.pop(drain.holder, None)
         for holder in drain.waiting:
             found = left.pop(holder, None)
-            if found is not None and found.chains > 1:  # it also gives something back, and goes on with that
+            if found is not None and found.chains > 1:  # it also gives something back, and continues with that
                 left[holder] = Transition(found.chains - 1, (), None)
     return replace(box, replicas=replicas), left
 
 
 def to_cancel(drains: Iterable[Drain], allocation: Allocation) -> list[Drain]:
-    """Those whose replica stays open where it is in the plan made as if they had not begun."""
+    """The drains whose replica stays open in place in the plan made as if they had not begun."""
     stays = {(plan.id, plan.devices) for plan in allocation.open_replicas}
     return [drain for drain in drains if (drain.replica.id, drain.replica.devices) in stays]
 

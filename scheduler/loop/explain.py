@@ -1,4 +1,4 @@
-"""Sentences for people: why a hand-over happens and what each of its chains does."""
+"""Generates the sentences for users: why a hand-over happens and what each of its chains does."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _why_job(chain: Chain, allocation: Allocation, snapshot: Snapshot) -> str:
     if chain.side == "free":
         if group is None:
             return _as_clause(allocation.waiting.get(job.id, "training gives its devices back"))
-        return f"it goes on with {_count(len(group.devices), 'device')} instead of {len(job.devices)}"
+        return f"it continues with {_count(len(group.devices), 'device')} instead of {len(job.devices)}"
     training = sum(len(g.devices) for g in allocation.groups)
     size = f"from {job.sizes[0]} to {job.sizes[-1]}" if len(job.sizes) > 1 else str(job.sizes[0])
     share = f"{training} of {len(snapshot.devices)} devices in {mode_of(snapshot.policy)}"
@@ -76,7 +76,7 @@ def _why_job(chain: Chain, allocation: Allocation, snapshot: Snapshot) -> str:
 
 
 def _as_clause(reason: str) -> str:
-    """The sentence of a job that waits, to stand behind "because"."""
+    """The sentence of a waiting job, rewritten to follow "because"."""
     told = reason.rstrip(".")
     return f"it needs {told.removeprefix('Needs ')}" if told.startswith("Needs ") else told[:1].lower() + told[1:]
 
@@ -112,20 +112,20 @@ def mode_of(policy: Policy) -> str:
 
 
 def sentences(handover: Handover, allocation: Allocation, snapshot: Snapshot) -> list[str]:
-    """One sentence per chain with its reason, in the order in which they begin."""
+    """One sentence per chain with its reason, in the order in which the chains begin."""
     told = [f"{sentence(chain)}, because {because(chain, allocation, snapshot)}." for chain in handover.chains]
     return [f"{text[0].upper()}{text[1:]}" for text in told]
 
 
 def reason_of(handover: Handover, policy: Policy) -> str:
-    """One line for the history: the mode, and what changes."""
+    """One line for the history: the mode and the changes."""
     texts = [sentence(c) for c in handover.chains]
     more = f"; and {len(texts) - 4} more" if len(texts) > 4 else ""
     return f"{mode_of(policy)}: {'; '.join(texts[:4])}{more}"
 
 
 def waits_for(doing: Doing, now_s: float) -> str:
-    """What a step under way waits for, in one sentence without a full stop."""
+    """What a step in progress waits for, in one sentence without a full stop."""
     step, since_s = doing.step, now_s - doing.since_s
     return (
         f"{step.verb} {step.target} has waited {since_s:.0f} s {VERBS[step.verb].waits_for}; "
@@ -134,7 +134,7 @@ def waits_for(doing: Doing, now_s: float) -> str:
 
 
 def not_serving(trouble: Trouble, replicas: Iterable[ReplicaView], now_s: float) -> str:
-    """What people are told of a model whose engines fail, without a full stop."""
+    """Status text of a model whose engines fail, without a full stop."""
     states = {replica.state for replica in replicas if replica.model == trouble.model}
     is_open = "open" in states
     if "starting" in states or "ready" in states:

@@ -1,12 +1,12 @@
-"""The one owner of the scheduler's state: look, plan, act, again.
+"""The scheduler's control loop and sole owner of its state: observe, plan, act, repeat.
 
-Level-triggered: every round reads the workload from the store, plans for what is, and starts the chains that lead from
-what is to what should be. Nothing depends on having seen an event; events and nudges only make the next round come
-sooner. Holders that a hand-over is moving are left alone until their chains have ended; all others are planned anew,
-so a slow step of one holder does not delay the rest.
+Level-triggered: every round reads the workload from the store, plans for the current state, and starts the chains that
+lead from it to the wanted state. No round depends on having seen an event; events and nudges only start the next round
+sooner. A round leaves holders alone while a hand-over moves them and replans all others, so a slow step of one holder
+does not delay the rest.
 
-After a crash a new loop observes the world, closes what the journal left open, and goes on with rounds: what was half
-done is finished or taken back because the plan says so, not because a record says so.
+After a crash a new loop observes the world, closes the open journal records, and continues with rounds: the plan alone
+decides whether half-done work is finished or undone, never a record.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from scheduler.plan.queue import places
 log = logging.getLogger(__name__)
 
 _REST_S = 4e-5
-"""Between two rounds, for each device and job: about four times what a round takes. The chains of a large hand-over end
-one by one; a plan at each end would cost their number times n log n."""
+"""Pause between two rounds, per device and job: about four times what a round takes. The chains of a large hand-over
+end one by one; a plan at each end would cost their number times n log n."""
 _SMALL = 100
-"""Devices and jobs that need no such rest."""
+"""Up to this many devices and jobs the loop does not pause between rounds."""
 
 
 class SchedulerLoop:
-    """Owns what is known of the world and the planner's memory; all of it runs on one asyncio loop, without locks.
+    """Owns the observed state and the planner's memory; all of it runs on one asyncio loop, without locks.
 
-    `run` ends only by `stop`, cancellation, or an error that is a bug (then the process should restart: the truth is
-    outside of it).
+    `run` ends only by `stop`, cancellation, or an error that is a bug (then restart the process: the real state lives
+    outside it).
 
-    Two steps build it, because others ask the loop and the loop asks others: parts that only read or nudge it take the
-    new loop, and `connect` gives it what it acts through.
+    Construction takes two steps because of a dependency cycle: parts that only read or nudge the loop receive the new
+    loop, then `connect` gives it the parts it acts through.
     """
 
     _effects: Effects
@@ -96,10 +96,10 @@ class SchedulerLoop:
         journal: Journal,
         admits: Callable[[str], bool] = lambda model: True,
     ) -> SchedulerLoop:
-        """Once, before anything but `nudge`. Returns the loop.
+        """Call it once, before anything but `nudge`. Returns the loop.
 
-        admits: whether one more engine of this model finds memory on the host now. Asked before each start and wake; a
-        model that was refused is asked for again in the next round."""
+        admits: whether host memory allows one more engine of this model now. The loop asks before each start and wake,
+        and asks again in the next round for a refused model."""
         self._effects, self._store, self._journal, self._admits = effects, state_store, journal, admits
         self._reporter = StatusReporter(state_store)
         self._state = ClusterState(effects, self._clock, self._config, self._reporter)
@@ -107,7 +107,7 @@ class SchedulerLoop:
 
     @property
     def box(self) -> Box:
-        """What is, as far as known; a runner's steps change it as they end."""
+        """The last known state; a runner's steps update it as they end."""
         return self._state.box
 
     @box.setter
@@ -117,15 +117,15 @@ class SchedulerLoop:
     # --- from outside -------------------------------------------------------------------------------------------
 
     def nudge(self) -> int:
-        """Something changed in the store or in the demand: plan soon. Answers the generation for `wait_settled`."""
+        """Report a change in the store or in the demand: plan soon. Returns the generation for `wait_settled`."""
         self._generation += 1
         self._wake.set()
         return self._generation
 
     async def wait_settled(self, generation: int) -> None:
-        """Until a round that began after this nudge found nothing left to do and no hand-over under way.
+        """Return once a round that began after this nudge found nothing to do and no hand-over in progress.
 
-        Jobs and models that wait out a failure count as settled. Raises Stopped when the loop ends first.
+        Jobs and models in backoff count as settled. Raises Stopped if the loop ends first.
         """
         async with self._round_done:
             await self._round_done.wait_for(lambda: self._settled >= generation or self._stopping)
@@ -133,27 +133,27 @@ class SchedulerLoop:
                 raise Stopped("the scheduler loop ended before it settled; its process's log says why")
 
     def stop(self) -> None:
-        """End `run` after the steps in flight were cancelled. The next loop goes on from what is."""
+        """End `run` after cancelling the steps in flight. The next loop continues from the observed state."""
         self._stopping = True
         self._wake.set()
 
     def reset_failures(self, model: str) -> None:
-        """Something about this model was changed: try it again at once."""
+        """This model was changed: try it again at once."""
         self._state.reset_failures(model)
         self.nudge()
 
     def retry(self, cause: Cause) -> None:
-        """What may have made jobs and models fail is gone: those that wait out a failure are tried at once."""
+        """This cause of failures is gone: retry jobs and models that are in backoff because of it at once."""
         self._state.retry(cause)
         self.nudge()
 
     def trouble(self, model: str, version: str) -> Trouble | None:
-        """What keeps engines of this version from starting; None where nothing does."""
+        """What keeps engines of this version from starting; None if nothing does."""
         failure = self._state.failures.model(model, version)
         return None if failure is None else self._state.failures.trouble(model, failure)
 
     def status(self) -> dict[str, Any]:
-        """What is, what is under way, and why jobs wait; plain values for JSON."""
+        """Current state, hand-overs in progress, and why jobs wait; plain values for JSON."""
         snapshot = self._snapshot()
         now_s = self._clock.now_s()
         queue = places(snapshot.jobs, now_s)
@@ -176,14 +176,14 @@ class SchedulerLoop:
         }
 
     def _troubles(self, snapshot: Snapshot) -> Iterator[Trouble]:
-        """Of the models that are to be served, in the versions that are to be served."""
+        """Troubles of the models that should be served, in the versions that should be served."""
         for deployment in snapshot.deployments:
             trouble = self.trouble(deployment.model, deployment.version)
             if trouble is not None:
                 yield trouble
 
     def explain(self, policy: Policy | None = None) -> dict[str, Any]:
-        """What a round would do now under this policy (None: the one in force), and why. Nothing is done."""
+        """What a round would do now under this policy (None: the current one), and why. Changes nothing."""
         snapshot = self._snapshot(policy)
         now_s = self._clock.now_s()
         allocation = plan(snapshot, now_s, self._config)
@@ -194,7 +194,7 @@ class SchedulerLoop:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Adopt what is there, then round after round until stopped."""
+        """Adopt the current state, then run rounds until stopped."""
         pump: asyncio.Task[None] | None = None
         try:
             await self._adopt()
@@ -220,7 +220,7 @@ class SchedulerLoop:
                 self._round_done.notify_all()
 
     async def _adopt(self) -> None:
-        """Start from the truth; hand-overs that a crash interrupted are judged once the box is settled again."""
+        """Observe the world first; close hand-overs that a crash interrupted only once the box has settled again."""
         self._interrupted = self._journal.unfinished()
         attempt = 0
         while not await self._state.look(self._transitions):
@@ -235,7 +235,7 @@ class SchedulerLoop:
     # --- one round ----------------------------------------------------------------------------------------------
 
     def _round(self) -> bool:
-        """Plan and start what leads there. True when a hand-over was started."""
+        """Plan and start the resulting chains. True if it started a hand-over."""
         self._workload = self._store.load()
         now_s = self._clock.now_s()
         self._tide(now_s)
@@ -273,12 +273,12 @@ class SchedulerLoop:
         )
 
     def _devices_came(self, snapshot: Snapshot) -> bool:
-        """Whether there are devices to use that there were not in the round before."""
+        """Whether usable devices appeared since the previous round."""
         before, self._usable = self._usable, frozenset(d.id for d in snapshot.devices if d.usable)
         return bool(before) and not self._usable <= before
 
     def _tide(self, now_s: float) -> None:
-        """The policy in force; looked up again when the store's settings change or a window fires."""
+        """Update the current policy; re-evaluate it when the store's settings change or a window fires."""
         settings = (self._workload.windows, self._workload.policy, self._workload.policy_since_s)
         fired = self._in_force.until_s is not None and self._in_force.until_s <= now_s
         if settings != self._settings or fired:
@@ -286,7 +286,7 @@ class SchedulerLoop:
             self._in_force = mode_schedule.in_force(*settings, now_s)
 
     def _cancel_drains(self, now_s: float) -> None:
-        """Take back the drains that would not be begun now; see drain_cancellation.py."""
+        """Cancel drains that the loop would not start now; see drain_cancellation.py."""
         runners = {h: runner for runner in self._running.values() for h in runner.draining if h in self._drains}
         policy = self._in_force.policy
         drains = drain_cancellation.worth_asking((self._drains[h] for h in runners), policy, self._workload)
@@ -337,7 +337,7 @@ class SchedulerLoop:
 
     def unwanted(self, chain: Chain) -> str:
         if chain.holder.kind == "job" and chain.side == "take" and self._state.ended_meanwhile(chain.holder.id):
-            return "the job ended by itself meanwhile"
+            return "the job ended by itself in the meantime"
         return ""
 
     def step_done(self, step: Step) -> None:
@@ -357,7 +357,7 @@ class SchedulerLoop:
         self._state.look_again_s = 0.0
         if chain.side == "free":
             if holder.kind == "replica":
-                self._transitions[holder].target = ()  # it was to stay after all, and could not
+                self._transitions[holder].target = ()  # it should have stayed after all, but could not
             wait_s = self._state.failures.chain_failed(chain.name)
             ids = {"job_id" if holder.kind == "job" else "replica": holder.id}
             log.warning("%s failed, next try in %.1f s: %s", chain.name, wait_s, end.error, extra=ids)
@@ -373,8 +373,8 @@ class SchedulerLoop:
         self._clear_in_progress(holder)
 
     def _try_again(self, holder: Holder) -> None:
-        """Look first: what was read while the holder was in hand was not taken over, so an engine that went with the
-        failed step was drained again for ever."""
+        """Observe first: readings of a holder are discarded while a hand-over moves it. Without this, an engine that
+        died with the failed step was drained again forever."""
         self._state.look_again_s = 0.0
         self._clear_in_progress(holder)
 
@@ -419,7 +419,7 @@ class SchedulerLoop:
             self._round_done.notify_all()
 
     async def _pause(self) -> None:
-        """Until a nudge, an event, the end of a chain, or the time to look again; not before the rest is over."""
+        """Wait for a nudge, an event, the end of a chain, or the next observation time, but at least for the pause."""
         if (size := len(self.box.devices) + len(self._workload.jobs)) > _SMALL:
             await asyncio.sleep(_REST_S * size)
         known = (self._state.look_again_s, self._allocation.review_at_s, self._in_force.until_s)

@@ -1,17 +1,17 @@
-"""What the box gives back when the host's memory is short, and when it takes it again. Pure: a reading and a clock in,
-one action at a time out.
+"""Decides what the box gives up when host memory is short, and when it takes it back. Pure: the input is a reading and
+a time, the output one action at a time.
 
-Memory is short when less than the reserve is available, whoever took the rest, or when engines that somebody waits for
-need more than there is, or when processes stand still for want of it (PSI). Then the box gives back, one thing after
-the other, and looks whether that was enough before the next:
+Memory is short when less than the reserve is available, whoever uses the rest, when engines with waiting requests need
+more than there is, or when processes stall for lack of it (PSI). The box then gives up one item at a time and checks
+the effect before the next:
 
-    1. freed segments of the weights pool     nobody misses them
+    1. freed segments of the weights pool     nobody uses them
     2. versions that nobody reads             a lower tier has them; reading one in again takes seconds
     3. sleeping engines                       least recently used first; their next start is a cold one
     4. parked ranks                           their job starts with new processes
-    5. training, last in the queue first      suspended to shared memory, from where its snapshot flows to disk: then
-                                              (2) gives that back too
-    6. engines beyond the first of a model    the last one is never taken
+    5. training, last in the queue first      suspended to shared memory; once its snapshot is copied from there
+                                              to disk, (2) frees the snapshot too
+    6. engines beyond the first of a model    the last one is never stopped
 
 A job that waits for memory gets what 1 to 4 bring, and never what others compute with.
 
@@ -30,11 +30,11 @@ Kind = Literal["pool", "versions", "sleeper", "parked", "job", "engine"]
 
 SHORT_OF_RESERVE, ENOUGH_OF_RESERVE = 1.0, 1.5
 STALLED_PERCENT = 10.0
-"""Share of the last ten seconds in which every process waited for memory; with less than enough available it is
-short."""
+"""Share of the last ten seconds in which every process stalled on memory; above it, and with less than enough
+available, memory is short."""
 CALM_S, LONGEST_CALM_S, FORGIVEN_AFTER_S = 10.0, 300.0, 1800.0
 LEAST_BYTES = 4 * 2**20
-"""Less is not worth giving back."""
+"""Smaller amounts are not worth giving up."""
 SETTLE_S: Mapping[Kind, float] = {
     "pool": 0.5,
     "versions": 0.5,
@@ -43,14 +43,14 @@ SETTLE_S: Mapping[Kind, float] = {
     "job": 5.0,
     "engine": 10.0,
 }
-"""How long after each it shows what it brought. A job that is still being suspended is waited for, up to its limit."""
+"""Time to wait after each action for its effect. A job that is still being suspended is waited for, up to its limit."""
 SUSPEND_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Of the machine, or of the control group above the box that has least left (`where`). In bytes; `stalled`: PSI's
-    "full avg10", percent, 0 where the kernel does not tell."""
+    """Of the machine, or of the enclosing control group with the least memory left (`where`). In bytes; `stalled`:
+    PSI's "full avg10", percent, 0 where the kernel does not report it."""
 
     total: int
     available: int
@@ -77,7 +77,7 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """what: the job, the model, or "". bound: sleepers that may stay, or engines of the model. why: for people."""
+    """what: the job, the model, or "". bound: allowed number of sleepers, or of the model's engines. why: for users."""
 
     kind: Kind
     back: bool
@@ -89,9 +89,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
-    """The hysteresis. short: why it is short, "" if it is not. sleepers: how many may stay, None: as many as there are.
-    jobs: those that wait for memory, in the order of their going. engines: at most so many by model. next_s: not before
-    this is the next thing given or taken. calm_since_s: since when there is enough."""
+    """The hysteresis. short: why memory is short, "" if it is not. sleepers: allowed number, None: unlimited. jobs:
+    those suspended for memory, in order of suspension. engines: allowed number by model. next_s: earliest time of the
+    next action. calm_since_s: since when enough is available."""
 
     short: str = ""
     sleepers: int | None = None
@@ -106,19 +106,19 @@ class MemoryState:
 
     @property
     def holds_back(self) -> bool:
-        """Whether something of the box still waits for memory, or memory is short now."""
+        """Whether something of the box is still held back for memory, or memory is short now."""
         return bool(self.short) or self.sleepers is not None or bool(self.jobs) or bool(self.engines)
 
 
 def default_reserve(total: int) -> int:
-    """What is kept available for everybody else: a twenty-fifth, at least half a GiB, at most eight."""
+    """Bytes kept available for other processes: a twenty-fifth of the total, at least half a GiB, at most eight."""
     return min(max(total // 25, 2**29), 8 * 2**30)
 
 
 def decide(
     reading: MemoryReading, holdings: Holdings, state: MemoryState, now_s: float, reserve: int
 ) -> tuple[MemoryState, Action | None]:
-    """What to do now, if anything, and what to remember."""
+    """The action to take now, if any, and the new state."""
     short = _short(reading, holdings, reserve)
     if short:
         since_s = now_s if state.since_s is None else state.since_s
@@ -149,9 +149,9 @@ def _short(reading: MemoryReading, holdings: Holdings, reserve: int) -> str:
     if reading.available < int(reserve * SHORT_OF_RESERVE):
         return f"{have}, {gb(reserve)} are kept in reserve"
     if reading.stalled >= STALLED_PERCENT and reading.available < int(reserve * ENOUGH_OF_RESERVE):
-        return f"{have}, and processes stood still for it {reading.stalled:.0f} % of the last ten seconds"
+        return f"{have}, and processes stalled on memory for {reading.stalled:.0f} % of the last ten seconds"
     if holdings.wanted and reading.available < reserve + holdings.wanted:
-        return f"{have}, engines that are waited for need {gb(holdings.wanted)} beside the reserve of {gb(reserve)}"
+        return f"{have}, engines with waiting requests need {gb(holdings.wanted)} beside the reserve of {gb(reserve)}"
     return ""
 
 
@@ -169,7 +169,7 @@ def _give(
     if staying := [job for job in holdings.running if job not in state.jobs]:
         calm_s = state.calm_s
         if now_s - state.back_s < FORGIVEN_AFTER_S:
-            calm_s = min(2 * calm_s, LONGEST_CALM_S)  # it went on a while ago, and that was too soon
+            calm_s = min(2 * calm_s, LONGEST_CALM_S)  # it resumed a while ago, and that was too soon
         changed = replace(state, jobs=(*state.jobs, staying[0]), suspended_s=now_s, calm_s=calm_s, back_s=float("-inf"))
         return act("job", f"job {staying[0]} is suspended", changed, what=staying[0])
     for model, awake in sorted(holdings.spare.items()):
@@ -211,7 +211,7 @@ def _act(
 
 
 def _take(reading: MemoryReading, state: MemoryState, now_s: float) -> tuple[MemoryState, Action | None]:
-    """One thing that was held back may come again. Then the calm begins anew: its memory has to show first."""
+    """Restore one item. Then a new calm period begins, so that the item's memory use shows before the next one."""
     has = f"{gb(reading.available)} of {reading.where} are available again"
     after = replace(state, calm_since_s=now_s, next_s=now_s)
     if state.engines:
@@ -219,15 +219,15 @@ def _take(reading: MemoryReading, state: MemoryState, now_s: float) -> tuple[Mem
         rest = {name: bound for name, bound in state.engines.items() if name != model}
         return replace(after, engines=rest), Action("engine", True, f"{model} may have all its engines: {has}", model)
     if state.jobs:
-        job = state.jobs[-1]  # who went last is first in the queue
+        job = state.jobs[-1]  # the job suspended last is first in the queue
         calm_s = state.calm_s if now_s - state.suspended_s < FORGIVEN_AFTER_S else CALM_S
         after = replace(after, jobs=state.jobs[:-1], back_s=now_s, calm_s=calm_s)
-        return after, Action("job", True, f"job {job} may go on: {has}", job)
+        return after, Action("job", True, f"job {job} may continue: {has}", job)
     return replace(after, sleepers=None), Action("sleeper", True, f"engines may sleep as before: {has}")
 
 
 def without(state: MemoryState, *, jobs: Iterable[str], models: Iterable[str]) -> MemoryState:
-    """The state without jobs that are over and models that are not served any more."""
+    """The state without jobs that have ended and models that are no longer served."""
     known_jobs, known_models = set(jobs), set(models)
     return replace(
         state,
@@ -237,5 +237,5 @@ def without(state: MemoryState, *, jobs: Iterable[str], models: Iterable[str]) -
 
 
 def gb(count: int) -> str:
-    """As the box speaks of sizes to people: 1,234,567,890 bytes are "1.2 GB"."""
+    """The size as shown to users: 1,234,567,890 bytes are "1.2 GB"."""
     return f"{count / 1e9:.1f} GB" if abs(count) >= 1e8 else f"{count / 1e6:.0f} MB"

@@ -1,15 +1,15 @@
-"""Mode windows: modes that come and go by the clock ("serve by day, train by night").
+"""Evaluates mode windows: modes that begin and end by the clock ("serve by day, train by night").
 
 A window begins when its cron expression fires in its time zone, and puts its policy in force. It ends when its second
-expression fires or after a time; without either it lasts until another window begins. Beginnings and ends are edges.
-The rule, which a box that was off over an edge wakes up to as well:
+expression fires or after a duration; without either it lasts until another window begins. Beginnings and ends are
+edges. The rule, which also covers a box that was off over an edge:
 
 - a mode set by hand after the latest edge holds until the next edge;
-- else the open window that began last holds (of those that began together the last in the list);
+- else the open window that began last holds (of those that began together, the last in the list);
 - with no window open, the mode set by hand last holds.
 
-Local time is croniter's with zoneinfo: a time that the clocks skip in spring fires at the moment they go forward, one
-that comes twice in autumn fires once, at the first (every time where the hour is "*").
+Local time is croniter's with zoneinfo: a time skipped by daylight saving fires at the moment the clocks go forward; one
+that occurs twice fires once, at the first (every time where the hour is "*").
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMES = re.compile("jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec|mon|tue|wed
 class Window:
     """`cron`, `until`: five fields (minute hour day-of-month month day-of-week). `tz`: IANA name, "Europe/Berlin".
 
-    `for_s`: length in seconds; at most one of `until` and `for_s`. `id`: what people call it.
+    `for_s`: length in seconds; at most one of `until` and `for_s`. `id`: its name for users.
     """
 
     cron: str
@@ -60,7 +60,7 @@ class Window:
 
     def last_s(self, now_s: float) -> float | None:
         """The latest beginning at or before now; None if there was none for a year."""
-        # get_prev is strictly before its start: a firing at this very second counts.
+        # get_prev is strictly before its start, but a firing at this very second counts.
         firings = croniter(self.cron, datetime.fromtimestamp(int(now_s) + 1, ZoneInfo(self.tz)))
         found_s = _once(self.cron, firings.get_prev)
         return found_s if now_s - found_s < _MAX_S else None
@@ -70,7 +70,7 @@ class Window:
         return _next_s(self.cron, self.tz, now_s)
 
     def end_s(self, began_s: float) -> float | None:
-        """When the window that began then ends; None: not by itself."""
+        """When the window that began then ends; None: no end of its own."""
         if self.for_s is not None:
             return began_s + self.for_s
         return None if self.until is None else _next_s(self.until, self.tz, began_s)
@@ -78,9 +78,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """The policy that holds, since when, until which edge (None without windows), and by which window.
+    """The policy that holds, since when, until which edge (None without windows), and from which window.
 
-    `window` None: set by hand. `overridden`: the window that would hold had nobody set a mode since the latest edge.
+    `window` None: set by hand. `overridden`: the window that would hold without a manual mode since the latest edge.
     """
 
     policy: Policy
@@ -91,7 +91,7 @@ class InForce:
 
 
 def in_force(windows: Iterable[Window], set_by_hand: Policy, set_s: float, now_s: float) -> InForce:
-    """What holds now. `set_by_hand` was set at `set_s`."""
+    """What holds now. `set_by_hand` dates from `set_s`."""
     edge_s, next_edges = float("-inf"), []
     began_s, holds = float("-inf"), None
     for window in windows:
@@ -119,10 +119,10 @@ def in_force(windows: Iterable[Window], set_by_hand: Policy, set_s: float, now_s
 def preview(
     windows: Iterable[Window], set_by_hand: Policy, set_s: float, now_s: float, hours: float = 24.0, most: int = 500
 ) -> list[InForce]:
-    """What holds over the coming hours, from what holds now (at `now_s`), one entry per change, `most` at most.
+    """What holds over the coming hours, starting with what holds at `now_s`, one entry per change, at most `most`.
 
-    `since_s` and `until_s` of the entries join without a gap; the last one's `until_s` is the end of the time asked
-    for, or of what fits into `most` entries.
+    `since_s` and `until_s` of the entries join without a gap; the last `until_s` is the end of the requested period, or
+    of what fits into `most` entries.
     """
     windows = tuple(windows)
     end_s, at_s = now_s + hours * 3600, now_s
@@ -139,11 +139,11 @@ def preview(
 
 
 def _check_cron(cron: str, param: str) -> None:
-    # croniter also takes "R" (another time at every look) and "H"; a schedule must say the same every time.
+    # croniter also accepts "R" (random at each evaluation) and "H"; a schedule must give the same result every time.
     plain = re.fullmatch(r"[\d*/,\-#lL ]+", _NAMES.sub("1", cron)) is not None
     if len(cron.split()) != 5 or not plain or not croniter.is_valid(cron):
         raise InvalidSchedule(
-            f"schedule {cron!r} is no cron expression: five fields expected, minute hour day month weekday, "
+            f"schedule {cron!r} is not a cron expression: five fields expected, minute hour day month weekday, "
             'e.g. "0 22 * * *" for every day at 22:00',
             param,
         )
@@ -158,7 +158,7 @@ def _next_s(cron: str, tz: str, after_s: float) -> float:
 
 
 def _once(cron: str, step: Callable[[type[datetime]], datetime]) -> float:
-    """The next firing that `step` answers, without the second of an hour that comes twice.
+    """The next firing that `step` returns, without the second of an hour that occurs twice.
 
     croniter fires in both, which is right for "every half hour" and wrong for "at half past two".
     """

@@ -1,4 +1,4 @@
-"""What the store is told of jobs and deployments: why they wait, where they run, how they ended."""
+"""Reports to the store the status of jobs and deployments: why they wait, where they run, how they ended."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from scheduler.handover.ports import StateStore
 
 
 class StatusReporter:
-    """Writes to the store; a reason for waiting is written once per change of its sentence or of the job's phase."""
+    """Writes to the store; it writes a reason for waiting once per change of its sentence or of the job's phase."""
 
     def __init__(self, store: StateStore):
         self._store = store
         self._told: dict[str, tuple[str, bool]] = {}
 
     def waiting(self, snapshot: Snapshot, allocation: Allocation, running: Collection[str], now_s: float) -> None:
-        """Why each job waits that is neither in `running` nor on its way there."""
+        """Report why each job waits that is neither in `running` nor about to run."""
         for job in snapshot.jobs:
             reason = allocation.waiting.get(job.id)
             if reason is None or job.id in running or job.busy == "coming":

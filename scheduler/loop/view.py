@@ -1,4 +1,4 @@
-"""How the loop's state looks to the planner and to people. Pure functions; the loop owns what they read."""
+"""Converts the loop's state for the planner and for users. Pure functions; the loop owns what they read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scheduler.plan.queue import QueuePosition
 
 @dataclass(slots=True)
 class Transition:
-    """A holder in the hands of a hand-over: `chains` still to end, `target` the devices it will hold (if any)."""
+    """A holder that a hand-over is moving: `chains` still to end, `target` the devices it will hold (if any)."""
 
     chains: int
     target: tuple[str, ...]
@@ -36,7 +36,7 @@ def snapshot(
     epoch: int,
     now_s: float,
 ) -> Snapshot:
-    """What a plan depends on: what is, with every holder that is being moved shown where it is going."""
+    """The planner's input: the current state, with every moving holder shown at its target."""
     busy = {d for m in moving.values() for d in m.target}
     busy |= {d for lease in box.ledger if lease.holder in moving for d in lease.device_ids}
     return Snapshot(
@@ -81,7 +81,7 @@ def _job(job: JobView, box: Box, all_moving: Mapping[Holder, Transition], failur
         failed,
         busy,
     ):
-        return job  # most of a long queue: a copy costs more than all else here
+        return job  # most of a long queue: a copy would cost more than everything else here
     return replace(
         job, phase=phase, devices=devices, since_s=since_s, not_before_s=not_before_s, failed=failed, busy=busy
     )

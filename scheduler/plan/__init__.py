@@ -1,5 +1,5 @@
-"""Who should hold which devices: shares, queue, exact devices. Pure functions of a snapshot and a time.
+"""Plans which holder gets which devices: shares, queue, exact devices. Pure functions of a snapshot and a time.
 
-Never: It knows neither how devices change hands nor what they hold now beyond the snapshot.
+Never: Knows how devices change hands, or any current state outside the snapshot.
 Begin with plan.py.
 """

@@ -1,4 +1,4 @@
-"""Which exact devices: everybody who was counted gets devices, moving as little as possible."""
+"""Assigns exact devices to every planned replica and job, moving as little as possible."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from scheduler.plan.placement import Pool
 
 
 class DeviceAssignment:
-    """Who holds what, filled by `place` (anew each time), then by `keep_open`, `defer` and `let_sleep`.
+    """The assignment, filled by `place` (from scratch each time), then by `keep_open`, `defer` and `let_sleep`.
 
-    out: replicas by id, open or asleep. groups: by job. reviews: when time alone may change an answer.
+    out: replicas by id, open or asleep. groups: by job. reviews: times at which the plan may change without an event.
     """
 
     def __init__(self, snapshot: Snapshot, now_s: float, config: SchedulerConfig):
@@ -37,16 +37,16 @@ class DeviceAssignment:
         self.groups: dict[str, GroupPlan] = {}
 
     def placed(self, models: Iterable[str]) -> dict[str, int]:
-        """Replicas of these models that found devices."""
+        """Number of replicas of each of these models that got devices."""
         counts = Counter(r.model for r in self.out.values())
         return {model: counts[model] for model in models}
 
     def owed(self, unplaced: list[str], claimed: Mapping[str, int]) -> bool:
-        """Whether serving has a claim on a replica without devices; a lent one is not worth moving a job."""
+        """Whether serving is entitled to a replica without devices; a job does not move for a replica on lent ones."""
         return any(count < claimed.get(model, 0) for model, count in self.placed(unplaced).items())
 
     def short(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Jobs that found fewer devices side by side than they were counted for, with how many they found."""
+        """Jobs that got fewer devices side by side than planned, mapped to how many they got."""
         found = {j: len(self.groups[j].devices) if j in self.groups else 0 for j in sizes if not self.jobs[j].busy}
         return {j: count for j, count in found.items() if count < sizes[j]}
 
@@ -54,9 +54,9 @@ class DeviceAssignment:
         return job.preemptible and job.phase == "running" and job.busy is None
 
     def place(self, serving: Mapping[str, int], sizes: Mapping[str, int], *, keep_jobs: bool = True) -> list[str]:
-        """Fill `out` and `groups`; answers the models with a replica that found no devices.
+        """Fill `out` and `groups`; returns the models that have a replica without devices.
 
-        serving: replicas per model. sizes: devices per job. keep_jobs: those of an unchanged size stay where they are.
+        serving: replicas per model. sizes: devices per job. keep_jobs: jobs of unchanged size keep their devices.
         """
         self.out, self.groups, self.new = {}, {}, 0
         coming = [r.devices for r in self.snapshot.replicas if r.busy == "coming"]
@@ -78,7 +78,7 @@ class DeviceAssignment:
                 self.take(job.devices)
         for job_id, size in sizes.items():
             if job_id not in self.groups and self.bound(self.jobs[job_id]):
-                self.place_job(job_id, size)  # engines can be elsewhere, it cannot
+                self.place_job(job_id, size)  # engines can move to other devices, it cannot
         counts = self.keep_replicas(serving)
         unplaced = []
         for model in sorted(serving, key=lambda m: (-self.deployments[m].tensor_parallel, m)):
@@ -89,14 +89,14 @@ class DeviceAssignment:
         return unplaced
 
     def bound(self, job: JobView) -> bool:
-        """Whether not just any devices will do: it needs all of them on one of several nodes."""
+        """Whether the choice of devices is restricted: the job needs all of them on one of several nodes."""
         return bool(job.nodes) and self.several_nodes
 
     def place_job(self, job_id: str, size: int) -> None:
         job = self.jobs[job_id]
         devices = self.pool.choose(size, nodes=job.nodes, near=job.devices, only=self.idle_pool)
         if devices is None and self.movable(job) and len(job.devices) in job.sizes:
-            # What it should grow onto is still being given back: stay, rather than stop for nothing.
+            # The devices for its growth are still being released: keep its size rather than stop it for nothing.
             devices = job.devices if self.pool.has(job.devices) else None
         if devices is not None:
             self.groups[job_id] = GroupPlan(job_id, devices)
@@ -107,7 +107,7 @@ class DeviceAssignment:
         self.idle_pool.take(devices)
 
     def keep_replicas(self, serving: Mapping[str, int]) -> dict[str, int]:
-        """Open replicas that stay where they are, the longest open first."""
+        """Open replicas that keep their devices, the longest open first."""
         counts = dict.fromkeys(serving, 0)
         rank = {"coming": 0, None: 1, "leaving": 2}
 
@@ -132,13 +132,13 @@ class DeviceAssignment:
         return len(replica.devices) == self.deployments[replica.model].tensor_parallel
 
     def add_replicas(self, deployment: DeploymentView, count: int) -> bool:
-        """`count` more replicas: sleeping ones where they sleep, then new ones. False when one finds no devices."""
+        """`count` more replicas: sleeping ones on their own devices, then new ones. False when one finds no devices."""
         if count <= 0:
             return True
         own = self.by_model.get(deployment.model, [])
         asleep = [r for r in own if r.state == "asleep" and r.busy is None and self.fits(r)]
         asleep.sort(key=lambda r: (not self.idle_pool.has(r.devices), -r.since_s, r.id))
-        # A replica on its way to sleep can be woken in a moment; a new process would cost more than that wait.
+        # A replica that is going to sleep can be woken in a moment; a new process would take longer than that wait.
         falling = 0
         for replica in own:
             recent = replica.busy == "leaving" and self.now_s - replica.since_s < self.config.await_sleep_s
@@ -174,9 +174,9 @@ class DeviceAssignment:
         )
 
     def defer(self) -> None:
-        """Drop what cannot begin yet because a hand-over in flight still gives its devices back.
+        """Drop what cannot begin yet because a hand-over in progress is still releasing its devices.
 
-        Until then the plan is the one it will be, so nothing is decided now that would be taken back then.
+        `place` plans with those devices as if they were free, so nothing is decided now that the next plan would undo.
         """
         for replica in self.snapshot.replicas:
             plan_ = self.out.get(replica.id)
@@ -201,7 +201,7 @@ class DeviceAssignment:
     # --- what is left -------------------------------------------------------------------------------------------
 
     def keep_open(self) -> None:
-        """Engines that are open and in nobody's way stay open, until their own idle time puts them to sleep."""
+        """Keep engines open whose devices nobody needs, until their own idle time puts them to sleep."""
         idle = IdlePolicy(self.config)
         eager = self.policy.kind in ("serve", "split", "auto")
         counts = Counter(r.model for r in self.out.values() if r.state == "open")
@@ -218,13 +218,13 @@ class DeviceAssignment:
                     counts[replica.model] += 1
 
     def let_sleep(self) -> None:
-        """Everything else that lives sleeps; the least recently used beyond the bound are stopped."""
+        """Put all other living replicas to sleep; stop the least recently used ones beyond the bound."""
         rest = [r for r in self.snapshot.replicas if r.id not in self.out and r.state != "dead"]
         for replica in rest:
             if replica.busy == "leaving":
                 self.note_replica(replica, "asleep")
         rest = [r for r in rest if r.busy is None and r.model in self.deployments and self.fits(r)]
-        # "starting" with nobody waiting for it is what a crash leaves behind: not to be trusted, stopped.
+        # A "starting" replica that nobody waits for is left over from a crash: not trusted, stopped.
         rest = [r for r in rest if r.state != "starting" and self.works.issuperset(r.devices)]
         used = {m: d.demand.last_request_s or 0.0 for m, d in self.deployments.items()}
         rest.sort(key=lambda r: (-used[r.model], -r.since_s, r.id))

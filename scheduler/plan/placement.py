@@ -1,7 +1,7 @@
-"""Which exact devices: best fit over nodes, then NVLink and NUMA inside a node.
+"""Chooses exact devices: best fit over nodes, then NVLink and NUMA inside a node.
 
-A pool is a scratch value of one planning round. Every choice costs about the size of one node (plus a heap operation),
-so placing all holders of a cluster is O(devices log nodes).
+A pool is a temporary value of one planning round. Every choice costs about the size of one node (plus a heap
+operation), so placing all holders of a cluster is O(devices log nodes).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from scheduler.core.inventory import Device
 
 
 class Pool:
-    """Devices not promised to anybody yet."""
+    """Devices not yet assigned."""
 
     def __init__(self, devices: Iterable[Device]):
         self._nodes: dict[str, dict[str, Device]] = {}
@@ -24,7 +24,7 @@ class Pool:
             self._node_of[device.id] = device.node
         self._order = {node: n for n, node in enumerate(self._nodes)}
         self._names = list(self._nodes)
-        # heaps[f] holds nodes that had f devices left when pushed; entries gone stale are dropped when met.
+        # heaps[f] holds nodes that had f devices left when pushed; stale entries are dropped when popped.
         self._heaps: dict[int, list[int]] = {}
         for node in self._nodes:
             self._push(node)
@@ -78,13 +78,13 @@ class Pool:
         near: Collection[str] = (),
         only: Pool | None = None,
     ) -> tuple[str, ...] | None:
-        """The best `count` devices, in node and index order; None where they cannot be had. Takes nothing.
+        """The best `count` devices, in node and index order; None if there are too few. Takes nothing.
 
         Args:
             single_node: refuse devices of more than one node (a tensor-parallel engine).
-            nodes: take them wholly from one of these; empty: from anywhere.
-            near: devices to take again where possible (what the holder has now).
-            only: first try within this smaller pool (devices that nobody has to leave).
+            nodes: take them all from one of these; empty: from anywhere.
+            near: devices to prefer (what the holder has now).
+            only: first try within this smaller pool (devices that no holder has to leave).
         """
         if count > len(self):
             return None
@@ -107,7 +107,7 @@ class Pool:
         return None if single_node else self._choose_across(count)
 
     def _on(self, nodes: Collection[str]) -> Pool:
-        """What is left on these nodes."""
+        """The pool's devices on these nodes."""
         return Pool(device for node in self._nodes if node in nodes for device in self._nodes[node].values())
 
     def _choose_near(self, count: int, near: Collection[str]) -> tuple[str, ...] | None:
@@ -147,7 +147,7 @@ def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[st
 
 
 def _partly_linked(devices: list[Device]) -> bool:
-    """Some pairs have NVLink and some do not; all-to-all (NVSwitch) and none leave only NUMA to choose by."""
+    """Whether some pairs have NVLink and some do not; with all-to-all (NVSwitch) or none, only NUMA matters."""
     ids = frozenset(d.id for d in devices)
     links = sum(len(d.nvlink_peers & ids) for d in devices)
     return 0 < links < len(devices) * (len(devices) - 1)
@@ -170,7 +170,7 @@ def _closest_by_numa(devices: list[Device], count: int, prefer: frozenset[str]) 
 
 
 def _closest_by_links(devices: list[Device], count: int, prefer: frozenset[str]) -> list[Device]:
-    """From every seed add the best linked device; keep the group with most links (a node is small: 16 at most)."""
+    """From every seed add the best linked device; keep the group with most links (a node is small: at most 16)."""
     best: tuple[tuple[int, int, int, int], list[Device]] | None = None
     for seed in devices:
         group, rest = [seed], [d for d in devices if d is not seed]
@@ -191,7 +191,7 @@ def _closest_by_links(devices: list[Device], count: int, prefer: frozenset[str])
         outside = {d.id for d in rest}
         score = (
             -sum(len(d.nvlink_peers & ids) for d in group),
-            sum(len(d.nvlink_peers & outside) for d in group),  # break as few links of the others as possible
+            sum(len(d.nvlink_peers & outside) for d in group),  # breaks as few links of the others as possible
             -sum(d.id in prefer for d in group),
             min(d.index for d in group),
         )

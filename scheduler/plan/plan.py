@@ -1,9 +1,9 @@
-"""plan(snapshot, now) -> allocation: who should hold which exact devices. Pure, no memory but the one it is handed.
+"""plan(snapshot, now) -> allocation: who should hold which exact devices. Pure; its only memory is an argument.
 
-Order of the decision: how many devices serving claims (policy, demand, floor) -> how many training gets (queue) ->
-what is left is lent to models with demand or stays with engines that are open (all of it shares.py) -> exact devices,
-moving as little as possible: a holder whose size is unchanged keeps its devices, a sleeping engine wakes where it
-sleeps (device_assignment.py).
+Order of the decision: how many devices serving claims (policy, demand, floor) -> how many training gets (queue) -> the
+rest is lent to models with demand or stays with open engines (all of it in shares.py) -> exact devices, moving as
+little as possible: a holder of unchanged size keeps its devices, a sleeping engine wakes where it sleeps
+(device_assignment.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from scheduler.plan.device_assignment import DeviceAssignment
 from scheduler.plan.shares import Shares
 
 _ROUNDS = 8
-"""How often jobs are counted anew that found fewer devices side by side; after that the next plan sees to them."""
+"""How often to recount jobs that found fewer devices side by side; after that the next plan handles them."""
 
 
 def plan(snapshot: Snapshot, now_s: float, config: SchedulerConfig | None = None) -> Allocation:
-    """The allocation for this snapshot. The same snapshot and time always give the same answer."""
+    """The allocation for this snapshot. The same snapshot and time always give the same result."""
     config = config or SchedulerConfig()
     shares = Shares(snapshot, now_s, config)
     assignment = DeviceAssignment(snapshot, now_s, config)
@@ -41,7 +41,7 @@ def plan(snapshot: Snapshot, now_s: float, config: SchedulerConfig | None = None
 
 
 def _assign(shares: Shares, assignment: DeviceAssignment) -> queue.Queue:
-    """Count and place, until everybody who is counted for devices has found some. Answers what training gets."""
+    """Count and place until every counted replica and job has devices. Returns training's queue."""
     limits: dict[str, int] = {}
     found: dict[str, int] = {}
     unplaced: list[str] = []
@@ -57,7 +57,7 @@ def _assign(shares: Shares, assignment: DeviceAssignment) -> queue.Queue:
                 unplaced = assignment.place(serving, jobs.sizes)
         if not unplaced and not short:
             break
-        # Not to be had in this round: what they were counted for goes to others.
+        # Unavailable in this round: the devices counted for these go to others.
         limits |= assignment.placed(unplaced)
         found |= short
     shares.note_no_room({*unplaced, *limits})

@@ -1,10 +1,10 @@
-"""How many devices each training job gets, and one sentence for each that gets none.
+"""Decides how many devices each training job gets, and gives one sentence for each that gets none.
 
 Strict order: priority; jobs that would miss their deadline if they waited any longer, nearest deadline first; fair
-share between owners (everybody's first job before anybody's second); those that run already; submission. In that order
-every job takes the largest size it may run at, so a job is never passed over for one behind it while it could run,
-and what it leaves is used by those behind it (backfill). Because running jobs are preemptible unless said otherwise,
-the head of the queue never starves behind backfilled ones.
+share between owners (everyone's first job before anyone's second); running jobs; submission. In that order every job
+takes the largest size it may run at, so no job is passed over for a later one while it could run, and later jobs use
+what it leaves (backfill). Running jobs are preemptible by default, so the head of the queue never starves behind
+backfilled ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scheduler.core.workload import JobView
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """sizes: job id to devices, only jobs that get some. waiting: job id to the reason it gets none."""
+    """sizes: job id to devices, only jobs that get some. waiting: job id to the reason why it gets none."""
 
     sizes: dict[str, int]
     waiting: dict[str, str]
@@ -25,11 +25,11 @@ class Queue:
 
 
 URGENCY = 1.5
-"""A job is urgent when its deadline is nearer than this many times the run time it has left at its largest size."""
+"""A job is urgent when its deadline is nearer than this many times its remaining run time at its largest size."""
 
 
 def urgent_from_s(job: JobView) -> float | None:
-    """When the job becomes urgent; None without a deadline. Where its remaining work is unknown, at the deadline."""
+    """When the job becomes urgent; None without a deadline. If its remaining work is unknown, at the deadline."""
     if job.deadline_s is None:
         return None
     left_s = (job.remaining_device_s or 0.0) / job.sizes[-1]
@@ -37,11 +37,11 @@ def urgent_from_s(job: JobView) -> float | None:
 
 
 def order(jobs: Sequence[JobView], now_s: float) -> list[JobView]:
-    """First served first. Stable: a job only moves forward as those before it end, or when its deadline presses."""
+    """The order of service. Stable: a job only moves forward as those before it end, or when its deadline nears."""
     nth: dict[str, int] = {}
     seen: dict[tuple[str, int], int] = {}
     for job in sorted(jobs, key=lambda j: (j.submitted_s, j.id)):
-        # A job that cannot run now must not push its owner's next one back.
+        # A job that cannot run now must not delay its owner's next one.
         if job.wants_devices(now_s):
             nth[job.id] = seen[job.owner, job.priority] = seen.get((job.owner, job.priority), -1) + 1
 
@@ -64,11 +64,10 @@ def order(jobs: Sequence[JobView], now_s: float) -> list[JobView]:
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """Where a job stands. `reason`: why it waits, in one of Slurm's words; None while it has devices.
+    """A job's place in the queue. `reason`: why it waits, as one of Slurm's reason codes; None while it has devices.
 
-    Held: an operator keeps it. JobHeldUser: paused by request. BeginTime: waits out a failure. Priority: others are
-    ahead of it. Resources: the next to run, it waits for devices, or for what the box
-    lacks.
+    Held: an operator keeps it. JobHeldUser: paused by request. BeginTime: in backoff after a failure. Priority: others
+    are ahead of it. Resources: next to run, it waits for devices, or for something the box lacks.
     """
 
     job_id: str
@@ -77,7 +76,7 @@ class QueuePosition:
 
 
 def places(jobs: Sequence[JobView], now_s: float) -> list[QueuePosition]:
-    """Every job in the order of the queue, from position 1."""
+    """Every job in queue order, from position 1."""
     out, waiting = [], False
     for position, job in enumerate(order(jobs, now_s), 1):
         reason = None
@@ -97,18 +96,18 @@ def places(jobs: Sequence[JobView], now_s: float) -> list[QueuePosition]:
 
 
 class _Rooms:
-    """Devices that work on each node, less those given to jobs that are bound to nodes. None: not told, no bound."""
+    """Working devices per node, less those given to jobs that are bound to nodes. None: unknown, no bound."""
 
     def __init__(self, rooms: Mapping[str, int] | None):
         self.works, self.left = rooms, dict(rooms or {})
 
     def most(self, job: JobView, rooms: Mapping[str, int], otherwise: int) -> int:
-        """What one of the job's nodes has; `otherwise` for a job that may run anywhere."""
+        """The most that one of the job's nodes has; `otherwise` for a job that may run anywhere."""
         bound = self.works is not None and job.nodes
         return max((rooms.get(node, 0) for node in job.nodes), default=0) if bound else otherwise
 
     def give(self, job: JobView, size: int) -> None:
-        """Takes them where the placement will: where it runs, else from its tightest node that has as many."""
+        """Takes devices where the placement will: on its current node, else on its tightest node with enough."""
         if not job.nodes or self.works is None:
             return
         here = [d.partition("/")[0] for d in job.devices]
@@ -118,7 +117,7 @@ class _Rooms:
 
 
 def _ahead(job: JobView, ahead: JobView) -> str:
-    """The sentence ends in the job's own events, where its owner reads it: another owner's job has no name there."""
+    """The sentence ends up in the job's events, which its owner reads: it must not name another owner's job."""
     return f"job {ahead.id} and others ahead of it" if ahead.owner == job.owner else "jobs ahead of it"
 
 
@@ -136,11 +135,11 @@ def allot(
 
     Args:
         budget: devices that training may have. Jobs that must not be preempted keep theirs even beyond it.
-        total: devices of the box that work.
-        dwell_s: a running job is not grown before this long after its last start.
+        total: working devices of the box.
+        dwell_s: a running job does not grow before this long after its last start.
         why: what holds the other devices, e.g. "mode serve gives training no devices".
-        works_on: devices that work, by node; what a job bound to some nodes can have is on one of those.
-        found: jobs that found only so many devices side by side, less than were left for them.
+        works_on: working devices by node; limits a job that is bound to some nodes to what one of them has.
+        found: jobs that found only this many devices side by side, fewer than were left for them.
     """
     rooms = _Rooms(works_on)
     sizes: dict[str, int] = {}

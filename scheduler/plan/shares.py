@@ -1,4 +1,4 @@
-"""How many devices each model and each job gets: policy, demand and queue, before anybody asks which devices."""
+"""Computes how many devices each model and each job gets, from policy, demand and queue; not which ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from scheduler.plan import queue
 
 
 class Shares:
-    """The numbers of one planning round.
+    """The device counts of one planning round.
 
-    memory: every model's, brought up to now. notes: model to why it gets fewer replicas than asked for. reviews: when
-    time alone may change a number.
+    memory: every model's, updated to now. notes: model to why it gets fewer replicas than needed. reviews: times at
+    which a number may change without an event.
     """
 
     def __init__(self, snapshot: Snapshot, now_s: float, config: SchedulerConfig):
@@ -35,29 +35,29 @@ class Shares:
     def count(
         self, limits: Mapping[str, int], found: Mapping[str, int]
     ) -> tuple[dict[str, int], dict[str, int], queue.Queue]:
-        """(replicas per model that serving claims, those it gets with what is lent to it, devices per job).
+        """(replicas per model that serving is entitled to, those plus lent ones, devices per job).
 
-        limits: replicas per model for which there are devices side by side, where that is known. found: devices
-        per job for which there are no more side by side.
+        limits: replicas per model for which there are devices side by side, if known. found: devices
+        per job, for jobs that can get no more side by side.
         """
         claimed = self._replicas(self._serving_capacity(), limits, eager=self._policy.kind in ("serve", "split"))
         budget, why = self._training_budget(self._cost(claimed))
-        # A person's change of mode takes hold at once; only `auto`, which changes by itself, dwells.
+        # A manual change of mode takes effect at once; only `auto`, which changes by itself, dwells.
         dwell_s = self._config.job_dwell_s if self._policy.kind == "auto" else 0.0
         jobs = queue.allot(self._snapshot.jobs, budget, self._total, self._now_s, dwell_s, why, self._works_on, found)
         lendable = self._total - sum(jobs.sizes.values())
         return claimed, self._replicas(lendable, limits, eager=False, base=claimed), jobs
 
     def note_no_room(self, models: Collection[str]) -> None:
-        """Of these, more replicas were counted than found devices."""
+        """Note that these models got fewer devices than their planned replicas need."""
         for model in models:
             width = self.deployments[model].tensor_parallel
             self.notes[model] = f"No node has {width} free devices side by side for another replica."
 
     def _remember(self) -> None:
-        """Bring every model's memory up to now."""
+        """Update every model's memory to now."""
         is_open = {r.model for r in self._snapshot.replicas if r.state == "open" or r.busy == "coming"}
-        # Devices come from the jobs that run, and stop all ranks of the job they come from and go to.
+        # Devices come from running jobs, and a transfer stops all ranks of both jobs involved.
         largest = max(
             (len(j.devices) for j in self._jobs.values() if j.preemptible and j.phase == "running"), default=0
         )
@@ -84,7 +84,7 @@ class Shares:
                 self.reviews.append(sleep_at_s)
 
     def _serving_capacity(self) -> int:
-        """Devices that serving may claim before training is asked."""
+        """Devices that serving may claim before training gets any."""
         total = self._total
         if self._policy.kind == "split":
             return max(total - (self._policy.train_devices or 0), min(self._policy.serving_floor, total))
@@ -111,7 +111,7 @@ class Shares:
         return total - claimed, f"serving needs {claimed} of {total} devices now"
 
     def _stuck(self) -> int:
-        """Devices of jobs that must not be preempted or that a hand-over in flight is giving to training."""
+        """Devices of jobs that must not be preempted or that a hand-over in progress is giving to training."""
         return sum(
             len(j.devices)
             for j in self._jobs.values()
@@ -123,7 +123,7 @@ class Shares:
     ) -> dict[str, int]:
         """Replicas per model within `capacity` devices, on top of `base`.
 
-        eager: also the replicas that nothing asks for (the devices belong to serving anyway).
+        eager: also replicas without demand (the devices belong to serving anyway).
         """
         counts = dict(base or {})
         left = min(capacity, self._total - self._stuck()) - self._cost(counts)

@@ -1,5 +1,5 @@
-"""The verbs carried out with Ray: actors, reservations, engines, groups of ranks, further nodes.
+"""Implements the hand-over verbs with Ray: actors, reservations, engines, groups of ranks, further nodes.
 
-Never: It decides nothing; it is the one package of the scheduler that imports ray, train and serve.
+Never: Decides anything. It is the only package of the scheduler that imports ray, train and serve.
 Begin with effects.py.
 """

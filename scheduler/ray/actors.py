@@ -1,8 +1,8 @@
-"""Named detached actors: how they are started or found, asked and waited for. They outlive the controller.
+"""Starts, finds, calls and watches named detached actors. They outlive the controller.
 
-`Supervisor` asks an actor, and its calls end when the actor is gone. Ray's own report of a death is not enough: while
-the machine was short of memory it came as an error that nobody expected, and steps that waited for seven dead
-supervisors lasted until their time limits, six minutes in all.
+`Supervisor` calls an actor, and its calls end when the actor is gone. Ray's own report of a death is not enough: when
+the machine was short of memory it arrived as an unexpected error type, and steps waiting for seven dead supervisors ran
+into their time limits, six minutes in all.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from train.plan.errors import RankFailed, TrainError
 log = logging.getLogger(__name__)
 
 UNNAMED_TIMEOUT_S = 30.0
-# After PROVE_EVERY_S without an answer a supervisor is asked whether it lives, and gets HUNG_S to say so. A supervisor
-# that is stopped, or that gets no processor, is not dead yet; its engine or rank would die with it.
+# After PROVE_EVERY_S without an answer a supervisor is pinged, and has HUNG_S to reply. A supervisor that is stopped
+# (SIGSTOP) or gets no CPU is not dead yet; killing it would kill its engine or rank.
 PROVE_EVERY_S = 5.0
 HUNG_S = 30.0
 ANSWER_S = 20.0
-# A look at the box waits no longer for one that it knows: what that one holds is taken as it was seen last.
+# An observation waits no longer than this for a known supervisor; its last seen state is used instead.
 LOOK_S = 2.0
-# One that holds nothing yet has nothing to lose: so long without an answer, and another one is made in its place.
+# A supervisor without an engine or rank can be replaced safely: after this long without an answer, it is.
 IDLE_HUNG_S = 5.0
 
 
 def named_actor(body: type, name: str, ray_node_id: str, *arguments: Any) -> Any:
-    """Start or find a thin supervisor on a node: named and detached. We restart it, and the lease's reservation holds
-    its resources, so Ray does neither."""
+    """Start or find a thin supervisor on a node: named and detached. Ray neither restarts it nor tracks its resources:
+    the scheduler restarts it, and the lease's reservation holds its resources."""
     actor = ray.remote(body).options(
         name=name,
         get_if_exists=True,
@@ -72,14 +72,14 @@ async def until_unnamed(name: str) -> None:
 
 
 class Supervisor:
-    """An actor's handle and the life of its process. If the process is on this machine, the kernel itself reports its
-    end. A supervisor that is `over` stays so: whoever needs it again makes or finds another one."""
+    """An actor's handle and the lifetime of its process. For a process on this machine the kernel itself reports its
+    end. A supervisor that is `over` stays so; callers that need it again create or find another one."""
 
     def __init__(self, actor: Any, name: str):
         self.actor, self.name = actor, name
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._pidfd = -1
-        self._answered = False  # until then its process may still be starting, which takes what it takes
+        self._answered = False  # until then its process may still be starting, without a time limit
         self._attending: asyncio.Task[None] | None = asyncio.create_task(self._attend(), name=f"life of {name}")
 
     @property
@@ -87,8 +87,8 @@ class Supervisor:
         return self._over.done()
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """What the actor answers. Raises SupervisorDied if it dies meanwhile or does not answer at all, and whatever
-        its method raises."""
+        """The actor's answer. Raises SupervisorDied if it dies in the meantime or never answers, and whatever its
+        method raises."""
         if self._over.done():
             raise SupervisorDied(self.name, self._over.result())
         answer = asyncio.ensure_future(_awaited(getattr(self.actor, method).remote(*arguments, **named)))
@@ -111,7 +111,7 @@ class Supervisor:
             answer.cancel()
 
     async def _prove(self, answer: asyncio.Future[Any]) -> None:
-        """Returns when it says that it lives or the answer has come; ends a supervisor that stays silent."""
+        """Returns when the supervisor replies or the answer has come; ends a supervisor that stays silent."""
         proof = asyncio.ensure_future(_awaited(self.actor.life.remote()))
         try:
             await asyncio.wait({proof, answer, self._over}, timeout=HUNG_S, return_when=asyncio.FIRST_COMPLETED)
@@ -124,7 +124,7 @@ class Supervisor:
         self._end_silent(HUNG_S)
 
     async def call_idle(self, method: str) -> Any:
-        """As `call`, of one that holds no work: it is killed when it is silent for `IDLE_HUNG_S`."""
+        """Like `call`, for a supervisor without work: it is killed after `IDLE_HUNG_S` of silence."""
         answer = asyncio.ensure_future(self.call(method))
         try:
             while True:
@@ -144,13 +144,13 @@ class Supervisor:
         self.end(why)
 
     def kill(self) -> None:
-        """End its process, and with it what is on its lifeline. On this machine that works without Ray too."""
+        """Kill its process, and with it everything on its lifeline. On this machine that works without Ray too."""
         if self._pidfd >= 0 and not self._over.done():
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         ray.kill(self.actor)
 
     def end(self, why: str) -> None:
-        """Mark it as over: it is known to be gone, or nobody asks it any more."""
+        """Mark it as over: it is known to be gone, or nobody calls it any more."""
         if not self._over.done():
             self._over.set_result(why)
         if self._attending is not None:
@@ -187,8 +187,8 @@ async def _awaited(answer: Awaitable[Any]) -> Any:
 
 
 async def within(verb: str, target: str, answer: Awaitable[Any], seconds: float = ANSWER_S) -> Any:
-    """An answer that should come at once. Raises EffectFailed if it takes longer: a supervisor that is stopped must not
-    stop whoever looks at it."""
+    """An answer that should come at once. Raises EffectFailed if it takes longer: a stopped supervisor must not block
+    its caller."""
     try:
         async with asyncio.timeout(seconds):
             return await answer
@@ -197,8 +197,7 @@ async def within(verb: str, target: str, answer: Awaitable[Any], seconds: float 
 
 
 async def ask(verb: str, target: str, answer: Awaitable[Any]) -> Any:
-    """Await an actor's or group's answer. Whatever goes wrong there becomes EffectFailed with the error's first
-    line."""
+    """Await an actor's or group's answer. Any error there becomes EffectFailed with the error's first line."""
     try:
         return await answer
     except RayTaskError as error:
@@ -211,7 +210,7 @@ async def ask(verb: str, target: str, answer: Awaitable[Any]) -> Any:
 
 
 def blame_of(error: BaseException) -> Blame:
-    """Whose fault an error of a supervisor, rank or engine is."""
+    """What an error of a supervisor, rank or engine is attributed to."""
     if isinstance(error, EngineOutOfMemory) or (isinstance(error, ChildDied) and error.starved):
         return "memory"
     if isinstance(error, RankFailed):

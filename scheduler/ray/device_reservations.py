@@ -1,4 +1,4 @@
-"""Leases as Ray sees them: a placement group over the custom resources `device:<id>` of exactly the lease's devices."""
+"""Reserves a lease's devices in Ray: a placement group over the custom resources `device:<id>` of exactly these."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEVICE_RESOURCE = "device:"
 
 
 class DeviceReservations:
-    """Ray gives a device to one placement group at a time, whoever asks. It is the last defence behind the ledger."""
+    """Ray gives a device to one placement group at a time, whoever asks: the last safeguard behind the ledger."""
 
     def __init__(self) -> None:
         self._reservations: dict[str, Any] = {}
@@ -31,18 +31,18 @@ class DeviceReservations:
         if state == "CREATED":
             return None
         if state:
-            await self.release(lease.id)  # somebody who died or gave up waiting left it, and its name would be taken
+            await self.release(lease.id)  # left by a caller who died or stopped waiting; its name would be taken
         bundles = [{f"{DEVICE_RESOURCE}{device_id}": 1} for device_id in lease.device_ids]
         group, given = placement_group(bundles, strategy="PACK", name=lease.id, lifetime="detached"), False
         self._acquiring.add(lease.id)
         try:
-            # Not `group.ready()`, which runs a task, for which Ray first starts a worker process.
+            # Not `group.ready()`, which runs a task that first needs a new Ray worker process.
             given = await asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S)
-        except Exception as error:  # Ray's error is bare: `leases` removed the group, whose devices' node was lost
+        except Exception as error:  # Ray raises a bare error if `leases` removed the group because its node was lost
             raise EffectFailed("acquire", lease.id, str(error)) from error
         finally:
             self._acquiring.discard(lease.id)
-            if not given:  # also after a cancelled wait, which must not get the devices later
+            if not given:  # also after a cancelled wait: the group must not get the devices later
                 remove_placement_group(group)
         if not given:
             raise EffectFailed("acquire", lease.id, f"Ray did not give {lease.device_ids} in {RESERVE_TIMEOUT_S:.0f} s")
@@ -54,11 +54,11 @@ class DeviceReservations:
         _, devices = (await _table()).get(lease_id, ("", []))
         if not devices:
             return None
-        # `leases` may release it at the same time, if its node was lost: the second finds nothing.
+        # `leases` may release it at the same time, if its node was lost: the later call finds nothing.
         group = group or _found(lease_id)
         if group is not None:
             remove_placement_group(group)
-        # Removal is asynchronous. The next holder's acquire would only wait, but "released" has to be true.
+        # Removal is asynchronous. The next acquire could simply wait, but "released" must be true on return.
         async with asyncio.timeout(RESERVE_TIMEOUT_S):
             while lease_id in await _table():
                 await asyncio.sleep(0.005)
@@ -66,10 +66,10 @@ class DeviceReservations:
         return None
 
     async def _until_available(self, devices: Collection[str]) -> None:
-        """Returns when Ray would give the devices to the next who asks, or when they are gone with their node.
+        """Returns when Ray would give the devices to the next caller, or when they are gone with their node.
 
-        Ray's control store learns of freed resources from the node's reports. It tries a placement group that is asked
-        for before that again only after most of a second.
+        Ray's control store learns of freed resources from the node's report. It retries a placement group requested
+        before that report only after most of a second.
         """
         until_s = time.monotonic() + AVAILABLE_TIMEOUT_S
         while time.monotonic() < until_s:
@@ -82,7 +82,7 @@ class DeviceReservations:
         """Every lease that is reserved now, whoever acquired it, with those of its devices that are `present`.
 
         A lease that lost some devices with their node keeps the others until its holder releases them. A lease that
-        lost all, or that a dead controller was waiting for, holds nothing and is removed.
+        lost all, or that a dead controller was waiting for, has no devices and is removed.
         """
         found = []
         for name, (state, devices) in (await _table()).items():
@@ -95,7 +95,7 @@ class DeviceReservations:
 
 
 async def any_reserved(device_ids: Collection[str]) -> bool:
-    """Whether somebody holds or waits for one of these devices."""
+    """Whether any lease holds or waits for one of these devices."""
     return any(not set(device_ids).isdisjoint(devices) for _, devices in (await _table()).values())
 
 
@@ -107,7 +107,7 @@ def _found(lease_id: str) -> Any | None:
 
 
 async def _table() -> dict[str, tuple[str, list[str]]]:
-    """State and wanted devices of each living placement group, by name."""
+    """State and requested devices of each living placement group, by name."""
     table = await asyncio.to_thread(placement_group_table)
     return {
         entry["name"]: (entry["state"], [device for bundle in entry["bundles"].values() for device in _devices(bundle)])

@@ -1,13 +1,13 @@
-"""The verbs of `scheduler.handover.effects`, carried out with Ray: which file does which.
+"""Implements the verbs of `scheduler.handover.effects` with Ray. Which file does which:
 
     acquire, release              device_reservations   placement groups over the devices' names
     replicas                      replicas              one actor per engine
     groups                        groups                one actor per device, holding its rank
-    where all of it happens       nodes                 the nodes; node is the actor on each of them
+    the nodes they run on         nodes                 the nodes; node is the actor on each of them
 
 Ray places processes and reserves devices, and is never in the data path. Actors and placement groups are named and
-outlive the controller, so a restarted one finds them again in `observe`. The files of this package are the only ones of
-`scheduler` that import Ray, `serve` and `train`.
+outlive the controller, so a restarted one finds them again in `observe`. Only this package of `scheduler` imports Ray,
+`serve` and `train`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class RayEffects:
         self.parked, self.drop_parked = self._groups.parked, self._groups.drop_parked
 
     def on_death(self, told: OnDeath) -> None:
-        """Have this called whenever a rank or engine ends without being asked to. Logical devices of a processor are
-        left out: they are one piece of hardware, and a death on one of them says nothing of it."""
+        """Register a callback for each rank or engine that ends without being stopped. Logical CPU devices are left
+        out: they are one piece of hardware, so a death on one of them is no evidence against it."""
 
         def of_hardware(device_ids: tuple[str, ...], holder: str, reason: str) -> None:
             real = tuple(d.id for d in self._nodes.devices if d.id in device_ids and not kind_of(d.kind).on_host)
@@ -58,7 +58,7 @@ class RayEffects:
         self._replicas.on_death = self._groups.on_death = of_hardware
 
     async def watch(self) -> None:
-        """Turns nodes that come and go into events, for as long as it runs."""
+        """Turn nodes that join and leave into events, for as long as it runs."""
         await self._nodes.watch(self._events.put_nowait)
 
     async def observe(self) -> Observed:
@@ -80,9 +80,9 @@ class RayEffects:
         return await self._replicas.resident_bytes()
 
     async def stop_everything(self) -> None:
-        """End all engines and ranks; the box ends."""
+        """End all engines and ranks; the box is stopping."""
         for stop_all in (self._replicas.stop_all, self._groups.stop_all):
             try:
                 await stop_all()
-            except EffectFailed as error:  # what is left of it ends with Ray
+            except EffectFailed as error:  # its remaining processes end with Ray
                 log.warning("%s", error)

@@ -1,4 +1,4 @@
-"""Training groups: the ranks of a job, driven through one named detached actor per device."""
+"""Starts, suspends, stops and observes training groups: a job's ranks, one named detached actor per device."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ from train.plan.spec import TrainSpec
 log = logging.getLogger(__name__)
 
 ACTOR = "rank:"
-FRESH_S = 10.0  # to replace supervisors that died; Ray frees a dead one's name within a second
+FRESH_S = 10.0  # limit for replacing dead supervisors; Ray frees a dead one's name within a second
 FRESH_EVERY_S = 0.05
 
 
 class Jobs(Protocol):
-    """What a job's ranks are to do, and where their events go."""
+    """What a job's ranks should do, and where their events go."""
 
     def catch_up(self, job_id: str) -> None:
-        """Take in what earlier ranks of the job did unnoticed."""
+        """Process what earlier ranks of the job did while no controller listened."""
 
     async def prepare(self, job_id: str) -> None:
-        """Bring in what `spec` will name. Raises LookupError."""
+        """Load what `spec` will name. Raises LookupError."""
 
     def spec(self, job_id: str) -> TrainSpec:
-        """What the job's ranks have to do. Raises LookupError if that is no longer possible."""
+        """What the job's ranks have to do. Raises LookupError if it cannot run any more."""
 
     def newest_snapshot(self, job_id: str) -> Path | None:
         """The newest snapshot that can be resumed from, in shared memory."""
 
     def may_continue(self, job_id: str) -> bool:
-        """Whether the job may run again, so that its parked ranks are worth their memory."""
+        """Whether the job may run again, so that keeping its parked ranks is worth their memory."""
 
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
-        """An event of the job's ranks, see train.control.group."""
+        """Called for each event of the job's ranks, see train.control.group."""
 
     def on_stopped(self, job_id: str) -> None:
-        """The job's ranks were ended by force."""
+        """Called when the job's ranks were ended by force."""
 
 
 class Groups:
@@ -65,14 +65,14 @@ class Groups:
         self._nodes, self._jobs, self._tell = nodes, jobs, tell
         self.on_death: OnDeath = lambda device_ids, holder, reason: None
         self._hosts: dict[str, Supervisor] = {}
-        self._seen: set[str] = set()  # devices whose supervisors have told how they are
+        self._seen: set[str] = set()  # devices whose supervisors have reported their state
         self._groups: dict[str, _RunningGroup] = {}
-        self._in_hand: dict[str, int] = {}  # jobs whose ranks a verb is starting or ending, and how many verbs
-        self._handled = 0  # verbs begun so far; each may make untrue what was read before it
+        self._in_hand: dict[str, int] = {}  # job -> number of verbs that are starting or ending its ranks
+        self._handled = 0  # verbs begun so far; each may invalidate an earlier reading
 
     @contextlib.contextmanager
     def _handling(self, job_id: str) -> Iterator[None]:
-        """While a verb changes the ranks of a job, `observe` does not adopt them."""
+        """While a verb changes a job's ranks, `observe` does not adopt them."""
         self._in_hand[job_id] = self._in_hand.get(job_id, 0) + 1
         self._handled += 1
         try:
@@ -142,7 +142,7 @@ class Groups:
         )
 
     def _result_transfer(self, job_id: str, place: NodeConfig) -> ResultTransfer | None:
-        """For ranks on another node than home; None at home."""
+        """For ranks on a node other than home; None at home."""
         if place.name == self._nodes.home.name:
             return None
         return ResultTransfer(self._nodes, place, job_id, lambda event: self._jobs.on_event(job_id, event))
@@ -193,7 +193,7 @@ class Groups:
         outcome = await running.group.wait()
         missing = "" if running.coming is None else await running.coming.over(outcome.outcome == "suspended")
         if outcome.outcome == "suspended":
-            if not running.leaving:  # an earlier controller suspended it: its devices are free, and it waits
+            if not running.leaving:  # an earlier controller suspended it: its devices are free, the job waits
                 self._groups.pop(job_id, None)
                 self._tell(InventoryChanged())
             return
@@ -210,14 +210,14 @@ class Groups:
             error.get("blame", "own"),
         )
         self._tell(running.ended)
-        # After it is told: whatever comes of this, the job's end is known.
+        # Only after reporting the end: whatever fails below, the job's end is recorded.
         if error.get("retryable") and error.get("code") not in ("rank_hung", "killed") and error["blame"] != "memory":
             device_id = running.in_order[error["rank"]]
-            if find_actor(ACTOR + device_id) is not None:  # else its node is gone, which says nothing of the device
+            if find_actor(ACTOR + device_id) is not None:  # else its node is gone, not the device at fault
                 self.on_death((device_id,), f"job {job_id}", error["reason"])
 
     def _host(self, device_id: str) -> Supervisor:
-        """The supervisor of a device, found or made, but never one that is known to be dead."""
+        """The supervisor of a device, found or created, but never one known to be dead."""
         known = self._hosts.get(device_id)
         if known is None or known.over:
             place = self._nodes.place_of((device_id,), "start_group", device_id)
@@ -228,8 +228,8 @@ class Groups:
         return known
 
     async def _living_hosts(self, job_id: str, device_ids: Sequence[str]) -> list[Supervisor]:
-        """Supervisors that have just answered. When handles of dead ones were kept, a job failed within 60 ms with the
-        text of a death eight minutes before."""
+        """Supervisors that have just answered. With cached handles of dead ones, a job failed within 60 ms with the
+        error of a death eight minutes earlier."""
         return list(await asyncio.gather(*(self._living_host(job_id, device_id) for device_id in device_ids)))
 
     async def _living_host(self, job_id: str, device_id: str) -> Supervisor:
@@ -247,16 +247,17 @@ class Groups:
             await asyncio.sleep(FRESH_EVERY_S)
 
     async def _hosts_of(self, job_id: str) -> list[Supervisor]:
-        """Supervisors whose rank belongs to the job."""
+        """Supervisors whose rank belongs to this job."""
         return [self._host(device) for device, place in (await self._ranks()).items() if place["job_id"] == job_id]
 
     async def _ranks(self) -> dict[str, dict[str, Any]]:
-        """Device id to the status of the rank there; see RankHost.status."""
+        """Map from device id to the status of the rank there; see RankHost.status."""
         found = await self._hosts_there(patient=True)
         return {device_id: status for device_id, status in found.items() if status["job_id"]}
 
     async def _hosts_there(self, *, patient: bool = False) -> dict[str, dict[str, Any]]:
-        """Of those that tell; a silent one is left out, unless `patient` or nobody knows it yet: EffectFailed then."""
+        """Status of the supervisors that answer. A silent one is left out if it reported before and `patient` is not
+        set; otherwise EffectFailed."""
         device_ids = [name.removeprefix(ACTOR) for name in await actor_names() if name.startswith(ACTOR)]
         statuses = await asyncio.gather(*(self._rank(device_id, patient) for device_id in device_ids))
         return {device_id: status for device_id, status in zip(device_ids, statuses, strict=True) if status}
@@ -271,36 +272,36 @@ class Groups:
         except EffectFailed as error:
             if not look:
                 raise
-            # Its world is known by `_groups`, which hears of its end; a stopped supervisor hid all others before.
+            # `_groups` knows its world and hears of its end; one stopped supervisor used to hide all others.
             log.warning("%s", error)
             return None
         except (SupervisorDied, RayError):
-            gone = self._hosts.pop(device_id, None)  # its actor died, and the rank on its lifeline with it
+            gone = self._hosts.pop(device_id, None)  # its actor died, and with it the rank on its lifeline
             if gone is not None:
                 gone.end("it does not report its state")
             return None
 
     async def parked(self) -> tuple[str, ...]:
-        """Jobs whose ranks are parked, on any node."""
+        """Jobs with parked ranks, on any node."""
         return tuple(sorted({place["parked"] for place in (await self._hosts_there()).values() if place["parked"]}))
 
     async def drop_parked(self) -> None:
-        """End all parked ranks; their jobs continue with new processes."""
+        """End all parked ranks; their jobs resume with new processes."""
         for device_id, place in (await self._hosts_there()).items():
             if place["parked"]:
-                with contextlib.suppress(SupervisorDied):  # it died just now, and the rank with it
+                with contextlib.suppress(SupervisorDied):  # it has just died, and its rank with it
                     await self._host(device_id).call("drop_parked", place["parked"])
 
     async def observe(self, leases: tuple[Lease, ...]) -> tuple[GroupObserved, ...]:
-        """Every group with a living rank, and those that ended and were not cleaned up yet.
+        """Every group with a living rank, and groups that ended but are not cleaned up yet.
 
-        If the world of ranks whose controller died is whole, they are adopted here and go on training.
+        If all ranks of a world whose controller died are there, this adopts them and they go on training.
         """
         worlds: dict[str, dict[str, dict[str, Any]]] = {}
         in_hand, handled = set(self._in_hand), self._handled
         there = await self._hosts_there()
-        # A world that a verb ended during the reading looks as if it had lost its controller: so a job that had been
-        # cancelled was adopted, and its end counted as a failure.
+        # A world that a verb ended during the reading looks as if it had lost its controller: a cancelled job was
+        # adopted this way, and its end counted as a failure.
         if self._handled != handled:
             in_hand |= {place["job_id"] for place in there.values()}
         for device_id, place in there.items():
@@ -311,14 +312,14 @@ class Groups:
         found: dict[str, GroupObserved] = {}
         for job_id, places in worlds.items():
             if job_id in self._in_hand or job_id in self._groups:
-                continue  # a verb began meanwhile
+                continue  # a verb began in the meantime
             lease = next((le for le in leases if le.holder == Holder("job", job_id)), None)
             if lease is not None and is_whole(places.values()):
                 await self._adopt(job_id, lease, places)
             elif any(place["alive"] for place in places.values()):
-                # A world that was starting or is dying: it ends, and the job resumes from its snapshot.
+                # The world was starting or dying: end it, and the job resumes from its snapshot.
                 lease_id = lease.id if lease else ""
-                why = "the controller was restarted while it started"
+                why = "the controller restarted while the ranks were starting"
                 lost = GroupEnded(job_id, lease_id, "failed", 0, why, blame="outside")
                 found[job_id] = GroupObserved(job_id, tuple(places), lease_id, lost)
         for job_id, running in self._groups.items():
@@ -326,20 +327,20 @@ class Groups:
         return tuple(found.values())
 
     async def _look_after_parked(self, job_id: str, device_id: str) -> None:
-        """End a parked rank whose job is over or continued elsewhere."""
+        """End a parked rank whose job is over or continues elsewhere."""
         running = self._groups.get(job_id)
         elsewhere = running is not None and device_id not in running.lease.device_ids
         if elsewhere or not self._jobs.may_continue(job_id):
-            with contextlib.suppress(SupervisorDied):  # it died just now, and the rank with it
+            with contextlib.suppress(SupervisorDied):  # it has just died, and its rank with it
                 await self._host(device_id).call("drop_parked", job_id)
 
     async def _adopt(self, job_id: str, lease: Lease, places: dict[str, dict[str, Any]]) -> None:
         ids = {"job_id": job_id, "lease_id": lease.id}
-        log.info("it trains on %s since before this controller: adopted", ", ".join(sorted(places)), extra=ids)
+        log.info("adopted its running ranks on %s", ", ".join(sorted(places)), extra=ids)
         try:
             self._jobs.catch_up(job_id)
         except LookupError as error:
-            log.warning("what it trained meanwhile cannot be read in: %s", error, extra=ids)
+            log.warning("cannot read the progress made without a controller: %s", error, extra=ids)
         in_order = sorted(places, key=lambda device_id: places[device_id]["rank"])
         coming = self._result_transfer(job_id, self._nodes.place_of(lease.device_ids, "observe", job_id))
         group = Group(on_event=self._teller(job_id, coming))
@@ -355,7 +356,7 @@ class _RunningGroup:
     group: Group
     lease: Lease
     in_order: tuple[str, ...]  # device of each rank
-    coming: ResultTransfer | None = None  # set if its ranks are on another node
+    coming: ResultTransfer | None = None  # set if the ranks are on another node
     watcher: asyncio.Task | None = None
     ended: GroupEnded | None = None
     leaving: bool = False

@@ -1,8 +1,8 @@
-"""One node of the box, as an actor pinned to it: its configuration, warm parents, tunnel server, copies, and the
-adapters that its engines ask for.
+"""One node of the box, as an actor pinned to it: its configuration, warm parents, tunnel server, copies, and adapters
+for its engines.
 
-A box of one node has just one, at home beside the controller. Engines and ranks do not live in it: it may die and be
-started again while they go on.
+A box of one node has only the home node's actor, beside the controller. Engines and ranks are not part of it: it may
+die and restart while they continue.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def stored_bytes(directory: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """Where things are on a node. `address`: its own on the network of the nodes, loopback if it is alone. `jobs_dir`:
+    """Paths and settings of a node. `address`: its own on the nodes' network, loopback if it is alone. `jobs_dir`:
     folders of the jobs that run here. `lends`: what other nodes may copy besides shared memory. `numa_bind`: processes
-    run on the processors near their devices. `certificate`: the other nodes know it by this."""
+    run on the processors near their devices. `certificate`: identifies it to the other nodes."""
 
     name: str
     address: str
@@ -59,19 +59,19 @@ class NodeConfig:
 
     @property
     def adapter_socket(self) -> Path:
-        """Where engines of this node ask for adapters."""
+        """The socket on which this node's engines request adapters."""
         return self.run_dir / "adapters.sock"
 
     @property
     def adapters(self) -> Path:
-        """Where engines of this node look for adapters first."""
+        """The directory in which this node's engines look for adapters first."""
         return self.shm_root / "adapters"
 
     def socket_path(self, replica_id: str) -> Path:
         return self.run_dir / "r" / f"{replica_id}.sock"
 
     def numa_nodes(self, devices: Iterable[Device]) -> tuple[int | None, ...]:
-        """The NUMA node on which the process of each of these devices has to run; None is anywhere."""
+        """The NUMA node on which the process of each of these devices must run; None: anywhere."""
         return tuple(device.numa_node if self.numa_bind else None for device in devices)
 
     def warm_socket(self, name: str) -> str:
@@ -98,7 +98,7 @@ class Node(NodeAgent, NodeCopies):
         return self._place
 
     async def leave(self) -> None:
-        """From now on nothing new may start here, and what runs has to go elsewhere."""
+        """From now on nothing new may start here, and everything that runs must move elsewhere."""
         self._leaves = True
 
     async def leaves(self) -> bool:
@@ -109,7 +109,7 @@ class Node(NodeAgent, NodeCopies):
         return await asyncio.to_thread(self._health.read)
 
     async def tunnel_address(self) -> tuple[str, int]:
-        """Where other nodes reach this one's engines and versions. The first call opens it."""
+        """Where other nodes reach this one's engines and versions. The first call opens the tunnel server."""
         return await self._tunnel_server.start()
 
     async def open_tunnel(self, local: Path, address: tuple[str, int], remote: Path) -> None:
@@ -120,8 +120,8 @@ class Node(NodeAgent, NodeCopies):
         await self._tunnels.close(local)
 
     async def serve_adapters(self, home: tuple[str, int], source: Path) -> None:
-        """Let engines of this node ask for adapters from now on. They are copied from home, whose tunnel server is at
-        `home`; home brings them in itself when asked at its socket `source`."""
+        """Let this node's engines request adapters from now on. They are copied from home, whose tunnel server is at
+        `home`; home loads them itself when asked at its socket `source`."""
         if self._home != home:
             await self._tunnels.open(self._home_source, home, source)
             self._home = home

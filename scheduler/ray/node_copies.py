@@ -1,11 +1,11 @@
-"""A node's copies of other nodes' versions, adapters, snapshots and job data, and what it lends them of its own.
+"""Manages a node's copies of other nodes' versions, adapters, snapshots and job data, and lends out its own.
 
 Rules
-- A copy is compared with its checksums before it can be found.
+- A copy is verified against its checksums before it can be found.
 - It stays leased for the holder that it was made for ("serve <model>", "job <id> base") until that holder takes another
   one or releases it.
-- What another node copies from here is leased meanwhile, so that its segments are not written anew during the copy.
-- What comes home is pinned until a tier has it. A node may evict its copy of what home has.
+- What another node is copying from here is leased meanwhile, so that its segments are not overwritten during the copy.
+- What is copied home is pinned until a tier has it. A node may evict its copy of what home has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEPT_SNAPSHOTS = 2
 
 
 class NodeCopies:
-    """`shared`: what the nodes share (see runtime.tunnel). Call all methods on one event loop."""
+    """`shared`: settings common to all nodes (see runtime.tunnel). Call all methods on one event loop."""
 
     def __init__(self, shm_root: Path, jobs_dir: Path, budget_bytes: int | None, shared: Shared):
         self._shm_root, self._jobs_dir, self._budget_bytes, self._shared = shm_root, jobs_dir, budget_bytes, shared
@@ -40,8 +40,8 @@ class NodeCopies:
         self._lent: dict[Path, Lease] = {}
 
     async def take(self, address: tuple[str, int], name: Name, remote: Path, holder: str) -> dict[str, Any]:
-        """Bring `name` into this node's shared memory, leased for `holder`. Returns `{"path", "bytes", "seconds"}`,
-        with 0 bytes if it was there. `remote`: where the node at `address` has it.
+        """Copy `name` into this node's shared memory, leased for `holder`. Returns `{"path", "bytes", "seconds"}`,
+        with 0 bytes if it was there. `remote`: its path on the node at `address`.
 
         Raises TunnelRefused, weights' errors, OSError.
         """
@@ -53,15 +53,15 @@ class NodeCopies:
         return {"path": lease.path, "bytes": received_bytes, "seconds": time.monotonic() - began_s}
 
     async def leased(self, address: tuple[str, int], name: Name, remote: Path) -> tuple[Lease, int]:
-        """A lease on this node's copy, which is made now if there is none, and the bytes received. Raises as `take`."""
+        """A lease on this node's copy, which is made if missing, and the bytes received. Raises like `take`."""
         store = self._store()
         async with self._copying:
             stored, received_bytes = await self._found_or_fetched(store, address, name, remote, pinned=False)
             return store.lease(stored), received_bytes
 
     async def keep(self, address: tuple[str, int], name: Name, remote: Path) -> tuple[Path, int]:
-        """At home: bring in what another node made and pin it; returns its path and the bytes received. A snapshot that
-        shared memory has no room for goes to the job's own store on disk, as from ranks at home. Raises as `take`."""
+        """At home: copy in what another node made and pin it; returns its path and the bytes received. A snapshot that
+        does not fit in shared memory goes to the job's own store on disk, as from ranks at home. Raises like `take`."""
         store = self._store()
         async with self._copying:
             try:
@@ -76,7 +76,7 @@ class NodeCopies:
         return stored.path, received_bytes
 
     async def lend(self, path: Path) -> bool:
-        """Keep the version at `path` as it is until `take_back`, because another node copies it. False if it is
+        """Keep the version at `path` unchanged until `take_back`, because another node copies it. False if it is
         gone."""
         if not path.is_relative_to(self._shm_root):
             return path.is_dir()  # nobody overwrites a version on disk
@@ -97,7 +97,7 @@ class NodeCopies:
         lease.release()
 
     async def fetch_job(self, address: tuple[str, int], remote: Path, job_id: str) -> Path:
-        """The job's folder with its data on this node, copied from `remote` the first time. Raises as `take`."""
+        """The job's folder with its data on this node, copied from `remote` the first time. Raises like `take`."""
         folder = self._jobs_dir / job_id
         async with self._copying:
             if not (folder / JOB_DATA[0]).exists():
@@ -123,7 +123,7 @@ class NodeCopies:
     async def _found_or_fetched(
         self, store: WeightStore, address: tuple[str, int], name: Name, remote: Path, *, pinned: bool
     ) -> tuple[StoredVersion, int]:
-        """What `store` has, or what it makes of the directory received beside it, and the bytes received. Call it under
+        """What `store` has, or what it makes of the directory received into it, and the bytes received. Call it holding
         `_copying`, so that two callers who want the same fetch it once."""
         stored = await asyncio.to_thread(store.find, *name)
         if stored is not None:
@@ -149,9 +149,9 @@ def _import(store: WeightStore, directory: Path, name: Name, pinned: bool) -> St
 
 
 def _forget_snapshots(store: WeightStore, job_id: str, keep: int) -> None:
-    """Remove the job's snapshots but the newest `keep`."""
+    """Remove the job's snapshots except the newest `keep`."""
     of_job = [stored for stored in store.list("snapshot") if stored.model == job_id]
     of_job.sort(key=lambda stored: step_of(stored.version), reverse=True)
     for stored in of_job[keep:]:
-        with contextlib.suppress(StoreError):  # a copy to disk leases it: it goes the next time
+        with contextlib.suppress(StoreError):  # a copy to disk leases it: removed next time
             store.remove(stored)

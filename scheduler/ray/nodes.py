@@ -1,7 +1,7 @@
-"""All nodes of the box: which are there, what they have, and how to reach it from home.
+"""Tracks all nodes of the box: which exist, their devices, and how the home node reaches them.
 
 A node joins through Ray's own clustering (`ray start --address`) and announces itself with an actor `node:<name>`
-pinned to it. It is gone when Ray says so, and then its devices leave the inventory at once.
+pinned to it. It is gone when Ray says so; its devices then leave the inventory at once.
 """
 
 from __future__ import annotations
@@ -56,54 +56,54 @@ class _Known:
 
 
 class Nodes:
-    """The nodes as the controller knows them. `home` is its own. Ray must be initialised."""
+    """The nodes as the controller knows them. `home` is the controller's own. Ray must be initialised."""
 
     def __init__(
         self,
         home: NodeConfig,
         on_change: Callable[[str, NodeChange, tuple[Device, ...]], None] = lambda name, what, devices: None,
     ):
-        """on_change: called with a node that came or went, and its devices."""
+        """on_change: called with each node that joined or left, and its devices."""
         self.home, self._on_change = home, on_change
         self._known: dict[str, _Known] = {}
-        self._tunnels: dict[str, tuple[Any, Any]] = {}  # replica to the agents of home and its node that lead to it
+        self._tunnels: dict[str, tuple[Any, Any]] = {}  # replica -> agents of home and of its node (tunnel ends)
 
     async def connect(self) -> None:
-        """Start or find the home node's agent and see who else is there. Warm parents start in the background."""
+        """Start or find the home node's agent and discover other nodes. Warm parents start in the background."""
         await announce(self.home)
         await self.look()
 
     async def watch(self, tell: Callable[[Event], None]) -> None:
-        """Reports every node that comes or goes."""
+        """Report every node that joins or leaves."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if await self.look():
                 tell(InventoryChanged())
 
     async def look(self) -> bool:
-        """Take in nodes that joined and forget nodes that are gone; True if there were any."""
+        """Add nodes that joined and drop nodes that are gone; True if there were any."""
         alive = await _alive()
         before = {name: (known.leaves, known.actor) for name, known in self._known.items()}
         for name, known in list(self._known.items()):
             if known.ray_id not in alive:
                 level = logging.INFO if known.leaves else logging.ERROR
-                log.log(level, "it is gone, and with it its %d devices", len(known.place.devices), extra={"node": name})
+                log.log(level, "node is gone with its %d devices", len(known.place.devices), extra={"node": name})
                 del self._known[name]
                 self._on_change(name, "left" if known.leaves else "lost", known.place.devices)
         for name in {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)} - set(before):
             await self._take_in(name, alive)
         for name, known in list(self._known.items()):
-            if find_actor(NODE + name) is None:  # only its agent died: engines and ranks there go on
+            if find_actor(NODE + name) is None:  # only its agent died: engines and ranks there continue
                 try:
                     self._known[name] = replace(known, actor=await _start(known.place, known.ray_id))
                 except (RayError, TimeoutError):
                     if name == self.home.name:
                         raise
-                    log.warning("its agent does not start; it seems to be dying", extra={"node": name})
+                    log.warning("the node's agent does not start; the node seems to be dying", extra={"node": name})
         away = [name for name, known in self._known.items() if name != self.home.name and not known.leaves]
         for name, leaves in zip(away, await asyncio.gather(*map(self._asks_to_leave, away)), strict=True):
             if leaves:
-                log.info("it leaves; its devices are given back first", extra={"node": name})
+                log.info("node is leaving; its holders release its devices first", extra={"node": name})
                 self._known[name] = replace(self._known[name], leaves=True)
         return {name: (known.leaves, known.actor) for name, known in self._known.items()} != before
 
@@ -111,7 +111,7 @@ class Nodes:
         try:
             return await _within(ANSWER_S, self._known[name].actor.leaves.remote())
         except (RayError, TimeoutError):
-            return False  # it is dying or busy: the next look will show
+            return False  # dying or busy: the next observation shows which
 
     async def _take_in(self, name: str, alive: dict[str, set[str]]) -> None:
         actor = find_actor(NODE + name)
@@ -124,24 +124,24 @@ class Nodes:
         ray_id = _ray_id(place, alive)
         if ray_id is not None:
             if name != self.home.name:
-                log.info("it joined with %d devices", len(place.devices), extra={"node": name})
+                log.info("node joined with %d devices", len(place.devices), extra={"node": name})
             self._known[name] = _Known(place, ray_id, actor)
             if name != self.home.name:
                 self._on_change(name, "joined", place.devices)
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """All devices: home's first, then the others' by name."""
+        """All devices: those of home first, then the other nodes' by node name."""
         names = sorted(self._known, key=lambda name: (name != self.home.name, len(name), name))
         return tuple(device for name in names for device in self._known[name].devices)
 
     def alike(self) -> tuple[str, ...]:
-        """The nodes whose devices are of home's kind, home first: where a job that home prepared may run."""
+        """Nodes with the same kind of devices as home, home first: a job that home prepared may run on any of them."""
         kind = self.home.devices[0].kind
         return tuple(dict.fromkeys([self.home.name, *(device.node for device in self.devices if device.kind == kind)]))
 
     def device(self, device_id: str) -> Device:
-        """Raises LookupError when it or its node is gone."""
+        """Raises LookupError when the device or its node is gone."""
         known = self._known.get(device_id.partition("/")[0])
         found = next((d for d in known.place.devices if d.id == device_id), None) if known else None
         if found is None:
@@ -171,7 +171,7 @@ class Nodes:
         return named_actor(body, name, known.ray_id, *arguments)
 
     async def readings(self) -> tuple[Reading, ...]:
-        """The health of every GPU as the drivers of all nodes report it. Nodes that do not answer are left out."""
+        """The health of every GPU as the drivers of all nodes report it. Omits nodes that do not answer."""
         actors = [known.actor for known in self._known.values()]
         asked = (_within(ANSWER_S, actor.readings.remote()) for actor in actors)
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -181,14 +181,14 @@ class Nodes:
         return tuple(one for answer in answers if not isinstance(answer, BaseException) for one in answer)
 
     async def wait_warm(self, place: NodeConfig, name: str, verb: str, target: str) -> None:
-        """Returns when the node's warm parent takes requests."""
+        """Returns when the node's warm parent accepts requests."""
         await ask(verb, target, self._actor(place, verb, target).wait_warm.remote(name, WARM_TIMEOUT_S))
 
     async def bring(
         self, place: NodeConfig, version_dir: Path, holder: str, verb: str, target: str
     ) -> tuple[Path, int]:
-        """Where the node has this version, adapter or snapshot of home's, which is copied if need be, and the bytes
-        copied. It stays there until `holder` takes another."""
+        """Ensure the node has this version, adapter or snapshot of home, copying it if necessary. Returns its path
+        there and the bytes copied. It stays there until `holder` takes another."""
         if place.name == self.home.name:
             return version_dir, 0
         there, home = self._actor(place, verb, target), self._actor(self.home, verb, target)
@@ -204,7 +204,7 @@ class Nodes:
         return copied["path"], copied["bytes"]
 
     async def bring_home(self, place: NodeConfig, name: Name, remote: Path, target: str) -> tuple[Path, int]:
-        """Copies home what the node wrote at `remote`; returns where it is now and the bytes copied. Raises
+        """Copy home what the node wrote at `remote`; returns the new path and the bytes copied. Raises
         EffectFailed."""
         verb = "bring_home"
         there, home = self._actor(place, verb, target), self._actor(self.home, verb, target)
@@ -220,18 +220,18 @@ class Nodes:
         return path, copied_bytes
 
     async def bring_job(self, place: NodeConfig, folder: Path, verb: str, target: str) -> Path:
-        """The job's folder on another node, with the data that home has in `folder`."""
+        """The job's folder on another node, filled with the data in home's `folder`."""
         address = await self._tunnel_server(self.home, verb, target)
         return await ask(verb, target, self._actor(place, verb, target).fetch_job.remote(address, folder, folder.name))
 
     async def forget_job(self, place: NodeConfig, job_id: str, leases_only: bool) -> None:
-        """Free what the node keeps for this job, because it is not needed there any more, or not for now."""
+        """Free what the node keeps for this job, because the job no longer needs it there, or not for now."""
         there = self._actor(place, "forget_job", job_id)
         await ask("forget_job", job_id, there.forget_job.remote(job_id, leases_only))
 
     async def local_socket(self, place: NodeConfig, replica_id: str) -> Path:
-        """A socket of the home node that leads to the replica's engine, wherever that is. The engine can also reach
-        home for adapters then."""
+        """A socket on the home node that leads to the replica's engine on any node. Through it the engine can also
+        request adapters from home."""
         verb, path = "open_replica", self.home.socket_path(replica_id)
         if place.name != self.home.name:
             home, there = self._actor(self.home, verb, replica_id), self._actor(place, verb, replica_id)
@@ -245,7 +245,7 @@ class Nodes:
         return path
 
     async def mend_socket(self, place: NodeConfig, replica_id: str) -> None:
-        """Open the tunnel again if an agent at one of its ends was started anew: a tunnel ends with either agent."""
+        """Reopen the tunnel if the agent at either end was restarted: a tunnel ends with either agent."""
         ends = tuple(self._known[name].actor for name in (self.home.name, place.name) if name in self._known)
         if place.name != self.home.name and self._tunnels.get(replica_id) != ends:
             await self.local_socket(place, replica_id)
@@ -267,7 +267,7 @@ class Nodes:
 
 
 async def announce(place: NodeConfig) -> None:
-    """Make this node known to the box, once Ray runs on it. Raises NodeNameTaken, LookupError without Ray here."""
+    """Register this node with the box, once Ray runs on it. Raises NodeNameTaken, LookupError without Ray here."""
     ray_id = _ray_id(place, await _alive())
     if ray_id is None:
         raise LookupError(f"no Ray node has the devices of {place.name}; `ray start` names them as resources")
@@ -278,14 +278,14 @@ async def announce(place: NodeConfig) -> None:
 
 
 async def announced_from(place: NodeConfig, head: str) -> None:
-    """Announce a node whose Ray has joined the head at `head`. Call it in a process of its own on that node."""
+    """Announce a node whose Ray has joined the head at `head`. Call it in a separate process on that node."""
     async with _joined(place, head):
         await announce(place)
 
 
 async def emptied(place: NodeConfig, head: str) -> None:
-    """Tell the box that this node leaves; returns when nobody holds its devices. Call it in a process of its own
-    there."""
+    """Tell the box that this node is leaving; returns when nobody holds its devices. Call it in a separate process on
+    that node."""
     async with _joined(place, head):
         node = find_actor(NODE + place.name)
         if node is not None:
@@ -318,7 +318,7 @@ async def _within(seconds: float, answer: Awaitable[Any]) -> Any:
 
 
 async def _alive() -> dict[str, set[str]]:
-    """Ray's id of each living node, and the names of the resources it came with."""
+    """Ray's id of each living node, mapped to its resource names."""
     nodes = await asyncio.to_thread(ray.nodes)
     return {node["NodeID"]: set(node["Resources"]) for node in nodes if node["Alive"]}
 

@@ -1,8 +1,8 @@
-"""Jobs on other nodes than home: what their ranks need goes there first, and what they make comes home.
+"""Runs jobs on nodes other than home: copies what their ranks need to the node, and their results back home.
 
-Only home's copies last. Base weights, data and the snapshot to continue from are brought to the node before its ranks
-start. Every snapshot and published version is copied home as soon as a rank says that it is whole, and is reported only
-then: a node may die at any time, and everything known about the job is at home.
+Only home's copies are permanent. Base weights, data and the snapshot to resume from are copied to the node before its
+ranks start. Every snapshot and published version is copied home as soon as a rank reports it complete, and is reported
+only then: a node may die at any time, so home must have everything that is recorded about the job.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OVER = {"event": "over"}
 async def outfit(
     nodes: Nodes, place: NodeConfig, spec: TrainSpec, snapshot: Path | None
 ) -> tuple[TrainSpec, Path | None]:
-    """What the job's ranks are told on this node, and where its snapshot is there, once everything has arrived.
+    """The spec for the job's ranks on this node, and its snapshot's path there, once everything has been copied.
 
     Raises EffectFailed.
     """
@@ -57,7 +57,7 @@ async def outfit(
 
 
 class ResultTransfer:
-    """Events of a job's ranks elsewhere, passed on in their order, each when what it names is at home."""
+    """Forwards events of a job's remote ranks in order, each when what it names has been copied home."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class ResultTransfer:
         self._missing = ""
         self._clock = clock
         self._not_before_s = 0.0
-        self._left: dict[str, Any] | None = None  # the newest snapshot that is not home yet
+        self._left: dict[str, Any] | None = None  # the newest snapshot not yet copied home
         self._transfer = asyncio.create_task(self._run(), name=f"{job_id} result transfer")
 
     def take(self, event: dict[str, Any]) -> None:
         self._events.put_nowait(event)
 
     async def over(self, suspended: bool) -> str:
-        """The ranks have ended. Returns when everything was passed on: "", or a sentence about what did not come home.
+        """The ranks have ended. Returns when everything was forwarded: "", or a sentence about what was not copied.
 
         Their node then frees what it kept for them. It keeps the folder and snapshots of a suspended job, which starts
         sooner with them if it comes back.
@@ -130,11 +130,11 @@ class ResultTransfer:
             path, copied_bytes = await self._nodes.bring_home(self._place, name_at(remote), remote, self._job_id)
         except EffectFailed as error:
             # A newer snapshot will follow, or the job continues from an older one. A result has no second chance.
-            log.error("%s of step %s did not come home: %s", event["event"], event.get("step"), error.reason, extra=ids)
+            log.error("%s of step %s not copied home: %s", event["event"], event.get("step"), error.reason, extra=ids)
             if event["event"] == "published":
-                self._missing = f"its version {event['version']} did not come home: {error.reason}"
+                self._missing = f"its version {event['version']} was not copied home: {error.reason}"
             return None
-        log.info("%s of step %s came home, %d bytes", event["event"], event.get("step"), copied_bytes, extra=ids)
+        log.info("%s of step %s copied home, %d bytes", event["event"], event.get("step"), copied_bytes, extra=ids)
         return path
 
 

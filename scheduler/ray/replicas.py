@@ -1,4 +1,4 @@
-"""Replicas: one named detached actor per engine, which is opened and drained at the gateways."""
+"""Starts, stops, wakes, swaps and observes replicas: one named detached actor per engine, routed by the gateways."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from serve.engine.replica import Replica
 log = logging.getLogger(__name__)
 
 ACTOR = "replica:"
-STOP_SLACK_S = 15.0  # for a supervisor to end an engine that did not stop in time
+STOP_SLACK_S = 15.0  # extra time for a supervisor to end an engine that did not stop in time
 
 
 class Routing(Protocol):
-    """Which replicas the gateways send requests to; the controller's bus."""
+    """Which replicas the gateways send requests to; implemented by the controller's bus."""
 
     async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
-        """Returns when every gateway has it in its table."""
+        """Returns when every gateway has the replica in its table."""
 
     async def drain(self, replica_id: str) -> None:
         """Send no new requests; returns when every gateway reports none in flight."""
 
     async def withhold_adapters(self, replica_id: str) -> None:
-        """Send no new requests for LoRA adapters; returns when every gateway knows."""
+        """Send no new requests for LoRA adapters; returns when every gateway has confirmed it."""
 
     def offer_adapters(self, replica_id: str) -> None:
         """Send requests for adapters again."""
@@ -64,11 +64,11 @@ class Versions(Protocol):
     """Where the bytes of model versions are."""
 
     async def in_memory(self, model: str, version: str) -> Path:
-        """The version's directory in shared memory, read from disk if need be. It is held there until `taken` was
-        called once for each call of this. Raises LookupError."""
+        """The version's directory in shared memory, read from disk if necessary. It is held there until `taken` has
+        been called once per call of this. Raises LookupError."""
 
     def taken(self, model: str) -> None:
-        """An engine of the model has loaded what was brought in and holds it now, or it will not load it."""
+        """An engine of the model has loaded the version and holds it now, or will not load it."""
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
         """Fields of ReplicaSpec that depend on the model: task, dtype, max_model_len, kv_cache_bytes, ..."""
@@ -91,7 +91,7 @@ class Replicas:
         self._places: dict[str, NodeConfig] = {}
         self._watchers: dict[str, asyncio.Task] = {}
         self._stopping: set[str] = set()
-        self._seen: dict[str, ReplicaObserved] = {}  # as each was when it last told
+        self._seen: dict[str, ReplicaObserved] = {}  # last reported state of each
 
     async def start_replica(self, order: ReplicaOrder, lease_id: str) -> Detail:
         place = self._nodes.place_of(order.devices, "start_replica", order.id)
@@ -112,7 +112,7 @@ class Replicas:
             self._versions.taken(order.model)
         self._seen[order.id] = ReplicaObserved(order.id, order.model, order.version, "ready", order.devices)
         self._watch(order.id, replica)
-        # Nothing is read here of a version on another node.
+        # Versions on other nodes are not read here.
         home = place.name == self._nodes.home.name
         read = await asyncio.to_thread(stored_bytes, Path(spec.version_path)) if home else None
         return {**detail, "bytes": read, "copied_bytes": copied_bytes}
@@ -133,13 +133,13 @@ class Replicas:
             async with asyncio.timeout(self._engine.stop_timeout_s + STOP_SLACK_S):
                 await replica.call("stop")
         except (SupervisorDied, RayError, TimeoutError) as error:
-            log.warning("it did not stop by itself: %s", first_line(error), extra={"replica": replica_id})
-        replica.kill()  # its lifeline then kills whatever is left of the engine
-        replica.end("it was stopped")
+            log.warning("the engine did not stop by itself: %s", first_line(error), extra={"replica": replica_id})
+        replica.kill()  # its lifeline then kills the rest of the engine
+        replica.end("the replica was stopped")
         try:
             await until_unnamed(ACTOR + replica_id)
         except TimeoutError as error:
-            reason = f"Ray still names it {UNNAMED_TIMEOUT_S:.0f} s after it was killed"
+            reason = f"Ray still lists its actor {UNNAMED_TIMEOUT_S:.0f} s after it was killed"
             raise EffectFailed("stop_replica", replica_id, reason, "outside") from error
         place = self._places.pop(replica_id, None)
         if place is not None:
@@ -151,7 +151,7 @@ class Replicas:
         if status["state"] != "ready":
             raise EffectFailed("open_replica", replica_id, f"the engine is {status['state']}")
         opening = self._open(replica_id, status["model"], status["version"])
-        await self._while_alive("open_replica", replica_id, opening, "before it took requests")
+        await self._while_alive("open_replica", replica_id, opening, "before it accepted requests")
         return None
 
     async def drain_replica(self, replica_id: str) -> Detail:
@@ -160,7 +160,7 @@ class Replicas:
         return None
 
     async def _while_alive(self, verb: str, replica_id: str, doing: Coroutine[Any, Any, Any], when: str) -> Any:
-        """What `doing` returns, if the engine lives until then. Raises EffectFailed as soon as it dies."""
+        """Result of `doing` if the engine lives until then. Raises EffectFailed as soon as the engine dies."""
         watcher, task = self._watchers.get(replica_id), asyncio.ensure_future(doing)
         try:
             await asyncio.wait({task, *([watcher] if watcher else [])}, return_when=asyncio.FIRST_COMPLETED)
@@ -186,9 +186,9 @@ class Replicas:
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         path, copied_bytes = await self._bring("swap_replica", replica_id, model, version)
         try:
-            # Adapters belong to the weights they were trained on; the engine waits for its requests for adapters.
+            # Adapters fit only the weights they were trained on; the engine first finishes its adapter requests.
             withheld = self._routing.withhold_adapters(replica_id)
-            await self._while_alive("swap_replica", replica_id, withheld, "before it took the new weights")
+            await self._while_alive("swap_replica", replica_id, withheld, "before it loaded the new weights")
             detail = await self._ask_replica("swap_replica", replica_id, "swap", model, version, path)
         except EffectFailed:
             self._routing.offer_adapters(replica_id)
@@ -197,12 +197,12 @@ class Replicas:
             self._versions.taken(model)
         if self._routing.is_open(replica_id):
             opening = self._open(replica_id, model, version)
-            await self._while_alive("swap_replica", replica_id, opening, "right after it took the new weights")
+            await self._while_alive("swap_replica", replica_id, opening, "right after it loaded the new weights")
         return {**detail, "copied_bytes": copied_bytes}
 
     async def unload_adapter(self, name: str) -> None:
-        """Make every engine forget the adapter `NAME@VERSION` once its requests have ended. Asks all of them; raises
-        EffectFailed if one could not. An engine that ends meanwhile has forgotten it."""
+        """Make every engine unload the adapter `NAME@VERSION` once its requests have ended. Asks all engines; raises
+        EffectFailed if one could not. An engine that ends in the meantime counts as done."""
         failed: EffectFailed | None = None
         for replica_id in list(self._replicas):
             try:
@@ -218,7 +218,7 @@ class Replicas:
         await self._routing.open(replica_id, model, version, str(socket_path))
 
     def _replica_spec(self, order: ReplicaOrder, place: NodeConfig, path: Path) -> ReplicaSpec:
-        """What the engine is told."""
+        """The spec passed to the engine process."""
         devices = [self._nodes.device(device_id) for device_id in order.devices]
         settings = dict(self._versions.engine_settings(order.model, order.tensor_parallel))
         if settings.get("adapter_slots") and place.name != self._nodes.home.name:
@@ -277,7 +277,7 @@ class Replicas:
             self._watchers[replica_id] = asyncio.create_task(self._wait_dead(replica_id, replica))
 
     async def _wait_dead(self, replica_id: str, replica: Supervisor) -> Blame:
-        """Reports its death; returns whose fault it was."""
+        """Wait for its death and report it; returns its blame."""
         blame: Blame = "own"
         try:
             dead = await replica.call("wait_dead")
@@ -327,7 +327,7 @@ class Replicas:
         if state == "ready":
             state = "open" if self._routing.is_open(replica_id) else "ready"
             if state == "open" and place is not None:
-                with contextlib.suppress(EffectFailed):  # a node is leaving; the next look shows it
+                with contextlib.suppress(EffectFailed):  # a node is leaving; the next observation shows it
                     await self._nodes.mend_socket(place, replica_id)
         devices = tuple(f"{node}/{index}" for index in status["devices"])
         seen = ReplicaObserved(replica_id, status["model"], status["version"], state, devices)
@@ -339,7 +339,7 @@ class Replicas:
         found = {}
 
         async def ask_one(replica_id: str, replica: Supervisor) -> None:
-            # One that died is being replaced and its watcher tells; one that is silent is not waited for.
+            # A dead one is being replaced and its watcher reports it; a silent one is skipped.
             with contextlib.suppress(SupervisorDied, RayError, EffectFailed):
                 status = await within("resident_bytes", replica_id, replica.call("status"), LOOK_S)
                 found[replica_id] = status["rss_bytes"]

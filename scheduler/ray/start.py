@@ -1,19 +1,19 @@
-"""`ray start` with changes: `python -m scheduler.ray.start LOGS start --head ...` takes Ray's options after the folder
-for its logs.
+"""Runs a modified `ray start`: `python -m scheduler.ray.start LOGS start --head ...` takes Ray's options after the
+folder for its logs.
 
-It leaves out what nobody here uses: the commands for Ray Serve, jobs and states, whose imports take most of the time of
-`ray start`; the process of the dashboard, which Ray starts and waits for even when told not to; and the server for
-remote drivers (Ray Client), which takes another 90 MB and port 10001, which no option closes and two boxes would both
-want.
+It leaves out unused parts: the commands for Ray Serve, jobs and states, whose imports take most of the time of
+`ray start`; the dashboard process, which Ray starts and waits for even when told not to; and the server for remote
+drivers (Ray Client), which takes another 90 MB and port 10001, which no option disables and two boxes would both
+claim.
 
-The kernel ends all that a raylet starts, its agents and the workers, together with it. By themselves workers notice its
-end after up to two seconds, and agents in a minute if Ray's head is gone too: each looks now and then, and agents first
-try to tell the head.
+The kernel kills all processes that a raylet starts, its agents and the workers, together with it. On their own, workers
+notice its end after up to two seconds, and agents after a minute if Ray's head is gone too: each polls, and agents
+first try to notify the head.
 
-`--block` ends with whatever it started, however that ended. Ray takes an end with 0 or by SIGTERM for one that somebody
-asked for: a raylet whose agent had been killed ended so, and Ray's head stayed without a node for ever.
+`--block` ends when any process it started ends, for any reason. Ray treats exit code 0 or SIGTERM as requested: a
+raylet whose agent had been killed ended that way, and Ray's head stayed without a node forever.
 
-Folders are their owner's alone, while Ray opens them to everybody, and logs go where there is room.
+Folders are private to their owner, while Ray makes them public, and logs go to a directory with enough room.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMMANDS_OF_A_RAYLET = ("--python_worker_command=", "--dashboard_agent_command="
 
 
 def main() -> None:
-    # ray.scripts.scripts goes on without those of its commands that cannot be imported.
+    # ray.scripts.scripts skips those of its commands that cannot be imported.
     sys.modules.update(dict.fromkeys(OTHER_COMMANDS))
     from ray._private import node, services
     from ray._private.node import Node
@@ -60,8 +60,8 @@ def _without_ray_client(node: Any) -> None:
 
 
 def _logging_to(logs: Path, init_temp: Callable[..., None]) -> Callable[..., None]:
-    """Puts the logs elsewhere than the session, for which Ray has no option. The session is in shared memory, where the
-    paths of its sockets are short enough."""
+    """Puts the logs outside the session directory, for which Ray has no option. The session is in shared memory, where
+    the paths of its sockets are short enough."""
 
     def init_with_logs(node: Any, *arguments: Any) -> None:
         session = Path(node._ray_params.temp_dir, node._session_name)
@@ -77,7 +77,7 @@ def _private_folder(path: str) -> None:
 
 
 def _all_missed(dead_processes: Callable[[Any], list[tuple[str, Any]]]) -> Callable[[Any], list[tuple[str, Any]]]:
-    """`ray start --block` goes by exit codes: this turns each into one that it does not expect."""
+    """`ray start --block` acts on exit codes: this turns each into one that it does not expect."""
 
     def dead(node: Any) -> list[tuple[str, Any]]:
         found = dead_processes(node)
@@ -97,7 +97,7 @@ def _tying(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tied_commands(command: Sequence[str]) -> list[str]:
-    """A raylet's command line with the processes that it starts tied to it; other command lines stay as they are."""
+    """A raylet's command line with its child processes tied to it; other command lines stay unchanged."""
     tie = subprocess.list2cmdline([sys.executable, "-S", exec_with_parent.__file__])
     return [
         f"{option}{tie} {argument.removeprefix(option)}"

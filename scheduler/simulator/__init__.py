@@ -1,5 +1,5 @@
-"""The same loop in virtual time: traces, simulated engines and jobs, and the oracle they are compared with.
+"""Runs the scheduler's loop in virtual time: traces, simulated engines and jobs, and an oracle for comparison.
 
-Never: Nothing that runs a box imports it.
+Never: Imported by code that runs a box.
 Begin with simulate.py.
 """

@@ -1,7 +1,7 @@
-"""Traffic meets engines: the gateway's part of a simulation (routing, holding), and its clock.
+"""Simulates the gateway: routes requests to engines, holds them, and drives the simulation's clock.
 
-Requests go to the open replica with the fewest outstanding tokens, as in the gateway's router. Its affinity to warm
-prefixes is left out, because traces have no text. If no replica is open requests are held, up to `hold_s`.
+Requests go to the open replica with the fewest outstanding tokens, as in the gateway's router. Its affinity for warm
+prefixes is left out, because traces have no text. If no replica is open, requests are held up to `hold_s`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scheduler.simulator.trace import Requests
 
 
 class Cluster:
-    """All engines and the requests on their way. `advance` is cheap when little happened."""
+    """All engines and the requests in progress. `advance` is cheap when little happened."""
 
     def __init__(self, requests: Requests, model: EngineModel, *, hold_s: float = 600.0, seed: int = 0):
         self.requests, self.model, self.hold_s = requests, model, hold_s
@@ -36,7 +36,7 @@ class Cluster:
         self._engines[replica_id] = Engine(self.model, self.requests, self.served, self.now_s)
 
     def stop(self, replica_id: str) -> None:
-        """Stops a replica, which must have no requests."""
+        """Stop a replica, which must have no requests."""
         engine = self._engines.pop(replica_id, None)
         self.close(replica_id)
         assert engine is None or engine.inflight == 0, f"{replica_id} stopped with {engine.inflight} requests"
@@ -67,7 +67,7 @@ class Cluster:
 
     @property
     def arrived(self) -> int:
-        """How many requests have arrived; `arrived_tokens` are the tokens of their prompts."""
+        """Number of requests that have arrived; `arrived_tokens` counts their prompt tokens."""
         return self._next
 
     @property
@@ -95,7 +95,7 @@ class Cluster:
             heapq.heappush(self._due, (at_s, name, engine.version))
 
     def advance(self, to_s: float) -> None:
-        """Does everything that happens up to and at `to_s`."""
+        """Process everything that happens up to and at `to_s`."""
         arrivals, total = self.requests.arrival_s, len(self.requests)
         while True:
             arrival_s = arrivals[self._next] if self._next < total else float("inf")

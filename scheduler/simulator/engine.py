@@ -1,4 +1,4 @@
-"""The simulated engines: what a continuous-batching server does with requests, in closed form between events.
+"""Simulates engines: what a continuous-batching server does with requests, in closed form between events.
 
 Model of one step of one replica (tensor-parallel 1), after Vidur and vLLM's chunked prefill:
 
@@ -11,8 +11,8 @@ operations per request, not per token. The model leaves out quadratic prefill at
 growth of the context between two events, and CPU time.
 
 `base_s` and `per_token_s` are least-squares fits of the H100 profile of Llama-2-7B (32 layers, medians of all linear,
-norm and rotary kernels) in microsoft/vidur's data (MIT); `EngineModel.from_profile` makes them from that file again.
-`per_context_s` is its 512 KiB of KV per token over 70 % of an H100's 3.35 TB/s.
+norm and rotary kernels) in microsoft/vidur's data (MIT); `EngineModel.from_profile` recomputes them from that file.
+`per_context_s` is the model's 512 KiB of KV per token over 70 % of an H100's 3.35 TB/s.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class EngineModel:
         return self.base_s + self.per_token_s * (decoding + prefill_tokens) + self.per_context_s * context_tokens
 
     def target_inflight(self, *, tpot_s: float, prompt: float, output: float) -> int:
-        """How many requests one replica holds at once: as many as fit its cache, and as meet the target per further
-        token with a third of the time to spare while their prompts come in evenly.
+        """How many requests one replica carries at once: as many as fit its cache and meet the target per further token
+        with a third of the time to spare while their prompts arrive evenly.
 
-        The time to the first token does not depend on their number but on the prompts that wait.
+        The time to the first token depends on the waiting prompts, not on this number.
         """
         n = 1
         while n < self.max_num_seqs and (n + 1) * (prompt + output) <= self.kv_tokens:
@@ -109,7 +109,7 @@ class Engine:
         self.version = 0
         self._prefill: int | None = None
         self._left = 0.0
-        self._emitted = 0.0  # tokens that a sequence would have got that was in the batch from the beginning
+        self._emitted = 0.0  # tokens of a sequence in the batch since the beginning
         self._batch: list[tuple[float, int]] = []  # (value of _emitted at which it ends, request)
         self._context = 0.0
         self._reserved = 0
@@ -146,13 +146,13 @@ class Engine:
         self._prefill, self._left = request, float(self.requests.prompt[request])
 
     def next_event_s(self) -> float | None:
-        """When its state changes next by itself. Call it after every change: it sets the rates that `advance` uses."""
+        """When its state next changes by itself. Call it after every change: it sets the rates that `advance` uses."""
         prefilling, batch, model = self._prefill is not None, self._batch, self.model
         if not prefilling and not batch:
             return None
         chunk = 0.0
         if prefilling:
-            # Prompt tokens of a step: those of the first in the queue and, if the cache has room, of those behind it.
+            # Prompt tokens per step: those of the first in the queue and, if the cache has room, of those behind it.
             chunk = self._left + self._queued if self._reserved + self._queued <= model.kv_tokens else self._left
             chunk = min(chunk, model.chunk_tokens)
         self._chunk = chunk
@@ -165,7 +165,7 @@ class Engine:
         return self.now_s + steps * step_s
 
     def advance(self, to_s: float) -> None:
-        """Let time pass; `to_s` is not beyond the next event."""
+        """Advance time; `to_s` must not be beyond the next event."""
         steps = (to_s - self.now_s) / self._step_s
         self.now_s = to_s
         if self._batch:
@@ -175,7 +175,7 @@ class Engine:
             self._left -= steps * self._chunk
 
     def finish_events(self) -> None:
-        """Do what is due now: end sequences, complete a prefill."""
+        """Process what is due now: end sequences, complete a prefill."""
         requests, served = self.requests, self.served
         self.version += 1
         while self._batch and self._batch[0][0] - self._emitted < 1e-6:

@@ -1,4 +1,4 @@
-"""What a gateway tells the simulated scheduler (load reports and what they teach), and the samples of the plot."""
+"""Simulates a gateway's load reports and what the scheduler learns from them, and samples data for the plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.world import REPORT_S, SimEffects, SimStore
 
 QUIET_REPORTS = 20
-"""While there are no requests, one in so many reports is simulated."""
+"""While there are no requests, only one in this many reports is simulated."""
 
 
 @dataclass
@@ -32,10 +32,10 @@ class Sample:
 
 @dataclass
 class Gateway:
-    """Reports load every `REPORT_S`. It nudges the loop when the demand asks for another number of replicas, and when a
-    request comes after a pause: by then the planner has forgotten what it kept for the one before.
+    """Reports load every `REPORT_S`. It nudges the loop when the demand needs another number of replicas, and when a
+    request arrives after a pause: by then the planner has forgotten what it kept for the previous one.
 
-    learner: None if no policy listens (a fixed split); then nothing is reported between samples.
+    learner: None if the policy ignores demand (a fixed split); then nothing is reported between samples.
     """
 
     cluster: Cluster
@@ -46,7 +46,7 @@ class Gateway:
     learner: StandbyLearner | None = None
     samples: list[Sample] = field(default_factory=list)
     passed: Callable[[float], None] = lambda now_s: None
-    """Told the time with every sample."""
+    """Called with the time of every sample."""
 
     async def run(self, loop: SchedulerLoop, until_s: float, submissions_s: list[float]) -> None:
         aio = asyncio.get_running_loop()
@@ -94,7 +94,7 @@ class Gateway:
     _tokens = 0
 
     def _until_next_s(self, now_s: float, next_sample_s: float, over: bool) -> float:
-        """Time of the next report: a whole number of reports, more than one if nothing can happen before."""
+        """Time of the next report: a multiple of the interval, more than one if nothing can happen before."""
         busy = self.cluster.held or self.cluster.inflight_total
         if self.learner is None and not over:
             reports = (next_sample_s - now_s) / REPORT_S

@@ -1,30 +1,30 @@
-"""An upper bound on what any scheduler could have trained that knows the future and pays the same switching times.
+"""Computes an upper bound on the training of any scheduler that knows the future and pays the same switching times.
 
 The oracle is an offline optimum, found by dynamic programming over time, of a relaxed problem. Every run of the real
 scheduler is a feasible point of that problem, so no run can train more at no lower attainment.
 
-Kept (what no scheduler can escape):
+Kept (constraints on every scheduler):
 
 1. Whole devices. At each moment the job trains on m devices and at most N - m serve.
-2. Switching. From one size of the job to another its ranks stop and start again; a device that changes sides is of use
-   to neither until it is suspended, leased and awake (or asleep, leased and started). Times are those of `VerbTimes`.
-   With a list of jobs only the devices that move pay, since other jobs need not notice.
-3. Work and targets. A request needs at least the device time that the engine model charges its tokens in the fullest
-   possible batch. The work served up to any moment is at least that of the requests due by then, and at most that of
-   the requests that have arrived. A prompt is due `slo_ttft_s` after the arrival, a whole request when its last token
-   is. Requests may be missed, as many as the run it is compared with missed: the oracle picks those that gain it most
-   (a price per miss, minimised over: Lagrange's bound).
-4. Memory. A request that has its first token lies in the KV cache of a serving device until its last. So the work left
-   of all that came longer than `slo_ttft_s` ago is no more than what the caches hold, filled with the requests that
-   have most work per token of cache.
+2. Switching. When the job changes size its ranks stop and start again; a device that changes sides is useful to
+   neither until it is suspended, leased and awake (or asleep, leased and started). Times are those of `VerbTimes`.
+   With a list of jobs only the devices that move pay, since other jobs need not be affected.
+3. Work and targets. A request needs at least the device time that the engine model charges for its tokens in the
+   fullest possible batch. The work served up to any moment is at least that of the requests due by then, and at most
+   that of the requests that have arrived. A prompt is due `slo_ttft_s` after arrival, a whole request when its last
+   token is due. Requests may be missed, as many as in the run it is compared with: the oracle picks those that gain it
+   most (a price per miss, minimised over: Lagrange's bound).
+4. Memory. A request with a first token occupies the KV cache of a serving device until its last. So the remaining work
+   of all requests that arrived more than `slo_ttft_s` ago is at most what the caches hold, filled with the requests
+   that have most work per token of cache.
 
-Relaxed (costs the oracle nothing): draining; the size of real batches and their unevenness over engines; a single
-request is worked on by all devices at once; order of service beyond the rule above; everything that a grid of `step_s`
-cannot see (arrivals count from the beginning of a step, deadlines at its end, work is rounded in the oracle's favour
-on its running sum, so that roundings do not add up, and a switch gains the larger side for the whole step).
+Relaxed (free for the oracle): draining; the size of real batches and their imbalance over engines; all devices work on
+a single request at once; order of service beyond the rule above; everything finer than a grid of `step_s` (arrivals
+count from the beginning of a step, deadlines at its end, work is rounded in the oracle's favour on its running sum, so
+that roundings do not add up, and a switch gains the larger side for the whole step).
 
-Two bounds are computed, one from prompts alone with their short deadlines, one from whole requests. The one that is
-lower when nothing may be missed is the bound; missed requests are priced in it alone.
+The module computes two bounds, one from prompts alone with their short deadlines, one from whole requests. The bound is
+the lower of the two when no request may be missed; missed requests are priced in it alone.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from scheduler.simulator.world import VerbTimes
 
 _NONE = -1e18
 _LEVELS = 200
-"""Resolution of the work served ahead of its deadlines: finer gives a tighter bound, and takes longer."""
+"""Resolution of the work served ahead of its deadlines: finer gives a tighter bound but takes longer."""
 _SEARCH_LEVELS = 24
-"""The same while the price of a miss is searched: every price gives a bound, so the search may be coarse."""
+"""The same during the search for the price of a miss: every price gives a valid bound, so it may be coarse."""
 _PRICE_TRIALS = 4
 
 
@@ -118,10 +118,10 @@ def _walk(
     begin_s,
     price_s,
 ):
-    """The programme of `_best_s`: `value[m, l]` of m devices that train with l levels served ahead, step by step.
+    """The dynamic programme of `_best_s`: `value[m, l]` of m training devices with l levels served ahead, per step.
 
-    It is compiled: a step is a few hundred operations on some hundred numbers, and Python would spend days of steps on
-    calls alone.
+    Compiled: a step is a few hundred operations on some hundred numbers, and Python would spend days on call overhead
+    alone.
     """
     sizes, steps = devices + 1, len(due)
     most = 1
@@ -133,7 +133,7 @@ def _walk(
     width = 1
     k = 0
     while k < steps:
-        # Shrinking from m to n costs n * rest + (m - n) * (leave - step): split into what depends on m and on n.
+        # Shrinking from m to n costs n * rest + (m - n) * (leave - step): split into the parts that depend on m and n.
         for level in range(width):
             best = _NONE
             for m in range(sizes - 1, -1, -1):
@@ -148,7 +148,7 @@ def _walk(
         quiet = k
         while quiet < steps and ceiling[quiet] == 0 and due[quiet] == 0:
             quiet += 1
-        if quiet > k:  # nothing to serve: one change at its beginning and one at its end is all that can help
+        if quiet > k:  # nothing to serve: only a change at its beginning and one at its end can help
             for m in range(sizes):
                 value[m, 0] += m * (step_s * (quiet - k))
             width = 1
@@ -211,7 +211,7 @@ def training_device_s(
         step_s=step_s,
         steps=max(int(horizon_s / step_s), 1),
         arrival_s=np.asarray(requests.arrival_s, dtype=float),
-        # An engine with no other request takes one that is larger than its cache: it fills one cache, not several.
+        # An engine with no other request accepts one larger than its cache: it fills one cache, not several.
         tokens=np.minimum(prompt + output, model.kv_tokens),
     )
     first_s = trace.arrival_s + slo_ttft_s
@@ -227,7 +227,7 @@ def training_device_s(
     if missed:
         price_s = _price_s(demand_of(trace, *sides[tight], levels=_SEARCH_LEVELS), devices, switching, missed)
         best_s = _best_s(fine[tight], devices, switching, price_s) + price_s * missed
-    # The last part of a step is not on the grid.
+    # The remainder of the last step is not on the grid.
     bound_s = min(best_s + devices * max(horizon_s - trace.steps * step_s, 0.0), devices * horizon_s)
     if jobs is not None:
         offered_s = sum(j.devices * min(j.duration_s, max(horizon_s - j.at_s - times.start_group_s, 0.0)) for j in jobs)

@@ -1,4 +1,4 @@
-"""The picture of a simulated day: load, devices by holder, time to first token. The only file here with matplotlib."""
+"""Plots a simulated day: load, devices by holder, time to first token. The only file here that uses matplotlib."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")  # no display anywhere this runs
+matplotlib.use("Agg")  # there is never a display
 
 from matplotlib import dates, pyplot  # noqa: E402  (the backend must be chosen before)
 from matplotlib.axes import Axes  # noqa: E402
@@ -18,7 +18,7 @@ from scheduler.simulator.trace import Requests  # noqa: E402
 
 
 def plot(setup: Setup, figures: Figures, title: str, path: str | Path) -> None:
-    """Draw to `path`, PNG or SVG by its ending. Raises TraceError for another ending or an unwritable path."""
+    """Draw to `path`, PNG or SVG by its suffix. Raises TraceError for another suffix or an unwritable path."""
     path = Path(path)
     if path.suffix not in (".png", ".svg"):
         raise TraceError(path, None, f"ending {path.suffix!r} given, .png or .svg expected")
@@ -69,12 +69,12 @@ def plot(setup: Setup, figures: Figures, title: str, path: str | Path) -> None:
 
 
 def _axis(requests: Requests) -> tuple[float, str, float]:
-    """Seconds of a unit of the time axis, its name, and where the trace begins on it: 0 where it has no date."""
+    """Seconds per unit of the time axis, the unit's name, and the trace's beginning on it: 0 if it has no date."""
     if requests.began_s is not None:
         return 86400.0, "time (UTC)", requests.began_s / 86400.0
     return (3600.0, "hours", 0.0) if requests.horizon_s > 7200 else (60.0, "minutes", 0.0)
 
 
 def _legend(axes: Axes) -> None:
-    """Beside the axes, where it hides nothing."""
+    """Place it beside the axes, where it hides nothing."""
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), markerscale=3)

@@ -1,4 +1,4 @@
-"""The simulator: real traces, simulated engines and jobs, and the same scheduler that runs the box.
+"""Simulates real traces with simulated engines and jobs, and the same scheduler that runs the box.
 
 `simulate` runs one policy in virtual time and compares it with every static split and with the oracle.
 """
@@ -32,17 +32,17 @@ from scheduler.simulator.trace import Requests, TraceJob
 from scheduler.simulator.world import MODEL, SimEffects, SimJob, SimStore, VerbTimes, elastic_job, job_of
 
 UP_S = 16.0
-"""The box is up this long before the first request, with the elastic job running and engines open, because a trace does
-not begin with a box's first start. Times inside a run are later than those of the trace by this much."""
+"""The box runs this long before the first request, with the elastic job running and engines open, because a trace does
+not start when a box first boots. Times inside a run are later than those of the trace by this much."""
 
 
 _LOOK_EVERY_S = 3600.0
-"""How often a loop looks at a simulated world that changes only by the loop's own verbs."""
+"""How often a loop observes a simulated world that only the loop's own verbs change."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is simulated. A request attains its targets if its first token comes within `slo_ttft_s` and its further
+    """The simulation's inputs. A request meets its targets if its first token comes within `slo_ttft_s` and its further
     tokens take at most `slo_tpot_s` each on average."""
 
     requests: Requests
@@ -113,7 +113,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Figures:
-    """The result of one policy. Times to first token are of requests that got one, with their waiting at the
+    """The result of one policy. Times to first token cover requests that got one and include the wait at the
     gateway."""
 
     requests_served: int
@@ -131,7 +131,7 @@ class Figures:
 
 
 def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = lambda share: None) -> Figures:
-    """One policy over the whole trace, and on until every request is answered or given up.
+    """Run one policy over the whole trace, and on until every request is answered or abandoned.
 
     passed: called some thousand times with the share of the trace that is done.
     """
@@ -151,7 +151,7 @@ def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = l
     gateway = Gateway(cluster, store, effects, setup.config, max(setup.requests.horizon_s / 1000, 1.0), learner)
     gateway.passed = lambda now_s: passed(min(now_s / requests.horizon_s, 1.0))
     handovers_before = 0
-    # If nobody listens to the demand, only submissions and ends of jobs happen, and the loop is told of those.
+    # If nobody listens to the demand, only job submissions and ends happen, and the loop is notified of those.
     config = setup.config if learner else setup.config.model_copy(update={"observe_every_s": _LOOK_EVERY_S})
 
     async def life() -> None:
@@ -218,9 +218,9 @@ def simulate(
     processes: int = 1,
     progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, Any], Figures]:
-    """The figures of `policy` beside the oracle and the static splits, as plain values with stable keys.
+    """The figures of `policy`, the oracle and the static splits, as plain values with stable keys.
 
-    processes: if more than one, the static splits run in so many others, with the same results.
+    processes: if more than one, the static splits run in that many worker processes, with the same results.
     """
 
     def progress_of(name: str) -> Callable[[float], None]:
@@ -266,8 +266,8 @@ def simulate(
 def _running_splits(
     setup: Setup, shares: list[int], processes: int, progress_of: Callable[[str], Callable[[float], None]]
 ) -> Iterator[Callable[[int], Figures]]:
-    """Yields a function that gives the figures of a share of devices that train: it runs the split, or waits for a
-    process that does."""
+    """Yields a function from a share of devices that train to its figures: it runs the split, or waits for the process
+    that does."""
     if processes <= 1 or not shares:
         yield lambda share: run_policy(
             setup, Policy("split", share), progress_of(f"static split {share}/{setup.devices}")
@@ -284,7 +284,7 @@ def _running_splits(
         try:
             yield figures
         except BaseException:
-            # Above all for Ctrl-C: the pool would wait for runs that take minutes.
+            # Mainly for Ctrl-C: the pool would otherwise wait for runs that take minutes.
             for child in multiprocessing.active_children():
                 child.terminate()
             raise
@@ -298,8 +298,8 @@ def _end_with_parent() -> None:
 def pareto(mode: dict[str, Any], splits: list[dict[str, Any]]) -> str:
     """How a mode compares with the static splits by SLO attainment and training GPU-hours.
 
-    "better than all": it is better than each in one and at least as good in the other. "beaten": one split is so
-    against it. "on the front": neither. "none": there are no splits.
+    "better than all": it dominates each split (better in one, at least equal in the other). "beaten": one split
+    dominates it. "on the front": neither. "none": there are no splits.
     """
     if not splits:
         return "none"
@@ -310,8 +310,8 @@ def pareto(mode: dict[str, Any], splits: list[dict[str, Any]]) -> str:
 
 
 def _ratio(trained: float, bound: float) -> float:
-    """Training over its bound. It is 1.0 if nothing could be trained (a trace of one moment, no job in its time), since
-    nothing was lost, and if the two differ only by the rounding of sums."""
+    """Training divided by its bound. 1.0 if nothing could be trained (a trace of one moment, no job in its time), and
+    if the two differ only by floating-point rounding."""
     return 1.0 if not bound or math.isclose(trained, bound, rel_tol=1e-9) else trained / bound
 
 
@@ -320,5 +320,5 @@ def _point(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def _dominates(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    """At least as good in both, better in one."""
+    """At least as good in both, and better in one."""
     return a[0] >= b[0] and a[1] >= b[1] and a != b

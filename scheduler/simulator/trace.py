@@ -1,4 +1,4 @@
-"""Reading real traces: requests in Azure's shape, training jobs in Philly's shape; plain or gzip CSV."""
+"""Reads real traces: requests in Azure's format, training jobs in Philly's format; plain or gzip CSV."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from typing import TextIO
 from scheduler.core.errors import TraceError
 
 _MOST_TOKENS = 10_000_000
-"""Of one prompt or output. More means that columns are swapped, and one request would take days."""
+"""Of one prompt or output. More means that columns are swapped; one such request would take days to simulate."""
 
 _LONGEST_GAP_S = 31 * 86400.0
-"""Between two requests. More means that a clock was wrong, and the simulator would go through every half minute of
-it."""
+"""Between two requests. More means that a clock was wrong; the simulator would step through the gap by half minutes."""
 
 
 @dataclass(slots=True)
@@ -49,8 +48,8 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class TraceJob:
-    """A training job, submitted `at_s` after the first of its list. It takes `duration_s` on the `devices` that it
-    wants."""
+    """A training job, submitted `at_s` after the first of its list. It takes `duration_s` on its requested
+    `devices`."""
 
     id: str
     at_s: float
@@ -62,14 +61,14 @@ def _open(path: Path) -> TextIO:
     try:
         with open(path, "rb") as file:
             packed = path.suffix == ".gz" or file.read(2) == b"\x1f\x8b"
-        # Spreadsheets begin their CSV with a byte order mark.
+        # CSV files from spreadsheets begin with a byte order mark.
         return (gzip.open if packed else open)(path, "rt", newline="", encoding="utf-8-sig")
     except OSError as error:
         raise TraceError(path, None, f"cannot be opened ({error.strerror or error})") from error
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
-    """(line number, the columns asked for) of each row. Raises TraceError for a missing column or short row."""
+    """(line number, the requested columns) of each row. Raises TraceError for a missing column or short row."""
     with _open(path) as file:
         try:
             reader = csv.reader(file)
@@ -90,7 +89,7 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]
 
 
 def _time_s(text: str) -> float:
-    """Seconds since the epoch; Azure writes seven digits after the point, which fromisoformat does not take."""
+    """Seconds since the epoch; Azure writes seven decimal digits, which fromisoformat does not accept."""
     head, _, fraction = text.strip().partition(".")
     zone = ""
     for sign in ("+", "-", "Z"):
@@ -115,7 +114,7 @@ def _whole(column: str, text: str) -> int:
 
 
 def _number(column: str, text: str) -> float:
-    """Raises ValueError for what is no finite number."""
+    """Raises ValueError unless it is a finite number."""
     try:
         if math.isfinite(number := float(text)):
             return number
@@ -128,10 +127,10 @@ def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Req
     """A trace with columns TIMESTAMP, ContextTokens, GeneratedTokens, in any order of time.
 
     scale: multiplies the load. Each request is kept `scale` times on average (copies get a jitter of up to a second),
-    so the shape over time stays.
+    so the shape over time is preserved.
 
     Raises:
-        TraceError: naming file and line, for anything that is not such a trace.
+        TraceError: naming file and line, if the file is not such a trace.
     """
     path = Path(path)
     if not 0 < scale < math.inf:
@@ -173,7 +172,7 @@ def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Req
 def read_jobs(path: str | Path, *, within_s: float, max_devices: int) -> list[TraceJob]:
     """A job list with columns timestamp, duration (s), num_gpus; the jobs of the first `within_s` seconds.
 
-    A job that wants more than `max_devices` is cut to that many and keeps its work.
+    A job that wants more than `max_devices` is reduced to that many and keeps its total work.
     """
     path = Path(path)
     rows: list[tuple[float, float, int]] = []

@@ -16,7 +16,7 @@ RESOLUTION_S = 1e-6
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Waits for nothing but time, and lets it pass at once."""
+    """Waits only for timers, and lets their time pass at once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Effects and store of a simulation: the scheduler's own loop moves simulated engines and jobs.
+"""Simulated effects and store: the scheduler's own loop moves simulated engines and jobs.
 
-Nothing here decides. Verbs take the times of `VerbTimes` and act on the `Cluster` (requests) and the groups (training).
+Decides nothing. Verbs take the times of `VerbTimes` and act on the `Cluster` (requests) and the groups (training).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ REPORT_S = 0.25
 class VerbTimes:
     """Seconds that verbs take. Defaults: a 7 B model in bf16 (13.5 GB) on an H100 behind PCIe 5 (50 GB/s one way).
 
-    wake: the weights once over PCIe plus half a second. start: a fork plus the same. suspend: 12 bytes per parameter
-    of optimizer state over eight links. start_group: a fork of the ranks plus the same back. step: one training step. A
-    suspension abandons the step under way, and it is done anew (see train.run.leave_step), unless it ends within
-    `patience` or is done anew already.
+    wake: copy the weights once over PCIe, plus half a second. start: a fork plus the same. suspend: 12 bytes per
+    parameter of optimizer state over eight links. start_group: a fork of the ranks plus loading it back. step: one
+    training step. A suspension abandons the step in progress, which is repeated later (see train.run.leave_step),
+    unless it ends within `patience` or is itself a repeat.
     """
 
     lease_s: float = 0.01
@@ -47,7 +47,7 @@ class VerbTimes:
 
 @dataclass(slots=True)
 class SimJob:
-    """A job's progress. `left_device_s`: the work that is left; None for a job that never ends."""
+    """A job's progress. `left_device_s`: remaining work; None for a job that never ends."""
 
     view: JobView
     left_device_s: float | None = None
@@ -78,13 +78,13 @@ class SimStore:
     ):
         self._cluster, self.policy, self._deployment = cluster, policy, deployment
         self.warm_until_s = 0.0
-        """Until then one replica is kept whatever the deployment says, as if the model was used before the trace."""
+        """Until then the store keeps one replica regardless of the deployment, as if the trace followed earlier use."""
         self.jobs = {j.view.id: j for j in jobs}
         self.standby: Standby | None = None
         self._forecast = DemandForecast(next_answer_s)
 
     def requests_seen(self, now_s: float) -> None:
-        """Takes a load report. Call it as often as gateways report."""
+        """Processes a load report. Call it as often as gateways report."""
         self._forecast.seen(now_s, self._cluster.inflight_total + len(self._cluster.held), self._cluster.arrived)
 
     def deployment(self) -> DeploymentView:
@@ -245,7 +245,7 @@ class SimEffects:
         self._groups.pop(job_id, None)
 
     def close_books(self) -> None:
-        """Count what the running groups have trained so far."""
+        """Add what the running groups have trained so far to the totals."""
         for job_id, group in self._groups.items():
             if group.ended is None:
                 self._stop_training(job_id)
@@ -268,12 +268,12 @@ class SimEffects:
 
 
 def elastic_job(devices: int) -> SimJob:
-    """A job that takes whatever it gets and never ends."""
+    """A job that takes all devices it gets and never ends."""
     return SimJob(JobView("elastic", 1, devices))
 
 
 def job_of(job: TraceJob) -> SimJob:
-    """A listed job. It may run on fewer devices (halved again and again) with the same work."""
+    """A job from the list. It may run on fewer devices (repeatedly halved) with the same total work."""
     sizes = {job.devices}
     while (half := min(sizes) // 2) >= 1:
         sizes.add(half)

@@ -243,7 +243,7 @@ ROWS: list[tuple[str, str, Send, int, str | None, str | None, str]] = [
         400,
         "training_file",
         "file_not_found",
-        "no file on this box",
+        "not a file on this box",
     ),
     ("3", "NUL in a filename", named(b"a\0.jsonl"), 400, "file", "invalid_filename", "control characters"),
     ("3", "newline in a filename", named(b"a\nb.jsonl"), 400, "file", "invalid_filename", "control characters"),

@@ -1,7 +1,7 @@
-"""Free space of the data directory's volume: what stores bytes is refused before the disk is full, not after.
+"""Limits use of the data directory's volume: requests that store bytes are refused before the disk is full.
 
-A full disk stops everything, also what would make room: SQLite cannot revoke a key, a job cannot save its state. So
-the last bytes are nobody's but the box's own.
+A full disk stops everything, including what would free space: SQLite cannot revoke a key, a job cannot save its state.
+So the last bytes are reserved for the box itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def floor_of(total_bytes: int) -> int:
 
 
 class Disk:
-    """path: in the volume. floor_bytes None: as `floor_of` has it for the size of the volume."""
+    """path: on the volume. floor_bytes None: `floor_of` the volume's size."""
 
     def __init__(self, path: Path, floor_bytes: int | None, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs):
         self._path, self._floor_bytes, self._statvfs = path, floor_bytes, statvfs
@@ -34,7 +34,7 @@ class Disk:
         return now.f_bavail * now.f_frsize - floor
 
     def check(self, more_bytes: int = 0) -> None:
-        """Raises ApiError 507 where so many more bytes would leave less than the floor."""
+        """Raises ApiError 507 if this many more bytes would leave less than the floor."""
         room = self.room_bytes()
         if more_bytes > room or room <= 0:
             raise insufficient_storage(

@@ -1,6 +1,6 @@
-"""Which models exist for whom: what a key's owner has made or is shared with, narrowed by the list a key may have.
+"""Decides which models exist for a key: what its owner made or is shared with, narrowed by the key's list if any.
 
-The gateways ask the same of the table (`gateway.table.Principal`): a request finds the same models there and here.
+The gateways apply the same rule to the table (`gateway.table.Principal`): a request finds the same models in both.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ def unknown_model(name: str) -> NotFound:
 
 
 def allowed_models(db: Database, row: KeyRow) -> list[str]:
-    """The names on a key's list, and what its owner has made: models of his jobs and their checkpoints."""
+    """The names on a key's list, plus what its owner made: models of the owner's jobs and their checkpoints."""
     assert row.models is not None
     return sorted({*row.models, *jobs.names_made_by(db, keys.owner_of(db, row.id))})
 
 
 def usable_models(db: Database, key_id: str | None) -> frozenset[str] | None:
-    """The names that a key's list lets it use; None: whatever exists for its owner."""
+    """The names that a key's list allows; None: everything that exists for its owner."""
     row = keys.find(db, key_id) if key_id is not None else None
     return None if row is None or row.models is None else frozenset(allowed_models(db, row))
 
 
 def viewer_of(db: Database, key_id: str | None) -> str | None:
-    """As `Principal.viewer`, of work that goes on after its request: None for the box itself and for an admin's key."""
+    """Like `Principal.viewer`, for work that outlives its request: None for the box itself and for an admin's key."""
     if key_id is None:
         return None
     row = keys.find(db, key_id)
@@ -43,7 +43,7 @@ def viewer_of(db: Database, key_id: str | None) -> str | None:
 
 
 def may_use(db: Database, key_id: str | None, name: str) -> bool:
-    """Whether work of this key (None: of the box itself) may use a model by this name."""
+    """Whether work of this key (None: the box itself) may use a model by this name."""
     return _may(db, key_id, viewer_of(db, key_id), name)
 
 
@@ -52,7 +52,7 @@ def caller_may_use(db: Database, caller: Principal, name: str) -> bool:
 
 
 def _may(db: Database, key_id: str | None, viewer: str | None, name: str) -> bool:
-    """Every version of a model, and every checkpoint, may be used by whoever may use the model."""
+    """Access to a model includes every version and every checkpoint of it."""
     if not models.is_visible(db, model_of(db, name), viewer):
         return False
     names = usable_models(db, key_id)

@@ -1,4 +1,4 @@
-"""Names of models: what is allowed, how fine-tuned ones are called, and which version a name means."""
+"""Names of models: which are valid, how fine-tuned models are named, and which version a name means."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from appliance.store.ids import new_id
 from appliance.store.objects import job_records, models
 from appliance.store.rows import CheckpointRow, ModelRow, VersionRow
 
-# Printable ASCII without blanks: names travel in header lines and paths. No leading dot or slash, no "@" (it separates
-# a version).
+# Printable ASCII without blanks: names are sent in header lines and paths. No leading dot or slash, no "@" (it
+# separates a version).
 _MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:/-]{0,254}[A-Za-z0-9._:-])?\Z")
 _SUFFIX = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 SUFFIX_RULE = "1 to 64 letters, digits, '.', '_' or '-'"
 MODEL_NAME_RULE = "letters, digits, '.', '_', ':', '-' and '/', at most 256, beginning with a letter or digit"
 
 
-# Whose a key is, and what it is called: in header lines, tables and lists. Not models.EVERYBODY.
+# Owner and name of a key: used in header lines, tables and lists. Not models.EVERYBODY.
 OWNER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._ @-]{0,63}$"
 OwnerName = Annotated[str, StringConstraints(pattern=OWNER_PATTERN)]
-# A name that a client calls a model by, a checkpoint's and `MODEL@VERSION` too: it travels in the gateways' table and
-# in header lines. One rule for whatever is stored from outside; `is_printable` is what the table asks of stored rows.
+# A name by which a client calls a model, including a checkpoint's and `MODEL@VERSION`: used in the gateways' table and
+# in header lines. One rule for all external input; `is_printable` is the table's check of stored rows.
 CallableName = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,512}$")]
 
 
 def is_printable(text: str) -> bool:
-    """What the gateways take as a name: anything else in their table would end in header lines, or stop them."""
+    """Whether the gateways accept it as a name: other text in their table would break header lines or the gateways."""
     return text.isascii() and text.isprintable()
 
 
@@ -55,8 +55,8 @@ def checkpoint_name(output_model: str, step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What a public name means. `checkpoint` is set when it is a checkpoint's name, `pinned` when it is
-    `MODEL@VERSION`; otherwise it is the model itself and `version` its active one."""
+    """What a public name means. `checkpoint` is set for a checkpoint's name, `pinned` for `MODEL@VERSION`; otherwise it
+    is the model itself and `version` its active one."""
 
     name: str
     model: ModelRow
@@ -66,7 +66,7 @@ class Resolved:
 
 
 def resolve(db: Database, name: str) -> Resolved | None:
-    """None for an unknown name, and for a model of which no version is active yet."""
+    """None for an unknown name, and for a model without an active version."""
     model = models.find(db, name)
     if model is not None:
         version = models.find_version(db, name, model.active_version) if model.active_version else None
@@ -84,7 +84,7 @@ def resolve(db: Database, name: str) -> Resolved | None:
 
 
 def model_of(db: Database, name: str) -> str:
-    """The model that a public name is about, whether there is one or not."""
+    """The model that a public name refers to, whether it exists or not."""
     if models.find(db, name) is not None:
         return name
     checkpoint = job_records.find_checkpoint(db, name)
@@ -92,7 +92,7 @@ def model_of(db: Database, name: str) -> str:
 
 
 def root_base(db: Database, model: ModelRow) -> str:
-    """The base model under a chain of fine-tuned ones: tuning `ft:starter:…` again makes another `ft:starter:…`."""
+    """The base model of a chain of fine-tuned ones: tuning `ft:starter:…` again makes another `ft:starter:…`."""
     seen = {model.id}
     while model.base is not None and model.base not in seen:
         seen.add(model.base)

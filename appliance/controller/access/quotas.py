@@ -1,7 +1,7 @@
-"""What one owner may keep and have under way: each kind of thing is counted before another one is let in.
+"""Limits what one owner may store and run at once: each kind of object is counted before another one is admitted.
 
-Bounds are of the owner, not of the key: whoever has ten keys has no ten times as much. Admins and the box itself are
-not bounded. What is still arriving counts as if it were there: of ten uploads at once none gets past the bound.
+Limits apply to the owner, not to the key: ten keys do not allow ten times as much. Admins and the box itself are not
+limited. Uploads still arriving count as stored: of ten concurrent uploads none gets past the limit.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Quotas:
         self._arriving: Counter[str] = Counter()
 
     def bounds(self, key_id: str) -> OwnerBounds:
-        """Of this key: the box's own, but for those that the key has of its own."""
+        """The limits of this key: the box's own, unless the key overrides them."""
         row = keys.find(self._db, key_id)
         return self._config.bounds.model_copy(update=row.bounds) if row and row.bounds else self._config.bounds
 
     # --- one more of a kind
 
     def check_upload(self, caller: Principal, announced_bytes: int) -> None:
-        """One more upload in parts. It counts twice: until it is complete, the disk holds its parts and the file."""
+        """Admit one more upload in parts. It counts twice: until completion the disk holds its parts and the file."""
         self.disk.check(2 * announced_bytes)
         if (key_id := _bounded(caller)) is None:
             return
@@ -97,7 +97,7 @@ class Quotas:
             )
 
     def check_job_data(self, caller: Principal, held: int, more: int) -> None:
-        """One more job, beside those whose copies of their files take `held` bytes; its own will take `more`."""
+        """Admit one more job, besides those whose file copies take `held` bytes; its own will take `more`."""
         self.disk.check(more)
         if (key_id := _bounded(caller)) is None:
             return
@@ -106,7 +106,7 @@ class Quotas:
             raise ApiError(
                 413,
                 f"Jobs of your keys that have not ended hold copies of {held} of at most {limit} bytes; {more} "
-                f"more do not fit. Wait for the end of one or cancel it. {_ASK.format('file_bytes')}",
+                f"more do not fit. Wait for one to end or cancel one. {_ASK.format('file_bytes')}",
                 code="limit_reached",
                 param="file_bytes",
                 headers=dict(NEVER_RETRY),
@@ -122,14 +122,14 @@ class Quotas:
             "responses in background that have not ended",
             number,
             bounds.background,
-            "Wait for the end of one or cancel it.",
+            "Wait for one to end or cancel one.",
             retry=True,
         )
         if used + size > bounds.responses_bytes:
             raise ApiError(
                 429,
                 f"Your keys' responses in background that have not ended hold {used} of at most "
-                f"{bounds.responses_bytes} bytes; {size} more do not fit. Wait for the end of one or cancel it. "
+                f"{bounds.responses_bytes} bytes; {size} more do not fit. Wait for one to end or cancel one. "
                 f"{_ASK.format('responses_bytes')}",
                 kind="insufficient_quota",
                 code="limit_reached",
@@ -141,7 +141,7 @@ class Quotas:
 
     @contextmanager
     def receiving(self, caller: Principal) -> Iterator[Took]:
-        """A file on its way: call what it gives with the number of bytes that came, before they are written."""
+        """A file in transit: call the yielded function with the number of bytes received, before they are written."""
         self.disk.check()
         key_id = _bounded(caller)
         if key_id is None:
@@ -205,5 +205,5 @@ def _number(bound: str, what: str, used: int, limit: int, advice: str, *, retry:
 
 
 def _bounded(caller: Principal) -> str | None:
-    """The key whose owner is bounded; None: nobody is."""
+    """The key whose owner is limited; None: no limits."""
     return None if ADMIN in caller.scopes else caller.key_id

@@ -1,4 +1,4 @@
-"""What keys may spend and have spent: the gateways' sums go into the store, used-up quotas to the gateways."""
+"""Tracks what keys may spend and have spent: writes the gateways' sums to the store, sends used-up quotas back."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _NUMBERS = ("requests", "errors", "prompt_tokens", "completion_tokens")
 
 
 class Spending:
-    """Takes the "usage" messages of the bus. `changed` publishes the keys anew when a quota was used up.
+    """Handles the "usage" messages of the bus. `changed` republishes the keys when a quota was used up.
 
-    The gateways count from zero once they have sent: what cannot be written now (a full disk) is kept here, as sums,
-    until it can."""
+    The gateways restart their counts from zero after sending: sums that cannot be written now (a full disk) are kept
+    here until they can."""
 
     def __init__(self, db: Database, changed: Callable[[], None]):
         self._db, self._changed = db, changed
         self._unwritten: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def take(self, rows: list[dict[str, Any]]) -> None:
-        """Raises ValueError for rows of another shape, before any is taken; sqlite3.Error when they cannot be written
-        now, which are then kept for the next `write`."""
+        """Raises ValueError for rows of another shape, before any is counted; sqlite3.Error when they cannot be written
+        now; the next `write` then includes them."""
         for row in rows:
             if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in _TEXT):
                 raise ValueError(f"usage: {row!r} given, expected an object with {', '.join(_TEXT)}")
@@ -48,11 +48,11 @@ class Spending:
         self.write()
 
     async def flush(self) -> None:
-        """What an earlier `take` could not write; called every `USAGE_EVERY_S`."""
+        """Write what an earlier `take` could not; called every `USAGE_EVERY_S`."""
         self.write()
 
     def write(self) -> None:
-        """All that was taken and is not in the store yet. Raises sqlite3.Error."""
+        """Write everything received that is not in the store yet. Raises sqlite3.Error."""
         rows, now_s = list(self._unwritten.values()), time.time()
         if not rows:
             return
@@ -68,14 +68,14 @@ class Spending:
 
 
 def _summed(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Two rows of one key, model and version."""
+    """Sum of two rows of one key, model and version."""
     return {**row, **{name: row.get(name, 0) + count for name, count in other.items() if type(count) is int}}
 
 
 def spent_until_s(db: Database, row: KeyRow, now_s: float) -> float | None:
-    """Unix time at which the quota that this key has used up is renewed, None: some is left.
+    """Unix time at which this key's used-up quota is renewed, None: some is left.
 
-    Days and months are those of UTC."""
+    Days and months are in UTC."""
     now = datetime.datetime.fromtimestamp(now_s, datetime.UTC)
     day = now.replace(hour=0, minute=0, second=0, microsecond=0)
     month = day.replace(day=1)
@@ -92,7 +92,7 @@ def spent_until_s(db: Database, row: KeyRow, now_s: float) -> float | None:
 
 
 def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
-    """The live keys as the gateways' table has them, by SHA-256; what does not bind is left out."""
+    """The live keys for the gateways' table, by SHA-256, without limits that do not apply."""
     return {row.sha256: _key(db, row, now_s) for row in keys.list_live(db)}
 
 
@@ -108,8 +108,8 @@ def _key(db: Database, row: KeyRow, now_s: float) -> dict[str, Any]:
 
 
 def _printable(row: KeyRow, names: list[str]) -> list[str]:
-    """Names that the gateways take. The routes let no other in; one that is stored all the same stops no other."""
+    """Names that the gateways accept. The routes reject all others; a stored one must not block the rest."""
     odd = [name for name in names if not is_printable(name)]
     if odd:
-        log.error("the key %s names %r, which is no model's name: expected printable ASCII", row.name, odd[0])
+        log.error("the key %s names %r, which is not a model name: expected printable ASCII", row.name, odd[0])
     return [name for name in names if is_printable(name)] if odd else names

@@ -1,5 +1,5 @@
-"""The admin API under /admin/v1 and the controller's metrics: what the CLI shows and changes.
+"""The admin API under /admin/v1 and the controller's metrics; the CLI reads and writes through it.
 
-Never: No rule of the scheduler stands here; a route asks the port of whoever owns the state.
+Never: Contains scheduler rules; each route calls the port of the component that owns the state.
 Begin with box.py.
 """

@@ -1,4 +1,4 @@
-"""/admin/v1: status, devices, hand-overs, jobs, audit: what runs the box as a whole."""
+"""/admin/v1: status, devices, hand-overs, jobs, audit: the routes for operating the box as a whole."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return handover_views.handover(db, row, copy_limit.read(db)) if row else None
 
     def _known_job(job_id: str) -> JobRow:
-        # Who looks after the box, with `read` alone too, sees that every job is there, and how far it is.
+        # An operator, even with `read` alone, sees that every job exists, and its progress.
         row = jobs.find(db, job_id)
         if row is None:
             raise unknown_job(job_id)
@@ -64,10 +64,10 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes],
         }
 
-    # Not by `response_class`: the document would then say that refusals are plain text too.
+    # Not by `response_class`: the OpenAPI document would then say that errors are plain text too.
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def prometheus_metrics() -> PlainTextResponse:
-        """The controller's own series in Prometheus' text format; the gateway's /metrics joins them to its own."""
+        """The controller's own series in Prometheus' text format; the gateway's /metrics merges them with its own."""
         return PlainTextResponse(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/tiers")
@@ -93,7 +93,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/limits")
     async def show_limits() -> dict[str, Any]:
-        """The measured rates of the hardware that hand-overs are compared with."""
+        """The measured hardware rates that hand-overs are compared with."""
         return copy_limit.read(db)
 
     @router.post("/limits/measure")

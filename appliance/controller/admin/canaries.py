@@ -1,4 +1,4 @@
-"""/admin/v1/models/{name}/canary and /promote: a version takes a share of its model's requests before it gets all."""
+"""/admin/v1/models/{name}/canary and /promote: gives a version a share of its model's requests before it gets all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from appliance.store.rows import CanaryRow
 
 
 class Canary(BaseModel):
-    """share: a part of the requests, 0.1 for one in ten. watch_s: how long it is watched, in seconds."""
+    """share: fraction of the requests, 0.1 for one in ten. watch_s: how long it is watched, in seconds."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -30,7 +30,7 @@ class Canary(BaseModel):
 
 
 def routes(context: ControllerContext, router: APIRouter, running: Canaries) -> None:
-    """Add the routes to the admin router; before those of models, whose names may hold slashes."""
+    """Add the routes to the admin router; before those of models, whose names may contain slashes."""
     db = context.db
 
     def last(name: str) -> CanaryRow:

@@ -24,7 +24,7 @@ Replicas = Annotated[int, Field(ge=0, le=65536)]
 
 
 class Deploy(BaseModel):
-    """Only what is given changes; null takes a target, the idle time or the bound on replicas away."""
+    """Only the given fields change; null removes a target, the idle time or the limit on replicas."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -41,7 +41,7 @@ _NEVER_NULL = ("min_replicas", "tensor_parallel", "pinned")
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router; before those of models, whose names may hold slashes."""
+    """Add the routes to the admin router; before those of models, whose names may contain slashes."""
     db = context.db
 
     def known(name: str) -> DeploymentRow:
@@ -79,7 +79,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
 
 def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[str]) -> None:
-    """Raises BadRequest. What was set before a node left stays as it is while other things change."""
+    """Raises BadRequest. Values set before a node left stay valid while other fields change."""
     if row.max_replicas is not None and row.max_replicas < max(row.min_replicas, row.pinned):
         least = f"min_replicas is {row.min_replicas}" if row.min_replicas else "a pinned model has at least one replica"
         raise BadRequest(

@@ -1,4 +1,4 @@
-"""/admin/v1/devices: which there are, who holds them, taking one out of use; /admin/v1/nodes: forgetting a lost one."""
+"""/admin/v1/devices: list devices and their holders, take one out of use; /admin/v1/nodes: forget a lost node."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.post("/devices/{device_id:path}/drain")
     async def drain(device_id: str, caller: Caller, body: Drain | None = None) -> dict[str, Any]:
-        """Its holder moves elsewhere, and nobody gets it until `undrain`. Idempotent; GET /devices shows when it is
-        free."""
+        """The device's holder moves elsewhere, and no new holder gets it until `undrain`. Idempotent; GET /devices
+        shows when it is free."""
         device, reason = known(device_id), body.reason if body else ""
         by = name_of(context, caller)
         with db.transaction():
@@ -62,7 +62,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.post("/devices/{device_id:path}/undrain")
     async def undrain(device_id: str, caller: Caller) -> dict[str, Any]:
-        """Let it be used again. Idempotent."""
+        """Return the device to use. Idempotent."""
         known(device_id)
         with db.transaction():
             cordons.undrain(db, device_id)
@@ -72,7 +72,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.delete("/nodes/{name}")
     async def forget_node(name: str, caller: Caller) -> dict[str, Any]:
-        """The devices of a lost node are not shown any more. It may join again all the same."""
+        """Remove a lost node's devices from the list. The node may still join again."""
         with db.transaction():
             devices = lost_nodes.forget(db, name)
             if devices is None:

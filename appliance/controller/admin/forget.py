@@ -1,8 +1,8 @@
-"""/admin/v1/forget: a person leaves, and with them what is theirs.
+"""/admin/v1/forget: deletes the data of a person who leaves.
 
 Deleted: files, uploads, stored responses, batches, job folders and events. Kept without the name: usage, the audit log,
-jobs. Revoked: the keys. Models that were trained on their files are listed, and deleted only when that is asked for.
-Asked again it goes on where it was; once all is done there is nothing left to find by that name.
+jobs. Revoked: the keys. Models that were trained on their files are listed, and deleted only on request.
+Repeating the request continues where the last one stopped; when all is done, nothing has that name any more.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _SHOWN = 10
 
 
 class Forget(BaseModel):
-    """owner: as keys have it. cancel: what has not ended is cancelled; without it,
-    nothing is done while there is such a thing. models: those trained on the owner's files go too."""
+    """owner: as in keys. cancel: cancel unfinished work; without it, unfinished work makes the request fail.
+    models: also delete those trained on the owner's files."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -64,12 +64,12 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
 
     @router.get("/forget")
     async def show(owner: Annotated[str, Query(min_length=1, max_length=256)]) -> dict[str, Any]:
-        """What there is of this owner. Nothing is done."""
+        """What the box has of this owner. Changes nothing."""
         return {"owner": owner, "done": False, "waits_for": [], **found(owner)}
 
     @router.post("/forget")
     async def forget(body: Forget, caller: Caller) -> dict[str, Any]:
-        """`done` false: what `waits_for` names has not ended yet; ask again."""
+        """`done` false: the work that `waits_for` names has not ended yet; ask again."""
         owner = body.owner
         if owner == BOX_ITSELF:
             raise BadRequest("The box itself cannot be forgotten.", param="owner", code="invalid_value")
@@ -113,7 +113,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
         }
 
     async def _ended(owner: str, caller: Principal) -> list[str]:
-        """Cancel what has not ended and wait for it a while; what has not ended then."""
+        """Cancel unfinished work and wait for it briefly; returns what has not ended by then."""
         for job in forgotten.jobs_of(db, owner):
             if not job.finished:
                 ask(context, job.id, "cancel", caller)

@@ -1,4 +1,4 @@
-"""Hand-overs as the admin API shows them: phase by phase, with bytes, seconds and the share of the hardware's limit.
+"""Hand-overs in the admin API: phase by phase, with bytes, seconds and the share of the hardware's limit.
 
 Pure: rows and the measured limits in, plain values out. The CLI and scripts rely on these keys.
 """
@@ -32,9 +32,9 @@ def handover(db: Database, row: HandoverRow, limits: dict[str, Any]) -> dict[str
 
 
 def step(row: HandoverStepRow, limits: dict[str, Any]) -> dict[str, Any]:
-    """`seconds` of the whole step; `bytes` that it moved in `moved_s` seconds of it, and the share of the hardware's
-    limit that this is; `path` how weights came in ("staged", "in place"), or that they or a snapshot lie in shared
-    memory. None where a step moves nothing."""
+    """`seconds` of the whole step; `bytes` that it moved in `moved_s` of them, and that rate's share of the hardware's
+    limit; `path` how weights were loaded ("staged", "in place"), or that they or a snapshot are in shared memory. None
+    for a step that moves nothing."""
     count, moved_s, workers, path = _moved(row.verb, row.detail)
     rate = count / moved_s if count and moved_s else None
     limit, name = _limit(row.verb, limits, workers)
@@ -57,17 +57,17 @@ def step(row: HandoverStepRow, limits: dict[str, Any]) -> dict[str, Any]:
 
 
 def _moved(verb: str, detail: dict[str, Any]) -> tuple[int | None, float | None, int, str | None]:
-    """(bytes, seconds in which they moved, processes that moved them side by side, path)."""
+    """(bytes, seconds in which they moved, parallel processes that moved them, path)."""
     if verb in ("swap_replica", "wake_replica"):
         read = detail.get("bytes_read") or []
         how = detail.get("how")
-        # A staged version is copied beside the serving one, and only exchanged while requests pause.
+        # A staged version is copied beside the serving one; requests pause only for the exchange.
         seconds = detail.get("stage_s") if how == "staged" else detail.get("load_s")
         return (sum(read) if read else detail.get("bytes")), seconds, max(1, len(read)), _words(how)
     if verb == "suspend_group" and detail.get("bytes"):
         return detail["bytes"], (detail.get("seconds") or {}).get("snapshot"), 1, "shared memory"
     if verb in ("start_group", "start_replica"):
-        # Read while processes come up: most of the step is not copying, so no rate is made of it.
+        # Read while processes start: most of the step is not copying, so no rate is computed.
         return detail.get("bytes"), None, 1, "shared memory" if detail.get("bytes") else None
     return None, None, 1, None
 
@@ -77,7 +77,7 @@ def _words(how: str | None) -> str | None:
 
 
 def _limit(verb: str, limits: dict[str, Any], workers: int) -> tuple[float | None, str]:
-    """A GPU's weights come over its own bus; host memory is one limit for all."""
+    """A GPU's weights use its own bus; host memory is one limit for all."""
     per_gpu = limits.get("host_to_device_bytes_per_s")
     if per_gpu:
         return per_gpu * workers, "host_to_device"

@@ -27,7 +27,7 @@ from appliance.store.rows import KeyRow
 DEFAULT_SCOPES = [INFERENCE, FINE_TUNING]
 
 
-# `model share --with all` means everybody; commands on the box itself have keys of their own (`session_keys`).
+# `model share --with all` means everyone; commands on the box itself have keys of their own (`session_keys`).
 RESERVED_OWNERS = ("all", session_keys.OWNER)
 Limit = Annotated[int, Field(ge=1, le=10**15)]
 Amount = Annotated[int, Field(ge=0, le=10**15)]
@@ -36,7 +36,7 @@ _LIMITS_OF_NEW = {field.name: field.default for field in fields(KeyRow) if field
 
 
 class KeyBounds(BaseModel):
-    """Of what the key's owner may keep, where they are not the box's own (`[controller.bounds]`)."""
+    """Limits on what the key's owner may keep, where they differ from the box's own (`[controller.bounds]`)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -51,9 +51,9 @@ class KeyBounds(BaseModel):
 
 
 class KeyLimits(BaseModel):
-    """What a key may use and spend; null lifts a limit. models: names of models, beside what its owner's jobs make.
-    The quotas of tokens count prompts and completions; days and months are those of UTC. max_priority: of its jobs;
-    max_non_preemptible, max_deadlines, max_held: how many of its unfinished jobs may be so; null: as a new key has it.
+    """What a key may use and spend; null lifts a limit. models: names of models, in addition to those its owner's jobs
+    create. Token quotas count prompts and completions; days and months are in UTC. max_priority: of its jobs;
+    max_non_preemptible, max_deadlines, max_held: how many of its unfinished jobs may be so; null: a new key's default.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -70,7 +70,7 @@ class KeyLimits(BaseModel):
     bounds: KeyBounds | None = None
 
     def columns(self) -> dict[str, Any]:
-        """Of what was given."""
+        """The columns of the fields that were given."""
         given = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
         if self.bounds is not None:
             given["bounds"] = self.bounds.model_dump(exclude_none=True) or None
@@ -78,8 +78,8 @@ class KeyLimits(BaseModel):
 
 
 class KeyCreate(KeyLimits):
-    """owner: whose is what is made with it, and whose share of the devices its jobs count towards; left out, the key's
-    own name."""
+    """owner: owns what the key creates, and its share of the devices counts the key's jobs; default: the key's own
+    name."""
 
     name: OwnerName
     scopes: Annotated[list[str], Field(min_length=1, max_length=8)] | None = None
@@ -106,7 +106,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
             )
         if (owner := body.owner or body.name) in RESERVED_OWNERS:
             raise BadRequest(
-                f"No owner is called {owner!r}: the box means something else by it. Choose another name.",
+                f"The owner name {owner!r} is reserved; choose another name.",
                 param="owner" if body.owner else "name",
                 code="invalid_value",
             )
@@ -140,8 +140,8 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
 
     @router.delete("/keys/{id_or_name}")
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
-        """What was asked with it ends, or waits: its responses in background and its batches fail, its jobs are
-        paused. One that was revoked before stops nothing any more."""
+        """Stops the key's work: fails its background responses and batches, pauses its jobs. Revoking it again has no
+        further effect."""
         before = keys.find(db, id_or_name)
         if before is None:
             raise NotFound(f"No key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
@@ -162,13 +162,13 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
             )
         context.publish_keys()
         for batch_id in stopped["batches"]:
-            runner.poke(batch_id)  # it sees for itself that its key is revoked
+            runner.poke(batch_id)  # it checks itself that its key is revoked
         context.scheduler.nudge(f"{row.id} was revoked")
         return views.key(row) | {"stopped": stopped}
 
 
 def _pause_jobs(context: ControllerContext, key: KeyRow) -> list[str]:
-    """Not cancelled: what they have computed may be wanted, by the owner with another key or by whoever follows him."""
+    """Not cancelled: the owner with another key, or a successor, may want the results so far."""
     paused = [job.id for job in jobs.list_unfinished_of(context.db, key.id) if job.wanted == "run"]
     for job_id in paused:
         jobs.set_wanted(context.db, job_id, "pause")

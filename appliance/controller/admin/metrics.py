@@ -1,6 +1,6 @@
-"""The controller's series for Prometheus, read from the store and the scheduler at each scrape.
+"""The controller's Prometheus series, read from the store and the scheduler at each scrape.
 
-Nothing is counted here: what grows is counted in the store, so it goes on over restarts.
+Nothing is counted here: the store keeps the counters, so they survive restarts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLICIES = ("serve", "train", "split", "auto")
 
 
 def registry_of(context: ControllerContext) -> CollectorRegistry:
-    """A registry of this context's own, with the process' memory, CPU time and descriptors."""
+    """A separate registry for this context, with the process's memory, CPU time and descriptors."""
     registry = CollectorRegistry()
     registry.register(ControllerCollector(context))
     ProcessCollector(namespace="appliance_controller", registry=registry)
@@ -61,7 +61,7 @@ class ControllerCollector:
             ended.add_metric([total.state], total.count, total.seconds)
         yield ended
         running = float(len(handovers.list_open(self._context.db)))
-        yield GaugeMetricFamily("appliance_handovers_running", "Hand-overs under way.", running)
+        yield GaugeMetricFamily("appliance_handovers_running", "Hand-overs in progress.", running)
         yield GaugeMetricFamily("appliance_scheduler_plan_seconds", "How long the last plan took.", now["plan_s"])
         replicas = GaugeMetricFamily(
             "appliance_replicas", "Replicas by model, version and state.", labels=["model", "version", "state"]
@@ -118,8 +118,8 @@ class ControllerCollector:
 
     def _responses(self) -> Iterator[Metric]:
         number, size = responses.totals(self._context.db)
-        yield GaugeMetricFamily("appliance_stored_responses", "Answers of /v1/responses that are kept.", number)
-        yield GaugeMetricFamily("appliance_stored_response_bytes", "Bytes of these.", size)
+        yield GaugeMetricFamily("appliance_stored_responses", "Stored answers of /v1/responses.", number)
+        yield GaugeMetricFamily("appliance_stored_response_bytes", "Bytes of stored answers of /v1/responses.", size)
 
     def _weights(self, now: SchedulerStatus) -> Iterator[Metric]:
         used = GaugeMetricFamily("appliance_weight_store_bytes", "Shared memory of the weight store.", labels=["what"])
@@ -131,7 +131,7 @@ class ControllerCollector:
         tiers = self._context.tiers.status()
         for name, key, text in (
             ("appliance_tier_bytes", "bytes", "Bytes of versions and snapshots in a tier."),
-            ("appliance_tier_limit_bytes", "limit_bytes", "What a tier may hold."),
+            ("appliance_tier_limit_bytes", "limit_bytes", "Size limit of a tier."),
             ("appliance_tier_backlog_bytes", "backlog_bytes", "Bytes still to be copied into a tier."),
             ("appliance_tier_damaged", "damaged", "Damaged copies found in a tier."),
         ):

@@ -1,4 +1,4 @@
-"""/admin/v1/mode: who the devices belong to, by hand and by the clock, and what a mode would do."""
+"""/admin/v1/mode: the mode that divides the devices, its schedule, and a preview of what a mode would do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Cron = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
 class ModeSet(BaseModel):
-    """serving_floor: devices that serving keeps; left out, the box's own number."""
+    """serving_floor: devices that serving keeps; if omitted, the box's default."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -111,7 +111,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         except TimeoutError as error:
             raise ApiError(
                 504,
-                f"The mode is set, but the hand-over to it did not end within {limit_s:.0f} s; it goes on. "
+                f"The mode is set, but the hand-over to it did not end within {limit_s:.0f} s; it continues. "
                 "`appliance mode history` shows how far it is.",
                 kind="server_error",
                 code="wait_timeout",
@@ -122,7 +122,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.post("/mode/plan")
     async def plan(body: ModeSet | None = None) -> dict[str, Any]:
-        """What this mode would do now (without a body: the one that holds), and why. Nothing is done."""
+        """What this mode would do now (without a body: the current mode), and why. Changes nothing."""
         if body is None:
             return context.scheduler.explain(None)
         _check(context, body)
@@ -178,7 +178,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/mode/schedule/preview")
     async def show_preview(hours: Annotated[float, Query(gt=0, le=24 * 31)] = 24.0) -> dict[str, Any]:
-        """What holds over the coming hours, one entry per change."""
+        """The modes of the coming hours, one entry per change."""
         mode = read_mode(db)
         segments = preview(mode_windows(db, floor()), policy_of(mode, floor()), mode.since_s, time.time(), hours=hours)
         return {

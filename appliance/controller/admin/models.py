@@ -1,6 +1,6 @@
-"""/admin/v1/models and /admin/v1/operations: bring models in, look at them, verify, roll back, delete.
+"""/admin/v1/models and /admin/v1/operations: import models, show, verify, roll back, delete them.
 
-Names hold ":" and may hold "/": they come percent-encoded in one segment or plain, hence `{name:path}`.
+Names contain ":" and may contain "/": clients send them percent-encoded in one segment or plain, hence `{name:path}`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
         twin = running.running(kind, target)
         if twin is not None:
             raise Conflict(
-                f"{kind} of {shown(target)} runs already as operation {twin.id}.", param=None, code="operation_running"
+                f"{kind} of {shown(target)} is already running as operation {twin.id}.",
+                param=None,
+                code="operation_running",
             )
         return _accepted(running.start(kind, target, work))
 
@@ -90,7 +92,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
             raise BadRequest("The source contains control characters.", param="source", code="invalid_value")
         if body.name is not None:
             _check_new_name(db, body.name)
-        context.quotas.disk.check()  # how much it needs beyond that only the work finds out
+        context.quotas.disk.check()  # only the import itself finds out how much more it needs
 
         async def work(report: Report) -> dict[str, Any]:
             stats = await context.model_ops.import_model(
@@ -142,7 +144,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
             measured = await switch(context, row, target, f"{row.id} rolls back to {target}")
         except SwapFailed as error:
             record(context, caller, "model.rollback", row.id, outcome="failed", to=target, error=str(error))
-            raise Conflict(f"The roll back did not happen: {error}", param="version", code="swap_failed") from error
+            raise Conflict(f"The roll back failed: {error}", param="version", code="swap_failed") from error
         record(context, caller, "model.rollback", row.id, before=before, to=target)
         return {"model": row.id, "from": before, "to": target, "swap": measured}
 
@@ -158,7 +160,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
     @router.get("/models/{name:path}")
     async def show(name: str) -> dict[str, Any]:
-        """`canary`: its last one, running or ended."""
+        """`canary`: the most recent one, running or ended."""
         last = canaries.find(db, name)
         shown_canary = compared.view(last, time.time()) if last else None
         status = context.scheduler.status()
@@ -203,7 +205,7 @@ def _check_new_name(db: Database, name: str) -> None:
 
 
 def _register(context: ControllerContext, stats: ModelStats, caller: Principal) -> dict[str, Any]:
-    """Rows of a model whose bytes are in place: the model or a new version of it, active, and its deployment."""
+    """Create the rows of a model whose bytes are in place: model or new active version, and its deployment."""
     db, now_s = context.db, time.time()
     with db.transaction():
         if models.find(db, stats.name) is None:

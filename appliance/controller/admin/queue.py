@@ -1,4 +1,4 @@
-"""/admin/v1/queue and what an operator changes about jobs: order, bounds, hold and release."""
+"""/admin/v1/queue, and an operator's changes to jobs: order, bounds, hold and release."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from appliance.controller.jobs.wanted import known_job
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow
 
-# Slurm's words (https://slurm.schedmd.com/job_reason_codes.html); the sentence beside them is the box's own.
+# Slurm's reason codes (https://slurm.schedmd.com/job_reason_codes.html), each with a sentence of the box's own.
 VALIDATING = ("Dependency", "Its training file is being checked.")
 SUBMITTED = ("Priority", "The scheduler has not looked at it yet.")
 
 
 class JobUpdate(BaseModel):
-    """Only what is given changes; null takes a bound, the sizes or the deadline away."""
+    """Only the given fields change; null removes a bound, the sizes or the deadline."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -46,7 +46,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/queue")
     async def show_queue() -> dict[str, Any]:
-        """Every job that is not over, in the order in which the planner serves them, and what each owner has."""
+        """Every unfinished job in the order in which the planner serves them, and what each owner has."""
         placed = {place["id"]: place for place in context.scheduler.status()["queue"]}
         rows = sorted(
             (row for row in jobs.list_unfinished(db) if row.wanted != "cancel"),
@@ -107,10 +107,10 @@ def _unfinished(context: ControllerContext, caller: Principal, job_id: str, verb
 
 
 def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[str, Any]:
-    """Columns to write. Raises BadRequest."""
+    """The columns to write. Raises BadRequest."""
     given = body.model_fields_set
     if not given:
-        raise BadRequest("Nothing to change was given.", code="missing_required_parameter")
+        raise BadRequest("The request changes nothing: give at least one field.", code="missing_required_parameter")
     for name in ("priority", "preemptible"):
         if name in given and getattr(body, name) is None:
             raise BadRequest(f"{name} cannot be null.", param=name, code="invalid_value")
@@ -124,7 +124,7 @@ def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[s
     asked = {name: changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices", "asked_sizes")}
     devices.check(*asked.values())
     nodes = node_sizes.known(context)
-    if not given.isdisjoint(("min_devices", "allowed_sizes")):  # what was asked for before stays as it is
+    if not given.isdisjoint(("min_devices", "allowed_sizes")):  # otherwise the earlier request stays as it is
         devices.check_room(asked["min_devices"], asked["asked_sizes"], nodes)
     if row.resolved and not given.isdisjoint(("min_devices", "max_devices", "allowed_sizes")):
         changes["allowed_sizes"] = devices.check_sizes(replace(row, **asked), row.resolved, nodes)
@@ -156,7 +156,7 @@ def _entry(row: JobRow, position: int, place: dict[str, Any] | None, paused: str
 
 
 def _owners(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each owner has: everybody's first job comes before anybody's second of the same priority."""
+    """What each owner has: among equal priorities, everyone's first job comes before anyone's second."""
     found: dict[str | None, dict[str, Any]] = {}
     for entry in entries:
         shares = found.setdefault(entry["owner"], {"owner": entry["owner"], "running": 0, "waiting": 0, "devices": 0})

@@ -1,7 +1,7 @@
-"""/admin/v1/session-keys: keys for one command on the box itself, which asks the endpoint as a client would.
+"""/admin/v1/session-keys: keys for one command on the box itself, which calls the endpoint as a client would.
 
-They may do inference alone, are of the box itself, and are gone when the command ends; one whose command was killed is
-revoked a day later. The audit log has none of them: whoever asks here may do everything anyway.
+They allow inference only, belong to the box itself, and are deleted when the command ends; if the command was killed,
+a day later. The audit log omits them: callers of these routes may do everything anyway.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.post("/session-keys")
     async def create(caller: Caller) -> dict[str, Any]:
-        """Only on the box itself: over the network there is a key already."""
+        """Only on the box itself: a network client already has a key."""
         if caller.key_id is not None:
             raise ApiError(
                 403,
@@ -56,7 +56,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
-    """Revoke those whose command did not live to do it, and forget the ones that ended: their usage is the box's."""
+    """Revoke keys whose command was killed, and delete ended ones: their usage counts as the box's."""
     if session_keys.revoke_before(context.db, now_s - KEPT_S):
         context.publish_keys()
     session_keys.forget(context.db, now_s - KEPT_S)

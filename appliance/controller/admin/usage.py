@@ -1,4 +1,4 @@
-"""/admin/v1/usage: who spent what."""
+"""/admin/v1/usage: spending by key, owner, model, version or hour."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         by: Literal["key", "owner", "model", "version", "hour"] = "key",
         since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time; its hour counts whole")] = 0.0,
     ) -> dict[str, Any]:
-        """Requests and tokens of inference, and device-hours of training: what is known up to a second ago."""
+        """Requests and tokens of inference, and device-hours of training: up to date to within a second."""
         now_s = time.time()
         rows = [dataclasses.asdict(row) for row in usage.report(context.db, by, since_s, now_s)]
         return {"object": "list", "by": by, "since_s": since_s, "until_s": now_s, "data": rows}

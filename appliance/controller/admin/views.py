@@ -73,8 +73,8 @@ def key(row: KeyRow) -> dict[str, Any]:
 
 
 def model(db: Database, row: ModelRow, status: SchedulerStatus, states: ModelStates, tiers: TierPort) -> dict[str, Any]:
-    """`adapter`: {"base", "base_version", "rank", "host"} where the active version is one; `host` is whose engines
-    serve it. `message`: why its engines fail, None where they do not."""
+    """`adapter`: {"base", "base_version", "rank", "host"} if the active version is one; the engines of `host` serve it.
+    `message`: why its engines fail, None if they do not."""
     found = deployments.find(db, row.id)
     return {
         "name": row.id,
@@ -112,7 +112,7 @@ def model(db: Database, row: ModelRow, status: SchedulerStatus, states: ModelSta
 
 
 def deployment(row: DeploymentRow, status: SchedulerStatus) -> dict[str, Any]:
-    """`failed_reason`: why its engines fail now, None where they do not."""
+    """`failed_reason`: why its engines fail now, None if they do not."""
     failed = next((trouble["reason"] for trouble in status["troubles"] if trouble["model"] == row.model), None)
     return {
         "model": row.model,
@@ -140,7 +140,7 @@ def _adapter(db: Database, row: ModelRow) -> dict[str, Any] | None:
 
 
 def audit(row: AuditRow, by: str) -> dict[str, Any]:
-    """`by`: the name of the key, "box" for what needed none."""
+    """`by`: the key's name, "box" for actions that needed none."""
     return {
         "id": row.id,
         "by": by,

@@ -1,5 +1,5 @@
-"""Batches and responses in background: checked line by line, run on idle engines, ended exactly once.
+"""Batches and background responses: checked line by line, run on idle engines, completed exactly once.
 
-Never: It never takes an engine from interactive requests or from training (share.py).
+Never: Takes an engine from interactive requests or from training (share.py).
 Begin with runner.py, then work.py.
 """

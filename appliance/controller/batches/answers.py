@@ -1,7 +1,7 @@
-"""The answered lines of one batch on disk: each is there once, and stays there through kill -9.
+"""Stores the answered lines of one batch on disk: each exactly once, and durable against kill -9.
 
 `<folder>/<batch id>.output.jsonl` and `.error.jsonl` are appended to and synced before a line counts as answered. A
-crash can leave one torn line at the end, which is cut off on opening. Finished, they become files of the box.
+crash can leave one torn line at the end, which opening cuts off. When the batch ends, they become files of the box.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import orjson
 
 
 class Answers:
-    """Open with `open()`, on a thread; `append` on a thread too. One append at a time."""
+    """Call `open` and `append` on a thread. One append at a time."""
 
     def __init__(self, folder: Path, batch_id: str):
         self.output_path = folder / f"{batch_id}.output.jsonl"
@@ -34,7 +34,7 @@ class Answers:
         self._lock = threading.Lock()
 
     def open(self) -> Answers:
-        """Read what is there already."""
+        """Read the answers that exist already."""
         self._output, self._error = self._opened(self.output_path), self._opened(self.error_path)
         for path in (self.output_path, self.error_path):
             for line in _lines(path):
@@ -42,21 +42,21 @@ class Answers:
         return self
 
     def append(self, lines: list[dict[str, Any]]) -> None:
-        """Each {"id", "custom_id", "response", "error"}; synced on return. One that is there already is left out.
-        Raises OSError; no line is half there then, and the same may be given again."""
+        """Each {"id", "custom_id", "response", "error"}; synced on return. Skips lines that exist already. Raises
+        OSError; no partial line remains then, and the caller may pass the same lines again."""
         new = {line["custom_id"]: line for line in lines if line["custom_id"] not in self.answered}
         with self._lock:
             if self._output < 0:
-                return  # closed by the end of the controller: these lines are asked again
+                return  # the controller is ending: these lines are asked again
             for handle, good in ((self._output, True), (self._error, False)):
                 mine = [line for line in new.values() if _is_good(line) is good]
                 if mine:
                     _write_all(handle, b"".join(orjson.dumps(line) + b"\n" for line in mine))
-                for line in mine:  # now: should the other file have no room, these are not written again
+                for line in mine:  # now: if the other file has no room, these are not written twice
                     self._count(line, good)
 
     def close(self) -> None:
-        """Waits for a write that was begun."""
+        """Waits for a write in progress."""
         with self._lock:
             for handle in (self._output, self._error):
                 if handle >= 0:
@@ -64,7 +64,7 @@ class Answers:
             self._output = self._error = -1
 
     def usage_object(self) -> dict[str, Any]:
-        """As the API shows it: of the lines that succeeded."""
+        """The usage object of the API, over the lines that succeeded."""
         used = self.usage
         return {
             "input_tokens": used["input_tokens"],
@@ -93,7 +93,7 @@ class Answers:
 
 
 def tokens_of(body: Any) -> dict[str, int]:
-    """The tokens that an answer says it used, whichever endpoint it came from."""
+    """The token usage that an answer reports, whichever endpoint it came from."""
     usage = body.get("usage") if isinstance(body, dict) else None
     if not isinstance(usage, dict):
         return {}
@@ -124,7 +124,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _write_all(handle: int, data: bytes) -> None:
-    """All of it, synced, or nothing: after a disk that was full the next line would become one with half a line."""
+    """Write all of it, synced, or nothing: after a full disk, the next line would else be joined to half a line."""
     before, view = os.fstat(handle).st_size, memoryview(data)
     try:
         while view:

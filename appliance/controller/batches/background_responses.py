@@ -1,7 +1,7 @@
-"""Responses in background: asked of engines as lines of batches are, on what interactive requests leave idle.
+"""Runs background responses on engines like lines of batches, on capacity that interactive requests leave idle.
 
-What has to outlive the controller is in the response's row: while it is unfinished, what was asked. A start asks all
-unfinished ones again. One that waits for room for a day, or that three engines died of, fails.
+State that must outlive the controller is in the response's row: the request, while it is unfinished. A restart asks all
+unfinished ones again. A response fails after waiting a day for room, or after three engines died during it.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _MAX_DEATHS = 3
 
 
 class BackgroundResponses:
-    """`start` begins with what the store holds; `begin` takes up a new one. Invariant: an id is in `_waiting` or in
+    """`start` begins with the stored responses; `begin` adds a new one. Invariant: an id is in `_waiting` or in
     `_flying`, or its response has ended."""
 
     def __init__(self, context: ControllerContext, stored: StoredResponses):
         self._context, self._db, self._stored = context, context.db, stored
         self._metering = Metering(context.db, context.publish_keys)
-        self._waiting: dict[str, str] = {}  # model by id, in the order of their coming
+        self._waiting: dict[str, str] = {}  # id -> model, in order of arrival
         self._flying: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        self._sent: dict[str, tuple[str, Sent]] = {}  # at an engine now, with the key's id
-        self._owners: dict[str, str] = {}  # of those that wait or are at an engine
-        self._last_sent: dict[str, int] = {}  # by owner: a number that grows
+        self._sent: dict[str, tuple[str, Sent]] = {}  # id -> (key id, line) of responses at an engine
+        self._owners: dict[str, str] = {}  # of responses that wait or are at an engine
+        self._last_sent: dict[str, int] = {}  # owner -> number of the last response sent, increasing
         self._unpaid: list[dict[str, Any]] = []
         self._deaths: Counter[str] = Counter()
         self._wake = asyncio.Event()
@@ -73,14 +73,14 @@ class BackgroundResponses:
         self._wake.set()
 
     def forget(self, response_id: str) -> None:
-        """It is cancelled or deleted: an engine that is at it stops."""
+        """The response was cancelled or deleted: stop the engine that works on it."""
         self._waiting.pop(response_id, None)
         _, task = self._flying.pop(response_id, ("", None))
         if task is not None:
             task.cancel()
         if (sent := self._sent.pop(response_id, None)) is not None:
             key_id, line = sent
-            # Not written here: a key is revoked on a full disk, too.
+            # Not written here: a key must be revocable on a full disk, too.
             self._unpaid += self._metering.left(key_id, line.body["model"], [line])
             self._wake.set()
         self._deaths.pop(response_id, None)
@@ -88,14 +88,14 @@ class BackgroundResponses:
         self._tell_wants()
 
     def cancel(self, row: ResponseRow) -> ResponseRow:
-        """The row as it is then; one that has ended stays as it is."""
+        """Cancel it; returns the row afterwards. One that has ended stays unchanged."""
         if not row.finished:
             self.forget(row.id)
             self._end(row, {**orjson.loads(row.response), "status": "cancelled"})
         return responses.find(self._db, row.id) or row
 
     def revoke(self, key_id: str) -> list[str]:
-        """What a revoked key asked for fails; returns the ids. In the transaction that revokes it."""
+        """Fail all responses of a revoked key; returns their ids. Call it in the transaction that revokes the key."""
         rows = responses.list_unfinished(self._db, key_id=key_id)
         for row in rows:
             self.forget(row.id)
@@ -103,19 +103,19 @@ class BackgroundResponses:
         return [row.id for row in rows]
 
     async def follow(self, response_id: str, after: int) -> AsyncIterator[bytes]:
-        """Events of its stream behind the one of this number, until it has ended."""
+        """Events of its stream with numbers above `after`, until it has ended."""
         while (row := responses.find(self._db, response_id)) is not None:
             made = objects.events(orjson.loads(row.response))
             if made[after + 1 :]:
                 yield b"".join(made[after + 1 :])
-                after = len(made) - 1  # and look again: it may have changed meanwhile
+                after = len(made) - 1  # and check again: it may have changed in the meantime
             elif row.finished:
                 return
             elif not await self._stored.news(response_id, COMMENT_EVERY_S):
                 yield b": waiting\n\n"
 
     def keep_house(self, now_s: float) -> None:
-        """End what waited too long, or whose row went with its key."""
+        """End responses that waited too long, or whose row was deleted with its key."""
         live = set(self._owners.values())
         self._last_sent = {owner: number for owner, number in self._last_sent.items() if owner in live}
         for response_id in [*self._waiting, *self._flying]:
@@ -140,7 +140,7 @@ class BackgroundResponses:
                 await self._wake.wait()
 
     def _send_what_may_go(self) -> None:
-        # Lines of batches take the same room: one of these may go beside them, or a long batch would keep it for hours.
+        # Batch lines share this room: one response may run beside them, or a long batch would block it for hours.
         flying = Counter(model for model, _ in self._flying.values())
         for model in dict.fromkeys(self._waiting.values()):
             room = self._context.batch_engines.room(model).lines - flying[model]
@@ -179,7 +179,7 @@ class BackgroundResponses:
             self._flying.pop(response_id, None)
             self._fail(row, "invalid_prompt", error.message)
         except Exception as error:
-            # A bug; without this the response would be in progress for ever, with the reason in a log.
+            # A bug; without this the response would be in progress forever, with the reason only in a log.
             self._flying.pop(response_id, None)
             self._owners.pop(response_id, None)
             self._fail(row, "server_error", f"The response failed: {type(error).__name__}: {error}.")
@@ -196,7 +196,7 @@ class BackgroundResponses:
         """Raises LineReturned; ApiError where the earlier turns are gone."""
         if row.key_id and keys.is_revoked(self._db, row.key_id):
             raise ApiError(401, KEY_REVOKED)
-        if not may_use(self._db, row.key_id or None, model):  # it was deleted, or is not shared any more
+        if not may_use(self._db, row.key_id or None, model):  # it was deleted, or is no longer shared
             raise unknown_model(model)
         request = orjson.loads(row.request or "{}")
         items = None
@@ -229,7 +229,7 @@ class BackgroundResponses:
         self._end(row, objects.failed(orjson.loads(row.response), code, message))
 
     def _end(self, row: ResponseRow, response: dict[str, Any]) -> None:
-        # An engine's word for it may be newer than what a row can say.
+        # A newer engine may report a status that rows do not have.
         known = ("completed", "incomplete", "failed", "cancelled")
         status = response["status"] if response.get("status") in known else "completed"
         self._set(row, {**response, "status": status}, status=status, request=None)

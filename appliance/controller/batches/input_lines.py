@@ -1,8 +1,8 @@
-"""The input file of a batch, checked line by line before anything runs. Pure but for reading the file.
+"""Checks the input file of a batch line by line before anything runs. Pure except for reading the file.
 
 A line is {"custom_id": text, "method": "POST", "url": the batch's endpoint, "body": {"model": …, …}}
-(https://platform.openai.com/docs/api-reference/batch/request-input). What a body may ask for beyond its model is
-checked when it runs, as for any request: then one line fails and the others go on.
+(https://platform.openai.com/docs/api-reference/batch/request-input). Apart from its model, a body is checked when the
+line runs, as for any request: then one line fails and the others continue.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from appliance.controller.interfaces.errors import BadRequest, shown
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 _MAX_CUSTOM_ID = 512
 _MAX_ERRORS = 100
-# Beside those with requests. Nobody is held up by a file of 8 GiB of line ends.
+# In addition to lines with requests, so that a file of 8 GiB of line ends blocks nobody.
 _MAX_BLANK_LINES = 100_000
 _SKIPPED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Where a request stands in the input file, in bytes."""
+    """Position of a request in the input file, in bytes."""
 
     offset: int
     size: int
@@ -35,8 +35,8 @@ class Line:
 
 @dataclass
 class Lines:
-    """The requests by custom_id in the order of the file, the one model they ask, and what is wrong (at most 100
-    errors {"code", "line", "message", "param"}; lines count from 1)."""
+    """The requests by custom_id in file order, the one model they use, and the errors (at most 100
+    {"code", "line", "message", "param"}; lines count from 1)."""
 
     by_id: dict[str, Line] = field(default_factory=dict)
     model: str | None = None
@@ -93,12 +93,12 @@ def check(source: Iterable[bytes], endpoint: str, max_lines: int, line_bytes: in
 
 
 def parse(raw: bytes) -> dict[str, Any]:
-    """A line that was checked before."""
+    """Parse a line that passed the check."""
     return orjson.loads(raw)
 
 
 def _bounded(source: BinaryIO, line_bytes: int) -> Iterator[bytes]:
-    """Lines; of one that is too long no more than tells that it is: a file may be one line of 8 GiB."""
+    """The lines, each read only far enough to detect that it is too long: a file may be one line of 8 GiB."""
     while raw := source.readline(line_bytes + 1):
         yield raw
         while raw and not raw.endswith(b"\n"):

@@ -1,7 +1,7 @@
-"""What a key's rules mean for its batches: models, quota and limits by the minute hold as for a direct request.
+"""Applies a key's limits to its batches: models, quota and per-minute limits apply as to a direct request.
 
-A direct request over a limit is refused, because its client can wait and ask again; a line waits here, as long as its
-batch has time. The buckets of lines are their own: a batch does not slow down the same key's direct requests.
+A direct request over a limit is refused, because its client can retry; a line waits here, as long as its batch has
+time. Lines have buckets of their own: a batch does not slow down direct requests of the same key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from appliance.store.records import keys
 from appliance.store.rows import BatchRow, KeyRow
 
 _LIMITS = Limits()
-# As at the gateways: tokens that an engine writes in a second for one sequence, where its model was not measured yet.
+# As at the gateways: tokens per second that an engine writes for one sequence, if its model was not measured yet.
 _UNKNOWN_RATE = 10.0
 _MEASURED_FROM_TOKENS = 8
 _SMOOTHING = 0.1
@@ -35,8 +35,8 @@ _SMOOTHING = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """One line that an engine has answered. estimated: tokens that its key's allowance was charged when it was sent.
-    took_s: 0 where that is not known."""
+    """One line that an engine has answered. estimated: tokens charged to its key's allowance when it was sent.
+    took_s: 0 if unknown."""
 
     custom_id: str
     version: str
@@ -48,7 +48,7 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A line that an engine works on. at_s: monotonic."""
+    """A line that an engine is processing. at_s: monotonic."""
 
     url: str
     body: dict[str, Any]
@@ -56,7 +56,7 @@ class Sent:
 
 
 class Metering:
-    """Of all batches. `changed` publishes the keys anew when a quota was used up."""
+    """Metering of all batches. `changed` republishes the keys when a quota was used up."""
 
     def __init__(self, db: Database, changed: Callable[[], None]):
         self._db, self._spending = db, Spending(db, changed)
@@ -64,11 +64,11 @@ class Metering:
         self._rates: dict[str, float] = {}
 
     def key_of(self, batch: BatchRow) -> KeyRow | None:
-        """None for a batch of the box itself, which is bound by nothing."""
+        """None for a batch of the box itself, which has no limits."""
         return keys.find(self._db, batch.key_id) if batch.key_id is not None else None
 
     def refusal(self, key: KeyRow | None, model: str, batch: BatchRow) -> EngineAnswer | None:
-        """What the batch's next lines get instead of an answer; None: they may be sent."""
+        """The answer that the batch's next lines get instead; None: they may be sent."""
         if key is None:
             return None
         if not may_use(self._db, key.id, model):
@@ -79,7 +79,7 @@ class Metering:
         return None
 
     def waits_for(self, key: KeyRow | None, tokens: int) -> str:
-        """Why a line of so many tokens may not go now; empty if it may, and then it is charged to the allowance."""
+        """Why a line of this many tokens may not go now; empty if it may, and then the allowance is charged for it."""
         if key is None:
             return ""
         until_s = spent_until_s(self._db, key, time.time())
@@ -89,7 +89,7 @@ class Metering:
         return f"its key may spend {refused.limit} {refused.what} per minute" if refused else ""
 
     def charge(self, key: KeyRow | None, model: str, answered: list[Charge]) -> None:
-        """Count answers as the gateways count theirs: by key, model and version."""
+        """Count answers as the gateways do: by key, model and version."""
         rows = []
         for charge in answered:
             used = tokens_of(charge.body)
@@ -114,21 +114,21 @@ class Metering:
         self.pay(rows)
 
     def pay(self, rows: list[dict[str, Any]]) -> None:
-        """Raises sqlite3.Error where they cannot be written now; then they are with the next ones."""
+        """Raises sqlite3.Error if they cannot be written now; the next call then writes them too."""
         if rows:
             self._spending.take(rows)
 
     def left(self, key_id: str, model: str, lines: list[Sent]) -> list[dict[str, Any]]:
-        """For `pay`: lines that their owner took back, or whose key was revoked, while engines worked on them.
+        """For `pay`: lines that their owner recalled, or whose key was revoked, while engines processed them.
 
-        No engine says what they have cost: the prompt as estimated, and the tokens that the model writes in that time;
-        never more than was asked for. Else whoever cancels in time computes for nothing."""
+        No engine reports their cost. Charge the estimated prompt and the tokens that the model writes in that time, at
+        most what was requested; otherwise cancelling in time would make computation free."""
         rows = []
         for line in lines:
             try:
                 asked = check_body(resolve(b"POST", line.url.encode()), orjson.dumps(line.body), _LIMITS).asked
             except gateway_errors.HttpError:
-                continue  # no engine gets such a one
+                continue  # no engine receives such a line
             written = int((time.monotonic() - line.at_s) * self._rates.get(model, _UNKNOWN_RATE) * asked.sequences)
             rows.append(
                 {

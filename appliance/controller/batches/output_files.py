@@ -1,4 +1,4 @@
-"""The files of a batch: what its answers become when it ends, and what a crash leaves of them."""
+"""The files of a batch: turns its answers into files when it ends, and deletes leftovers of a crash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.store.rows import BatchRow, FileRow
 
 
 def linked(context: ControllerContext, path: Path, filename: str, row: BatchRow) -> FileRow:
-    """A second name in `files/` for the bytes: until the rows are in, a crash loses nothing and leaves nothing."""
+    """A hard link in `files/` to the bytes: until the rows are written, a crash loses nothing and leaves nothing."""
     file_id, now_s = new_id("file-"), time.time()
     os.link(path, context.files_dir / file_id)
     return FileRow(
@@ -37,7 +37,7 @@ def remove_bytes(folder: Path, batch_id: str) -> None:
 
 
 def sweep(context: ControllerContext) -> None:
-    """Delete what a crash left of batches that have ended. Call at start."""
+    """Delete leftovers of a crash from batches that have ended. Call at start."""
     unfinished = {row.id for row in batches.list_unfinished(context.db)}
     for entry in context.batches_dir.iterdir():
         if entry.name.partition(".")[0] not in unfinished:

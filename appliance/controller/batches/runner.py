@@ -1,7 +1,7 @@
-"""All unfinished batches: taken up when the box starts, and in which order they get engines.
+"""Runs all unfinished batches: resumes them when the box starts, and orders their access to engines.
 
-One task per batch, all on the controller's loop. Lines are sent as long as the engines have room
-(`ports.BatchEngines`), those of several owners by turns, and of one owner the oldest batch of a model first.
+One task per batch, all on the controller's loop. Batches send lines while the engines have room
+(`ports.BatchEngines`), several owners taking turns, and each owner's oldest batch of a model first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from appliance.store.objects import batches
 
 
 class BatchRunner:
-    """`start` begins with what the store holds; `begin` takes up a new batch; `poke` after a cancellation."""
+    """`start` begins with the stored batches; `begin` adds a new one; call `poke` after a cancellation."""
 
     def __init__(self, context: ControllerContext):
         self._context = context
@@ -38,7 +38,7 @@ class BatchRunner:
         task.add_done_callback(lambda _: self._ended(batch_id))
 
     async def _run(self, batch_id: str) -> None:
-        """The batch, or what is left of it where even its failure could not be written (a full disk)."""
+        """The batch, or the rest of it if even its failure could not be written (a full disk)."""
         work = self._works[batch_id]
         if work.begun:
             row = batches.find(self._context.db, batch_id, viewer=None)
@@ -62,12 +62,12 @@ class BatchRunner:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def progress(self, batch_id: str) -> tuple[int, int] | None:
-        """(completed, failed) now; None for a batch that does not run."""
+        """(completed, failed) now; None for a batch that is not running."""
         work = self._works.get(batch_id)
         return (work.answers.completed, work.answers.failed) if work and work.opened else None
 
     def waits_for(self, batch_id: str) -> str | None:
-        """Why none of its lines is at an engine although some are left; None when that is not so."""
+        """Why none of its remaining lines is at an engine; None if one is, or none remain."""
         work = self._works.get(batch_id)
         if work is None or not work.left or work.flying:
             return None
@@ -78,7 +78,7 @@ class BatchRunner:
         return self._context.batch_engines.room(work.model).why or None
 
     def room(self, asking: BatchWork) -> int:
-        """Lines that this batch may start now: what the engines have left, in turns by owner; of one owner the oldest
+        """Lines that this batch may start now: what the engines have left, owners taking turns; each owner's oldest
         batch goes first."""
         if self._older(asking):
             return 0
@@ -99,13 +99,13 @@ class BatchRunner:
         self._last_sent[work.owner] = self._sent
 
     def returned(self, work: BatchWork) -> None:
-        """One came back: it may be another owner's turn."""
+        """A line came back: it may be another owner's turn."""
         for other in self._works.values():
             if other.model == work.model:
                 other.wake.set()
 
     def _older(self, asking: BatchWork) -> list[BatchWork]:
-        """Batches of its model and owner that go before it; not those whose own key keeps them back."""
+        """Batches of its model and owner that go before it, except those that their own key holds back."""
         same = [work for work in self._works.values() if (work.model, work.owner) == (asking.model, asking.owner)]
         return [work for work in same[: same.index(asking)] if work.left and not work.stopped_by]
 

@@ -1,11 +1,11 @@
-"""What batches may take. Pure: a batch yields to interactive requests and to training, always.
+"""Decides what batches may take. Pure: a batch always yields to interactive requests and to training.
 
-An awake engine takes lines as far as interactive requests leave it idle, in every mode: it holds its devices anyway. A
-model without an awake engine is woken for a batch only where that takes nothing from anybody:
+An awake engine takes lines while interactive requests leave it idle, in every mode: it holds its devices anyway. A
+model without an awake engine is woken for a batch only if that takes nothing from others:
 
-- mode serve and split: the devices are serving's; while no other model is being asked, or a device is free;
+- mode serve and split: the devices belong to serving; while no other model has requests, or a device is free;
 - mode auto: the same, but only while no job wants devices;
-- mode train: never. A batch waits for another mode, or for an engine that is woken by an interactive request.
+- mode train: never. A batch waits for another mode, or until an interactive request wakes an engine.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from scheduler.core.workload import Demand
 def room(
     names: Iterable[str], engines: Sequence[str], load: Load, *, lines_per_engine: int, busy_inflight: int
 ) -> BatchCapacity:
-    """Lines that the open `engines` (replica ids) of a model may work on, all batches together.
+    """Lines that the open `engines` (replica ids) of a model may process, all batches together.
 
-    names: under which the engines are asked: the model's, and that of an adapter on them.
+    names: by which the engines are addressed: the model's, and those of adapters on them.
     """
     if not engines:
         return BatchCapacity(0, "no engine of the model is awake")
@@ -40,8 +40,8 @@ def room(
 def slots(
     free: int, wanting: Mapping[str, int], flying: Mapping[str, int], last_sent: Mapping[str, int]
 ) -> Counter[str]:
-    """Of `free` lines how many each owner may send now, who wants so many: one by one to whoever has the fewest at
-    engines, and among equals to who has sent none for longest. last_sent: a number that grows with each line sent."""
+    """How many of `free` lines each owner may send now, given how many each wants: one by one to the owner with fewest
+    at engines; ties go to who sent least recently. last_sent: a number that grows with each line sent."""
     given: Counter[str] = Counter()
     for _ in range(max(free, 0)):
         asking = [owner for owner, wanted in wanting.items() if given[owner] < wanted]
@@ -59,8 +59,8 @@ def may_wake(policy: str, jobs_want_devices: bool, others_asked: bool, free_devi
 
 
 def with_wish(demand: Demand, awake: bool, now_s: float) -> Demand:
-    """Demand of a model that a batch may wake: asleep, one request more; awake, it was used just now, which keeps it
-    from sleeping of idleness but claims nothing."""
+    """Demand of a model that a batch may wake: asleep, one more request; awake, it counts as just used, which keeps it
+    from idling to sleep but claims nothing."""
     if awake:
         return replace(demand, last_request_s=now_s)
     return replace(demand, held=demand.held + 1)
@@ -72,6 +72,6 @@ def others_asked(load: Load, names: set[str]) -> bool:
 
 
 def open_engines(table_row: Mapping | None) -> dict[str, str]:
-    """Replica id to socket of those that take requests, of a model's row of the routing table."""
+    """Replica id to socket of the open replicas in a model's row of the routing table."""
     replicas = table_row.get("replicas", ()) if table_row else ()
     return {replica["id"]: replica["socket"] for replica in replicas if replica["state"] == "open"}

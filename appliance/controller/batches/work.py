@@ -1,9 +1,9 @@
-"""One batch on its way: validating, in progress, finalizing, and one of five ends.
+"""Runs one batch: validating, in progress, finalizing, and one of five final states.
 
-What has to outlive the controller is in the batch's row (its status) and in its answers on disk (`batch_answers`); a
-start takes it up where it was, and repeats at most the lines that were in flight. An engine that is wanted for
-something else returns its lines; they wait for the next room. A line that three engines died of is answered with an
-error.
+State that must outlive the controller is in the batch's row (its status) and in its answers on disk (`batch_answers`);
+after a restart the batch continues from there and repeats at most the lines that were in flight. An engine that is
+wanted for something else returns its lines; they wait for the next idle engine. A line during which three engines died
+is answered with an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOOK_EVERY_S = 0.5
 ROOM_EVERY_S = 2.0  # on a full disk
 _MAX_DEATHS = 3
 _REFUSED_AT_ONCE = 1000
-# Of a line, to estimate what it will cost before an engine says so.
+# Of a line, to estimate its cost before an engine reports it.
 _BYTES_PER_TOKEN = 4
 _TASK_OF = {"/v1/embeddings": "embed"}
 _EXPIRED = {
@@ -51,7 +51,7 @@ _EXPIRED = {
 
 
 class Turns(Protocol):
-    """What one batch asks of who runs all of them: its turn at the engines, and what its key's rules mean for it."""
+    """What a batch needs from the runner of all batches: its turn at the engines, and its key's limits."""
 
     metering: Metering
 
@@ -66,7 +66,7 @@ class Turns(Protocol):
 
 class BatchWork:
     """One batch. `left`: custom_ids not yet sent (or returned), in order; `flying`: tasks of those at engines;
-    `stopped_by`: what of its key's limits keeps the next line back, empty if nothing does."""
+    `stopped_by`: the key limit that holds back the next line, empty if none does."""
 
     def __init__(self, context: ControllerContext, batch_id: str, runner: Turns):
         self._context, self._db, self.batch_id, self._runner = context, context.db, batch_id, runner
@@ -94,7 +94,7 @@ class BatchWork:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            # A bug; without this the batch would wait for ever, with the reason in a log that nobody reads.
+            # A bug; without this the batch would wait forever, with the reason only in a log.
             self._fail("internal_error", f"The batch failed: {type(error).__name__}: {error}.")
             raise
         finally:
@@ -148,7 +148,7 @@ class BatchWork:
                 "model_not_supported", f"The model `{lines.model}` does not support {row.endpoint}.", 1, "body.model"
             )
         elif found.pinned and found.version.version not in self._served(found.model):
-            # Nothing would ever serve it for a batch, which would wait until it expires.
+            # No engine would ever serve it for a batch, which would wait until it expires.
             lines.add_error(
                 "model_version_not_served",
                 f"The version of `{lines.model}` is not served; "
@@ -165,7 +165,7 @@ class BatchWork:
     # --- in progress
 
     async def _answer_lines(self) -> str:
-        """Send lines until all are answered, or the batch ends before; returns the status that it is to end with."""
+        """Send lines until all are answered or the batch ends early; returns its final status."""
         with open(self._input_path(self._row()), "rb") as source:
             while self.left or self.flying or self._ready:
                 self.wake.clear()
@@ -174,7 +174,7 @@ class BatchWork:
                     await self._call_back(paid=end != "expired")
                     return end
                 if self._ready:
-                    await self._store_answers()  # first, so that what they cost counts for the next
+                    await self._store_answers()  # first, so that their cost counts for the next lines
                 self._send_what_may_go(source)
                 if not self._ready:
                     await self._wait()
@@ -187,7 +187,7 @@ class BatchWork:
         if row.expires_s <= time.time():
             return "expired"
         if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
-            # What was asked with a revoked key stops, as it does at the gateways.
+            # As at the gateways, requests of a revoked key stop.
             self._set(
                 errors=[
                     {
@@ -202,8 +202,8 @@ class BatchWork:
         return None
 
     async def _call_back(self, *, paid: bool) -> None:
-        """Take the lines back from the engines, and keep what was answered until now. paid: what they have computed for
-        the rest is, too."""
+        """Recall the lines from the engines, and keep the answers so far. paid: also charge for what the engines have
+        computed of the rest."""
         taken_back = list(self._sent.values())
         for task in self.flying.values():
             task.cancel()
@@ -215,7 +215,7 @@ class BatchWork:
         await self._store_answers()
 
     async def _wait(self) -> None:
-        """Until an answer is here, the batch was poked, or the engines may have room."""
+        """Wait for an answer, a poke, or the next check whether the engines have room."""
         waits = [asyncio.ensure_future(self.wake.wait())]
         if self.left:
             waits.append(asyncio.ensure_future(self._context.batch_engines.changed(LOOK_EVERY_S)))
@@ -226,7 +226,7 @@ class BatchWork:
                 wait.cancel()
 
     def _send_what_may_go(self, source: Any) -> None:
-        """As many lines as engines have room for and the key's limits allow; lines it may not ask are answered here."""
+        """As many lines as engines have room for and the key's limits allow; lines it may not ask get an error here."""
         row, metering = self._row(), self._runner.metering
         key = metering.key_of(row)
         refusal = metering.refusal(key, self.model, row)
@@ -285,7 +285,7 @@ class BatchWork:
         charges, self._charges = self._charges, []
         if ready:
             await self._append(ready)
-            # After they are stored: what a crash loses is asked again, and nothing is charged twice.
+            # After they are stored: lines lost in a crash are asked again, and nothing is charged twice.
             stored = [charge for charge in charges if charge.custom_id in self.answers.answered]
             self._runner.metering.charge(self._runner.metering.key_of(self._row()), self.model, stored)
         now_s = time.monotonic()
@@ -294,7 +294,7 @@ class BatchWork:
             self._set(completed=self.answers.completed, failed=self.answers.failed)
 
     async def _append(self, lines: list[dict[str, Any]]) -> None:
-        """Waits for room where the disk is full: what engines have computed is not thrown away. Raises OSError."""
+        """Retries while the disk is full: answers that engines have computed are not discarded. Raises OSError."""
         while True:
             try:
                 return await to_thread.run_sync(self.answers.append, lines)
@@ -317,7 +317,7 @@ class BatchWork:
             await self._append(unanswered)
             self.left.clear()
         if end == "completed" and row.status == "cancelling":
-            end = "cancelled"  # asked for as the last answer came
+            end = "cancelled"  # cancellation arrived together with the last answer
         if end == "completed" and row.status != "finalizing":
             self._set(status="finalizing", finalizing_s=time.time())
         self.answers.close()
@@ -350,17 +350,17 @@ class BatchWork:
         batches.update(self._db, self.batch_id, **changes)
 
     def _fail(self, code: str, message: str) -> None:
-        log.error("it fails: %s", message, extra={"batch_id": self.batch_id})
+        log.error("the batch fails: %s", message, extra={"batch_id": self.batch_id})
         if batches.find(self._db, self.batch_id, viewer=None) is not None:
             error = {"code": code, "line": None, "message": message, "param": None}
             self._set(status="failed", failed_s=time.time(), errors=[error])
 
     def _input_path(self, row: BatchRow) -> Path:
-        # Without a look at the expiry: what was valid when the batch was made stays so while its bytes are here.
+        # Ignores the expiry: a file that was valid when the batch was created stays valid while its bytes are here.
         if file_rows.find(self._db, row.input_file_id, viewer=None, now_s=0) is None:
             raise _Gone(f"the file {row.input_file_id} was deleted")
         return self._context.files_dir / row.input_file_id
 
 
 class _Gone(Exception):
-    """Something that the batch needs is not there any more."""
+    """Something that the batch needs no longer exists."""

@@ -1,5 +1,5 @@
-"""The bus between the controller and its gateways: routing tables out, load and usage in.
+"""The bus between controller and gateways: it sends routing tables and receives load and usage reports.
 
-Never: It decides no routing and stores nothing.
+Never: Decides routing or stores anything.
 Begin with bus.py.
 """

@@ -1,4 +1,4 @@
-"""Requests that arrived, added up over gateway processes that come, go and start again. Pure: no sockets, no clock."""
+"""Sums arrived requests over gateway processes that come, go and restart. Pure: no sockets, no clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.controller.bus.load import Arrived, Report
 
 @dataclass(slots=True)
 class _Process:
-    """What one gateway process has said last. started_s: tells it from an earlier one of the same name."""
+    """The last report of one gateway process. started_s: distinguishes it from an earlier one of the same name."""
 
     started_s: float
     counts: dict[str, Arrived]
@@ -19,9 +19,9 @@ class _Process:
 class Arrivals:
     """Totals by model since `since_s` (Unix time), from reports that count since each gateway's start.
 
-    A total never falls. What a gateway counted before we listened is left out, or a controller that starts anew would
-    take days of traffic for one burst. A report may come twice or late (two connections of one gateway): no count
-    goes back within one process, so the largest is the newest.
+    A total never falls. Counts from before the bus opened are left out, or a restarted controller would take days of
+    traffic for one burst. A report may come twice or late (two connections of one gateway): within one process no count
+    decreases, so the largest is the newest.
     """
 
     def __init__(self, since_s: float):
@@ -36,7 +36,7 @@ class Arrivals:
     def heard(self, report: Report) -> None:
         process = self._processes.get(report.gateway)
         if process is not None and process.started_s > report.started_s:
-            return  # the last words of a process that another one has replaced
+            return  # a late report of a process that has been replaced
         if process is None or process.started_s < report.started_s:
             before = {} if report.started_s >= self._since_s else dict(report.arrived)
             process = self._processes[report.gateway] = _Process(report.started_s, before)

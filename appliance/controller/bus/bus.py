@@ -1,14 +1,14 @@
 """The bus between the controller and its gateways: JSON lines over a Unix socket (0600).
 
-Down goes the routing table, whole, with a generation that only grows; up come load reports that say which generation
-a gateway has applied and what it carries. Three rules make a drain trustworthy:
+The controller sends the whole routing table with a monotonic generation; gateways send load reports with the
+generation they have applied and their current load. Three rules make a drain reliable:
 
-1. A report counts only if it names the newest generation: a gateway that has not yet heard of a drain may still be
-   sending requests.
-2. A gateway whose connection closed counts for `gateway_gone_after_s` more as what it last said, then as nothing: its
-   connection ends with its process, and so do its requests; but it may just be reconnecting.
-3. After the bus opened, nothing is believed drained until a gateway reported or `gateway_expected_s` have passed:
-   gateways outlive a controller and carry streams that the next one does not know of.
+1. A report counts only if it names the newest generation: a gateway that has not yet received a drain may still send
+   requests.
+2. A gateway whose connection closed counts with its last report for `gateway_gone_after_s`, then not at all: its
+   connection ends with its process, and so do its requests; but it may only be reconnecting.
+3. After the bus opened, nothing counts as drained until a gateway reported or `gateway_expected_s` have passed:
+   gateways outlive a controller and carry streams that the next controller does not know of.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GENERATIONS_PER_START = 10**9
 
 
 def first_generation(db: Database) -> int:
-    """A number beyond every generation that earlier controllers of this box have published."""
+    """A number above every generation that earlier controllers of this box have published."""
     return box.increment(db, "bus_starts") * _GENERATIONS_PER_START
 
 
@@ -61,11 +61,11 @@ class _Gateway:
 class Bus:
     """Serves gateways from `start` to `stop`; all methods belong to one event loop.
 
-    `on_load` is called after every report (for the scheduler's nudge), `on_table` when the models of the table have
-    changed, `on_usage` with the rows of every message about what requests have cost (it raises ValueError for others);
-    they must not block. What else they raise is held against them in `background`, and breaks no connection.
-    `first_generation`: larger than any of an earlier controller's (see `first_generation`), or the report of a gateway
-    that still routes by an old table would count for a new one.
+    The bus calls `on_load` after every report (the scheduler's nudge), `on_table` when the table's models have changed,
+    and `on_usage` with the rows of every usage message (it raises ValueError for invalid ones); they must not block.
+    Their other errors are recorded in `background` and break no connection. `first_generation`: above any of an earlier
+    controller's (see `first_generation`), or the report of a gateway that still routes by an old table would count for
+    a new one.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Bus:
 
     @property
     def models(self) -> dict[str, Any]:
-        """The models of the table as published last."""
+        """The models of the last published table."""
         return self._models
 
     @property
@@ -142,7 +142,7 @@ class Bus:
             self._next_generation()
 
     def set_degraded(self, names: list[str]) -> None:
-        """What the box cannot do now, for the gateways' /health."""
+        """Capabilities that the box lacks now, for the gateways' /health."""
         if names != self._degraded:
             self._degraded = names
             self._wake_all()
@@ -150,7 +150,7 @@ class Bus:
     # --- listening
 
     def load(self) -> Load:
-        """Summed over all gateways that are connected, or lost only just now."""
+        """Sum over all gateways that are connected or were lost only recently."""
         self._forget_gone()
         reports = [gateway.report for gateway in self._gateways if gateway.report]
         return total(reports, self._arrivals.totals)
@@ -170,18 +170,18 @@ class Bus:
         """Returns when no gateway has a request at this replica and none can start one.
 
         The replica must be "draining" in the table, or gone from it: an open one never counts as drained. Raises
-        BusTimeout naming who still has requests there.
+        BusTimeout naming the gateways that still have requests there.
         """
         await self._wait(lambda: self._undrained(replica_id), f"to drain {replica_id}", timeout_s)
 
     def _behind(self, generation: int) -> list[str]:
-        """Who is not yet at this generation, as text; empty when all are."""
+        """Gateways not yet at this generation, as text; empty if there are none."""
         if self._too_early():
             return ["gateways that have not yet connected"]
         return [
             f"{gateway.name} (at {gateway.report.generation if gateway.report else 'no table yet'})"
             for gateway in self._gateways
-            # One that is gone cannot apply anything, and starts nothing either.
+            # A lost gateway can neither apply anything nor start a request.
             if gateway.lost_at_s is None and (gateway.report is None or gateway.report.generation < generation)
         ]
 
@@ -193,7 +193,7 @@ class Bus:
         found = []
         for gateway in self._gateways:
             report = gateway.report
-            # The newest table, not just the one that closed the replica: one rule, and gateways are never far behind.
+            # The newest table, not just the one that closed the replica: one rule, and gateways lag only briefly.
             if report is None or report.generation < self._generation:
                 found.append(f"{gateway.name}, which has not applied the drain")
             elif count := int(report.replicas.get(replica_id, {}).get("inflight", 0)):
@@ -206,7 +206,7 @@ class Bus:
     async def _wait(self, missing: Callable[[], list[str]], what: str, timeout_s: float | None) -> None:
         deadline_s = None if timeout_s is None else self._now_s() + timeout_s
         while True:
-            # Cleared before the look: a report that arrives after it sets the event again.
+            # Cleared before the check: a report that arrives after it sets the event again.
             self._changed.clear()
             self._forget_gone()
             left = missing()
@@ -222,7 +222,7 @@ class Bus:
                 continue
 
     def _next_look_s(self, now_s: float, deadline_s: float | None) -> float | None:
-        """When something changes by mere time: a lost gateway is given up, the start is over, the deadline."""
+        """When time alone changes something: a lost gateway expires, the start period ends, the deadline."""
         moments = [
             gateway.lost_at_s + self._config.gateway_gone_after_s
             for gateway in self._gateways
@@ -249,7 +249,7 @@ class Bus:
             while line := await reader.readline():
                 self._take(gateway, line)
         except ValueError as error:
-            log.warning("bus: %s sent a line that is no load report, connection closed: %s", gateway.name, error)
+            log.warning("bus: %s sent an invalid message, connection closed: %s", gateway.name, error)
         except OSError as error:
             log.info("bus: connection of %s broke: %s", gateway.name, error)
         finally:
@@ -268,7 +268,7 @@ class Bus:
             raise ValueError(f"expected an object of type 'load' or 'usage', got {line[:80]!r}")
         report = parse_report(message)
         if gateway.report is None:
-            # The same gateway back on a new connection: what the lost one last said is superseded.
+            # The same gateway on a new connection: this replaces the lost one's last report.
             for old in [g for g in self._gateways if g.lost_at_s is not None and g.name == report.gateway]:
                 self._gateways.discard(old)
         gateway.report = report
@@ -279,8 +279,8 @@ class Bus:
             self._tell("what load reports set off", self._on_load)
 
     def _tell(self, name: str, told: Callable[..., None], *what: Any) -> None:
-        """A fault of ours, a full disk among them, is held against `name`; the gateway has done nothing wrong, and its
-        connection stays. One of the message is the gateway's."""
+        """Record our own errors, such as a full disk, under `name`; the gateway did nothing wrong and its connection
+        stays. An error in the message is the gateway's."""
         refused: list[ValueError] = []
         with self._background.guard(name):
             try:
@@ -298,7 +298,7 @@ class Bus:
         self._changed.set()
 
     async def _send_tables(self, gateway: _Gateway) -> None:
-        """Only the newest table is worth sending: a slow gateway skips those in between."""
+        """Only the newest table is sent: a slow gateway skips those in between."""
         try:
             while True:
                 gateway.wake.clear()
@@ -314,7 +314,7 @@ class Bus:
                 else:
                     await gateway.wake.wait()
         except OSError:
-            return  # the reading side sees the same end and does what is to be done
+            return  # the reading side sees the same end and handles it
 
     def _next_generation(self) -> None:
         self._generation += 1

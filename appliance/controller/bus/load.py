@@ -1,4 +1,4 @@
-"""What the gateways carry right now, summed over all of them. Pure: no sockets, no clock of its own."""
+"""The gateways' current load, summed over all of them. Pure: no sockets, no clock of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_NOTES = 32
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """Requests at one replica. waiting_tokens: prompt and output tokens not yet worked off, as far as known."""
+    """Requests at one replica. waiting_tokens: prompt and output tokens not yet processed, as far as known."""
 
     inflight: int = 0
     streams: int = 0
@@ -26,9 +26,9 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """Requests for one model. held: waiting at gateways for a replica. ttft_p95_s, tpot_p95_s: the worst
-    gateway's. waiting_prompt_tokens: of requests that are known to have no first token yet. prefill_tokens_per_s: of
-    one replica, by the gateway that measured the least; None where no gateway could tell."""
+    """Requests for one model. held: waiting at gateways for a replica. ttft_p95_s, tpot_p95_s: of the slowest gateway.
+    waiting_prompt_tokens: of requests known to have no first token yet. prefill_tokens_per_s: of one replica, the
+    lowest that a gateway measured; None if none could."""
 
     inflight: int = 0
     held: int = 0
@@ -41,7 +41,7 @@ class ModelLoad:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Requests that came for one model, and the tokens of their prompts as routing estimates them."""
+    """Requests that arrived for one model, and their prompt tokens as routing estimates them."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -49,7 +49,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class VersionLoad:
-    """What was counted of one version since a canary began. first_byte, duration: requests by bucket of their time
+    """Counts for one version since a canary began. first_byte, duration: requests by bucket of their time
     (`appliance.gateway.routing.canary_comparison`)."""
 
     requests: int = 0
@@ -60,10 +60,9 @@ class VersionLoad:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """canaries: by model and the moment at which its canary began, then by version. arrived: by model, since the bus
-    listens (`appliance.controller.bus.arrivals`). notes: what gateways have to say to people. certificate_expires_s:
-    the
-    first of the endpoint's, None without TLS."""
+    """canaries: by model and start time of its canary, then by version. arrived: by model, since the bus was opened
+    (`appliance.controller.bus.arrivals`). notes: gateways' notes for users. certificate_expires_s: the earliest of the
+    endpoint's certificates, None without TLS."""
 
     replicas: Mapping[str, ReplicaLoad] = field(default_factory=dict)
     models: Mapping[str, ModelLoad] = field(default_factory=dict)
@@ -75,8 +74,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The last "load" message of one gateway, checked. generation: of the table it has applied. started_s: when its
-    process began, Unix time; `arrived` counts since then."""
+    """The last "load" message of one gateway, checked. generation: of the table it has applied. started_s: Unix time at
+    which its process began; `arrived` counts since then."""
 
     gateway: str
     generation: int

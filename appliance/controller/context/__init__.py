@@ -1,5 +1,5 @@
-"""What every route is given: the context, the audit log, and work that outlasts a request.
+"""What every route receives: the context, the audit log, and work that outlives a request.
 
-Never: It holds references and no rules.
+Never: Contains rules; it holds references.
 Begin with context.py.
 """

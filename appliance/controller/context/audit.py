@@ -1,6 +1,6 @@
-"""The audit log: one row for every change, by whom, failed ones too. What a gateway refuses is in its access log.
+"""The audit log: one row for every change, failed or not. Requests that a gateway refuses are in its access log.
 
-`appliance.controller.http.audited` sees to it that no route leaves none.
+`appliance.controller.http.audited` ensures that every route writes one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RECORDED: ContextVar[list[str] | None] = ContextVar("recorded", default=None)
 
 @contextmanager
 def recording() -> Iterator[list[str]]:
-    """Gives the list to which `record` adds the action of each row meanwhile."""
+    """Yields a list to which `record` adds the action of each row in the meantime."""
     recorded: list[str] = []
     token = _RECORDED.set(recorded)
     try:
@@ -47,7 +47,7 @@ def record(
     outcome: Literal["done", "refused", "failed"] = "done",
     **detail: Any,
 ) -> None:
-    """action: "noun.verb", for example "key.create". detail: what was asked for; never a secret."""
+    """action: "noun.verb", for example "key.create". detail: the request's parameters; never a secret."""
     if (recorded := _RECORDED.get()) is not None:
         recorded.append(action)
     audit.insert(

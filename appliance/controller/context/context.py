@@ -1,4 +1,4 @@
-"""Everything a route needs, made once at start."""
+"""The context: everything a route needs, built once at start."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from runtime.background_tasks import BackgroundTasks
 
 @dataclass
 class ControllerContext:
-    """files_dir: bytes of files by id. jobs_dir: one folder per job. batches_dir: answers of
-    unfinished batches. uploads_dir: parts by upload. box: {"id",
-    "version", "url", "data_dir"} as `/admin/v1/status` shows it. adapter_rank_limit: the largest LoRA rank that
-    engines of a model take, 0: none. load: what the gateways report. models_shared: whom a model exists for has
-    changed; the gateways are to know. background: of this process. main_troubles: of the processes that the main
-    process
-    keeps, as `BackgroundTasks.degraded` has them."""
+    """files_dir: bytes of files by id. jobs_dir: one folder per job. batches_dir: answers of unfinished batches.
+    uploads_dir: parts by upload. box: {"id", "version", "url", "data_dir"} as `/admin/v1/status` shows it.
+    adapter_rank_limit: the largest LoRA rank that engines of a model accept, 0: none. load: the gateways' reports.
+    models_shared: call it when access to a model has changed, to inform the gateways. background: tasks of this
+    process. main_troubles: troubles of the processes that the main process supervises, in the form of
+    `BackgroundTasks.degraded`."""
 
     db: Database
     files_dir: Path

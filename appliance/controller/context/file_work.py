@@ -1,7 +1,7 @@
-"""Work on whole files of clients, which may take minutes: one piece at a time for each owner, on threads of their own.
+"""Runs work on whole client files, which may take minutes: one piece at a time per owner, on threads of its own.
 
-The pool that all requests write and read with has forty threads: forty large files of one owner would have kept
-everybody's uploads and downloads waiting.
+The thread pool of all request I/O has forty threads: with it, forty large files of one owner would block the uploads
+and downloads of all others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from train.methods.check_process import check_apart
 from train.methods.method import Method
 from train.methods.methods import DEFAULT
 
-# A smaller file is checked faster than a process starts, and holds up other threads no longer than a request may.
+# Checking a smaller file is faster than starting a process, and blocks other threads no longer than a request may.
 APART_FROM_BYTES = 1 << 20
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class FileWork:
         self._waiting: Counter[str] = Counter()
 
     async def run(self, owner: str, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """`work(...)` when it is the turn of this piece among those of its owner."""
+        """Runs `work(...)` when it is this piece's turn among those of its owner."""
         turn = self._turns.setdefault(owner, CapacityLimiter(1))
         self._waiting[owner] += 1
         try:
@@ -43,7 +43,7 @@ class FileWork:
     async def check(
         self, owner: str, path: Path, chat_path: Path | None = None, method: Method = DEFAULT
     ) -> DataReport:
-        """What is in a training file; with `chat_path`, also written there as the method reads it. Raises OSError."""
+        """Check a training file; with `chat_path`, also write it there in the method's format. Raises OSError."""
         if path.stat().st_size >= APART_FROM_BYTES:
             return await self.run(owner, check_apart, path, chat_path, method.name)
         return await self.run(owner, check_training_file, path, chat_path=chat_path, convert=method.convert)

@@ -1,7 +1,7 @@
-"""Long work behind the admin API: started at once, followed by its row in the store.
+"""Long operations behind the admin API: started at once, tracked by a row in the store.
 
-An operation lives in the controller's process; one that a restart interrupted is marked failed, and asking again
-starts over from what the disk holds.
+An operation lives in the controller's process. A restart marks an interrupted one as failed; repeating the request
+starts over from what is on disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Operations:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def fail_interrupted(self) -> None:
-        """At start: what still says "running" died with the controller before."""
+        """At start: mark operations still "running" as failed; they ended with the previous controller."""
         for row in operations.list_running(self._context.db):
             operations.fail(
                 self._context.db,
@@ -74,7 +74,7 @@ class Operations:
         progress = _Progress(self._context, operation_id)
         try:
             result = await work(progress.report)
-            await asyncio.sleep(0)  # reports made just now are on their way through the loop
+            await asyncio.sleep(0)  # recent reports are still queued on the loop
         except OperationFailed as error:
             progress.end()
             operations.fail(db, operation_id, {"code": error.code, "message": str(error), "param": error.param})
@@ -91,7 +91,7 @@ class Operations:
             )
             raise
         except Exception as error:
-            # The task's own exception would only be logged when it is collected: the person asking must see it end.
+            # An uncaught task exception would only be logged when collected: the caller must see the operation end.
             progress.end()
             operations.fail(
                 db,
@@ -109,7 +109,7 @@ class Operations:
 
 
 class _Progress:
-    """Brings reports from any thread to the loop's thread, thinned out."""
+    """Forwards reports from any thread to the loop's thread, rate-limited."""
 
     def __init__(self, context: ControllerContext, operation_id: str):
         self._context, self._id = context, operation_id

@@ -1,5 +1,5 @@
-"""The store's side of devices and nodes: cordons, lost nodes, sizes, the mode, the measured copy limit.
+"""Store state about devices and nodes: cordons, lost nodes, sizes, the mode, the measured copy limit.
 
-Never: It touches no device; wiring and the scheduler do.
+Never: Touches a device; wiring and the scheduler do.
 Begin with mode.py.
 """

@@ -1,4 +1,4 @@
-"""The hardware limit that hand-overs are measured against: measured on this box once, and again on demand."""
+"""Measures the hardware limit that hand-overs are compared with: once on this box, and again on demand."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def read(db: Database) -> dict[str, Any]:
 
 
 async def measure(db: Database, kinds: Collection[str]) -> dict[str, Any]:
-    """Measure and keep, on a box with devices of these kinds. Takes a fraction of a second, on a GPU some seconds, on a
-    thread."""
+    """Measure and store the rates for devices of these kinds, on a thread: a fraction of a second, with a GPU some
+    seconds."""
     found = {**(await to_thread.run_sync(measured, kinds)), "measured_s": time.time()}
     box.put(db, LIMITS, found)
     return found

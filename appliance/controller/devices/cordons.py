@@ -1,4 +1,4 @@
-"""Cordons: devices that their holders are to leave and that get no new ones, kept in the store until lifted."""
+"""Cordons: devices that their holders must leave and that get no new holders, kept in the store until lifted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRIALS = "device_trials"
 
 
 def drain(db: Database, device_id: str, reason: str, by: str, now_s: float) -> bool:
-    """Ask the device's holder to leave. False when it was asked already; a new reason replaces the old one."""
+    """Ask the device's holder to leave. False if it was drained already; a new reason replaces the old one."""
     with db.transaction():
         drains, cordoned = box.get(db, DRAINS, {}), box.get(db, CORDONED, [])
         fresh = device_id not in cordoned
@@ -27,7 +27,7 @@ def drain(db: Database, device_id: str, reason: str, by: str, now_s: float) -> b
 
 
 def undrain(db: Database, device_id: str) -> bool:
-    """Let it be used again, whoever cordoned it. False when it was not cordoned."""
+    """Return the device to use, whoever cordoned it. False if it was not cordoned."""
     with db.transaction():
         drains, cordoned = box.get(db, DRAINS, {}), box.get(db, CORDONED, [])
         drains.pop(device_id, None)
@@ -38,9 +38,9 @@ def undrain(db: Database, device_id: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Cordons:
-    """All of them as one read of the store found them, by device id. `drains`: {"reason", "by", "since_s"} of those
-    that somebody drained; `failing`: why the scheduler cordoned one; `trials`: {"cordons", "at_s"} of those that it
-    tries again by itself."""
+    """All cordons from one read of the store, by device id. `drains`: {"reason", "by", "since_s"} of devices that a
+    person drained; `failing`: why the scheduler cordoned one; `trials`: {"cordons", "at_s"} of those that it will try
+    again by itself."""
 
     drains: dict[str, dict[str, Any]]
     failing: dict[str, str]
@@ -48,9 +48,9 @@ class Cordons:
     cordoned: frozenset[str]
 
     def shown(self, device: dict[str, Any]) -> dict[str, Any]:
-        """A device with `drain` (None where nobody drained it) and its health as the store has it."""
+        """A device with `drain` (None if nobody drained it) and its health from the store."""
         if device["id"] not in self.cordoned:
-            # The loop's view is a moment old: a device that was put back a moment ago still drains in it.
+            # The loop's view lags: a device that was just put back still drains in it.
             back = {"health": "ok", "health_reason": ""} if device["health"] == "draining" else {}
             return {**device, **back, "drain": None}
         drained, told = self.drains.get(device["id"]), self.failing.get(device["id"])

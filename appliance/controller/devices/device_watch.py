@@ -1,10 +1,10 @@
-"""Watches the devices: reads what their drivers tell, hears of what dies on them, and cordons one that fails.
+"""Watches the devices: reads their drivers' health data, counts deaths on them, and cordons devices that fail.
 
-A cordon is the same that `appliance gpu drain` sets: it is in the store, so it survives restarts, and holders leave the
-device as they would for an operator. `appliance gpu undrain` lifts it, and what was held against the device with it; so
-does the watch itself, after a while, where the cause may have passed and no person drained the device.
-Every cordon, and every node that comes or goes, is a row of the audit log, in the name of the box itself. Devices of a
-lost node stay in view (appliance/controller/devices/lost_nodes.py).
+A cordon is the same as the one set by `appliance gpu drain`: it is in the store, survives restarts, and makes holders
+leave the device. `appliance gpu undrain` lifts it and clears the device's failures; the watch itself does the same
+after a while, if the cause may have passed and no person drained the device.
+Every cordon, and every node that joins or leaves, is a row of the audit log under the box's own name. Devices of a lost
+node stay visible (appliance/controller/devices/lost_nodes.py).
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ class DeviceWatch:
             kept = self._readings.setdefault(reading.device_id, deque())
             kept.append(reading)
             if len(kept) > KEPT_READINGS:
-                del kept[1]  # never the first: it says which errors were there before the watch began
+                del kept[1]  # never the first: it has the errors from before the watch began
         self.judge()
 
     def died(self, device_ids: tuple[str, ...], holder: str, reason: str) -> None:
-        """A rank or engine of this job or model ended on these devices without being asked to."""
+        """A rank or engine of this job or model died on these devices without being stopped."""
         now_s = self._clock()
         self._deaths.extend(Death(device_id, holder, now_s, reason) for device_id in device_ids)
         try:
             self.judge()
-        except sqlite3.OperationalError as error:  # who tells of a death must not fail by it
-            log.error("a device cannot be cordoned now (%s); the next look judges again", error)
+        except sqlite3.OperationalError as error:  # the caller reports a death and must not fail
+            log.error("a device cannot be cordoned now (%s); the next check tries again", error)
 
     def node_changed(self, node: str, what: NodeChange, devices: tuple[Device, ...]) -> None:
-        """A node with these devices came or went."""
+        """A node with these devices joined or left."""
         match what:
             case "joined":
                 if lost_nodes.joined(self._db, node, [asdict(device) for device in devices]):
@@ -81,7 +81,7 @@ class DeviceWatch:
                 self._lost(node, "its node does not answer any more")
 
     def began(self, present: Collection[str]) -> None:
-        """These nodes were there when the controller began: others that it should have found are lost."""
+        """These nodes were present when the controller started: mark other expected nodes as lost."""
         for node in lost_nodes.missed(self._db, present):
             self._lost(node, "its node was not there when the box's controller began")
 
@@ -90,8 +90,8 @@ class DeviceWatch:
         self._tell("node.lost", node, {"reason": reason})
 
     def judge(self) -> None:
-        """Cordon what fails now, lift cordons whose time has come, forget what was held against devices that a person
-        put back."""
+        """Cordon devices that fail now, lift expired cordons, clear failures of devices that a person put back into
+        use."""
         now_s, cordoned = self._clock(), set(box.get(self._db, CORDONED, []))
         for device_id in self._ours - cordoned:
             self._forget(device_id)
@@ -99,11 +99,11 @@ class DeviceWatch:
         self._ours &= cordoned
         for device_id, trial in list(self._trials.items()):
             if device_id not in cordoned and now_s - trial["at_s"] > self._config.death_window_s:
-                del self._trials[device_id]  # it has lived long enough
+                del self._trials[device_id]  # it has worked long enough
         readings = {device_id: tuple(kept) for device_id, kept in self._readings.items()}
         found = failing(readings, self._deaths, now_s, self._config, self._trials)
         fresh = {device_id: failure for device_id, failure in found.items() if device_id not in cordoned}
-        # What changes is remembered once it is written: with a full disk the next look finds all of it again.
+        # Memory changes only after the write: with a full disk the next check finds everything again.
         trials = dict(self._trials)
         for device_id, failure in fresh.items():
             cordons = trials.pop(device_id, {"cordons": 0})["cordons"] + 1
@@ -135,7 +135,7 @@ class DeviceWatch:
         trials: dict[str, dict[str, Any]],
         now_s: float,
     ) -> set[str]:
-        """Devices that are to be tried again now; one that its driver still finds bad waits once more, in `trials`."""
+        """Devices to try again now; one that its driver still reports as bad waits once more, in `trials`."""
         drained = box.get(self._db, DRAINS, {})
         due = {
             device_id

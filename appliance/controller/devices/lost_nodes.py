@@ -1,7 +1,7 @@
-"""Nodes that joined the box, as the store remembers them.
+"""Records in the store which nodes joined the box and which were lost.
 
-The devices of one that was lost stay in view, with since when and why, until it is back or an admin forgets it. The
-scheduler never sees them: it plans with the devices that are there.
+The devices of a lost node stay visible, with time and reason, until it returns or an admin forgets it. The scheduler
+never sees them: it plans only with present devices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHOWN = ("id", "node", "index", "kind", "name", "memory_bytes")
 
 
 def joined(db: Database, node: str, devices: Sequence[dict[str, Any]]) -> bool:
-    """It is there. False when that was known: a new controller meets the nodes of the one before.
+    """The node is present. False when that was known: a new controller meets the nodes of its predecessor.
 
     devices: with the keys of `ports.DeviceStatus`.
     """
@@ -31,13 +31,13 @@ def joined(db: Database, node: str, devices: Sequence[dict[str, Any]]) -> bool:
 
 
 def left(db: Database, node: str) -> None:
-    """It left in order: nothing of it is missed."""
+    """The node left in order and is not expected back."""
     with db.transaction():
         box.put(db, NODES, {name: row for name, row in box.get(db, NODES, {}).items() if name != node})
 
 
 def lost(db: Database, node: str, reason: str, now_s: float) -> None:
-    """It is gone without having said so. Unix time."""
+    """The node is gone without notice. Unix time."""
     with db.transaction():
         known = box.get(db, NODES, {})
         if node in known:
@@ -45,12 +45,12 @@ def lost(db: Database, node: str, reason: str, now_s: float) -> None:
 
 
 def missed(db: Database, present: Collection[str]) -> list[str]:
-    """Nodes that should be there, are not among `present`, and are not known to be lost."""
+    """Expected nodes that are not among `present` and not already recorded as lost."""
     return [name for name, row in box.get(db, NODES, {}).items() if row["lost"] is None and name not in present]
 
 
 def forget(db: Database, node: str) -> list[str] | None:
-    """Take a lost node's devices out of view, and the cordons on them. Their ids; None when the node is not lost."""
+    """Hide a lost node's devices and delete their cordons. Returns their ids; None when the node is not lost."""
     with db.transaction():
         row = box.get(db, NODES, {}).get(node)
         if row is None or row["lost"] is None:
@@ -63,7 +63,7 @@ def forget(db: Database, node: str) -> list[str] | None:
 
 
 def in_view(db: Database, there: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every device as people see it: those that are there, with their cordons, then those of lost nodes.
+    """All devices shown to users: present ones with their cordons, then those of lost nodes.
 
     `lost`: {"reason", "since_s"} or None; `health` is "lost" where it is not None.
     """

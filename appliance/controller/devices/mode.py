@@ -1,4 +1,4 @@
-"""The mode of the box: what a person set last, the mode windows, and which of them holds now."""
+"""Stores the mode of the box: the one set by hand last, the mode windows, and which one applies now."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from scheduler.loop.mode_schedule import InForce, Window, in_force
 
 
 def read_mode(db: Database) -> Mode:
-    """The mode a person set last; a box on which none was ever set is in `auto`."""
+    """The mode set by hand last; `auto` if none was ever set."""
     stored = box.get(db, "mode")
     return Mode("auto") if stored is None else Mode(**stored)
 
 
 def write_mode(db: Database, wanted: Mode, now_s: float | None = None) -> Mode:
-    """`since_s` moves only when something changes: setting the mode that holds again is no change.
+    """`since_s` moves only on a change: setting the current mode again is none.
 
-    While a window holds it does change something: what a person set then holds until the next edge.
+    While a window applies it is a change: the mode set by hand then holds until the next edge.
     """
     now_s = time.time() if now_s is None else now_s
     before = read_mode(db)
@@ -40,14 +40,14 @@ def write_mode(db: Database, wanted: Mode, now_s: float | None = None) -> Mode:
 
 
 def policy_of(mode: Mode, box_floor: int) -> Policy:
-    """box_floor: devices that serving keeps where the mode says nothing of it."""
+    """box_floor: devices that serving keeps if the mode sets no number."""
     floor = box_floor if mode.serving_floor is None else mode.serving_floor
     return Policy(mode.policy, mode.train_devices, floor)
 
 
 def floor_notes(policy: Policy, device_count: int) -> list[str]:
-    """What a person should know of a floor that leaves training nothing. A floor beyond the devices that are there is
-    no error where it was set before: the box keeps what it has, and more once a node has joined."""
+    """Notes for users about a floor that leaves training nothing. A floor above the number of present devices is no
+    error if it was set earlier: the box keeps what it has, and more once a node has joined."""
     if policy.kind == "serve" or not device_count or policy.serving_floor < device_count:
         return []
     have = "all" if policy.serving_floor == device_count else "all there are,"
@@ -60,8 +60,8 @@ def mode_windows(db: Database, box_floor: int) -> tuple[Window, ...]:
 
 @lru_cache(maxsize=256)
 def window_of(row: WindowRow, box_floor: int) -> Window:
-    """Raises InvalidSchedule and InvalidWorkload for what cannot be a window. Cached: the scheduler asks every round,
-    and a check of a cron expression costs as much as a round."""
+    """Raises InvalidSchedule and InvalidWorkload for invalid windows. Cached: the scheduler calls it every round, and
+    checking a cron expression costs as much as a round."""
     floor = box_floor if row.serving_floor is None else row.serving_floor
     policy = Policy(row.policy, row.train_devices, floor)
     return Window(row.cron, policy, row.tz, row.until, row.for_s, row.id)

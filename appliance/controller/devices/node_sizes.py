@@ -1,8 +1,8 @@
-"""How many devices one node has: the most that a job, or an engine with tensor parallelism, can ever have, for neither
-spans nodes.
+"""Devices per node: the most that a job, or an engine with tensor parallelism, can ever have, since neither spans
+nodes.
 
-Judged on what is known now: the nodes that are there, cordoned devices included, and those that are lost, which the box
-waits for. A node that has yet to join is not known; what only it could satisfy is refused until it has joined.
+Judged by the nodes known now: present ones, cordoned devices included, and lost ones, which the box waits for. What
+only a node that has yet to join could satisfy is refused until it has joined.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from appliance.controller.interfaces.errors import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class NodeSizes:
-    """counts: devices of each node, of the kind that the box itself has. Empty before the first look at them: then
-    nothing is refused."""
+    """counts: devices of each node, of the box's own kind. Empty before the first observation: then nothing is
+    refused."""
 
     counts: tuple[int, ...]
 
@@ -27,11 +27,11 @@ class NodeSizes:
         return max(self.counts, default=0)
 
     def replicas(self, tensor_parallel: int) -> int:
-        """How many engines, over so many devices each, fit on all nodes."""
+        """How many engines, with this many devices each, fit on all nodes."""
         return sum(count // tensor_parallel for count in self.counts)
 
     def refuse_more(self, name: str, given: int, asked: str = "") -> None:
-        """Raises BadRequest where no node has `given` devices. name: the field at fault, whose value is `asked`."""
+        """Raises BadRequest if no node has `given` devices. name: the field at fault, with value `asked`."""
         if self.counts and given > self.largest:
             raise BadRequest(
                 f"{name} is {asked or given}; expected at most {self.largest}, which is all that {self._owner()} has. "
@@ -41,7 +41,7 @@ class NodeSizes:
             )
 
     def refuse_more_replicas(self, name: str, given: int, tensor_parallel: int) -> None:
-        """Raises BadRequest where the nodes do not hold `given` engines over so many devices each."""
+        """Raises BadRequest if the nodes cannot hold `given` engines with this many devices each."""
         most = self.replicas(tensor_parallel)
         if self.counts and given > most:
             each = "one device" if tensor_parallel == 1 else f"{tensor_parallel} devices side by side"
@@ -60,5 +60,5 @@ def known(context: ControllerContext) -> NodeSizes:
     devices = lost_nodes.in_view(context.db, context.scheduler.status()["devices"])
     if not devices:
         return NodeSizes(())
-    # Home's devices come first: what runs on other nodes was prepared there, for devices of its kind.
+    # Home's devices come first: other nodes run what home prepared, for its kind of devices.
     return NodeSizes(tuple(Counter(d["node"] for d in devices if d["kind"] == devices[0]["kind"]).values()))

@@ -1,5 +1,5 @@
-"""/v1/files and /v1/uploads: bytes of users onto the disk, whole or not at all.
+"""/v1/files and /v1/uploads: writes user files to disk, each completely or not at all.
 
-Never: It does not read what a file says; who uses a file checks it.
+Never: Parses a file's contents; the code that uses a file checks them.
 Begin with storage.py, then file_routes.py.
 """

@@ -57,7 +57,7 @@ def routes(context: ControllerContext) -> APIRouter:
                 attempt = idempotency.Attempt.of(
                     request, caller, ROUTE, [upload.sha256, upload.filename, row.purpose, upload.fields]
                 )
-                # No await between the look for an earlier attempt and the insert: two retries cannot both miss.
+                # No await between the search for an earlier attempt and the insert: two retries cannot both miss.
                 with db.transaction():
                     earlier = idempotency.find(db, attempt, context.config)
                     known = files.find(db, earlier, viewer=caller.viewer, now_s=time.time()) if earlier else None
@@ -120,7 +120,7 @@ def routes(context: ControllerContext) -> APIRouter:
 
 
 def _keep_s(fields: dict[str, str]) -> float | None:
-    """Of a form's `expires_after`; None without one. Raises BadRequest."""
+    """Seconds from a form's `expires_after`; None without one. Raises BadRequest."""
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None

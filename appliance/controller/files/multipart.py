@@ -1,7 +1,7 @@
-"""Multipart uploads, streamed to disk: memory stays the same whatever the size, and a file is whole or absent.
+"""Streams multipart uploads to disk: constant memory at any size, and a file is complete or absent.
 
-The bytes go to `files/.incoming-<id>`, are synced, and only then renamed to `files/<id>`; what a crash leaves is
-swept at the next start. Parsing: python-multipart's push parser (https://multipart.fastapiexpert.com/).
+The bytes go to `files/.incoming-<id>`, are synced, and only then renamed to `files/<id>`; the next start deletes what a
+crash leaves. Parsing: python-multipart's push parser (https://multipart.fastapiexpert.com/).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_FILENAME_BYTES = 255
 _FIELD_BYTES = 1024
 _MAX_PARTS = 17  # the file and 16 fields
 _MAX_HEADER_BYTES = 16 * 1024
-# All that is not the file: the parser looks at it byte by byte, on the loop that answers everybody.
+# Everything except the file: the parser processes it byte by byte, on the loop that serves all requests.
 _MAX_FORM_BYTES = 64 * 1024
 _WRITE_BYTES = 2**20
 
@@ -48,11 +48,11 @@ async def receive(
     took: Callable[[int], None],
     part: str = "file",
 ) -> Upload:
-    """Read a form whose one file stands in the part named `part` into `target`, complete and synced on return.
+    """Read a form whose one file is in the part named `part` into `target`, complete and synced on return.
 
-    The caller renames it. `took` is told how many bytes came before they are written, and may refuse them. On any
-    error, a disconnect included, the file is gone. Raises BadRequest, BodyTooLarge, Unavailable (disk full), and what
-    `took` raises.
+    The caller renames it. `took` receives the number of bytes before they are written, and may refuse them. On any
+    error, a disconnect included, the file is deleted. Raises BadRequest, BodyTooLarge, Unavailable (disk full), and
+    whatever `took` raises.
     """
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
@@ -126,7 +126,7 @@ class _Form:
         }
 
     def count(self, size: int) -> None:
-        """Before a piece of the body is parsed. Raises BadRequest when too much before it was not the file."""
+        """Call it before a piece of the body is parsed. Raises BadRequest if too much so far was not the file."""
         if self._seen - self._size > _MAX_FORM_BYTES:
             raise BadRequest(
                 f"The form has more than {_MAX_FORM_BYTES} bytes beside its file.", code="invalid_multipart"
@@ -147,8 +147,8 @@ class _Form:
         return Upload(self._filename, self._size, self._hash.hexdigest(), self._fields)
 
     def _part_begin(self) -> None:
-        # Counted as they begin, whatever they are called: a part of 13 bytes takes the loop for 5 µs, and an upload
-        # has room for forty million.
+        # Parts of any name count as they begin: a part of 13 bytes takes the loop for 5 µs, and an upload has room for
+        # forty million.
         self._parts += 1
         if self._parts > _MAX_PARTS:
             raise BadRequest(f"The form has more than {_MAX_PARTS} parts.", code="invalid_multipart")
@@ -217,7 +217,7 @@ class _Form:
 
 
 def checked_filename(raw: bytes, param: str = "file") -> str:
-    """The name is shown and sent back, never used as a path; still nothing that looks like one is let in."""
+    """The name is shown and sent back, never used as a path; names that look like a path are still rejected."""
     try:
         name = raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Files as rows and bytes: found for a caller, described, made by the box itself, deleted."""
+"""Files as rows and bytes: looked up for a caller, described, created by the box itself, deleted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LINES_SHOWN = 20
 
 
 def known_file(context: ControllerContext, file_id: str, caller: Principal, param: str = "id") -> FileRow:
-    """Raises NotFound, for another's too."""
+    """Raises NotFound, also for another owner's file."""
     row = files.find(context.db, file_id, viewer=caller.viewer, now_s=time.time())
     if row is None:
         raise NotFound(f"No such File object: {shown(file_id)}", param=param, code="file_not_found")
@@ -33,13 +33,13 @@ def known_file(context: ControllerContext, file_id: str, caller: Principal, para
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
-    """The row first: bytes without a row are swept at start, a row without bytes would be a lie."""
+    """The row first: the next start deletes bytes without a row, but a row without bytes would be wrong."""
     files.delete(context.db, row.id)
     (context.files_dir / row.id).unlink(missing_ok=True)
 
 
 def sweep(context: ControllerContext) -> int:
-    """Delete what a crash left behind: unfinished uploads, bytes without a row. Returns how many. Call at start."""
+    """Delete leftovers of a crash: unfinished uploads, bytes without a row. Returns how many. Call at start."""
     known = files.ids(context.db)
     orphans = [entry for entry in context.files_dir.iterdir() if entry.name not in known]
     for entry in orphans:
@@ -53,7 +53,7 @@ def sha256_of(path: Path) -> str:
 
 
 def add_result(db: Database, files_dir: Path, filename: str, content: bytes, *, owner: str) -> str:
-    """Store a file that the box itself made for somebody (purpose "fine-tune-results"); returns its id."""
+    """Store a file that the box itself made for an owner (purpose "fine-tune-results"); returns its id."""
     file_id = new_id("file-")
     incoming = files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
     with os.fdopen(os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
@@ -102,10 +102,10 @@ async def described(
     keep_s: float | None,
     caller: Principal,
 ) -> FileRow:
-    """The row of the complete bytes at `path`, which are the caller's. Training data is checked line by line, on a
-    thread or in a process.
+    """The row for the complete bytes at `path`, owned by the caller. Training data is checked line by line, on a thread
+    or in a process.
 
-    keep_s: seconds until the file is deleted; None: as its purpose has it, which is for ever but for batches' input.
+    keep_s: seconds until the file is deleted; None: the purpose's default, which is never, except for batch input.
     """
     now_s = time.time()
     if keep_s is None and purpose == "batch":
@@ -131,7 +131,7 @@ async def described(
 
 
 def summary(report: DataReport) -> str | None:
-    """For `status_details`: the bad lines with their reasons, or what was noticed; None when there is nothing."""
+    """For `status_details`: the bad lines with their reasons, or the warnings; None if there are none."""
     if not report.ok:
         lines = "; ".join(f"line {line}: {reason}" for line, reason in report.errors[:_LINES_SHOWN])
         more = f"; and {report.n_errors - _LINES_SHOWN} more" if report.n_errors > _LINES_SHOWN else ""

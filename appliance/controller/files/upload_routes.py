@@ -1,8 +1,8 @@
 """/v1/uploads: a large file in parts (https://platform.openai.com/docs/api-reference/uploads).
 
-Parts may come at once and in any order; `complete` names them in the order of the file. Each part is synced before its
-row is written, so an upload goes on after a restart with what it had. Completing copies the parts into one file, which
-is then like one of `/v1/files`; until then the disk holds both.
+Parts may arrive concurrently and in any order; `complete` names them in file order. Each part is synced before its row
+is written, so an upload continues after a restart with the parts it had. Completing copies the parts into one file,
+which then behaves like one of `/v1/files`; until then the disk holds both.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def routes(context: ControllerContext) -> APIRouter:
     router = make_router("/v1/uploads", FINE_TUNING)
     db, config = context.db, context.config
     completing: set[str] = set()
-    arriving: Counter[str] = Counter()  # bytes of parts by upload that are not in the store yet
-    coming: Counter[str] = Counter()  # and how many parts they are: an empty one takes a row and a file, too
+    arriving: Counter[str] = Counter()  # by upload: bytes of parts that are not in the store yet
+    coming: Counter[str] = Counter()  # by upload: number of such parts; even an empty one takes a row and a file
 
     @router.post("")
     async def create(body: UploadCreate, caller: Caller) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def routes(context: ControllerContext) -> APIRouter:
             stored = upload_rows.stored(db, row.id)[1]
             if stored + arriving[row.id] + count > 2 * row.bytes:
                 raise BadRequest(
-                    f"The parts of {row.id} would hold more than twice the {row.bytes} bytes that were announced (a "
+                    f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced (a "
                     "part may be sent a second time); create an upload with the file's size.",
                     param="data",
                     code="upload_too_large",
@@ -136,7 +136,7 @@ def routes(context: ControllerContext) -> APIRouter:
                 took,
                 "data",
             )
-            _pending(context, upload_id, caller)  # it may have ended while its bytes came
+            _pending(context, upload_id, caller)  # it may have ended while its bytes arrived
             os.rename(incoming, folder / part_id)
             made = UploadPartRow(part_id, row.id, part.size, time.time())
             upload_rows.insert_part(db, made)
@@ -152,7 +152,7 @@ def routes(context: ControllerContext) -> APIRouter:
     async def complete(upload_id: str, body: UploadComplete, caller: Caller) -> dict[str, Any]:
         row = _known(context, upload_id, caller)
         if row.status == "completed":
-            return _view(context, row, caller)  # the SDK asks again when the first answer was lost
+            return _view(context, row, caller)  # the SDK retries when the first answer was lost
         row = _pending(context, upload_id, caller)
         paths = _chosen(context, row, body)
         if row.id in completing:
@@ -187,7 +187,7 @@ def routes(context: ControllerContext) -> APIRouter:
                 keep_s=row.file_keep_s,
                 caller=caller,
             )
-            # An admin may complete another's upload, which stays another's.
+            # An admin may complete another owner's upload; its owner stays the same.
             made = replace(made, key_id=row.key_id, owner=row.owner)
             _pending(context, upload_id, caller)
             with db.transaction():
@@ -213,7 +213,7 @@ def routes(context: ControllerContext) -> APIRouter:
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
-    """End uploads whose time has passed, and forget those that ended long ago."""
+    """End expired uploads, and delete the records of those that ended long ago."""
     for row in upload_rows.overdue(context.db, now_s=now_s):
         upload_rows.update(context.db, row.id, status="expired")
         _remove_bytes(context, row.id)
@@ -221,7 +221,7 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
 
 
 def sweep(context: ControllerContext) -> None:
-    """Delete what a crash left: bytes of uploads that ended, and of parts that never became whole. Call at start."""
+    """Delete leftovers of a crash: bytes of ended uploads and of incomplete parts. Call at start."""
     pending = upload_rows.pending_ids(context.db)
     for folder in context.uploads_dir.iterdir():
         if folder.name not in pending:
@@ -263,7 +263,7 @@ def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete) ->
     known = upload_rows.parts(context.db, row.id)
     unknown = next((part_id for part_id in body.part_ids if part_id not in known), None)
     if unknown is not None:
-        raise BadRequest(f"{shown(unknown)} is no part of {row.id}.", param="part_ids", code="part_not_found")
+        raise BadRequest(f"{shown(unknown)} is not a part of {row.id}.", param="part_ids", code="part_not_found")
     if len(set(body.part_ids)) != len(body.part_ids):
         raise BadRequest("A part is named twice in 'part_ids'.", param="part_ids", code="duplicate_part")
     size = sum(known[part_id].bytes for part_id in body.part_ids)
@@ -278,7 +278,7 @@ def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete) ->
 
 
 async def _drop_all_but(context: ControllerContext, row: UploadRow, part_ids: set[str]) -> None:
-    """Parts that were not named: with them and the file the disk would hold three times what was announced."""
+    """Drop the parts not named: with them and the file the disk would hold three times the announced size."""
     unnamed = upload_rows.parts(context.db, row.id).keys() - part_ids
     with context.db.transaction():
         for part_id in unnamed:

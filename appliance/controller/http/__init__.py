@@ -1,5 +1,5 @@
-"""What every control route shares: strict bodies, error shapes, paging, audit, idempotency, request ids.
+"""Shared by all control routes: strict bodies, error shapes, paging, audit, idempotency, request ids.
 
-Never: It knows no single route and no table but the one of idempotency keys.
+Never: Knows a specific route, or any table except the one for idempotency keys.
 Begin with routers.py.
 """

@@ -1,7 +1,7 @@
-"""Every request that changes something leaves a row in the audit log, whichever route it takes.
+"""Writes an audit row for every request that changes something, on every route.
 
-Not a call in each route, which a new one would forget: all routes but reading ones pass through `audited`. A handler
-that has more to tell records its own row (`audit.record`), and then none is added. What is left out is listed with its
+All routes except reading ones pass through `audited`, because a new route could forget a call of its own. A handler
+with more detail records its own row (`audit.record`), and then none is added. Exceptions are listed with their
 reason.
 """
 
@@ -21,7 +21,7 @@ from appliance.controller.context import audit
 from appliance.controller.interfaces.principal import read_principal
 from appliance.store.errors import UnknownCursor
 
-# Whoever leaves in the midst of a body has changed nothing either.
+# A client that disconnects during its body has changed nothing either.
 _REFUSALS = (HTTPException, RequestValidationError, UnknownCursor, ClientDisconnect)
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _PARSED_BYTES = 256 * 1024
@@ -31,7 +31,7 @@ NOT_AUDITED: Mapping[Route, str] = {
     ("POST", "/v1/responses"): "a request of inference in background, as the access log and usage have it",
     ("POST", "/internal/responses"): "copies of answers from gateways, asked for by requests of inference",
     ("POST", "/v1/uploads/{upload_id}/parts"): "a part of what upload.create and upload.complete tell of",
-    ("POST", "/admin/v1/mode/plan"): "says what would be done; nothing is",
+    ("POST", "/admin/v1/mode/plan"): "a preview; nothing is changed",
     ("POST", "/admin/v1/plan"): "says what would fit; nothing is changed",
     ("POST", "/admin/v1/session-keys"): "a key of one command on the box itself, which needs none; inference alone",
     ("DELETE", "/admin/v1/session-keys/{key_id}"): "the end of such a command",
@@ -40,7 +40,7 @@ NOT_AUDITED: Mapping[Route, str] = {
 
 @dataclass(frozen=True)
 class Change:
-    """action: "noun.verb". told: fields of the answer that the row's detail has."""
+    """action: "noun.verb". told: fields of the answer that go into the row's detail."""
 
     action: str
     told: tuple[str, ...] = ()
@@ -69,11 +69,11 @@ CHANGES: Mapping[Route, Change] = {
 def audited(
     handle: Callable[[Request], Awaitable[Response]], method: str, path: str
 ) -> Callable[[Request], Awaitable[Response]]:
-    """The handler of this route, and its row: "done" once it has answered, "failed" where it broke off with an error of
-    the box's own. What was refused has changed nothing and leaves none."""
+    """The route's handler, followed by its audit row: "done" once it has answered, "failed" after an internal error. A
+    refused request has changed nothing and leaves no row."""
     if method in READS or (method, path) in NOT_AUDITED:
         return handle
-    # A route that nobody has named here is told all the same, by its method and path.
+    # A route not listed here is recorded too, by its method and path.
     change = CHANGES.get((method, path)) or Change(f"{method.lower()} {path}")
 
     async def told(request: Request) -> Response:
@@ -108,7 +108,7 @@ async def _record(request: Request, change: Change, outcome: Any, fields: dict[s
 
 
 def _fields(response: Response) -> dict[str, Any]:
-    """Of the JSON object that was answered; nothing of another answer."""
+    """Fields of a JSON object answer; none for other answers."""
     body = getattr(response, "body", b"")
     if not body or len(body) > _PARSED_BYTES:
         return {}

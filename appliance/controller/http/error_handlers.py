@@ -1,4 +1,4 @@
-"""Every way a request can fail, in OpenAI's shape: our errors, FastAPI's, Starlette's, and bugs."""
+"""Converts every request failure to OpenAI's error shape: our errors, FastAPI's, Starlette's, and bugs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ErrorObject(BaseModel):
     code: str | None
 
 
-# OpenAI's error object, which every refusal and failure answers with. For the OpenAPI document it is written out: as a
-# "model", FastAPI builds a validator for it per route and status, a third of what the app takes to make. With "4XX" in
-# it FastAPI does not add its own 422, which is never answered here.
+# OpenAI's error object, the body of every error response. The OpenAPI schema is written out: for a "model", FastAPI
+# builds a validator per route and status, which takes a third of the app's construction time. With "4XX" present,
+# FastAPI does not add its own 422, which is never sent here.
 _ERROR_ANSWER = {
     "application/json": {
         "schema": {
@@ -121,7 +121,7 @@ async def _unknown_cursor(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _client_left(request: Request, error: Exception) -> JSONResponse:
-    """Nobody hears the answer; 499 is nginx's status for it."""
+    """Nobody receives the answer; 499 is nginx's status for it."""
     log.info("%s %s: the client left before its body was complete", request.method, request.url.path)
     return _answer(499, "The client left before its request was complete.", "invalid_request_error", None, None)
 

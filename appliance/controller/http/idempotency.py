@@ -1,8 +1,8 @@
-"""A POST that arrives twice makes one resource.
+"""Makes a POST that arrives twice create one resource.
 
-The `openai` client retries POSTs without an Idempotency-Key but says so in `x-stainless-retry-count` (0, 1, 2). So:
-an Idempotency-Key decides when there is one; else a retry finds the newest resource that the same key made from the
-same body within a window, and a first attempt always makes a new one.
+The `openai` client retries POSTs without an Idempotency-Key but marks them in `x-stainless-retry-count` (0, 1, 2). So
+an Idempotency-Key decides if there is one; otherwise a retry finds the newest resource that the same key made from the
+same body within a time window, and a first attempt always makes a new one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_KEY_CHARACTERS = 255
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One request for a resource: who, where, with what body, and whether it is marked as a repetition."""
+    """One request for a resource: caller, route, body, and whether it is marked as a retry."""
 
     key_id: str
     route: str
@@ -38,7 +38,7 @@ class Attempt:
 
     @classmethod
     def of(cls, request: Request, caller: Principal, route: str, body: Any) -> Attempt:
-        """body: JSON-able value that stands for the request's body. Raises BadRequest."""
+        """body: JSON-serialisable stand-in for the request's body. Raises BadRequest."""
         key = request.headers.get("idempotency-key")
         if key is not None and not (key and len(key) <= _MAX_KEY_CHARACTERS and key.isprintable()):
             raise BadRequest(
@@ -57,7 +57,7 @@ class Attempt:
 
 
 def find(db: Database, attempt: Attempt, config: ControllerConfig) -> str | None:
-    """Id of the resource that an earlier attempt made, or None. Raises Conflict when the idempotency key belongs to
+    """Id of the resource that an earlier attempt made, or None. Raises Conflict if the idempotency key was used with
     another body."""
     if attempt.idempotency_key is not None:
         row = idempotency.by_key(db, attempt.key_id, attempt.route, attempt.idempotency_key)
@@ -78,7 +78,7 @@ def find(db: Database, attempt: Attempt, config: ControllerConfig) -> str | None
 
 
 def remember(db: Database, attempt: Attempt, resource_id: str) -> None:
-    """In the transaction that inserts the resource, or a crash between the two would make a second one."""
+    """Call in the transaction that inserts the resource; otherwise a crash between the two would duplicate it."""
     idempotency.remember(
         db,
         IdempotencyRow(

@@ -1,6 +1,6 @@
-"""Pure ASGI middleware: request ids in and out, and a limit on bodies.
+"""Pure ASGI middleware: request ids in and out, and a limit on body sizes.
 
-Not `@app.middleware("http")`: an exception under that one reached clients as a clean end of the body.
+Not `@app.middleware("http")`: with that, an exception reached clients as a clean end of the body.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from runtime.logs import REQUEST_ID
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
 _MULTIPART_OVERHEAD_BYTES = 64 * 1024
-# Copies of answered responses, from gateways: what these buffer of them is bounded there.
+# Copies of answered responses, from gateways, which limit how much of them they buffer.
 _COPIES, _COPIES_BYTES = "/internal/responses", 64 * 2**20
 _UPLOAD_PART = re.compile(r"/v1/uploads/[^/]+/parts\Z")
 
 
 class RequestIds:
-    """Every answer carries `x-request-id`: the gateway's where it is well-formed, else a new one."""
+    """Sets `x-request-id` on every answer: the gateway's if it is well-formed, else a new one."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -46,7 +46,7 @@ class RequestIds:
 
 
 class BodyLimits:
-    """Refuses bodies over the endpoint's limit: by their announced length at once, else when they pass it."""
+    """Refuses bodies over the endpoint's limit: at once by their announced length, else when they exceed it."""
 
     def __init__(self, app: ASGIApp, config: ControllerConfig):
         self._app = app

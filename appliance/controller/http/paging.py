@@ -1,4 +1,4 @@
-"""Lists as OpenAI pages them: `limit`, `after`, and an object that says whether more follow."""
+"""Lists in OpenAI's paging format: `limit`, `after`, and an object that says whether more follow."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Who is at the other end: decided by the socket that a request came over, never by what its headers lack.
+"""Identifies the peer of a request by the socket it arrived on, never by missing headers.
 
-The controller listens on two Unix sockets. On `controller.sock` are the people of this machine who own the box, their
-commands and the main process: without an identity they are the box itself, which may do everything. On `gateway.sock`
-are gateways: each of their heads names a key and its scopes, and proves with a token that a gateway wrote it. A head
-that does not is refused before any route is looked up. (It once meant the box itself: whoever got a gateway to let the
-body of a request be read as a head was the administrator.)
+The controller listens on two Unix sockets. `controller.sock` is for the machine's users who own the box, their commands
+and the main process: without an identity they are the box itself, which may do everything. `gateway.sock` is for
+gateways: each request head names a key and its scopes, and proves with a token that a gateway wrote it. Other heads are
+refused before routing. (A missing identity once meant the box itself: whoever got a gateway to interpret a request body
+as a head was the administrator.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEY_ID, SCOPES, TOKEN = b"x-appliance-key-id", b"x-appliance-scopes", b"x-applia
 
 
 class FromBox:
-    """The app behind `controller.sock`, which is 0600: no identity means the box itself; one is taken as given."""
+    """The app behind `controller.sock`, mode 0600: no identity means the box itself; an identity is trusted."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -38,7 +38,7 @@ class FromBox:
 
 
 class FromGateways:
-    """The app behind `gateway.sock`. token: what only this box's gateways know."""
+    """The app behind `gateway.sock`. token: known only to this box's gateways."""
 
     def __init__(self, app: ASGIApp, token: str):
         assert token, "without a token any head would do"
@@ -55,7 +55,7 @@ class FromGateways:
 
 
 def _identity(scope: Scope) -> Identity | None:
-    """What exactly one header of each kind says; None for anything else."""
+    """The identity from exactly one header of each kind; None for anything else."""
     key_ids, scopes = _given(scope, KEY_ID), _given(scope, SCOPES)
     if len(key_ids) != 1 or len(scopes) != 1 or not key_ids[0].strip():
         return None
@@ -69,7 +69,7 @@ def _given(scope: Scope, *names: bytes) -> list[bytes]:
 
 async def _refusal(scope: Scope, receive: Receive, send: Send) -> None:
     error = Unauthorized()
-    # Closed: a head that no gateway wrote says that the bytes on this connection are not what they were taken for.
+    # Closed: after a head that no gateway wrote, the framing of this connection cannot be trusted.
     await JSONResponse(error.body(), error.status_code, {"connection": "close"})(scope, receive, send)
 
 

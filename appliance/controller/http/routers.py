@@ -1,4 +1,4 @@
-"""Every router of the control plane is made here: strict bodies, the error shapes, and the scopes a caller needs."""
+"""Creates all routers of the control plane: strict bodies, the error shapes, and the required scopes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from appliance.controller.interfaces.principal import needs
 
 
 def make_router(prefix: str, *scopes: str, check: Callable[..., Awaitable[Any]] | None = None) -> APIRouter:
-    """A router whose routes a caller with one of `scopes`, or with admin, may use; without scopes each route says, or
-    `check`, a dependency, does.
+    """A router whose routes require one of `scopes`, or admin; without scopes each route decides, or `check`, a
+    dependency, does.
 
-    All that its routes share is given here, so that `create_app` can take them as they are:
-    `FastAPI.include_router` builds every route, with its pydantic models, a second time.
+    Everything its routes share is set here, so that `create_app` can use them as they are: `FastAPI.include_router`
+    builds every route, with its pydantic models, a second time.
     """
     check = needs(*scopes) if scopes else check
     dependencies = [Depends(check)] if check is not None else []

@@ -1,8 +1,8 @@
-"""Routes of the control plane: each change is audited, and request bodies are read by a parser with limits, instead of
-the standard library's.
+"""Routes of the control plane: each change is audited, and a parser with limits reads request bodies instead of the
+standard library's.
 
-`json.loads` accepts NaN, 5,000-digit integers and lone surrogates, and dies of RecursionError on 100,000 brackets;
-orjson refuses all of them with a position. The way in is FastAPI's documented custom Request and APIRoute class
+`json.loads` accepts NaN, 5,000-digit integers and lone surrogates, and fails with RecursionError on 100,000 brackets;
+orjson refuses all of them with a position. The hook is FastAPI's documented custom Request and APIRoute class
 (https://fastapi.tiangolo.com/how-to/custom-request-and-route/).
 """
 
@@ -20,12 +20,12 @@ from appliance.controller.interfaces.errors import BadRequest
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.payload.body_weight import check_weight
 
-# As of a request for inference: a list or object counts as 12, a string as 4, any other value as 1.
+# As for inference requests: a list or object counts as 12, a string as 4, any other value as 1.
 JSON_WEIGHT = 1 << 19
 
 
 def check_values(text: bytes) -> None:
-    """Raises BadRequest for JSON with more values than may be parsed on a loop that serves others."""
+    """Raises BadRequest for JSON with more values than may be parsed on a loop with other tasks."""
     try:
         check_weight(text, JSON_WEIGHT)
     except gateway_errors.HttpError as error:

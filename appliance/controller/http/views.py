@@ -1,4 +1,4 @@
-"""Rows as OpenAI's objects. Times become whole seconds, internal phases the six statuses that OpenAI knows."""
+"""Converts rows to OpenAI's objects. Times become whole seconds, internal phases OpenAI's six statuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WORKED_OUT = ("n_epochs", "batch_size")
 
 
 def whose(row: FileRow | JobRow | BatchRow | UploadRow, caller: Principal) -> dict[str, Any]:
-    """For an admin, who sees everybody's things, `owner`: null for the box itself; nothing for others."""
+    """For an admin, who sees all owners' objects: `owner`, null for the box itself; empty for others."""
     return {"owner": row.owner or None} if caller.is_admin else {}
 
 
@@ -43,14 +43,14 @@ def file_object(row: FileRow, caller: Principal) -> dict[str, Any]:
 
 
 def job_status(row: JobRow) -> str:
-    """A cancellation is final once it is accepted, so it shows before the devices are free."""
+    """An accepted cancellation is final, so it shows before the devices are free."""
     if row.wanted == "cancel" and not row.finished:
         return "cancelled"
     return _STATUS_OF_PHASE[row.phase]
 
 
 def job_phase(row: JobRow) -> str:
-    """The finer word for people who run the box: also pausing, paused, cancelling."""
+    """The detailed phase for operators: also pausing, paused, cancelling."""
     if row.finished:
         return row.phase
     if row.wanted == "cancel":
@@ -61,7 +61,7 @@ def job_phase(row: JobRow) -> str:
 
 
 def hyperparameters(row: JobRow) -> dict[str, Any]:
-    """What was asked for, with "auto" replaced by what it came to; a multiplier of "auto" is 1."""
+    """The requested values, with "auto" replaced by its result; a multiplier of "auto" is 1."""
     values = {name: "auto" for name in _OPENAI_HYPERPARAMETERS} | row.hyperparameters
     if row.resolved:
         values |= {name: row.resolved[name] for name in _WORKED_OUT if values[name] == "auto"}
@@ -129,7 +129,7 @@ def permission_object(row: PermissionRow) -> dict[str, Any]:
 
 
 def model_object(resolved: Resolved, states: ModelStates) -> dict[str, Any]:
-    """OpenAI's object, and what the box adds: what the model does now, and why where it does not serve."""
+    """OpenAI's object, plus the box's fields: what the model does now, and why if it does not serve."""
     made_s = resolved.version.created_s if resolved.checkpoint or resolved.pinned else resolved.model.created_s
     return {
         "id": resolved.name,

@@ -1,5 +1,5 @@
 """The controller's settings, errors, principals and the ports to the rest of the box.
 
-Never: It imports no other package of the controller.
+Never: Imports another package of the controller.
 Begin with ports.py.
 """

@@ -11,16 +11,16 @@ MIB, GIB = 2**20, 2**30
 
 
 class OwnerBounds(BaseModel):
-    """What the keys of one owner may keep or have under way together; admins are not bounded, and a key may have bounds
-    of its own (`appliance key limit --bound`)."""
+    """What the keys of one owner may store or run at once in total; admins have no limits, and a key may have limits of
+    its own (`appliance key limit --bound`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     files: int = Field(10_000, ge=0)
     """Uploads in progress count."""
     file_bytes: int = Field(64 * GIB, ge=0)
-    """Of all files together; an upload in progress counts with twice what it announced. The copies of files that jobs
-    keep until they end may take as much again."""
+    """Of all files together; an upload in progress counts twice its announced size. Copies of files that jobs keep
+    until they end may take as much again."""
     uploads: int = Field(32, ge=0)
     """Uploads in parts that are neither complete nor cancelled."""
     batches: int = Field(32, ge=0)
@@ -34,43 +34,43 @@ class OwnerBounds(BaseModel):
     background: int = Field(200, ge=0)
     """Responses in background that have not ended."""
     responses: int = Field(50_000, ge=0)
-    """Stored responses; past it, the longest unused of the owner go."""
+    """Stored responses; beyond it, the owner's least recently used are deleted."""
     responses_bytes: int = Field(1024 * MIB, ge=0)
-    """Of all stored responses of the owner; past it, the longest unused go."""
+    """Of all stored responses of the owner; beyond it, the least recently used are deleted."""
 
 
 class RetentionSettings(BaseModel):
-    """Days after which housekeeping deletes, unset: for ever; and numbers past which it deletes the oldest, whatever
+    """Days after which housekeeping deletes (unset: never), and counts beyond which it deletes the oldest, whatever
     their age. Stored responses have `responses_kept_days`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     files_days: float | None = Field(None, gt=0)
-    """Files of every purpose, but those that an unfinished job or batch reads; a file may have an earlier end of its
-    own."""
+    """Files of every purpose, except those that an unfinished job or batch reads; a file may have an earlier expiry of
+    its own."""
     batches_days: float | None = Field(None, gt=0)
-    """What is known of batches that have ended; their output files are files."""
+    """Records of batches that have ended; their output files are files."""
     batches_per_owner: int = Field(10_000, ge=1)
-    """Batches that have ended, of all keys of one owner; past it the oldest go."""
+    """Batches that have ended, of all keys of one owner; beyond it the oldest are deleted."""
     jobs_per_owner: int = Field(2_000, ge=1)
-    """Jobs that have ended, of all keys of one owner; past it the oldest go, with their folders, events and steps. A
-    job stays for as long as a model that it made, or as usage tells of the devices that it held."""
+    """Jobs that have ended, of all keys of one owner; beyond it the oldest are deleted, with their folders, events and
+    steps. A job stays as long as a model that it made, or as usage records of its devices."""
     job_data_days: float | None = Field(30.0, gt=0)
-    """The folders of jobs that have ended: events, TensorBoard files. The copy of the training data goes at once."""
+    """The folders of ended jobs: events, TensorBoard files. The copy of the training data is deleted at once."""
     job_events_days: float | None = Field(None, gt=0)
     """Events and steps of jobs that have ended."""
     events_per_job: int = Field(100_000, ge=1000)
-    """Of an unfinished job; past it the oldest go."""
+    """Of an unfinished job; beyond it the oldest are deleted."""
     audit_days: float | None = Field(None, gt=0)
     """Rows of the audit log."""
     audit_rows_per_key: int = Field(200_000, ge=1000)
-    """Rows of the audit log of one key that is no admin's; past it the oldest go."""
+    """Rows of the audit log of one key that is not an admin's; beyond it the oldest are deleted."""
     usage_days: float | None = Field(None, gt=0)
-    """Tokens by the hour, and devices that jobs held."""
+    """Tokens by the hour, and devices held by jobs."""
     handovers_days: float | None = Field(None, gt=0)
     """Hand-overs that have ended, with their steps."""
     operations_days: float | None = Field(90.0, gt=0)
-    """Imports, checks and other long work that has ended."""
+    """Imports, checks and other long operations that have ended."""
 
 
 class ControllerConfig(BaseModel):
@@ -79,7 +79,7 @@ class ControllerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     organization: str = Field("local", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")
-    """Stands in the names of fine-tuned models: ft:<base>:<organization>:<suffix>:<8 characters>."""
+    """Part of the names of fine-tuned models: ft:<base>:<organization>:<suffix>:<8 characters>."""
 
     # --- requests
     json_body_bytes: int = Field(8 * MIB, ge=1024)
@@ -93,10 +93,10 @@ class ControllerConfig(BaseModel):
     bounds: OwnerBounds = Field(default_factory=OwnerBounds)
     retention: RetentionSettings = Field(default_factory=RetentionSettings)
     disk_floor_bytes: int | None = Field(None, ge=0)
-    """Free bytes of the data directory's volume below which nothing more is stored; unset: 2 % of it, at least 2 and at
+    """Free bytes on the data directory's volume below which nothing more is stored; unset: 2 % of it, at least 2 and at
     most 20 GiB, and never more than a tenth."""
     database_reserve_bytes: int = Field(16 * MIB, ge=0)
-    """Room that the database holds back for itself, with which keys are still revoked when the disk is full."""
+    """Space that the database reserves so that keys can still be revoked when the disk is full."""
     retry_window_s: Seconds = 3600.0
     """A POST that the SDK marks as a retry finds the resource of its first attempt for this long."""
     idempotency_keep_s: Seconds = 24 * 3600.0
@@ -107,20 +107,20 @@ class ControllerConfig(BaseModel):
     batch_max_lines: int = Field(50_000, ge=1)
     """Requests in the input file of a batch."""
     batch_lines_per_engine: int = Field(16, ge=1)
-    """Lines of batches that an idle engine works on at once."""
+    """Batch lines that an idle engine processes at once."""
     batch_busy_inflight: int = Field(4, ge=1)
-    """An engine with so many interactive requests takes no lines; below it, proportionally fewer."""
+    """An engine with this many interactive requests takes no lines; below it, proportionally fewer."""
 
     # --- responses
     responses_kept_days: float = Field(30.0, ge=0)
-    """Answers of /v1/responses are kept for so long after they were made or gone on from last; 0: none is stored."""
+    """Answers of /v1/responses are kept for this long after creation or their last continuation; 0: none is stored."""
     responses_bytes: int = Field(2048 * MIB, ge=MIB)
-    """Of all of them; past it, the longest unused of the key that holds most go."""
+    """Of all of them; beyond it, the least recently used of the key that holds most are deleted."""
 
     # --- background
     housekeeping_every_s: Seconds = 30.0
     canary_every_s: Seconds = 2.0
-    """Time between two looks at versions that are compared with the one before."""
+    """Time between two checks of versions that are compared with the previous one."""
     progress_every_s: Seconds = 0.5
     """Progress of an operation is written to the store at most this often."""
 
@@ -128,6 +128,6 @@ class ControllerConfig(BaseModel):
     gateway_gone_after_s: Seconds = 3.0
     """A gateway whose connection closed may come back this long; afterwards its requests count as ended."""
     gateway_expected_s: Seconds = 5.0
-    """After the bus opened, no drain is believed for this long unless a gateway has reported: gateways outlive the
+    """After the bus opened, no drain counts as done for this long unless a gateway has reported: gateways outlive the
     controller and carry streams that a new controller does not know of yet."""
     bus_line_bytes: int = Field(64 * MIB, ge=MIB)

@@ -1,4 +1,4 @@
-"""Errors of the controller, and how each looks to a client: OpenAI's error object, nothing else.
+"""Errors of the controller, and how each appears to a client: always as OpenAI's error object.
 
 ControllerError
 ├── BusError
@@ -15,7 +15,7 @@ ApiError (an HTTPException)
 ├── BodyTooLarge      413
 └── Unavailable       503 or 507
 
-The `openai` client retries 408, 409, 429 and 5xx unless `x-should-retry: false` stands in the answer.
+The `openai` client retries 408, 409, 429 and 5xx unless the answer has `x-should-retry: false`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ NEVER_RETRY = {"x-should-retry": "false"}
 
 
 class ControllerError(Exception):
-    """Base of everything raised inside the controller that is no answer to a client."""
+    """Base of all exceptions inside the controller that are not an answer to a client."""
 
 
 class BusError(ControllerError):
-    """The bus between controller and gateways could not do what was asked."""
+    """An operation of the bus between controller and gateways failed."""
 
 
 class BusTimeout(BusError):
-    """Gateways did not report what was waited for in time; the message names them."""
+    """Gateways did not report the awaited state in time; the message names them."""
 
 
 class OperationFailed(ControllerError):
-    """Long work failed for a reason that a person can act on: `code` for programs, the message for people."""
+    """A long operation failed for a reason that a user can act on: `code` for programs, the message for people."""
 
     def __init__(self, message: str, *, code: str = "operation_failed", param: str | None = None):
         super().__init__(message)
@@ -49,15 +49,15 @@ class OperationFailed(ControllerError):
 
 
 class SwapFailed(ControllerError):
-    """Replicas could not be brought to the wanted version; they serve the one they had."""
+    """Replicas could not be swapped to the wanted version; they serve the previous one."""
 
     def __init__(self, model: str, wanted: str | None, reason: str):
         super().__init__(f"the replicas of {model} could not be brought to version {wanted}: {reason}")
 
 
 class ApiError(HTTPException):
-    """An answer with OpenAI's error object. It is an HTTPException because FastAPI lets only those pass unchanged
-    through its reading of request bodies.
+    """An answer with OpenAI's error object. It is an HTTPException because FastAPI passes only those through its
+    parsing of request bodies unchanged.
 
     message: for people. kind: the object's `type`. param: the field at fault, dotted. code: for programs.
     """
@@ -89,12 +89,12 @@ class BadRequest(ApiError):
 
 
 class Unauthorized(ApiError):
-    """No listener knows who sent this: gateways name a key in every request, and nobody else is asked to."""
+    """No listener identified the sender: gateways name a key in every request, and no other client has to."""
 
     def __init__(self) -> None:
         super().__init__(
             401,
-            "This request names nobody. Gateways send x-appliance-key-id and x-appliance-scopes, once each, with "
+            "This request has no identity. Gateways send x-appliance-key-id and x-appliance-scopes, once each, with "
             "their token; commands on the box itself use its controller.sock.",
             code="missing_identity",
         )
@@ -115,7 +115,7 @@ class NotFound(ApiError):
 
 
 class Conflict(ApiError):
-    """The state of the thing forbids it; asking again the same way cannot help."""
+    """The object's state forbids it; repeating the same request cannot help."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(409, message, param=param, code=code, headers=dict(NEVER_RETRY))
@@ -137,6 +137,6 @@ class Unavailable(ApiError):
 
 
 def shown(value: Any, limit: int = 120) -> str:
-    """What a client sent, fit for a message: bounded and without control characters."""
+    """A client's value for use in a message: bounded and without control characters."""
     text = repr(value)
     return text if len(text) <= limit else text[:limit] + "…"

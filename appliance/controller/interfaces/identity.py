@@ -1,4 +1,4 @@
-"""Who a request comes from, as the listener that took it found out (`appliance.controller.http.peers`)."""
+"""Identity of a request's sender, determined by the listener that accepted it (`appliance.controller.http.peers`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ADMIN, GATEWAY = "admin", "gateway"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """key_id None: the box itself. A gateway on its own behalf has GATEWAY as its key's id and as its only scope."""
+    """key_id None: the box itself. A gateway acting for itself has GATEWAY as its key's id and as its only scope."""
 
     key_id: str | None
     scopes: frozenset[str]

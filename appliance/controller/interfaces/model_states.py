@@ -1,5 +1,5 @@
-"""What each model does now: one word, and a sentence where its engines fail. `appliance status`, `model list`,
-`model show` and `/v1/models` all say it from here."""
+"""What each model does now: one word, and a sentence if its engines fail. Source for `appliance status`, `model list`,
+`model show` and `/v1/models`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _AWAKE = ("starting", "ready", "open", "draining", "waking")
 
 
 class ModelStates:
-    """As they are at one look at the scheduler."""
+    """The states from one read of the scheduler's status."""
 
     def __init__(self, db: Database, status: SchedulerStatus):
         self._hosts = {row.name: row.host for row in adapters.list_callable(db)}
@@ -21,8 +21,8 @@ class ModelStates:
         self._troubles = {trouble["model"]: trouble["message"] for trouble in status["troubles"]}
 
     def word(self, name: str) -> str:
-        """serving (an engine is awake), failed (its engines do not start, and are tried again: `message` says why and
-        when), asleep (a process waits with its memory given back) or cold (no process)."""
+        """serving (an engine is awake), failed (its engines do not start and are retried: `message` says why and when),
+        asleep (a process waits with its memory released) or cold (no process)."""
         states = self._replicas.get(self._host(name), set())
         if "open" in states:
             return "serving"
@@ -33,7 +33,7 @@ class ModelStates:
         return "asleep" if "asleep" in states else "cold"
 
     def message(self, name: str) -> str | None:
-        """Why its engines fail and when the next try is; None where they do not."""
+        """Why its engines fail and when the next try is; None if they do not fail."""
         return self._troubles.get(self._host(name))
 
     def _host(self, name: str) -> str:

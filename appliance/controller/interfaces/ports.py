@@ -1,4 +1,4 @@
-"""What the controller needs of the rest of the box. The app runs against these protocols; tests bring simulators."""
+"""The controller's interfaces to the rest of the box. The app runs against these protocols; tests use simulators."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class ReplicaStatus(TypedDict):
 
 class SchedulerStatus(TypedDict):
     """`memory` is {"budget_bytes", "used_bytes", "room_bytes"} of the weight store, the last what a reservation could
-    get now, and "host_bytes", all that the host has; `handover` the id of the one in flight; `notes` what a person
-    should know (why something waits or was given up); `serving_floor` devices that serving keeps where a mode names no
-    number; `bounds` the dwell times (s) and the bound on hand-overs per hour that they mean; `queue` jobs in their
-    order, each {"id", "position", "phase", "devices", "reason" (a word of Slurm's or None), "message" (a sentence)};
-    `plan_s` how long the last plan took; `troubles` the models whose engines fail, each {"model", "version", "reason",
-    "message" (a sentence), "not_before_s" (of the next try), "tries", "lasting"}."""
+    get now, and "host_bytes", the host's total; `handover` the id of the one in progress; `notes` for users (why
+    something waits or was abandoned); `serving_floor` devices that serving keeps if a mode sets no number; `bounds` the
+    dwell times (s) and the resulting limit on hand-overs per hour; `queue` jobs in order, each {"id", "position",
+    "phase", "devices", "reason" (a Slurm reason code or None), "message" (a sentence)}; `plan_s` duration of the last
+    plan; `troubles` the models whose engines fail, each {"model", "version", "reason", "message" (a sentence),
+    "not_before_s" (of the next try), "tries", "lasting"}."""
 
     devices: list[DeviceStatus]
     replicas: list[ReplicaStatus]
@@ -57,9 +57,9 @@ class SchedulerStatus(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Who devices belong to; kept in the store under box["mode"], see `appliance.controller.devices.mode`.
+    """How devices are divided; stored under box["mode"], see `appliance.controller.devices.mode`.
 
-    serving_floor None: the box's own. by: who set it.
+    serving_floor None: the box's default. by: who set it.
     """
 
     policy: PolicyName
@@ -70,33 +70,33 @@ class Mode:
 
 
 class SchedulerPort(Protocol):
-    """The loop that decides who holds which devices. The store is the truth it reads; calls here only wake it."""
+    """The loop that decides who holds which devices. It reads the wanted state from the store; calls here wake it."""
 
     def nudge(self, reason: str, by: str = "") -> None:
-        """The store changed (a job, a model, the mode): look again soon. Never blocks, never raises.
+        """The store changed (a job, a model, the mode): plan soon. Never blocks, never raises.
 
-        by: the person who asked; hand-overs that follow from it carry the name.
+        by: the person who asked; the resulting hand-overs carry the name.
         """
 
     def status(self) -> SchedulerStatus:
-        """The present, from memory: no waiting."""
+        """The current state, from memory: no waiting."""
 
     async def set_mode(self, mode: Mode) -> str | None:
-        """The mode was just written to the store; returns once it is planned for: the id of the hand-over that
-        brings it about, or None when nothing has to move."""
+        """The mode was just written to the store. Returns once the loop has planned for it: the id of the hand-over
+        that implements it, or None when nothing has to move."""
 
     def reset_failures(self, model: str) -> None:
-        """Something about this model was changed: if its engines failed, try it again at once."""
+        """This model was changed: if its engines failed, retry at once."""
 
     def explain(self, policy: Policy | None) -> dict[str, Any]:
-        """What would be done under this policy (None: the one that holds), and why (`scheduler.loop.explain`). Nothing
-        is done."""
+        """What would be done under this policy (None: the current one), and why (`scheduler.loop.explain`). Changes
+        nothing."""
 
     async def wait_handover(self, handover_id: str) -> None:
-        """Returns when this hand-over has ended, well or not (its row in the store says which)."""
+        """Returns when this hand-over has ended, successfully or not (its row in the store says which)."""
 
     async def converge_model(self, model: str) -> dict[str, Any]:
-        """The model's active version changed in the store: swap its replicas to it, and return what was measured
+        """The model's active version changed in the store: swap its replicas to it, and return the measurements
         ({"replicas", "pause_s", "seconds", "bytes", "how", "finishing"}).
         Raises SwapFailed with every replica back on the version it had."""
 
@@ -104,13 +104,13 @@ class SchedulerPort(Protocol):
         """The model's rows are gone from the store: returns when no replica of it is left."""
 
     async def unload_adapters(self, names: list[str]) -> None:
-        """The rows of these adapters ("NAME@VERSION") are gone: returns when no engine has them. Raises
-        OperationFailed while requests of theirs go on for too long."""
+        """The rows of these adapters ("NAME@VERSION") are gone: returns when no engine has them loaded. Raises
+        OperationFailed if their requests run for too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStats:
-    """What an importer found out about a model; `info` may hold more (layers, hidden size, tokenizer facts)."""
+    """An importer's findings about a model; `info` may hold more (layers, hidden size, tokenizer facts)."""
 
     name: str
     version: str
@@ -128,7 +128,7 @@ class ModelStats:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far long work is: `done` of `total` (None: unknown) in `unit`s, and what is being done now."""
+    """Progress of a long operation: `done` of `total` (None: unknown) in `unit`s, and the current activity."""
 
     done: float
     total: float | None
@@ -140,7 +140,7 @@ Report = Callable[[Progress], None]
 
 
 class VersionPaths(NamedTuple):
-    """Where the bytes of a version lie; None where they are not. kind: "version" or "adapter"."""
+    """Paths of a version's bytes; None where they are absent. kind: "version" or "adapter"."""
 
     version: str
     disk_path: str | None
@@ -149,39 +149,39 @@ class VersionPaths(NamedTuple):
 
 
 class ModelOps(Protocol):
-    """Long work on models' bytes; rows in the store are the controller's business.
+    """Long operations on model files; rows in the store are the controller's responsibility.
 
-    All of them raise OperationFailed for what a person can act on. `report` may be called from any thread.
+    All raise OperationFailed for errors that a user can act on. `report` may be called from any thread.
     """
 
     async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
-        """Copy a checkpoint directory or hub repository `source` in, checked, as a new version. `name` None: derive
-        one from the source."""
+        """Import a checkpoint directory or hub repository `source`, checked, as a new version. `name` None: derive it
+        from the source."""
 
     async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
         """Pretrain the small model named `starter`."""
 
     async def verify(self, name: str, places: list[VersionPaths], report: Report) -> dict[str, Any]:
-        """Compare bytes with checksums, in every tier; returns {"versions": [{"version", "path", "tensors", "bytes"}],
-        "unsealed": copies that have no checksums yet, "tensors", "bytes"}. Raises OperationFailed naming every damaged
-        copy with file and tensor."""
+        """Compare bytes with checksums in every tier; returns {"versions": [{"version", "path", "tensors", "bytes"}],
+        "unsealed": copies without checksums yet, "tensors", "bytes"}. Raises OperationFailed naming file and tensor of
+        every damaged copy."""
 
     async def verify_tiers(self, report: Report) -> dict[str, Any]:
         """The same for all versions, adapters and snapshots; returns {"copies", "unsealed", "tensors", "bytes"}."""
 
     async def remove(self, name: str, places: list[VersionPaths]) -> None:
-        """Give back the bytes of these versions. Idempotent."""
+        """Delete the bytes of these versions. Idempotent."""
 
     def let_go(self, name: str) -> None:
-        """No engine serves by this name any more: the box needs its bytes in shared memory no longer."""
+        """No engine serves this name any more: the box no longer needs its bytes in shared memory."""
 
 
 class KeySink(Protocol):
-    """Who must know which keys are live (the bus, for the gateways)."""
+    """Receives the set of live keys (the bus, for the gateways)."""
 
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
-        """keys: SHA-256 in hex -> {"id", "name", "scopes"} and what binds of "models", "requests_per_minute",
-        "tokens_per_minute", "spent_until_s"; replaces what was known before."""
+        """keys: SHA-256 in hex -> {"id", "name", "scopes"} and those of "models", "requests_per_minute",
+        "tokens_per_minute", "spent_until_s" that limit the key; replaces the previous set."""
 
 
 class TierPort(Protocol):
@@ -195,12 +195,12 @@ class TierPort(Protocol):
         """Names of the tiers that have a version."""
 
     def nudge(self) -> None:
-        """What is to be kept has changed."""
+        """The set of versions to keep has changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchCapacity:
-    """How many lines of batches a model's engines may work on now. why: what they wait for where it is 0."""
+    """How many batch lines a model's engines may process now. why: what they wait for if it is 0."""
 
     lines: int
     why: str = ""
@@ -208,7 +208,7 @@ class BatchCapacity:
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """body: the JSON of the answer. version: of the replica that gave it, empty if none did."""
+    """body: the answer's JSON. version: of the replica that gave it, empty if none did."""
 
     status: int
     body: Any
@@ -216,7 +216,7 @@ class EngineAnswer:
 
 
 class LineReturned(Exception):
-    """A line was not answered: its engine was wanted for something else (`yielded`), or died. Send it again."""
+    """A line got no answer: its engine was wanted for something else (`yielded`), or died. Send it again."""
 
     def __init__(self, reason: str, *, yielded: bool):
         super().__init__(reason)
@@ -224,17 +224,17 @@ class LineReturned(Exception):
 
 
 class BatchEngines(Protocol):
-    """Engines for lines of batches, which take what interactive requests leave idle."""
+    """Engines for batch lines, on the capacity that interactive requests leave idle."""
 
     def room(self, model: str) -> BatchCapacity:
-        """Of all batches together."""
+        """Total over all batches."""
 
     async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
         """The answer to one line, after the checks that every request passes. Raises LineReturned."""
 
     def wants(self, models: list[str], asker: str = "batches") -> None:
-        """Models with lines left, that of the oldest first: they may be woken where nobody is in the way. Replaces what
-        the same asker wanted before."""
+        """Models with lines left, in order of their oldest batch: they may be woken if that disturbs nobody. Replaces
+        what the same asker wanted before."""
 
     async def changed(self, timeout_s: float) -> None:
         """Returns when room may have changed, or after this time."""

@@ -1,4 +1,4 @@
-"""Who a request comes from: what the listener that took it found out (peers.py)."""
+"""The caller of a request, as identified by the listener that accepted it (peers.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCRAPE = "/admin/v1/metrics"
 class Principal:
     """key_id None: a process of the box itself (its socket is 0600), which may do everything.
 
-    owner: whose is what this request makes; empty for the box itself.
+    owner: owns what this request creates; empty for the box itself.
     """
 
     key_id: str | None
@@ -37,13 +37,12 @@ class Principal:
 
     @property
     def viewer(self) -> str | None:
-        """For the store's `viewer`: the owner whose things alone exist for this request; None for an admin, for whom
-        everybody's do."""
+        """For the store's `viewer`: the request sees only this owner's objects; None for an admin, who sees all."""
         return None if self.is_admin else self.owner
 
     @property
     def is_gateway(self) -> bool:
-        """A gateway on its own behalf, for no key: it sends copies of answers, and may do nothing else."""
+        """A gateway acting for itself, without a key: it sends copies of answers, and may do nothing else."""
         return self.key_id == GATEWAY and self.scopes == {GATEWAY}
 
 
@@ -51,8 +50,8 @@ async def read_principal(request: Request) -> Principal:
     state = request.scope["state"]
     identity = state.get("identity")
     if not isinstance(identity, Identity):
-        raise Unauthorized  # no listener has vouched for it
-    # Read anew for each request, and not said by the gateway: there is one place where a key's owner stands.
+        raise Unauthorized  # no listener has identified it
+    # Read for each request instead of sent by the gateway: a key's owner is stored in one place only.
     key_id = identity.key_id
     owner = keys.owner_of(request.app.state.context.db, key_id) if key_id is not None else ""
     return Principal(key_id, identity.scopes, state["request_id"], owner)
@@ -62,7 +61,7 @@ Caller = Annotated[Principal, Depends(read_principal)]
 
 
 def needs(*scopes: str) -> Callable[[Principal], Awaitable[None]]:
-    """A dependency that lets a caller with any of `scopes`, or with admin, pass."""
+    """A dependency that admits callers with any of `scopes`, or with admin."""
 
     async def check(caller: Caller) -> None:
         if not caller.may(*scopes):
@@ -72,9 +71,9 @@ def needs(*scopes: str) -> Callable[[Principal], Awaitable[None]]:
 
 
 async def of_admin_routes(request: Request, caller: Caller) -> None:
-    """A dependency of /admin/v1: `read` sees what a GET shows, `metrics` the scrape alone; both change nothing.
+    """A dependency of /admin/v1: `read` allows every GET, `metrics` only the scrape; both change nothing.
 
-    What even `read` is not to see asks for `needs(ADMIN)` besides.
+    Routes that even `read` must not see also use `needs(ADMIN)`.
     """
     scopes = [READ] if request.method == "GET" else []
     if request.url.path == _SCRAPE:

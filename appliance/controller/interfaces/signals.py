@@ -1,8 +1,8 @@
-"""The controller's event hub: what happens, and who is called when it does.
+"""The controller's event hub: the events, and the handlers called for each.
 
-A part that makes something happen calls the signal; a part that must know connects to it. Neither knows the other, so
-the parts can be built in order of dependency. Questions are not asked this way: who needs an answer gets the part that
-has it.
+A part that causes an event calls the signal; a part that needs it connects to it. Neither knows the other, so the parts
+can be built in order of dependency. The hub is not for queries: a part that needs an answer receives the part that has
+it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ P = ParamSpec("P")
 
 
 class Signal(Generic[P]):
-    """One kind of event. A call reaches the connected handlers at once, in the order in which they connected; an
-    exception of a handler reaches the caller, and the handlers after it are not called."""
+    """One kind of event. A call runs the connected handlers at once, in order of connection; an exception of a handler
+    reaches the caller, and later handlers are not called."""
 
     def __init__(self) -> None:
         self._handlers: list[Callable[P, Any]] = []
@@ -32,9 +32,9 @@ class Signal(Generic[P]):
 
 class Signals:
     """load_reported: a gateway reported its load. table_changed: the models of the routing table changed.
-    usage_reported: gateways counted what requests cost (rows of the bus; a handler raises ValueError for others).
-    models_changed: which models can be called, or by whom, changed. keys_changed: what keys may do changed.
-    published: a run's weights became a version. node_changed: a node with these devices came or went."""
+    usage_reported: gateways counted request costs (rows of the bus; a handler raises ValueError for invalid ones).
+    models_changed: which models can be called, or by whom, changed. keys_changed: permissions of keys changed.
+    published: a run's weights became a version. node_changed: a node with these devices joined or left."""
 
     def __init__(self) -> None:
         self.load_reported: Signal[[]] = Signal()

@@ -1,5 +1,5 @@
-"""A fine-tuning job from the request to its end: claims, whether it fits, validation of its data, events, pauses.
+"""A fine-tuning job from request to end: claims, fit check, validation of its data, events, pauses.
 
-Never: It never places a job on devices; the scheduler reads the row and does.
+Never: Places a job on devices; the scheduler reads the job's row and places it.
 Begin with requests.py, then validation.py and events.py.
 """

@@ -1,4 +1,4 @@
-"""What a job may claim of the planner before others, bounded by the key that it is made with; admins are not bound."""
+"""Limits the priority a job may claim over others, by the key that creates it; admins have no limit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from appliance.store.records import keys
 from appliance.store.rows import JobRow, KeyRow
 
 LIMITS = ("max_priority", "max_non_preemptible", "max_deadlines", "max_held")
-# Of a key that the store does not know: what a new one gets.
+# For a key that is not in the store: the limits of a new key.
 _DEFAULTS = KeyRow("", "", "", "", 0.0)
-# By the limit on their number: the field, what such a job is called, and whether a job is one.
+# By the limit on their number: the field, the description of such a job, and the test for it.
 _COUNTED: tuple[tuple[str, str, str, Callable[[JobCreate | JobRow], bool]], ...] = (
     ("max_non_preemptible", "preemptible", "not preemptible", lambda job: not job.preemptible),
     ("max_deadlines", "deadline_s", "bound by a deadline", lambda job: job.deadline_s is not None),

@@ -1,7 +1,7 @@
-"""A job's own copies of its files: what they take of the disk, and that they go with the end of the job.
+"""A job's own copies of its files: limits their disk use, and deletes them when the job ends.
 
-Deleting a file frees its owner's bound of bytes, but not the copies of jobs that were made from it: without a bound of
-their own, uploading, submitting and deleting by turns filled the disk for everybody.
+Deleting a file frees its owner's byte quota, but not the copies of jobs made from it: without a limit of their own,
+repeated upload, submit and delete filled the disk for everyone.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ COPIES = ("train.jsonl", "valid.jsonl")
 
 
 def check(context: ControllerContext, row: JobRow, caller: Principal) -> None:
-    """Whether the owner may have the copies of one more job. Raises ApiError."""
+    """Checks whether the owner may have the copies of one more job. Raises ApiError."""
     held = sum(copied(context, other) for other in jobs.list_unfinished(context.db) if other.owner == row.owner)
     context.quotas.check_job_data(caller, held, copied(context, row))
 
 
 def copied(context: ControllerContext, row: JobRow) -> int:
-    """Bytes of the copies of a job that has not ended; of one that is being validated, what they are to be."""
+    """Bytes of the copies of an unfinished job; while it is being validated, their expected size."""
     folder = context.jobs_dir / row.id
     there = sum(path.stat().st_size for name in COPIES if (path := folder / name).exists())
     if there and row.phase != "validating":
@@ -37,6 +37,6 @@ def copied(context: ControllerContext, row: JobRow) -> int:
 
 
 def remove(context: ControllerContext, job_id: str) -> None:
-    """Of a job that has ended: nothing reads them any more."""
+    """Delete the copies of a job that has ended: nothing reads them any more."""
     for name in COPIES:
         (context.jobs_dir / job_id / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""On how many devices a job may run: what was asked for, and what its batch size allows. Pure."""
+"""Decides on how many devices a job may run: what was requested, and what its batch size allows. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train.plan import auto
 def bounds(row: JobRow, device_count: int) -> tuple[int, int, tuple[int, ...]]:
     """(fewest, most, allowed sizes or none) for the planner.
 
-    A job that fits no box of this size keeps its sizes and waits: the box may get its devices back.
+    A job too large for the box's current size keeps its sizes and waits: the box may get its devices back.
     """
     least = row.min_devices or 1
     if not row.allowed_sizes:
@@ -24,7 +24,7 @@ def bounds(row: JobRow, device_count: int) -> tuple[int, int, tuple[int, ...]]:
 
 
 def check(min_devices: int | None, max_devices: int | None, asked_sizes: list[int] | None) -> None:
-    """What a person asked for must leave a size. Raises BadRequest."""
+    """The request must leave at least one size. Raises BadRequest."""
     least, most = min_devices or 1, max_devices or max([min_devices or 1, *(asked_sizes or [])])
     if least > most:
         raise BadRequest(
@@ -41,8 +41,8 @@ def check(min_devices: int | None, max_devices: int | None, asked_sizes: list[in
 
 
 def check_room(min_devices: int | None, asked_sizes: list[int] | None, nodes: NodeSizes) -> None:
-    """One of the sizes asked for must be one that a node has. A larger `max_devices` is no error: it says "never on
-    more". Raises BadRequest."""
+    """At least one requested size must fit on a node. A larger `max_devices` is no error: it is only an upper limit.
+    Raises BadRequest."""
     nodes.refuse_more("min_devices", min_devices or 1)
     if asked_sizes:
         nodes.refuse_more(
@@ -51,7 +51,7 @@ def check_room(min_devices: int | None, asked_sizes: list[int] | None, nodes: No
 
 
 def sizes(row: JobRow, resolved: dict[str, Any], device_count: int) -> tuple[list[int], list[int]]:
-    """(sizes that divide the work of a step, those of them that were asked for; [] if there is none)."""
+    """(sizes that divide the work of a step, the requested ones among them; [] if there is none)."""
     least = row.min_devices or 1
     most = row.max_devices or max([device_count, least, *(row.asked_sizes or [])])
     by_batch = auto.allowed_sizes(
@@ -61,8 +61,8 @@ def sizes(row: JobRow, resolved: dict[str, Any], device_count: int) -> tuple[lis
 
 
 def check_sizes(row: JobRow, resolved: dict[str, Any], nodes: NodeSizes) -> list[int]:
-    """The sizes that suit the work of a step and what was asked for, those included that only a node yet to join could
-    give. Raises BadRequest when there is none, or none for the nodes that are known."""
+    """The requested sizes that divide the work of a step, including those that only a node yet to join could provide.
+    Raises BadRequest when there is none, or none for the known nodes."""
     by_batch, fitting = sizes(row, resolved, nodes.largest)
     param = "allowed_sizes" if row.asked_sizes else "min_devices"
     if not fitting:
@@ -77,7 +77,7 @@ def check_sizes(row: JobRow, resolved: dict[str, Any], nodes: NodeSizes) -> list
 
 
 def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
-    """The message for a job that no number of devices suits."""
+    """The message for a job that has no valid number of devices."""
     shards = resolved.get("tensor_parallel", 1)
     grouped = f", each over {shards} devices (tensor_parallel)," if shards > 1 else ""
     return (

@@ -1,4 +1,4 @@
-"""What a running job tells, made durable: rows of metrics, OpenAI's events, checkpoints, versions, the end.
+"""Persists what a running job reports: metrics rows, OpenAI events, checkpoints, versions, the end.
 
 Events come from rank 0 through the group (see train.control.group); each is ingested in one transaction, and ingesting
 one twice (after a crash between the commit and its acknowledgement) changes nothing but a repeated event line.
@@ -34,14 +34,14 @@ def add_message(
 
 
 def fail(db: Database, job_id: str, code: str, message: str, param: str | None = None) -> None:
-    """End a job as failed with OpenAI's error object. Raises IllegalTransition when it is finished already."""
+    """Mark a job as failed with OpenAI's error object. Raises IllegalTransition if it has already ended."""
     with db.transaction():
         jobs.set_phase(db, job_id, "failed", error={"code": code, "message": message, "param": param}, reason=message)
         add_message(db, job_id, f"The job failed: {message}", level="error", data={"code": code, "param": param})
 
 
 class JobEvents:
-    """Ingests the events of running jobs. organization: the owner of the models they make (ControllerConfig's)."""
+    """Ingests the events of running jobs. organization: owner of the models they create (from ControllerConfig)."""
 
     def __init__(self, db: Database, files_dir: Path, organization: str):
         self._db, self._files_dir, self._organization = db, files_dir, organization
@@ -56,10 +56,10 @@ class JobEvents:
 
     def ingest(self, job_id: str, event: dict[str, Any]) -> None:
         """One event of `train.control.group`: {"event": "metrics" | "validation" | "published" | "snapshot" | "message"
-        "finished", …}. Raises RowNotFound for an unknown job; an event of another kind is logged and left out."""
+        "finished", …}. Raises RowNotFound for an unknown job; logs and skips events of other kinds."""
         handler = self._handlers.get(str(event.get("event")))
         if handler is None:
-            log.warning("it sent an event of the unknown kind %r", event.get("event"), extra={"job_id": job_id})
+            log.warning("the job sent an event of unknown kind %r", event.get("event"), extra={"job_id": job_id})
             return
         # JSON has no NaN or infinity: a gradient norm that overflowed is reported as unknown.
         event = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
@@ -73,26 +73,26 @@ class JobEvents:
             row = jobs.get(db, job_id)
             jobs.set_phase(db, job_id, "running", devices=devices, reason="")
             if resumed and row.snapshot is not None:
-                # Of the snapshot, not the last step that was told: a sudden end loses what was trained after it.
+                # The snapshot's step, not the last one reported: a sudden end loses the training after the snapshot.
                 text = f"Fine-tuning job continues at step {row.snapshot['step']} on {len(devices)} device(s)"
             else:
                 text = f"Fine-tuning job started on {len(devices)} device(s)"
             add_message(db, job_id, text, data={"devices": devices})
 
     def goes_on(self, job_id: str, step: int) -> None:
-        """Its ranks begin after `step`. Says which steps are done anew, if any are."""
-        # Not the row's step: whoever noticed the end has put it back to the snapshot's.
+        """Its ranks begin after `step`. Records which steps are repeated, if any."""
+        # Not the row's step: the handler of the end has already reset it to the snapshot's.
         reached = max((row.step for row in job_records.last_metrics(self._db, job_id, 1)), default=0)
         lost = reached - step
         if lost > 0:
-            where = f"The job resumed from step {step}" if step else "There was no snapshot yet, the job begins anew"
+            where = f"The job resumed from step {step}" if step else "There was no snapshot yet, the job starts over"
             span = f"steps {step + 1} to {reached} are" if lost > 1 else f"step {reached} is"
             add_message(
-                self._db, job_id, f"{where}: {span} done anew ({lost} in all)", data={"step": step, "steps_anew": lost}
+                self._db, job_id, f"{where}: {span} repeated ({lost} in all)", data={"step": step, "steps_anew": lost}
             )
 
     def suspended(self, job_id: str, step: int, snapshot_path: str, *, reason: str) -> None:
-        """The job left its devices; its state waits in the snapshot."""
+        """The job left its devices; its state is in the snapshot."""
         db = self._db
         with db.transaction():
             jobs.update(db, job_id, step=step, snapshot={"step": step, "path": snapshot_path})
@@ -125,7 +125,7 @@ class JobEvents:
             fail(self._db, job_id, code, message)
 
     def cancelled(self, job_id: str) -> None:
-        """The group of a job that was to be cancelled is gone."""
+        """The group of a job that was being cancelled is gone."""
         db = self._db
         with db.transaction():
             if not jobs.get(db, job_id).finished:
@@ -228,7 +228,7 @@ class JobEvents:
         if models.find(db, row.output_model) is not None:
             return
         base = resolve(db, row.model)
-        # The base may be deleted while its descendant trains; then what its row said is unknown, not wrong.
+        # The base may be deleted while the job trains; the values from its row are then unknown, not wrong.
         known = base.model if base else None
         models.insert(
             db,
@@ -252,7 +252,7 @@ class JobEvents:
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
         step = int(event["step"])
-        known = row.snapshot is not None and row.snapshot["step"] >= step  # of a restart: told again
+        known = row.snapshot is not None and row.snapshot["step"] >= step  # reported again after a restart
         jobs.update(self._db, row.id, snapshot={"step": step, "path": str(event["path"])})
         if not known:
             data = {key: event.get(key) for key in ("step", "bytes", "seconds", "stall_s")}
@@ -264,7 +264,7 @@ class JobEvents:
         add_message(self._db, row.id, str(event.get("text", "")), level=level)
 
     def _finished(self, row: JobRow, event: dict[str, Any]) -> None:
-        # The rank is done; the job is when its group says so (`succeeded`), after all ranks have left.
+        # The rank is done; the job is done when its group reports it (`succeeded`), after all ranks have left.
         if event.get("trained_tokens") is not None:
             jobs.update(self._db, row.id, trained_tokens=int(event["trained_tokens"]))
 
@@ -276,14 +276,14 @@ class JobEvents:
         return {name: value for name, value in found.items() if value is not None}
 
     def _eta_s(self, job_id: str, step: int, total: int | None) -> float | None:
-        """From the median time between the last steps, so that one suspension does not spoil it."""
+        """From the median time of the last steps, so that one suspension does not distort it."""
         recent = job_records.last_metrics(self._db, job_id, _ETA_WINDOW_STEPS)
         gaps = sorted((b.created_s - a.created_s) / (b.step - a.step) for a, b in zip(recent, recent[1:], strict=False))
         return None if not gaps or total is None else max(0.0, gaps[len(gaps) // 2] * (total - step))
 
 
 def _written(event: dict[str, Any]) -> str:
-    """What writing cost: bytes, seconds from begin to commit, and how long of them training stood still."""
+    """Cost of the write: bytes, seconds from begin to commit, and how long training was blocked."""
     nbytes, seconds, stall_s = (event.get(key) for key in ("bytes", "seconds", "stall_s"))
     if None in (nbytes, seconds, stall_s):
         return ""

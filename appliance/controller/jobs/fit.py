@@ -1,4 +1,4 @@
-"""Whether a job fits this box: what the box has, the shape of a model, and the verdict on both."""
+"""Checks whether a job fits this box: the box's resources, the shape of a model, and the verdict on both."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def box_facts(context: ControllerContext) -> BoxFacts:
 
 
 def shape_of(base: Resolved) -> ModelShape:
-    """From the version's config.json; of a model whose files are not at hand only the number of parameters counts."""
+    """From the version's config.json; if the model's files are not available, only the number of parameters counts."""
     for folder in (base.version.disk_path, base.version.shm_path):
         path = Path(folder, "config.json") if folder else None
         if path is not None and path.is_file() and path.stat().st_size <= MAX_CONFIG_BYTES:
@@ -48,5 +48,5 @@ def shape_of(base: Resolved) -> ModelShape:
 def job_verdict(
     context: ControllerContext, base: Resolved, fields: dict[str, Any], sizes: list[int], method: Method = DEFAULT
 ) -> Verdict:
-    """Of a job with these fields of a TrainSpec at any of these world sizes."""
+    """The verdict on a job with these TrainSpec fields at any of these world sizes."""
     return capacity.job(shape_of(base), fields, sizes, box_facts(context), method)

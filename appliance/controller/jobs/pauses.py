@@ -1,4 +1,4 @@
-"""Why a job that is paused waits: somebody asked for it, or its key was revoked."""
+"""Why a paused job waits: by request, or because its key was revoked."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from appliance.store.records import keys
 from appliance.store.rows import JobRow
 
 KEY_REVOKED = (
-    "The API key that it was made with was revoked; its owner with another key, or an operator, can resume it "
-    "(`appliance job resume`)."
+    "Its API key was revoked; its owner with another key, or an operator, can resume it (`appliance job resume`)."
 )
 
 
 def reason(db: Database, row: JobRow) -> str | None:
-    """Instead of what the planner says; None: that is right."""
+    """Overrides the planner's reason; None: the planner's applies."""
     revoked = row.wanted == "pause" and row.key_id is not None and keys.is_revoked(db, row.key_id)
     return KEY_REVOKED if revoked else None

@@ -1,4 +1,4 @@
-"""POST /admin/v1/plan: would it fit? The same estimate that every job passes before it is queued."""
+"""POST /admin/v1/plan: checks whether something would fit, with the estimate that every job passes before queueing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ServePlan(BaseModel):
 
 
 class JobPlan(BaseModel):
-    """examples: of the training file, for what "auto" makes of it."""
+    """examples: number in the training file, for resolving "auto"."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

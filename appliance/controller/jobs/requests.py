@@ -1,4 +1,4 @@
-"""What a client may send to create a job, and what it becomes: pure checks, nothing is stored here."""
+"""Validates a job request and resolves it to training settings: pure checks, nothing is stored here."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class MethodBlock(_Strict):
 
 
 class MethodChoice(_Strict):
-    """Blocks of the methods not chosen are let through unread, as OpenAI does. The names are OpenAI's; which of them
-    the box has is in train.methods.methods."""
+    """Accepts blocks of the methods not chosen without reading them, as OpenAI does. The names are OpenAI's;
+    train.methods.methods lists which of them the box has."""
 
     type: Literal["supervised", "dpo", "reinforcement"]
     supervised: MethodBlock | None = None
@@ -43,7 +43,7 @@ class MethodChoice(_Strict):
 
 
 class Wandb(_Strict):
-    """As long as W&B itself takes: names of 128 characters, tags of 64."""
+    """Same limits as W&B: names of 128 characters, tags of 64."""
 
     project: Annotated[str, StringConstraints(min_length=1, max_length=128)]
     entity: Annotated[str, StringConstraints(max_length=128)] | None = None
@@ -57,7 +57,7 @@ class Integration(_Strict):
 
 
 class JobCreate(_Strict):
-    """OpenAI's request, and fields of our own (`extra_body` in the SDK): how it may use the devices of the box.
+    """OpenAI's request plus our own fields (`extra_body` in the SDK) for how the job may use the box's devices.
 
     deadline_s: seconds since 1970. allowed_sizes: numbers of devices. held: stays in the queue until it is released.
     """
@@ -81,7 +81,7 @@ class JobCreate(_Strict):
 
 
 def check(request: JobCreate) -> None:
-    """What types alone cannot say. Raises BadRequest."""
+    """Checks beyond types. Raises BadRequest."""
     if request.method is not None and request.method.type not in METHODS:
         known = " and ".join(f"'{name}'" for name in METHODS)
         raise BadRequest(
@@ -100,7 +100,7 @@ def check(request: JobCreate) -> None:
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
-    """OpenAI's bounds: 16 pairs, keys of 64 and values of 512 characters. Raises BadRequest."""
+    """OpenAI's limits: 16 pairs, keys of 64 and values of 512 characters. Raises BadRequest."""
     if metadata is None:
         return
     if len(metadata) > MAX_METADATA_PAIRS:
@@ -120,10 +120,10 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
 
 
 def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
-    """All hyperparameters asked for, and the path of the block they stand in (for error messages).
+    """All requested hyperparameters, and the path of their block (for error messages).
 
-    The deprecated top-level block and that of the method may both be there; where they disagree, nobody can tell
-    which is meant. Raises BadRequest.
+    The deprecated top-level block and that of the method may both be present; where they disagree, the intent is
+    unknown. Raises BadRequest.
     """
     old = request.hyperparameters or {}
     name_of_method = method(request).name
@@ -151,7 +151,7 @@ def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
 
 
 def method(request: JobCreate) -> Method:
-    """The one asked for, which `check` has found to be one of ours."""
+    """The requested method, which `check` has found to be supported."""
     return METHODS[request.method.type] if request.method else DEFAULT
 
 

@@ -1,5 +1,5 @@
-"""Between "created" and "queued": a job's data is copied out, converted to chat JSONL and checked, before any device
-is taken.
+"""Validates a job between "created" and "queued": copies its data, converts it to chat JSONL and checks it, before any
+device is taken.
 
 The job gets its own copy, so deleting the uploaded file later does not stop it. Safe to run again after a crash: the
 phase stays "validating" until everything is on disk.
@@ -34,7 +34,7 @@ DEFAULT_CONTEXT_TOKENS = 2048
 
 
 class InvalidData(Exception):
-    """The data of a job cannot be trained on; `report` says where."""
+    """The data of a job cannot be used for training; `report` says where."""
 
     def __init__(self, param: str, file_id: str, report: DataReport):
         super().__init__(f"The file {file_id} has {storage.summary(report)}")
@@ -50,7 +50,7 @@ class JobValidation:
 
     @staticmethod
     def facts(context: ControllerContext, base: Resolved) -> tuple[auto.ModelStats, int]:
-        """What `train.plan.auto` wants to know of base model and box: (stats, the most devices a job can have)."""
+        """Inputs of `train.plan.auto` about base model and box: (stats, the most devices a job can have)."""
         model = base.model
         devices = context.scheduler.status()["devices"]
         kind = devices[0]["kind"] if devices else HOST.name
@@ -60,7 +60,7 @@ class JobValidation:
             device_kind=kind,
             computes_bf16=kind_of(kind).computes_bf16(),
             tensor_slices=shape_of(base).tensor_slices,
-            # What is trained on an adapter has merged weights below it, which no engine serves.
+            # Training on an adapter uses merged weights below it, which no engine serves.
             adapter_max_rank=0 if base.version.meta.get("adapter") else context.adapter_rank_limit(model),
         )
         return stats, max(1, node_sizes.known(context).largest)
@@ -71,7 +71,7 @@ class JobValidation:
         task.add_done_callback(lambda _: self._tasks.pop(job_id, None))
 
     def start_waiting(self) -> None:
-        """After a restart: jobs that were being validated when the controller ended."""
+        """After a restart: resume jobs that were being validated when the controller ended."""
         for row in jobs.list_in_phase(self._context.db, "validating"):
             self.start(row.id)
 
@@ -89,7 +89,7 @@ class JobValidation:
         context, db = self._context, self._context.db
         row = jobs.find(db, job_id)
         if row is None or row.phase != "validating":
-            return  # deleted, or begun anew after its end was written
+            return  # deleted, or started again after its end was written
         try:
             resolved, warnings, examples = await self._validate(row)
         except InvalidData as error:
@@ -112,7 +112,7 @@ class JobValidation:
             if self._still_validating(job_id):
                 fail(db, job_id, "file_unreadable", f"The data of the job could not be read: {error}", "training_file")
         except Exception as error:
-            # A bug; without this the job would wait for ever, with the reason in a log that nobody reads.
+            # A bug; without this the job would wait forever, with the reason only in a log.
             if self._still_validating(job_id):
                 fail(db, job_id, "internal_error", f"Validation failed: {type(error).__name__}: {error}")
             raise
@@ -148,7 +148,7 @@ class JobValidation:
         return resolved, warnings, report.n_examples
 
     def _file(self, file_id: str) -> FileRow:
-        # Without a look at the expiry: what was valid when the job was made stays so while its bytes are here.
+        # Ignores the expiry: a file that was valid when the job was created stays valid while its bytes are here.
         row = file_rows.find(self._context.db, file_id, viewer=None, now_s=0)
         if row is None:
             raise _Gone(f"the file {file_id} was deleted")
@@ -165,7 +165,7 @@ class JobValidation:
 
     def _queue(self, row: JobRow, resolved: dict[str, Any], warnings: list[str], examples: int) -> None:
         context, db = self._context, self._context.db
-        row = jobs.get(db, row.id)  # a person may have changed it meanwhile
+        row = jobs.get(db, row.id)  # a user may have changed it in the meantime
         base = resolve(context.db, row.model)
         assert base is not None, "resolved a moment ago, on the same thread"
         _, device_count = self.facts(context, base)
@@ -184,7 +184,7 @@ class JobValidation:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
             fail(db, row.id, "insufficient_memory", " ".join(verdict.problems) + instead)
             return
-        # Only sizes whose ranks fit their devices: on fewer a job would die of memory in the middle of its work.
+        # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
         sizes, warnings = list(verdict.sizes), [*warnings, *verdict.warnings]
         with db.transaction():
             for text in warnings:

@@ -1,4 +1,4 @@
-"""What people want of a job (cancel, pause, resume): written down here, done by the scheduler, which is woken."""
+"""Records what users want of a job (cancel, pause, resume) and wakes the scheduler, which carries it out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAID = {
 
 
 def known_job(context: ControllerContext, job_id: str, caller: Principal) -> JobRow:
-    """Raises NotFound, for another's too."""
+    """Raises NotFound, also for another owner's job."""
     row = jobs.find_visible(context.db, job_id, viewer=caller.viewer)
     if row is None:
         raise unknown_job(job_id)
@@ -37,7 +37,7 @@ def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Prin
     try:
         with db.transaction():
             after = jobs.set_wanted(db, job_id, wanted)
-            # A job without devices is over at once; one that runs is when the scheduler has stopped its ranks.
+            # A job without devices ends at once; a running one when the scheduler has stopped its ranks.
             if wanted == "cancel" and not row.finished and row.phase != "running":
                 jobs.set_phase(db, job_id, "cancelled", reason="cancelled by request")
             if after.wanted != row.wanted:

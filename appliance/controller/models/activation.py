@@ -1,4 +1,4 @@
-"""Another version of a model becomes the one that answers: in the store, and then in every replica of it."""
+"""Makes another version of a model the active one: in the store, and then in every replica of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from appliance.store.rows import ModelRow
 
 
 async def switch(context: ControllerContext, row: ModelRow, version: str, why: str) -> dict[str, Any]:
-    """What was measured of the swap. Raises SwapFailed: replicas stayed on the version they had, so does the store."""
+    """The swap's measurements. Raises SwapFailed: replicas and store then keep the previous version."""
     models.activate(context.db, row.id, version)
     context.scheduler.nudge(why)
     try:

@@ -1,7 +1,7 @@
-"""Canaries: begun, looked at, and ended by promotion or roll back; by a person, or on their own.
+"""Canaries: started, checked, and ended by promotion or roll back, manually or automatically.
 
-The row in the store is the truth: with it the canary's engine and its share of the requests come and go. What the
-gateways count lives in the gateways, which outlive this process.
+The row in the store is authoritative: the canary's engine and its share of the requests exist only while it does. The
+gateways keep the request counts, since they outlive this process.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ log = logging.getLogger("appliance.controller")
 
 
 class Canaries:
-    """All of a box's canaries. What ends one is done by one at a time."""
+    """All canaries of a box. A lock serialises everything that ends one."""
 
     def __init__(self, context: ControllerContext):
         self._context = context
         self._ending = asyncio.Lock()
-        self._leaving: set[str] = set()  # ended, and their engines may still be there
+        self._leaving: set[str] = set()  # ended canaries whose engines may still exist
 
     async def look(self, now_s: float) -> None:
-        """Look at every one that ends on its own; called every `canary_every_s`."""
+        """Check every canary that ends automatically; called every `canary_every_s`."""
         for row in canaries.list_running(self._context.db):
             with self._context.background.guard(f"canary: {row.name}"):
                 try:
                     await self._look_at(row.model, now_s)
-                except (Conflict, NotFound) as error:  # a person was faster: it ended, or its model is gone
+                except (Conflict, NotFound) as error:  # a user was faster: it ended, or its model is gone
                     log.info("canary: %s", error.message, extra={"model": row.model, "version": row.version})
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
         for name in self._leaving - served:
@@ -52,8 +52,8 @@ class Canaries:
         row, active = self._running(model), self._model(model).active_version
         decision, caller = self.decision(row, now_s), Principal(None, frozenset({ADMIN}), new_id("req_"), "")
         if active == row.version:
-            # Published by another hand, or the process ended between the swap and this. A promotion under way ends it
-            # itself, or takes the version back.
+            # Published by another caller, or the process ended between the swap and this. A promotion in progress ends
+            # it itself, or reverts the version.
             async with self._ending:
                 if self._model(model).active_version == self._running(model).version:
                     self._end(row, "promoted", f"{active} answers all requests", self.compared(row))
@@ -86,12 +86,12 @@ class Canaries:
             )
         if row.version == row.before:
             raise BadRequest(
-                f"{row.version} is the version that {row.model} answers with already; name another one.",
+                f"{row.version} is already the active version of {row.model}; name another one.",
                 param="version",
                 code="invalid_value",
             )
         self._check_room(model, version)
-        if running is not None:  # with other settings: what was counted stays
+        if running is not None:  # with other settings: the counts are kept
             row = replace(row, created_s=running.created_s)
         canaries.put(db, row)
         self._leaving.discard(row.name)
@@ -110,8 +110,8 @@ class Canaries:
         )
 
     async def promote(self, model: str, caller: Principal, reason: str = "asked for") -> dict[str, Any]:
-        """The canary becomes the version that answers. Raises Conflict: there is none, or the swap failed, in which
-        case it stays a canary."""
+        """Make the canary the active version. Raises Conflict if there is none, or if the swap failed; it then stays a
+        canary."""
         async with self._ending:
             row, found = self._running(model), self._model(model)
             compared = self.compared(row)
@@ -121,7 +121,7 @@ class Canaries:
                 record(
                     self._context, caller, "model.promote", model, outcome="failed", to=row.version, error=str(error)
                 )
-                raise Conflict(f"The promotion did not happen: {error}", param="version", code="swap_failed") from error
+                raise Conflict(f"The promotion failed: {error}", param="version", code="swap_failed") from error
             self._end(row, "promoted", reason, compared)
             record(
                 self._context,
@@ -135,7 +135,7 @@ class Canaries:
             return {"model": model, "from": found.active_version, "to": row.version, "swap": measured}
 
     async def roll_back(self, model: str, caller: Principal, reason: str = "asked for") -> dict[str, Any]:
-        """All requests go to the version that they went to before. Raises Conflict: there is no canary."""
+        """Send all requests to the previous version again. Raises Conflict: there is no canary."""
         async with self._ending:
             row, found = self._running(model), self._model(model)
             self._end(row, "rolled_back", reason, self.compared(row))
@@ -151,7 +151,7 @@ class Canaries:
             return {"model": model, "from": row.version, "to": found.active_version, "swap": {}}
 
     def view(self, row: CanaryRow, now_s: float) -> dict[str, Any]:
-        """`message`: what it does now, or why it ended, as a sentence."""
+        """`message`: what the canary does now, or why it ended, as a sentence."""
         running = row.state == "running"
         decision = self.decision(row, now_s) if running else None
         return {
@@ -175,18 +175,18 @@ class Canaries:
     def decision(self, row: CanaryRow, now_s: float) -> Decision:
         active = self._model(row.model).active_version
         if active == row.version:
-            return Decision("promote", f"{active} becomes the version that answers all requests")
+            return Decision("promote", f"{active} becomes the active version")
         if active != row.before:
             return Decision(
                 "roll back",
-                f"{active} became the version that answers while {row.version} was compared with {row.before}",
+                f"{active} became the active version while {row.version} was compared with {row.before}",
             )
         canary, stable = self._sides(row)
         terms = CanaryTerms(row.created_s, row.watch_s, row.min_requests)
         return decide(canary, stable, terms, now_s, self._failed(row.name))
 
     def _failed(self, name: str) -> str:
-        """Why the canary's engines fail, once they have failed so often that it is no chance."""
+        """Why the canary's engines fail, once they have failed too often to be chance."""
         troubles = self._context.scheduler.status()["troubles"]
         return next((t["reason"] for t in troubles if t["model"] == name and t["lasting"]), "")
 
@@ -212,7 +212,7 @@ class Canaries:
         return side(row.version), side(row.before)
 
     def _valid_loss(self, model: str, version: str) -> float | None:
-        """Versions of one model come from one job, and its held-out data with them."""
+        """Comparable, since versions of one model come from one job and share its held-out data."""
         found = models.find_version(self._context.db, model, version)
         if found is None or not {"job_id", "step"} <= found.meta.keys():
             return None
@@ -235,7 +235,7 @@ class Canaries:
         deployment = deployments.find(self._context.db, model.id)
         if deployment is None:
             raise Conflict(
-                f"{model.id} is not served, so there is nothing to take a share of; `appliance model deploy "
+                f"{model.id} is not served, so a canary would get no requests; `appliance model deploy "
                 f"{model.id}` changes that.",
                 param="model",
                 code="not_deployed",
@@ -264,7 +264,7 @@ class Canaries:
     ) -> None:
         canaries.end(self._context.db, row.model, state, reason, now_s=time.time(), compared=compared)
         self._leaving.add(row.name)
-        self._context.scheduler.nudge(f"{row.name} is a canary no more")
+        self._context.scheduler.nudge(f"{row.name} is no longer a canary")
         log.info("canary %s: %s", state.replace("_", " "), reason, extra={"model": row.model, "version": row.version})
 
     def _running(self, model: str) -> CanaryRow:

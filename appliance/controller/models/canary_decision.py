@@ -1,7 +1,7 @@
-"""Whether a canary is promoted, rolled back or watched on: a pure function of what is known of both versions.
+"""Decides whether a canary is promoted, rolled back or watched further: a pure function of both versions' data.
 
-Errors are judged at every look, by Fisher's exact test (R. A. Fisher, 1922) against a bound far below the usual 5 %,
-because it looks many times. Times are judged once the canary was watched long enough, so that an engine's first slow
+Errors are tested at every check, by Fisher's exact test (R. A. Fisher, 1922) with a threshold far below the usual 5 %,
+because there are many checks. Times are judged once the canary was watched long enough, so that an engine's first slow
 requests do not decide.
 """
 
@@ -16,12 +16,12 @@ from appliance.controller.bus.load import VersionLoad
 from appliance.gateway.routing.canary_comparison import BUCKETS_PER_DOUBLING, SHORTEST_S
 
 ERROR_CHANCE = 0.001
-"""Roll back when as many errors of the canary would come by chance less often than this."""
+"""Roll back when chance would produce as many canary errors less often than this."""
 SLOWER_FACTOR = 1.5
 SLOWER_SLACK_S = 0.005
-"""What 95 of 100 requests may take longer than with the other version: factor, and seconds that are nobody's fault."""
+"""How much longer 95 of 100 requests may take than with the other version: a factor, and seconds of tolerance."""
 LOSS_BOUND_NATS = 0.05
-"""How much worse the held-out loss of its training may be."""
+"""How much worse its held-out loss may be."""
 
 Verdict = Literal["wait", "promote", "roll back"]
 
@@ -37,7 +37,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class CanaryTerms:
-    """How it is watched. Times in seconds since 1970; min_requests: of each version."""
+    """The terms of the comparison. Times in seconds since 1970; min_requests: of each version."""
 
     since_s: float
     watch_s: float
@@ -99,7 +99,7 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
 
 
 def p95_s(counts: Mapping[int, int]) -> float | None:
-    """95th percentile of times counted in buckets (s): the end of its bucket. None without any."""
+    """95th percentile of times counted in buckets (s): the upper end of its bucket. None without any."""
     total, seen = sum(counts.values()), 0
     for index in sorted(counts):
         seen += counts[index]
@@ -109,9 +109,9 @@ def p95_s(counts: Mapping[int, int]) -> float | None:
 
 
 def chance_of_errors(new_errors: int, new_requests: int, old_errors: int, old_requests: int) -> float:
-    """How likely the canary has at least `new_errors`, if all errors fell on requests of both versions by chance:
-    the upper tail of the hypergeometric distribution. 1 where the canary's share of the errors is no larger than its
-    share of the requests, and while the other version has had none."""
+    """Probability that the canary has at least `new_errors` if all errors fell on requests of both versions by chance:
+    the upper tail of the hypergeometric distribution. 1 if the canary's share of the errors is no larger than its share
+    of the requests, and while the other version has had none."""
     total, errors = new_requests + old_requests, new_errors + old_errors
     if not old_requests or new_errors * total <= errors * new_requests:
         return 1.0
@@ -123,7 +123,7 @@ def chance_of_errors(new_errors: int, new_requests: int, old_errors: int, old_re
         term = _log_choose(new_requests, count) + _log_choose(old_requests, errors - count) - whole
         tail += math.exp(term)
         if term < math.log(1e-18):
-            break  # past the peak, where it begins, terms only fall
+            break  # it begins past the peak, where terms only fall
     return min(tail, 1.0)
 
 

@@ -1,7 +1,7 @@
-"""Does it fit? A model to be served or a job to be trained against the box, before anything is started. Pure.
+"""Checks whether a model to be served or a job to be trained fits the box, before anything starts. Pure.
 
-Each answer says what is taken, where there is too little, and what would fit instead. Sizes are bytes; in sentences
-they are decimal (1 GB is 10^9 bytes), like everywhere the box speaks to people.
+Each answer states what is taken, where there is too little, and what would fit instead. Sizes are bytes; sentences
+show them in decimal units (1 GB is 10^9 bytes), like all user-visible texts of the box.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
 @dataclass(frozen=True, slots=True)
 class BoxFacts:
     """devices: how many, all alike. device_memory_bytes: of one; logical CPU devices share the host's, so each of a
-    few may use more. store_budget_bytes: of shared memory for weights, None without a bound. store_room_bytes: what
-    of it a new reservation could get now. node_devices: of the largest node, all that a job or one engine can have; 0:
-    all. host_memory_bytes: of one node, None where not known."""
+    few may use more. store_budget_bytes: of shared memory for weights, None without a limit. store_room_bytes: how much
+    of it a new reservation could get now. node_devices: of the largest node, the limit for a job or one engine; 0: no
+    such limit. host_memory_bytes: of one node, None if unknown."""
 
     devices: int
     device_kind: str
@@ -41,7 +41,7 @@ class BoxFacts:
 
     @property
     def on_host(self) -> bool:
-        """Its devices are parts of the host: their memory is the host's, and what one leaves another may use."""
+        """Its devices are parts of the host: they share the host's memory, and one may use what another leaves."""
         return kind_of(self.device_kind).on_host
 
     def room_per_device(self, used_devices: int) -> int:
@@ -50,13 +50,13 @@ class BoxFacts:
         return self.device_memory_bytes
 
     def room_per_rank(self, ranks: int) -> int:
-        """What weights, states and activations of a job may take on each of its devices."""
+        """Bytes that weights, states and activations of a job may take on each of its devices."""
         reserve = 0 if self.on_host else estimate.GPU_RESERVE_BYTES
         return self.room_per_device(ranks) - reserve
 
     def takes(self, memory: estimate.RankMemory) -> int:
-        """What a rank takes of its device: a logical CPU device has the host's memory, so there nothing is saved by
-        offloading."""
+        """Bytes that a rank takes of its device: a logical CPU device has the host's memory, so offloading saves
+        nothing there."""
         return memory.device_bytes + (memory.host_bytes if self.on_host else 0)
 
     def holds(self, memory: estimate.RankMemory, ranks: int) -> bool:
@@ -70,8 +70,8 @@ class BoxFacts:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """fits: now or later. waits: fits, but not until shared memory is given back; the sentence why. problems: why
-    not, a sentence each. instead: what would fit. numbers: what is taken, by part."""
+    """fits: now or later. waits: fits, but only after shared memory is freed; the sentence why. problems: why not, one
+    sentence each. instead: what would fit. numbers: memory taken, by part."""
 
     fits: bool
     problems: tuple[str, ...]
@@ -95,8 +95,8 @@ def job(
 ) -> Verdict:
     """A fine-tuning job whose TrainSpec has `fields`, at any of the world sizes `sizes`.
 
-    It needs its ranks' memory on the devices, in host memory what offloading puts there, and in the store room for its
-    result. A snapshot that does not fit the store goes to disk, which costs time and nothing else.
+    It needs memory on the devices for its ranks, host memory for what it offloads, and room in the store for its
+    result. A snapshot that does not fit the store goes to disk, which only costs time.
     """
     memory = {size: method.rank_memory(shape, fields, size) for size in sizes}
     fitting = tuple(size for size in sizes if box.holds(memory[size], size))
@@ -130,8 +130,8 @@ def job(
     if not problems and needed > box.store_room_bytes:
         waits = (
             f"Shared memory is full: the result ({gb(version)}) and a snapshot ({gb(needed - version)}) need "
-            f"{gb(needed)}, {gb(max(0, box.store_room_bytes))} can be given now. It starts when models or other jobs "
-            "have given some back."
+            f"{gb(needed)}, {gb(max(0, box.store_room_bytes))} can be allocated now. It starts when models or other "
+            "jobs have freed some."
         )
     numbers = {
         "trained_parameters": estimate.trained_parameters(shape, fields),
@@ -153,8 +153,8 @@ def job(
 
 @dataclass(frozen=True, slots=True)
 class _Offload:
-    """What all ranks of a job offload into host memory, beside `stored_bytes` of its own in the store, which lies
-    there too. Where a logical CPU device is the host's memory, it is counted there."""
+    """Host memory that all ranks of a job offload to, besides the job's `stored_bytes` in the store, which is also host
+    memory. On logical CPU devices, device memory is host memory and counts there."""
 
     bytes: int
     stored_bytes: int
@@ -175,12 +175,12 @@ class _Offload:
             return []
         return [
             f"Offloading takes {gb(self.bytes)} of host memory; {gb(max(0, left))} are left when shared memory is full "
-            f"(weights.budget_bytes, {gb(self.box.store_budget_bytes or 0)}): ranks may die for want of memory then. "
+            f"(weights.budget_bytes, {gb(self.box.store_budget_bytes or 0)}): ranks may then die for lack of memory. "
             "Lower that budget, or keep other models out of it while the job runs."
         ]
 
     def _left(self, stored_bytes: int) -> int | None:
-        """Of host memory beside so much in the store; None where there is nothing to compare."""
+        """Host memory left besides this much in the store; None if the sizes are unknown."""
         host = self.box.host_memory_bytes
         return None if not self.bytes or host is None or self.box.on_host else host - stored_bytes
 
@@ -262,7 +262,7 @@ def serve(
 def _smaller_jobs(
     shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts, method: Method
 ) -> Iterator[str]:
-    """Changes that make it fit: the mildest two, and adapters in place of every weight."""
+    """Changes that make it fit: the two mildest, and LoRA instead of full training."""
     thrifty = {"activation_checkpointing": True, "zero_stage": 3}
     cut = fields.get("tensor_parallel", 1) > 1
     changes: list[tuple[str, dict[str, Any]]] = []

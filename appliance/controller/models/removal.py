@@ -1,4 +1,4 @@
-"""Deleting a model or one of its versions: refused while something needs it, then rows, replicas and bytes in turn."""
+"""Deletes a model or one of its versions: refused while it is in use; otherwise rows, then replicas, then bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def remove(context: ControllerContext, found: Resolved, caller: Principal)
     """Delete a model with all its versions, or one version by its checkpoint's or pinned name.
 
     Rows first: from then on nothing new can use the bytes; then the replicas leave; then the bytes go. A crash in
-    between leaves bytes that nobody refers to, which the weight store's sweep finds. Raises Conflict.
+    between leaves unreferenced bytes, which the weight store's sweep deletes. Raises Conflict.
     """
     db, model = context.db, found.model
     _refuse_if_in_use(context, found, caller)
@@ -69,17 +69,17 @@ async def remove(context: ControllerContext, found: Resolved, caller: Principal)
 
 
 async def _unload(context: ControllerContext, versions: list[VersionRow]) -> None:
-    """Engines drop those of these versions that are adapters, so that their bytes can go."""
+    """Make engines unload those of these versions that are adapters, so that their bytes can be deleted."""
     names = [f"{row.model}@{row.version}" for row in versions if row.meta.get("adapter")]
     if names:
         try:
             await context.scheduler.unload_adapters(names)
-        except OperationFailed as error:  # the rows are gone: what is left of the deletion goes on
+        except OperationFailed as error:  # the rows are gone: the rest of the deletion continues
             log.warning("%s was deleted, but an engine still knows it: %s", ", ".join(names), error)
 
 
 def _refuse_if_in_use(context: ControllerContext, found: Resolved, caller: Principal) -> None:
-    """What is another's is not named."""
+    """The message does not name another owner's objects."""
     for job in jobs.list_unfinished(context.db):
         if job.wanted != "cancel" and (job.model in (found.name, found.model.id) or job.output_model == found.model.id):
             own = caller.viewer in (None, job.owner)

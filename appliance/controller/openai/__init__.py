@@ -1,5 +1,5 @@
-"""The OpenAI routes over the store: jobs, checkpoints, models, batches, responses.
+"""The OpenAI routes on top of the store: jobs, checkpoints, models, batches, responses.
 
-Never: It starts nothing itself: it writes what is wanted, and the scheduler makes it so.
+Never: Starts work; it writes the wanted state to the store and the scheduler acts on it.
 Begin with job_routes.py.
 """

@@ -120,7 +120,7 @@ def _known(context: ControllerContext, batch_id: str, caller: Principal) -> Batc
 
 
 def _view(row: BatchRow, runner: BatchRunner, caller: Principal) -> dict[str, Any]:
-    """OpenAI's object, and `waiting_for`: why an unfinished batch makes no progress now, None when it does."""
+    """OpenAI's object, and `waiting_for`: why an unfinished batch makes no progress now, None if it does."""
     completed, failed = runner.progress(row.id) or (row.completed, row.failed)
     moments = {name: getattr(row, f"{name}_s") for name in _MOMENTS}
     return {

@@ -1,7 +1,7 @@
 """/v1/fine_tuning/checkpoints/{name}/permissions: which projects may use a checkpoint.
 
-A box is one organization with one project, so a grant widens nothing today: it is kept and listed, so that tools
-which set permissions as part of their work go on working, and so that it is there once keys belong to projects.
+A box is one organization with one project, so a grant has no effect today: it is stored and listed so that tools which
+set permissions keep working, and so that it exists once keys belong to projects.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """/v1/fine_tuning/jobs (https://platform.openai.com/docs/api-reference/fine-tuning).
 
-The API writes what is wanted and wakes the scheduler; it never waits for devices to move.
+The API writes the wanted state and wakes the scheduler; it never waits for devices to move.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
-        # One transaction and no await: of two copies of a request, one makes the job and the other finds it.
+        # One transaction and no await: of two copies of a request, one creates the job and the other finds it.
         with db.transaction():
             earlier = idempotency.find(db, attempt, context.config)
             if earlier is not None and (known := jobs.find(db, earlier)) is not None:
@@ -105,7 +105,7 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
 
 
 def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> JobRow:
-    """Raises BadRequest and NotFound for everything that can be known before the data is converted."""
+    """Raises BadRequest and NotFound for all errors detectable before the data is converted."""
     requests.check(body)
     base = resolve(context.db, body.model) if caller_may_use(context.db, caller, body.model) else None
     if base is None:
@@ -129,7 +129,7 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     devices.check_room(body.min_devices, body.allowed_sizes, nodes)
     stats, device_count = JobValidation.facts(context, base)
     try:
-        # Only to refuse what is wrong while the client listens; the values are worked out again from the checked data.
+        # Only to refuse errors while the client waits; the values are computed again from the checked data.
         resolved = requests.resolve(method, given, training, stats, min(body.max_devices or device_count, device_count))
     except InvalidHyperparameter as error:
         raise requests.refused(error, where) from error
@@ -165,7 +165,7 @@ def _data_file(context: ControllerContext, file_id: str, param: str, caller: Pri
     row = files.find(context.db, file_id, viewer=caller.viewer, now_s=time.time())
     if row is None:
         raise BadRequest(
-            f"invalid {param}: {shown(file_id)} is no file on this box; upload it and pass its id.",
+            f"invalid {param}: {shown(file_id)} is not a file on this box; upload it and pass its id.",
             param=param,
             code="file_not_found",
         )

@@ -30,8 +30,8 @@ from appliance.store.rows import ModelRow
 
 log = logging.getLogger(__name__)
 
-# Whom a model is shared with by name stands in the gateways' table once for each of its names: a table without a bound
-# would one day be too long for them, and then no revocation reaches them any more.
+# Each name of a model repeats its sharing list in the gateways' table: without a limit the table would eventually be
+# too long for the gateways, and then no revocation would reach them any more.
 MAX_SHARED_WITH = 100
 
 
@@ -64,10 +64,10 @@ def routes(context: ControllerContext) -> APIRouter:
         record(context, caller, "model.delete", name)
         return {"id": name, "object": "model", "deleted": True}
 
-    # A POST, because names hold slashes: a GET or DELETE of "a/share" is about the model of that name.
+    # A POST, because names contain slashes: a GET or DELETE of "a/share" refers to the model of that name.
     @router.post("/{name:path}/share", dependencies=[Depends(needs(FINE_TUNING))])
     async def share(name: str, body: Share, caller: Caller) -> dict[str, Any]:
-        """Let other owners use a model with all its versions and checkpoints, or no longer."""
+        """Share a model with other owners, with all its versions and checkpoints, or stop sharing it."""
         found = usable_model(context, name, caller)
         model = found.model
         if found.checkpoint or found.pinned:
@@ -105,7 +105,7 @@ def routes(context: ControllerContext) -> APIRouter:
 
 
 class Share(BaseModel):
-    """owners: of keys. everybody: whoever has a key, also one made later. stop: no longer."""
+    """owners: of keys. everybody: all keys, including future ones. stop: end the sharing."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -124,13 +124,13 @@ def _audience(db: Database, model: ModelRow) -> dict[str, Any]:
 
 
 def _shown(db: Database, found: Resolved, caller: Principal, states: ModelStates) -> dict[str, Any]:
-    """OpenAI's object; to its owner and to admins also whose it is and whom it is shared with."""
+    """OpenAI's object; for its owner and admins also the owner and whom it is shared with."""
     own = caller.viewer in (None, found.model.owner)
     return views.model_object(found, states) | (_audience(db, found.model) if own else {})
 
 
 def _refuse_unless_own(model: ModelRow, caller: Principal, verb: str) -> None:
-    """Of a model that the caller sees. Raises ApiError."""
+    """For a model that the caller sees. Raises ApiError."""
     if caller.viewer not in (None, model.owner):
         raise ApiError(
             403,
@@ -141,7 +141,7 @@ def _refuse_unless_own(model: ModelRow, caller: Principal, verb: str) -> None:
 
 
 def usable_model(context: ControllerContext, name: str, caller: Principal) -> Resolved:
-    """As `known_model`; one that the caller's key may not use does not exist for it. Raises NotFound."""
+    """Like `known_model`; a model that the caller's key may not use counts as absent. Raises NotFound."""
     if not caller_may_use(context.db, caller, name):
         raise unknown_model(name)
     return known_model(context, name)

@@ -1,6 +1,6 @@
-"""/v1/responses/ID: what was answered, to be retrieved, listed, deleted
-(https://platform.openai.com/docs/api-reference/responses). Answering is the gateways' business: they send copies here,
-and ask for what an answer goes on from."""
+"""/v1/responses/ID: retrieve, list and delete stored answers
+(https://platform.openai.com/docs/api-reference/responses). The gateways produce the answers: they send copies here, and
+fetch the conversation that an answer continues."""
 
 from __future__ import annotations
 
@@ -39,14 +39,13 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
 
     @router.post("", include_in_schema=False)
     async def create(request: Request, caller: Caller) -> Response:
-        """In background only: a gateway sends the body on after its own checks."""
+        """Background responses only: a gateway forwards the body after its own checks."""
         body = await _json_of(request)
         if not isinstance(body, dict) or body.get("background") is not True:
-            raise BadRequest("Only a response in background is asked for here.", param="background")
+            raise BadRequest("This endpoint takes only responses in background.", param="background")
         if not context.config.responses_kept_days:
             raise BadRequest(
-                "This box stores no responses (responses_kept_days is 0), and what is answered in "
-                "background has to be stored.",
+                "This box stores no responses (responses_kept_days is 0), and a response in background must be stored.",
                 param="background",
                 code="unsupported_parameter",
             )
@@ -78,7 +77,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         if not stream:
             return _json(row.response.encode())
         if not row.background:
-            raise BadRequest("Only a response that was made in background can be streamed later.", param="stream")
+            raise BadRequest("Only a response created in background can be streamed later.", param="stream")
         return _stream(background.follow(row.id, -1 if starting_after is None else starting_after))
 
     @router.delete("/{response_id}")
@@ -106,7 +105,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         found: list[dict[str, Any]] = []
         before_it, parsed_in_vain = after is not None, 0
         async for row in stored.turns(response_id, caller.viewer, newest_first=order == "desc"):
-            # Only turns that the page is in are parsed: all of a long conversation took the loop for 6.6 s.
+            # Parse only the turns on this page: parsing all of a long conversation blocked the loop for 6.6 s.
             if after is not None and before_it and not may_list(row, after):
                 continue
             items = listed(row, answered=row.id != response_id)
@@ -137,7 +136,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
 
 
 def internal_routes(stored: StoredResponses) -> APIRouter:
-    """For gateways; none of them passes a client's request on to here."""
+    """For gateways; none of them forwards a client's request here."""
     router = make_router("/internal/responses")
 
     @router.post("", include_in_schema=False)

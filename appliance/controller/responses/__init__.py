@@ -1,5 +1,5 @@
-"""Stored answers of /v1/responses: kept, found by owner, listed as items, deleted when due.
+"""Stored answers of /v1/responses: saved, looked up by owner, listed as items, deleted when they expire.
 
-Never: It asks no engine; that is done by the gateway, or by a batch for responses in background.
+Never: Calls an engine; the gateway does, or a batch for background responses.
 Begin with stored.py.
 """

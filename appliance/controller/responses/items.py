@@ -1,6 +1,6 @@
-"""Items of responses: what a conversation so far consists of, and how the items of an input are listed. Pure.
+"""Items of responses: the contents of a conversation so far, and the listing of an input's items. Pure.
 
-An item is what stands in `input` and `output` of /v1/responses
+An item is an element of `input` and `output` of /v1/responses
 (https://platform.openai.com/docs/api-reference/responses/input-items).
 """
 
@@ -26,29 +26,29 @@ _PREFIXES = {
 
 
 def items_of(given: Any) -> list[Item]:
-    """The items of an `input`, which may be one text."""
+    """The items of an `input`, which may be a plain string."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     return [item for item in given if isinstance(item, dict)]
 
 
 def salted(body: dict[str, Any], owner: str) -> dict[str, Any]:
-    """A body that goes to an engine beside the gateways, which add the same to what they pass on: in a prefix cache,
-    what one owner's requests left serves only that owner's."""
+    """A body for an engine that bypasses the gateways, salted as they salt what they forward: entries of the prefix
+    cache from one owner's requests are used only for that owner."""
     own = body.get("cache_salt")
     if own is not None and not isinstance(own, str):
-        return body  # refused where it is checked
+        return body  # the check refuses it
     return {**body, "cache_salt": cache_salt(owner, own or "")}
 
 
 def turn_items(row: ResponseRow) -> list[Item]:
-    """What a later answer goes on from, of this response: what it was asked and answered."""
+    """The items of this response that a later answer continues from: its input and output."""
     return [*orjson.loads(row.input), *outputs(row)]
 
 
 def listed(row: ResponseRow, *, answered: bool) -> list[Item]:
-    """What one response was asked with, each item with an id. answered: and what it answered, as a later one was asked
-    with that too."""
+    """The input items of one response, each with an id. answered: also its output, since a later response receives that
+    too."""
     found = [_shown(item, row.id, place) for place, item in enumerate(orjson.loads(row.input))]
     return [*found, *outputs(row)] if answered else found
 
@@ -62,14 +62,14 @@ def may_list(row: ResponseRow, item_id: str) -> bool:
 
 
 def outputs(row: ResponseRow) -> Iterator[Item]:
-    """Its output, as far as an engine takes it as input: a message without text is none."""
+    """Its output in the form an engine accepts as input: messages without text are left out."""
     for item in orjson.loads(row.response).get("output") or ():
         if isinstance(item, dict) and (item.get("type") != "message" or item.get("content")):
             yield item
 
 
 def _shown(item: Item, response_id: str, place: int) -> Item:
-    """An input item in its full form. Its id is a function of its place, so that every look shows the same."""
+    """An input item in its full form. Its id is a function of its position, so that it is the same every time."""
     kind = item.get("type") or "message"
     made = f"{_PREFIXES.get(kind, 'item')}_{response_id.removeprefix('resp_')}{place:04x}"
     shown = {**item, "id": item.get("id") or made, "type": kind}

@@ -1,7 +1,7 @@
-"""The object of a response in background, from its making to its end, and the events of its stream. Pure.
+"""Builds the object of a background response from creation to end, and the events of its stream. Pure.
 
-A response that is asked for in the usual way is an engine's own object; one in background exists before any engine has
-seen it. Shapes: https://platform.openai.com/docs/api-reference/responses/object and …/responses-streaming.
+A normal response is an engine's own object; a background response exists before any engine has seen it. Shapes:
+https://platform.openai.com/docs/api-reference/responses/object and …/responses-streaming.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ENDS = {"completed": "completed", "failed": "failed"}
 
 
 def queued(response_id: str, request: Object, created_s: float) -> Object:
-    """Of the request's body, with the API's own defaults."""
+    """From the request's body, with the API's defaults."""
     asked = {name: default if request.get(name) is None else request[name] for name, default in _ASKED.items()}
     return {
         "id": response_id,
@@ -63,15 +63,15 @@ def failed(before: Object, code: str, message: str) -> Object:
 
 
 def engine_body(request: Object, items: list[Any] | None) -> Object:
-    """What an engine is asked; items: the whole conversation, None where the request has it all."""
+    """The request to the engine; items: the whole conversation, None if the request contains all of it."""
     dropped = ("background", "stream", "stream_options", "previous_response_id")
     body = {name: value for name, value in request.items() if name not in dropped}
     return {**body, "store": False} | ({} if items is None else {"input": items})
 
 
 def events(response: Object) -> list[bytes]:
-    """All events of its stream so far, each as it goes over the wire. While it goes on, more come behind these, and
-    none of these changes: an event's place is its `sequence_number`."""
+    """All events of its stream so far, in wire format. While the response runs, more are appended and none of these
+    changes: an event's position is its `sequence_number`."""
     return [
         b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, "sequence_number": place, **data}))
         for place, (kind, data) in enumerate(_events(response))

@@ -1,7 +1,7 @@
-"""Answers of /v1/responses that are kept: taken from the gateways, found again by their keys, deleted when it is time.
+"""Stores answers of /v1/responses: received from the gateways, looked up by id, deleted when they expire.
 
-A gateway sends the copy when the client has its answer, so a quick client may ask for a response that is still on its
-way: who asks for an id that is not there waits for it a moment.
+A gateway sends the copy after the client has its answer, so a fast client may ask for a response that has not arrived:
+a request for an unknown id waits for it briefly.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ DAY_S = 86400.0
 ARRIVES_WITHIN_S = 1.0
 MAX_TURNS = 2000
 CONVERSATION_BYTES = 64 << 20
-# Every so many bytes of a key (a row counts as some, however short) its owner's bounds are looked at.
+# After this many bytes of a key (each row counts at least _ROW_BYTES) its owner's limits are checked.
 _LOOK_AFTER_BYTES, _ROW_BYTES = 4 << 20, 16 << 10
 _TOUCH_EVERY_S = 3600.0
-# Of one owner, who wait for an answer that may be on its way: more are told at once that it is not there.
+# Per owner: this many callers may wait for an answer that has not arrived; further ones get NotFound at once.
 _MOST_EXPECTED = 100
 
 
 class StoredResponses:
-    """Of all owners. `viewer`: the owner who asks, to whom only his own exist; None: an admin, or the box itself."""
+    """Responses of all owners. `viewer`: the calling owner, who sees only its own; None: an admin or the box."""
 
     def __init__(self, context: ControllerContext):
         self._db, self._config, self._quotas = context.db, context.config, context.quotas
-        self._unchecked: Counter[str] = Counter()  # bytes by key since its owner's bounds were last looked at
+        self._unchecked: Counter[str] = Counter()  # by key: bytes since its owner's limits were last checked
         self._bytes = responses.totals(context.db)[1]
         self._asked: dict[str, list[asyncio.Future[None]]] = {}
         self._expected: Counter[str | None] = Counter()  # by viewer
@@ -49,7 +49,7 @@ class StoredResponses:
     # --- in
 
     def take(self, copies: list[Any]) -> int:
-        """Store what a gateway sends: each {"key", "previous", "input", "response"}. Returns how many were new."""
+        """Store copies from a gateway: each {"key", "previous", "input", "response"}. Returns how many were new."""
         if not self._config.responses_kept_days:
             return 0
         if self._quotas.disk.room_bytes() <= 0:
@@ -92,7 +92,7 @@ class StoredResponses:
     # --- out
 
     async def find(self, response_id: str, viewer: str | None) -> ResponseRow:
-        """Raises NotFound, for others' too, and as late: how long it takes tells nobody that there is one."""
+        """Raises NotFound, equally late for other owners' responses: the timing must not reveal that one exists."""
         row = await self._arrived(response_id, viewer)
         if row is None:
             raise NotFound(
@@ -101,20 +101,20 @@ class StoredResponses:
         return row
 
     async def turns(self, response_id: str, viewer: str | None, *, newest_first: bool) -> AsyncIterator[ResponseRow]:
-        """The conversation up to this response, as far back as it is still there, one by one: it may be 64 MiB, and
-        others want the loop in between. Raises NotFound, and BadRequest where it has too many turns."""
+        """The stored turns of the conversation up to this response, one by one: it may be 64 MiB, and the event loop
+        must run other tasks in between. Raises NotFound, and BadRequest if it has too many turns."""
         row = await self.find(response_id, viewer)
         ids = responses.chain_ids(self._db, row.id, viewer, max_turns=MAX_TURNS)
         if len(ids) >= MAX_TURNS:
             raise _too_long(response_id)
         for turn in reversed(ids) if newest_first else ids:
             found = responses.find(self._db, turn)
-            if found is not None:  # else it was deleted since
+            if found is not None:  # else it was deleted in the meantime
                 yield found
             await asyncio.sleep(0)
 
     async def before(self, previous_id: str, viewer: str | None) -> list[str]:
-        """The ids, oldest first, of what a response goes on from that names this one. Raises BadRequest."""
+        """The ids, oldest first, that a new response with this previous id continues from. Raises BadRequest."""
         try:
             last = await self.find(previous_id, viewer)
         except NotFound as error:
@@ -135,14 +135,14 @@ class StoredResponses:
         return ids
 
     async def items(self, ids: list[str]) -> AsyncIterator[list[Item]]:
-        """Of each of these responses what a later one goes on from. One at a time, and others have the loop in between:
-        who asks needs no more than a hundred bytes to name a conversation of 64 MiB. Raises BadRequest, also once they
-        are more together than one request may hold: an engine is asked no more by going on than at once."""
+        """The items a later response continues from, for each of these responses. One at a time, so that other tasks
+        run in between: a request of a hundred bytes can name a conversation of 64 MiB. Raises BadRequest, also when the
+        total exceeds what one request may hold: continuing must not allow more than a single request."""
         left = self._config.json_body_bytes
         for response_id in ids:
             row = responses.find(self._db, response_id)
             if row is None:
-                raise previous_not_found(response_id)  # deleted since
+                raise previous_not_found(response_id)  # deleted in the meantime
             items = turn_items(row)
             left -= len(orjson.dumps(items))
             if left < 0:
@@ -158,7 +158,7 @@ class StoredResponses:
     # --- news
 
     async def news(self, response_id: str, timeout_s: float) -> bool:
-        """True as soon as it is stored or changed, False if neither happens within this time."""
+        """True as soon as the response is stored or changed, False if neither happens within this time."""
         asking = asyncio.get_running_loop().create_future()
         self._asked.setdefault(response_id, []).append(asking)
         try:
@@ -190,18 +190,18 @@ class StoredResponses:
             self._shrink()
 
     def _keep_bounds(self, key_id: str) -> None:
-        """What the owner of this key has too much goes, the longest unused first."""
+        """Delete the least recently used responses of this key's owner beyond the limits."""
         del self._unchecked[key_id]
         bounds = self._quotas.bounds(key_id)
         if holdings.shrink_responses(self._db, key_id, bounds.responses, bounds.responses_bytes):
             self._bytes = responses.totals(self._db)[1]
 
     def _shrink(self) -> None:
-        # Below the bound, or the next response would have to make room again.
+        # Delete to below the limit, or the next response would have to make room again.
         with self._db.transaction():
             deleted = responses.shrink(self._db, int(self._config.responses_bytes * 0.95))
         self._bytes = responses.totals(self._db)[1]
-        log.info("responses_bytes is reached: the %d longest unused are deleted", deleted)
+        log.info("responses_bytes is reached: deleted the %d least recently used", deleted)
 
     async def _arrived(self, response_id: str, viewer: str | None) -> ResponseRow | None:
         row = self._visible(response_id, viewer)
@@ -239,7 +239,7 @@ def previous_not_found(response_id: str) -> ApiError:
 
 
 def _is_an_engines(response_id: str) -> bool:
-    """vLLM's ids, the only ones that can be on their way."""
+    """Whether it is an id of vLLM's, the only ones that can be on their way."""
     digits = response_id.removeprefix("resp_")
     return len(digits) < len(response_id) and 8 <= len(digits) <= 64 and set(digits) <= set("0123456789abcdef")
 

@@ -123,7 +123,7 @@ async def test_a_promotion_under_way_is_shown_as_one_and_ends_as_one(served: Con
 
     monkeypatch.setattr(canaries_module, "switch", slow)
     await ask(served, "POST", "/admin/v1/models/m/promote")
-    assert seen[0] == {"verdict": "promote", "reason": "v2 becomes the version that answers all requests"}
+    assert seen[0] == {"verdict": "promote", "reason": "v2 becomes the active version"}
     assert seen[1] == "running", "a look at it ends nothing that a promotion has in hand"
     assert (await seen[2]).reason == "asked for"
 
@@ -179,7 +179,7 @@ async def test_publishing_ends_it_one_way_or_the_other(served: Control):
     models.insert_version(served.db, replace(version, version="v3"))
     models.activate(served.db, "m", "v3")
     row = await look_later(served, 1)
-    assert row.state == "rolled_back" and row.reason.startswith("v3 became the version that answers")
+    assert row.state == "rolled_back" and row.reason.startswith("v3 became the active version")
 
 
 async def test_its_bytes_are_let_go_when_its_engine_is_gone(served: Control):

@@ -59,7 +59,7 @@ def test_a_snapshot_beyond_the_budget_is_a_warning():
 def test_a_full_store_makes_it_wait():
     full = BoxFacts(8, "cuda", 80 * GIB, 400 * 10**9, 10**9)
     verdict = capacity.job(LLAMA_8B, fields(full=True, zero_stage=3), SIZES, full)
-    assert verdict.fits and "need 112.42 GB, 1.00 GB can be given now" in verdict.waits
+    assert verdict.fits and "need 112.42 GB, 1.00 GB can be allocated now" in verdict.waits
 
 
 def hosted(host_memory_bytes, budget_bytes=100 * 10**9):

@@ -48,7 +48,7 @@ def test_a_mode_that_flips_back_takes_the_drain_back() -> None:
             assert not rig.verbs() & {"sleep_replica", "wake_replica", "start_group", "suspend_group"}
             record = rig.journal.recent(1)[0]
             assert record.state == "undone"
-            assert record.error == "called off: mode serve keeps replica r1-0 open"
+            assert record.error == "cancelled: mode serve keeps replica r1-0 open"
             assert {s.verb: s.state for s in record.steps if s.undoes is None} == {
                 "drain_replica": "skipped",
                 "sleep_replica": "skipped",

@@ -169,7 +169,7 @@ def test_training_that_came_back_too_soon_waits_longer_each_time():
 def test_processes_that_stand_still_for_memory_are_a_shortage_too():
     reading = MemoryReading(24 * GB, int(1.2 * GB), stalled=25.0)
     state, action = decide(reading, Holdings(pool=GB), MemoryState(), 0.0, RESERVE)
-    assert action is not None and action.kind == "pool" and "stood still for it 25 %" in state.short
+    assert action is not None and action.kind == "pool" and "stalled on memory for 25 %" in state.short
     assert decide(replace(reading, stalled=1.0), Holdings(pool=GB), MemoryState(), 0.0, RESERVE)[1] is None
     assert decide(replace(reading, available=9 * GB), Holdings(pool=GB), MemoryState(), 0.0, RESERVE)[1] is None
 

@@ -156,7 +156,7 @@ async def test_engines_elsewhere_find_adapters(nodes):
 
     async def bring_in(model, version):
         if (model, version) != TUNED[1:]:
-            raise LookupError(f"{model} {version} is no adapter of this box")
+            raise LookupError(f"{model} {version} is not an adapter of this box")
         return home.store.lease(made)
 
     source = AdapterServer(home.place.adapter_socket, bring_in, (LookupError,))
@@ -169,7 +169,7 @@ async def test_engines_elsewhere_find_adapters(nodes):
         check(away.store, found)
         with pytest.raises(VersionLeased):
             away.store.remove(found)
-    with pytest.raises(AdapterUnavailable, match="no adapter of this box"):
+    with pytest.raises(AdapterUnavailable, match="not an adapter of this box"):
         async with brought_in(str(away.place.adapter_socket), "ft:m@s9", 10):
             pass
     await source.stop()

@@ -100,7 +100,7 @@ async def test_a_lost_snapshot_is_not_told_of_and_a_lost_result_is_no_success(no
     for event in (SNAPSHOT, *steps(9)):
         home.take(event)
     home.take(PUBLISHED)
-    assert await home.over(suspended=False) == "its version step-9 did not come home: node n1 is gone"
+    assert await home.over(suspended=False) == "its version step-9 was not copied home: node n1 is gone"
     assert told == steps(9) and nodes.forgotten == [], "what is nowhere else is not thrown away"
 
 

@@ -62,9 +62,9 @@ async def test_two_engines_that_ask_at_once_both_get_it(source, only_remote):
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ("ft:x@step-9", "no adapter of this box"),
-        ("starter@v1", "no adapter of this box"),
-        ("", "no adapter"),
+        ("ft:x@step-9", "not an adapter of this box"),
+        ("starter@v1", "not an adapter of this box"),
+        ("", "not an adapter"),
         ("ft:x@step-1", "in no tier"),
     ],
 )

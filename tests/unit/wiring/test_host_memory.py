@@ -135,7 +135,7 @@ async def test_a_job_waits_says_why_and_goes_on_by_itself(host, world, db, add_m
     world.parked_jobs = ("ftjob-0",)
     assert await looks(host, world, GB // 2, 2) == ["-parked", "-job"] and world.parked_jobs == ()
     waits = host.waits_for(jobs.get(db, "ftjob-2"))
-    assert waits.startswith("Memory is short (0.5 GB available") and "goes on by itself" in waits
+    assert waits.startswith("Memory is short (0.5 GB available") and "continues by itself" in waits
     assert host.waits_for(jobs.get(db, "ftjob-1")) == "", "one after the other"
     (note,) = host.notes()
     assert note.startswith("memory is short: 0.5 GB available") and note.endswith("; training waits")
@@ -159,7 +159,7 @@ async def test_a_job_is_admitted_against_what_other_programs_leave(host, world, 
     await looks(host, world, 20 * GB, 0.5)
     assert host.waits_for(jobs.get(db, "ftjob-1")) == ""
     await looks(host, world, 6 * GB, 0.5)
-    assert "Needs about 6.0 GB of host memory; 5.0 GB can be given now" in host.waits_for(jobs.get(db, "ftjob-1"))
+    assert "Needs about 6.0 GB of host memory; 5.0 GB can be allocated now" in host.waits_for(jobs.get(db, "ftjob-1"))
     jobs.set_phase(db, "ftjob-1", "running")
     assert host.waits_for(jobs.get(db, "ftjob-1")) == "", "who has its memory is not asked again"
 

@@ -35,7 +35,7 @@ def test_it_waits_with_the_numbers_and_begins_when_room_is_given_back(db, events
     states = SqliteStateStore(db, events, BoxSize(1, 8, 1), Live(lambda model: Demand(), room.waits_for), lambda: None)
     served = hold(store, 10 * MB)
     (view,) = states.load().jobs
-    assert "need 14.0 MB, 10.0 MB can be given now" in view.lacks
+    assert "need 14.0 MB, 10.0 MB can be allocated now" in view.lacks
     queue = allot([view], 8, 8, 0.0, 0.0, "")
     assert queue.sizes == {} and queue.waiting == {"ftjob-new": view.lacks}
     store.remove(served)

@@ -110,9 +110,9 @@ def test_a_full_disk_costs_points_of_a_curve_and_no_step(tmp_path):
 @pytest.mark.parametrize(
     ("begun", "said"),
     [
-        (70, ["The job resumed from step 70: steps 71 to 72 are done anew (2 in all)"]),
-        (71, ["The job resumed from step 71: step 72 is done anew (1 in all)"]),
-        (0, ["There was no snapshot yet, the job begins anew: steps 1 to 72 are done anew (72 in all)"]),
+        (70, ["The job resumed from step 70: steps 71 to 72 are repeated (2 in all)"]),
+        (71, ["The job resumed from step 71: step 72 is repeated (1 in all)"]),
+        (0, ["There was no snapshot yet, the job starts over: steps 1 to 72 are repeated (72 in all)"]),
         (72, []),
     ],
 )
