@@ -140,7 +140,8 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
 
 async def _report_degraded(parts: Parts) -> None:
     others = {trouble["name"].partition(":")[0] for trouble in parts.context.main_troubles()}
-    parts.bus.set_degraded(sorted({*parts.background.names(), *others}))
+    table = {"table of models"} if parts.bus.is_table_too_long else set()
+    parts.bus.set_degraded(sorted({*parts.background.names(), *others, *table}))
 
 
 def _server(app: ASGIApp) -> uvicorn.Server:

@@ -226,6 +226,8 @@ class RecordingKeySink:
     def __init__(self) -> None:
         self.keys: dict[str, dict[str, Any]] = {}
 
+    table_bytes = 0
+
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
         self.keys = keys
 

@@ -24,8 +24,9 @@ Took = Callable[[int], None]
 class Quotas:
     """Checks raise ApiError: 429 for a number, 413 for bytes, 507 where the disk is short whoever asks."""
 
-    def __init__(self, db: Database, config: ControllerConfig, disk: Disk):
-        self._db, self._config, self.disk = db, config, disk
+    def __init__(self, db: Database, config: ControllerConfig, disk: Disk, table_bytes: Callable[[], int] = lambda: 0):
+        """table_bytes: length of the gateways' table (`Bus.table_bytes`)."""
+        self._db, self._config, self.disk, self.table_bytes = db, config, disk, table_bytes
         self._arriving_bytes: Counter[str] = Counter()
         self._arriving: Counter[str] = Counter()
 
@@ -70,9 +71,24 @@ class Quotas:
         self._files(key_id, bounds)
         self._bytes(key_id, bounds, input_bytes)
 
+    def check_names(self, caller: Principal) -> None:
+        """More names that can be called, or more owners who may call them: the gateways get all in one table, and what
+        is longer than they read would keep revoked keys alive."""
+        if _bounded(caller) is not None and self.table_bytes() > self._config.bus_line_bytes // _SHARE_OF_LINE:
+            raise ApiError(
+                429,
+                "The models and checkpoints of this box fill the gateways' table. Delete models that nobody needs, "
+                "or ask an admin to.",
+                kind="insufficient_quota",
+                code="limit_reached",
+                param="models",
+                headers=dict(NEVER_RETRY),
+            )
+
     def check_job(self, caller: Principal) -> None:
         """One more job, and the model that it will make beside those that there are."""
         self.disk.check()
+        self.check_names(caller)
         if (key_id := _bounded(caller)) is None:
             return
         bounds, unfinished = self.bounds(key_id), holdings.jobs(self._db, key_id)
@@ -189,6 +205,8 @@ class Quotas:
         return row.owner if row else key_id
 
 
+# Jobs that are under way may still publish: what they make has room in the rest.
+_SHARE_OF_LINE = 4
 _ASK = "An admin can give a key a higher bound `{}`."
 
 

@@ -83,6 +83,8 @@ class Bus:
         self._on_load, self._on_table, self._on_usage = on_load, on_table, on_usage
         self._generation = first_generation
         self._models: dict[str, Any] = {}
+        self._models_sent: dict[str, Any] = {}
+        self.table_bytes, self.is_table_too_long = 0, False
         self._keys: dict[str, Any] = {}
         self._limits: dict[str, Any] = {}
         self._degraded: list[str] = []
@@ -326,14 +328,39 @@ class Bus:
             gateway.wake.set()
 
     def _encode(self) -> None:
+        line = self._encoded(self._models)
+        self.table_bytes = len(line)
+        self.is_table_too_long = len(line) > self._config.bus_line_bytes
+        if self.is_table_too_long:
+            # A gateway reads no longer line. Keys that were revoked must reach it all the same.
+            log.error(
+                "bus: the table has %d bytes, a line at most %d: gateways keep the models they know; delete some",
+                len(line),
+                self._config.bus_line_bytes,
+            )
+            line = self._encoded(self._models_sent)
+        else:
+            self._models_sent = self._models
+        self._line = line
+
+    def _encoded(self, models: dict[str, Any]) -> bytes:
+        """Many names have the owners of one model, which stand in the line once: `owners` is a place in `audiences`."""
+        places: dict[tuple[str, ...], int] = {}
+        rows = {
+            name: row
+            if row.get("owners") is None
+            else row | {"owners": places.setdefault(tuple(row["owners"]), len(places))}
+            for name, row in models.items()
+        }
         table = {
             "type": "table",
             "generation": self._generation,
-            "models": self._models,
+            "audiences": list(places),
+            "models": rows,
             "keys": self._keys,
             "limits": self._limits,
         }
-        self._line = orjson.dumps(table, option=orjson.OPT_APPEND_NEWLINE)
+        return orjson.dumps(table, option=orjson.OPT_APPEND_NEWLINE)
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()

@@ -50,7 +50,9 @@ class ControllerContext:
     file_work: FileWork = field(default_factory=FileWork)
 
     def __post_init__(self) -> None:
-        self.quotas = Quotas(self.db, self.config, Disk(self.files_dir, self.config.disk_floor_bytes))
+        self.quotas = Quotas(
+            self.db, self.config, Disk(self.files_dir, self.config.disk_floor_bytes), lambda: self.key_sink.table_bytes
+        )
 
     def publish_keys(self) -> None:
         self.key_sink.keys_changed(key_table(self.db, time.time()))

@@ -179,6 +179,9 @@ class ModelOps(Protocol):
 class KeySink(Protocol):
     """Receives the set of live keys (the bus, for the gateways)."""
 
+    table_bytes: int
+    """Length of the table that the gateways get."""
+
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
         """keys: SHA-256 in hex -> {"id", "name", "scopes"} and those of "models", "requests_per_minute",
         "tokens_per_minute", "spent_until_s" that limit the key; replaces the previous set."""

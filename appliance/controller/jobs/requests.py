@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from appliance.controller.access.naming import SUFFIX_RULE, is_suffix
@@ -21,6 +22,7 @@ Devices = Annotated[int, Field(ge=1, le=65536)]
 Sizes = Annotated[list[Devices], Field(min_length=1, max_length=64)]
 Priority = Annotated[int, Field(ge=-1000, le=1000)]
 Moment = Annotated[float, Field(gt=0, lt=1e11)]
+MOST_BYTES = 16_384
 Hyperparameters = dict[Annotated[str, StringConstraints(max_length=64)], Any]
 
 
@@ -147,7 +149,16 @@ def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
                 param=f"hyperparameters.{name}",
                 code="invalid_value",
             )
-    return old | new, where if request.method else "hyperparameters"
+    both = old | new
+    where = where if request.method else "hyperparameters"
+    # They stand in the job's row, which the scheduler reads in each of its rounds: 8 MB each took it for seconds.
+    if (size := len(orjson.dumps(both, default=str))) > MOST_BYTES:
+        raise BadRequest(
+            f"The hyperparameters are {size} bytes long, at most {MOST_BYTES} are allowed.",
+            param=where,
+            code="invalid_hyperparameters",
+        )
+    return both, where
 
 
 def method(request: JobCreate) -> Method:

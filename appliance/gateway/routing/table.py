@@ -72,10 +72,11 @@ def parse_table(data: Mapping[str, Any], *, default_hold_s: float) -> Table:
     keys = _object(data.get("keys", {}), "keys")
     limits = _object(data.get("limits", {}), "limits")
     refused: list[str] = []
+    audiences = _audiences(data.get("audiences"))
     rows: list[Model] = []
     for name, row in models.items():
         try:
-            rows.append(_model(name, row, default_hold_s, refused))
+            rows.append(_model(name, row, default_hold_s, refused, audiences))
         except TableInvalid as error:
             refused.append(_shown(error))
     callers: dict[str, Caller] = {}
@@ -93,12 +94,21 @@ def parse_table(data: Mapping[str, Any], *, default_hold_s: float) -> Table:
     )
 
 
+def _audiences(value: Any) -> list[frozenset[str]]:
+    """Owners who may call a model, for all its names at once."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise TableInvalid(f"audiences: {type(value).__name__} given, expected a list")
+    return [_owners(one, f"audiences.{place}", []) or frozenset() for place, one in enumerate(value)]
+
+
 def _shown(error: TableInvalid) -> str:
     text = str(error)
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
 
 
-def _model(name: str, row: Any, default_hold_s: float, refused: list[str]) -> Model:
+def _model(name: str, row: Any, default_hold_s: float, refused: list[str], audiences: list[frozenset[str]]) -> Model:
     where = f"models.{name}"
     row = _object(row, where)
     task = _given(row, "task", "generate")
@@ -139,14 +149,17 @@ def _model(name: str, row: Any, default_hold_s: float, refused: list[str]) -> Mo
         _text(_given(row, "adapter", ""), f"{where}.adapter"),
         canary,
         trouble,
-        _owners(row.get("owners"), f"{where}.owners"),
+        _owners(row.get("owners"), f"{where}.owners", audiences),
     )
 
 
-def _owners(value: Any, where: str) -> frozenset[str] | None:
+def _owners(value: Any, where: str, audiences: list[frozenset[str]]) -> frozenset[str] | None:
+    """`value`: the owners, or their place in `audiences`."""
     # Never in a header line: any text will do, as for the owner of a key.
     if value is None:
         return None
+    if type(value) is int and 0 <= value < len(audiences):
+        return audiences[value]
     if not isinstance(value, list) or not all(isinstance(owner, str) for owner in value):
         raise TableInvalid(f"{where}: {value!r} given, expected a list of owners or null")
     return frozenset(value)
