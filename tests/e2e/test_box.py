@@ -116,6 +116,36 @@ def test_chat_as_the_sdk_has_it(box, starter):
     assert missing.value.code == "model_not_found" and missing.value.request_id
 
 
+def test_a_forced_call_fits_the_tools_schema(box, starter):
+    """The starter's template knows no tools, and its words fit no schema."""
+    client = box.client()
+    schema = {
+        "type": "object",
+        "properties": {"unit": {"enum": ["C", "F"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["unit", "days"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "forecast", "parameters": schema}}]
+    named = {"type": "function", "function": {"name": "forecast"}}
+    for choice in ("required", named):
+        told = client.chat.completions.create(
+            model=starter, messages=APPLES, tools=tools, tool_choice=choice, max_tokens=160, temperature=0
+        )
+        (call, *_) = told.choices[0].message.tool_calls
+        given = json.loads(call.function.arguments)
+        assert call.function.name == "forecast" and given["unit"] in ("C", "F") and 1 <= given["days"] <= 9
+    free = client.chat.completions.create(model=starter, messages=APPLES, tools=tools, max_tokens=8)
+    assert free.choices[0].message.content is not None
+    flat = {"type": "function", "name": "forecast", "parameters": schema}
+    response = client.responses.create(
+        model=starter, input="Hello.", tools=[flat], tool_choice="required", max_output_tokens=160, temperature=0
+    )
+    (called, *_) = [item for item in response.output if item.type == "function_call"]
+    assert json.loads(called.arguments)["unit"] in ("C", "F")
+    with pytest.raises(openai.BadRequestError, match="web_search"):
+        client.responses.create(model=starter, input="Hello.", tools=[{"type": "web_search"}])
+
+
 def test_responses_are_kept_gone_on_from_and_run_in_background(box, starter):
     client = box.client()
     greedy = {"model": starter, "max_output_tokens": 8, "temperature": 0, "extra_body": {"ignore_eos": True}}

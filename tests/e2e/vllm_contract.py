@@ -34,6 +34,8 @@ def _claims():
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
+    from vllm.parser import abstract_parser
+    from vllm.tool_parsers import structural_tag_registry
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -152,6 +154,13 @@ def _claims():
         grammar_threads.POOL in inspect.getsource(StructuredOutputManager.__init__),
     )
     yield "nothing is given to outlines, whatever xgrammar and llguidance cannot do", _outlines_gets_nothing()
+    resolve = inspect.signature(structural_tag_registry.resolve_tool_strictness)
+    yield "strictness is resolved from these", list(resolve.parameters) == ["tools", "tool_choice", "strict_level"]
+    yield (
+        "both modules ask it by their own name for it",
+        "resolve_tool_strictness(" in inspect.getsource(abstract_parser)
+        and "resolve_tool_strictness(" in inspect.getsource(structural_tag_registry.get_model_structural_tag),
+    )
     yield "one OpenMP thread", torch.get_num_threads() == 1
 
 

@@ -120,6 +120,13 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
             param="model",
             code="model_not_supported",
         )
+    if base.model.info.get("quantized"):
+        raise BadRequest(
+            f"The weights of {shown(body.model)} are quantised: they can be served, not trained. Import the model as "
+            "its publisher trained it (bf16 or fp16) and tune that, or import a GGUF file, which is dequantised.",
+            param="model",
+            code="model_not_supported",
+        )
     training = _data_file(context, body.training_file, "training_file", caller)
     if body.validation_file is not None:
         _data_file(context, body.validation_file, "validation_file", caller)

@@ -134,6 +134,12 @@ async def test_an_embedding_model_cannot_be_tuned(control: Control):
         await control.sdk.fine_tuning.jobs.create(model="embedder", training_file=await control.upload())
 
 
+async def test_a_quantised_model_cannot_be_tuned(control: Control):
+    insert_model(control.db, "awq", info={"quantized": True})
+    with pytest.raises(openai.BadRequestError, match="quantised: they can be served, not trained"):
+        await control.sdk.fine_tuning.jobs.create(model="awq", training_file=await control.upload())
+
+
 async def test_bad_data_fails_the_job_with_line_numbers_before_any_device(control: Control):
     job_id = await control.job(training_file=await control.upload(chat_lines(3) + b"oops\n{}\n"))
     job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
