@@ -12,6 +12,7 @@ import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -36,6 +37,27 @@ class Page(Generic[Row]):
 
     data: list[Row]
     has_more: bool
+
+
+@dataclasses.dataclass
+class Changes:
+    """How many rows were changed and kept; those of a transaction that was rolled back are not counted."""
+
+    rows: int = 0
+
+
+_CHANGES: ContextVar[Changes | None] = ContextVar("changes", default=None)
+
+
+@contextmanager
+def counting_changes() -> Iterator[Changes]:
+    """Counts the rows that the current task changes, and not those that other tasks change while it waits."""
+    changes = Changes()
+    token = _CHANGES.set(changes)
+    try:
+        yield changes
+    finally:
+        _CHANGES.reset(token)
 
 
 def json_column(**kwargs: Any) -> Any:
@@ -95,10 +117,12 @@ class Database:
                 self.reserve.tend()
             self._connection.execute("BEGIN IMMEDIATE")
         self._depth += 1
+        before = self._connection.total_changes
         try:
             yield
             if self._depth == 1:
                 self._connection.execute("COMMIT")
+                self._count_since(before)
         except BaseException:
             # On a full disk SQLite itself has rolled back; a transaction that could not be committed is still open.
             if self._depth == 1 and self._connection.in_transaction:
@@ -110,7 +134,15 @@ class Database:
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         if self._depth == 0 and self.reserve is not None and not sql.startswith("SELECT"):
             self.reserve.tend()
-        return self._connection.execute(sql, parameters)
+        before = self._connection.total_changes
+        cursor = self._connection.execute(sql, parameters)
+        if self._depth == 0:
+            self._count_since(before)
+        return cursor
+
+    def _count_since(self, before: int) -> None:
+        if (changes := _CHANGES.get()) is not None:
+            changes.rows += self._connection.total_changes - before
 
     def keep_reserve(self, size: int) -> None:
         """Keep `size` bytes in reserve for a full disk from now on."""

@@ -81,13 +81,19 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
                 param="owner",
                 code="owner_busy",
             )
+        # Newest first: an adapter goes before its base.
+        names = there["models"][::-1] if body.models else []
+        # Before the first change: a model that somebody else uses would stop the request halfway.
+        leaving = {*there["unfinished"], *names}
+        for name in names:
+            models.refuse_if_in_use(context, models.known_model(context, name), caller, leaving)
         for row in forgotten.keys_of(db, owner):
             keys.revoke(db, row.id)
         context.publish_keys()
         if left := await _ended(owner, caller):
             record(context, caller, "owner.forget", "", outcome="failed", waits_for=left)
             return {"owner": owner, "done": False, "waits_for": left, **there}
-        deleted = await _delete_models(there["models"], caller) if body.models else []
+        deleted = await _delete_models(names, caller)
         await _delete(owner)
         pseudonym = f"forgotten-{secrets.token_hex(4)}"
         forgotten.pseudonymise(db, owner, pseudonym)

@@ -19,9 +19,10 @@ from starlette.requests import ClientDisconnect
 
 from appliance.controller.context import audit
 from appliance.controller.interfaces.principal import read_principal
+from appliance.store.database import counting_changes
 from appliance.store.errors import UnknownCursor
 
-# A client that disconnects during its body has changed nothing either.
+# Errors of a request that most often has changed nothing; so has a client that disconnects during its body.
 _REFUSALS = (HTTPException, RequestValidationError, UnknownCursor, ClientDisconnect)
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _PARSED_BYTES = 256 * 1024
@@ -61,6 +62,7 @@ CHANGES: Mapping[Route, Change] = {
     ("POST", "/v1/fine_tuning/jobs/{job_id}/resume"): Change("job.resume", _JOB),
     ("POST", "/v1/fine_tuning/checkpoints/{name:path}/permissions"): Change("permission.create", ("first_id",)),
     ("DELETE", "/v1/fine_tuning/checkpoints/{name:path}/permissions/{permission_id}"): Change("permission.delete"),
+    ("POST", "/admin/v1/forget"): Change("owner.forget"),
     ("DELETE", "/v1/responses/{response_id}"): Change("response.delete"),
     ("POST", "/v1/responses/{response_id}/cancel"): Change("response.cancel", ("status",)),
 }
@@ -69,24 +71,27 @@ CHANGES: Mapping[Route, Change] = {
 def audited(
     handle: Callable[[Request], Awaitable[Response]], method: str, path: str
 ) -> Callable[[Request], Awaitable[Response]]:
-    """The route's handler, followed by its audit row: "done" once it has answered, "failed" after an internal error. A
-    refused request has changed nothing and leaves no row."""
+    """The route's handler, followed by its audit row: "done" once it has answered, "failed" after an internal error or
+    a refusal that came after the first change. A refusal that changed nothing leaves no row."""
     if method in READS or (method, path) in NOT_AUDITED:
         return handle
     # A route not listed here is recorded too, by its method and path.
     change = CHANGES.get((method, path)) or Change(f"{method.lower()} {path}")
 
     async def told(request: Request) -> Response:
-        with audit.recording() as recorded:
+        with audit.recording() as recorded, counting_changes() as changes:
             try:
                 response = await handle(request)
             except Exception as error:
                 refused = isinstance(error, _REFUSALS) and getattr(error, "status_code", 400) < 500
-                if not refused and not recorded:
+                # The status does not say whether anything was changed; the store does.
+                if not recorded and (changes.rows or not refused):
                     await _record(request, change, "failed", {}, f"{type(error).__name__}: {error}"[:500])
                 raise
-            if response.status_code < 400 and not recorded:
+            if not recorded and response.status_code < 400:
                 await _record(request, change, "done", _fields(response), "")
+            elif not recorded and changes.rows:
+                await _record(request, change, "failed", {}, f"answered {response.status_code}")
             return response
 
     return told

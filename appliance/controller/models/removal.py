@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from appliance.controller.access.model_access import unknown_model
 from appliance.controller.access.naming import Resolved, resolve
@@ -37,7 +38,7 @@ async def remove(context: ControllerContext, found: Resolved, caller: Principal)
     between leaves unreferenced bytes, which the weight store's sweep deletes. Raises Conflict.
     """
     db, model = context.db, found.model
-    _refuse_if_in_use(context, found, caller)
+    refuse_if_in_use(context, found, caller)
     if found.checkpoint or found.pinned:
         version = found.version
         if model.active_version == version.version:
@@ -78,9 +79,13 @@ async def _unload(context: ControllerContext, versions: list[VersionRow]) -> Non
             log.warning("%s was deleted, but an engine still knows it: %s", ", ".join(names), error)
 
 
-def _refuse_if_in_use(context: ControllerContext, found: Resolved, caller: Principal) -> None:
-    """The message does not name another owner's objects."""
+def refuse_if_in_use(
+    context: ControllerContext, found: Resolved, caller: Principal, leaving: Collection[str] = ()
+) -> None:
+    """Raises Conflict, whose message does not name another owner's objects. leaving: jobs and models that go first."""
     for job in jobs.list_unfinished(context.db):
+        if job.id in leaving:
+            continue
         if job.wanted != "cancel" and (job.model in (found.name, found.model.id) or job.output_model == found.model.id):
             own = caller.viewer in (None, job.owner)
             raise Conflict(
@@ -92,7 +97,7 @@ def _refuse_if_in_use(context: ControllerContext, found: Resolved, caller: Princ
             )
     one = found.version.version if found.checkpoint or found.pinned else None
     for adapter in adapters.list_on(context.db, found.model.id):
-        if one in (None, adapter.base_version):
+        if one in (None, adapter.base_version) and adapter.model not in leaving:
             name = adapter.model if models.is_visible(context.db, adapter.model, caller.viewer) else "Another's model"
             raise Conflict(
                 f"{name} is an adapter on {adapter.base} {adapter.base_version} and cannot answer without "

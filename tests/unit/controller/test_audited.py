@@ -130,6 +130,7 @@ async def test_every_route_leaves_its_row(control: Control):
     await ask("POST /admin/v1/models/import", json={"source": "/somewhere", "name": "imported"})
     await ask("POST /admin/v1/models/starter")
     await ask("POST /admin/v1/tiers/verify")
+    await ask("POST /admin/v1/forget", json={"owner": "nobody"})
     model = "/admin/v1/models/{name:path}"
     await ask(f"POST {model}/verify", f"/admin/v1/models/{CKPT}/verify")
     await ask(f"POST {model}/pin", f"/admin/v1/models/{CKPT}/pin", json={"version": "v1", "pinned": True})
@@ -171,6 +172,21 @@ async def test_what_was_refused_leaves_none_and_what_broke_off_says_so(control: 
         "failed",
         {"error": "OSError: disk"},
     )
+
+
+async def test_a_refusal_that_came_after_the_first_change_is_told(control: Control):
+    """Whatever its status is. What others changed while it waited is no change of its own."""
+    begun = {"bytes": 3, "filename": "a", "mime_type": "text/plain", "purpose": "user_data"}
+    upload = (await control.http.post("/v1/uploads", json=begun)).json()["id"]
+    form = {"files": {"data": ("a", b"abc")}}
+    parts = [(await control.http.post(f"/v1/uploads/{upload}/parts", **form)).json()["id"] for _ in range(2)]
+    wrong = {"part_ids": parts[:1], "md5": "0" * 32}
+    for told in (["upload.create", "upload.complete"], ["upload.create", "upload.complete"]):
+        # The first request drops the part that it does not name; the second changes nothing.
+        answer = await control.http.post(f"/v1/uploads/{upload}/complete", json=wrong)
+        assert answer.json()["error"]["code"] == "checksum_mismatch"
+        assert [row.action for row in rows(control)] == told
+    assert (rows(control)[1].target, rows(control)[1].outcome) == (upload, "failed")
 
 
 async def test_a_command_on_the_box_has_a_key_that_the_log_does_not_tell_of(control: Control):

@@ -157,6 +157,33 @@ async def test_models_of_the_files_go_when_asked_to(control: Control):
     assert models.find(control.db, ann.model) is None and models.find(control.db, "starter") is not None
 
 
+async def test_a_model_that_another_uses_is_named_before_anything_is_changed(control: Control):
+    ann, ben = Person(control, NAME), Person(control, OTHER)
+    for person in (ann, ben):
+        await person.does_something_of_everything()
+    models.update(control.db, ann.model, owner=NAME)
+    await ann.post(f"/v1/models/{ann.model}/share", json={"owners": [OTHER]})
+    job = (await ben.post("/v1/fine_tuning/jobs", json={"model": ann.model, "training_file": ben.file}))["id"]
+    before = written(control)
+    refused = await ask(control, 409, cancel=True, models=True)
+    assert refused["error"]["code"] == "model_in_use" and job in refused["error"]["message"]
+    assert written(control) == before and len(control.gateway_keys) == 4
+    await ben.post(f"/v1/fine_tuning/jobs/{job}/cancel")
+    assert (await ask(control, cancel=True, models=True))["models_deleted"] == [ann.model]
+
+
+async def test_adapters_go_before_the_models_below_them_and_jobs_on_them_are_no_hindrance(control: Control):
+    ann = Person(control, NAME)
+    await ann.does_something_of_everything()
+    models.update(control.db, ann.model, owner=NAME)
+    job = await ann.post("/v1/fine_tuning/jobs", json={"model": ann.model, "training_file": ann.file})
+    insert_model(control.db, "ft:on-hers", kind="fine-tuned", base=ann.model, owner=NAME)
+    models.update(control.db, "ft:on-hers", job_id=job["id"])
+    meta = {"adapter": {"base": ann.model, "base_version": "v1", "rank": 8}}
+    models.update_version(control.db, "ft:on-hers", "v1", meta=meta)
+    assert (await ask(control, cancel=True, models=True))["models_deleted"] == ["ft:on-hers", ann.model]
+
+
 async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(control: Control, monkeypatch):
     ann = Person(control, NAME)
     await ann.does_something_of_everything()
