@@ -131,6 +131,7 @@ def insert_model(
     task: str = "generate",
     versions: tuple[str, ...] = ("v1",),
     owner: str | None = None,
+    info: dict[str, Any] | None = None,
 ) -> None:
     """A tuned one belongs to the key of SCOPES, unless somebody else is named."""
     models.insert(
@@ -147,6 +148,7 @@ def insert_model(
             base=base,
             task=task,
             max_model_len=2048,
+            info=info or {},
             active_version=versions[-1],  # type: ignore[arg-type]
             owner=owner if owner is not None else SCOPES["x-appliance-key-id"] if kind == "fine-tuned" else "",
         ),
