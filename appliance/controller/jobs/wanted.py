@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from appliance.controller.access.model_access import base_of, caller_may_use, unknown_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, NotFound, shown
 from appliance.controller.interfaces.principal import Principal
@@ -29,11 +30,19 @@ def unknown_job(job_id: str) -> NotFound:
     return NotFound(f"Could not find fine tune: {shown(job_id)}", param="fine_tune_id", code="fine_tune_not_found")
 
 
+def _check_model(context: ControllerContext, row: JobRow, caller: Principal) -> None:
+    """Raises NotFound once the caller's or the job's key may not use the model that the job trains."""
+    if not caller_may_use(context.db, caller, row.model) or base_of(context.db, row) is None:
+        raise unknown_model(row.model)
+
+
 def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Principal) -> JobRow:
     """Raises NotFound and Conflict."""
     db = context.db
     row = known_job(context, job_id, caller)
     verb = "resume" if wanted == "run" else wanted
+    if wanted == "run" and row.wanted == "pause":
+        _check_model(context, row, caller)
     try:
         with db.transaction():
             after = jobs.set_wanted(db, job_id, wanted)
