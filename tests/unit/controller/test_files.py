@@ -189,6 +189,12 @@ async def test_other_content_types_are_refused(control: Control, content_type: s
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_content_type")
 
 
+async def test_a_boundary_that_no_parser_takes_is_refused(control: Control):
+    answer = await post(control, b"", f"multipart/form-data; boundary={'a' * 5000}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_multipart"), answer.text
+    assert left_on_disk(control) == []
+
+
 async def test_a_list_reads_no_reports_and_ends_at_so_many_bytes(control: Control, monkeypatch):
     """It says that more follow, and a client that pages sees all."""
     made = [await control.upload(b"{}\n" * 100, f"{n}.jsonl") for n in range(3)]
