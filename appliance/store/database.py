@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -29,6 +29,8 @@ from appliance.store.reserve import Reserve
 
 Row = TypeVar("Row")
 BUSY_TIMEOUT_MS = 5000
+PAGE_BYTES = 2 * 2**20
+"""Text of the rows of one page; 10,000 ordinary files fit. The reader of a page waits for all of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,11 +202,15 @@ class Database:
         after: str | None = None,
         limit: int = 20,
         descending: bool = True,
+        unread: Collection[str] = (),
     ) -> Page[Row]:
         """Rows in the order of their creation (`seq`), from the one behind the row whose id is `after`.
 
         scope: column values that say whose list it is. where, parameters: a filter on it. Raises UnknownCursor if
         `after` is no row of the list. The filter may hide that row: a cursor is only a position.
+
+        A page ends before `limit` once its text is longer than PAGE_BYTES; it has one row at least. unread: columns
+        that the list does not show, and that are None in its rows.
         """
         scope = scope or {}
         owned = " AND ".join(["1", *(f"{column} = ?" for column in scope)])
@@ -218,12 +224,21 @@ class Database:
             conditions.append("seq < ?" if descending else "seq > ?")
             values.append(found["seq"])
         order = "DESC" if descending else "ASC"
-        rows = self.all(
-            kind,
-            f"SELECT * FROM {table} WHERE {' AND '.join(conditions)} ORDER BY seq {order} LIMIT ?",
+        names = (field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+        columns = ", ".join(f"NULL AS {name}" if name in unread else name for name in names)
+        cursor = self.execute(
+            f"SELECT {columns} FROM {table} WHERE {' AND '.join(conditions)} ORDER BY seq {order} LIMIT ?",
             [*values, limit + 1],
         )
-        return Page(rows[:limit], len(rows) > limit)
+        rows: list[Row] = []
+        size, has_more = 0, False
+        for row in cursor:
+            size += sum(len(value) for value in row if isinstance(value, str))
+            if has_more := len(rows) == limit or (bool(rows) and size > PAGE_BYTES):
+                break
+            rows.append(_decode(kind, row))
+        cursor.close()  # it may have more to give, and would keep its snapshot of the store
+        return Page(rows, has_more)
 
 
 def owned_by(viewer: str | None) -> dict[str, str]:

@@ -44,8 +44,11 @@ def _versions(
 ) -> dict[Name, Kept[Name]]:
     losses = {(row.model, row.version): row.metrics.get("valid_loss") for row in job_records.list_checkpoints(db)}
     active = {row.id: row.active_version for row in models.list_all(db)}
-    bases = [found for job in unfinished.values() if (found := resolve(db, job.model)) is not None]
-    trained_from = {(found.model.id, found.version.version) for found in bases}
+    trained_from = {
+        (found.model.id, (job.resolved or {}).get("base_version") or found.version.version)
+        for job in unfinished.values()
+        if (found := resolve(db, job.model)) is not None
+    }
     below = {(known["base"], known["base_version"]) for row in rows if (known := row.meta.get("adapter"))}
     compared = {(canary.model, canary.version) for canary in canaries.list_running(db)}
     kept = {}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from appliance.controller.access.naming import resolve
+from appliance.controller.access.model_access import base_of
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs, models
@@ -114,14 +114,14 @@ class JobRuns:
         return spec
 
     def _base(self, row: JobRow) -> dict[str, Any]:
-        """The fields of a TrainSpec that say what is trained: the version that was active when the job first ran.
+        """The fields of a TrainSpec that say what is trained: the version that was active when the job was queued.
 
         A resumed LoRA run reads its frozen weights again, and an adapter is served beside the weights it was trained
         on: neither may change because another version was activated in the meantime.
         """
         fields, parts = self._parts(row)
         paths = dict(zip(("base_path", "base_adapter"), map(self._bytes_of, parts), strict=False))
-        if "base_version" not in row.resolved:
+        if "base_version" not in row.resolved:  # queued by an earlier release
             jobs.update(self._db, row.id, resolved={**row.resolved, "base_version": fields["base_version"]})
         return {**fields, **paths}
 
@@ -129,9 +129,9 @@ class JobRuns:
         """Name and version of the base, and the rows of its bytes: weights, plus an adapter if the base is one.
 
         Raises LookupError when one is gone."""
-        base = resolve(self._db, row.model)
+        base = base_of(self._db, row)
         if base is None:
-            raise LookupError(f"the base model {row.model} is not on this box any more")
+            raise LookupError(f"the base model {row.model} was deleted, or is not shared with the job's owner any more")
         name, version = base.model.id, (row.resolved or {}).get("base_version") or base.version.version
         found = models.find_version(self._db, name, version)
         if found is None:

@@ -5,13 +5,13 @@ The gateways apply the same rule to the table (`gateway.table.Principal`): a req
 
 from __future__ import annotations
 
-from appliance.controller.access.naming import model_of
+from appliance.controller.access.naming import Resolved, model_of, resolve
 from appliance.controller.interfaces.errors import NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, Principal
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
-from appliance.store.rows import KeyRow
+from appliance.store.rows import JobRow, KeyRow
 
 
 def unknown_model(name: str) -> NotFound:
@@ -49,6 +49,14 @@ def may_use(db: Database, key_id: str | None, name: str) -> bool:
 
 def caller_may_use(db: Database, caller: Principal, name: str) -> bool:
     return _may(db, caller.key_id, caller.viewer, name)
+
+
+def base_of(db: Database, job: JobRow) -> Resolved | None:
+    """What a job trains; None once it was deleted, or the job's key may not use it any more (the sharing has ended).
+
+    Asked at each step of a job: it may wait for weeks between its creation and its run.
+    """
+    return resolve(db, job.model) if may_use(db, job.key_id, job.model) else None
 
 
 def _may(db: Database, key_id: str | None, viewer: str | None, name: str) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from anyio import to_thread
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from appliance.controller.access.disk import insufficient_storage
@@ -62,7 +62,10 @@ async def receive(
             code="invalid_content_type",
         )
     form = _Form(limit_bytes, part)
-    parser = MultipartParser(boundary, form.callbacks())
+    try:
+        parser = MultipartParser(boundary, form.callbacks())
+    except FormParserError as error:  # a boundary that is too long
+        raise _malformed(error) from error
     handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(handle, "wb", buffering=0) as out:
@@ -76,9 +79,9 @@ async def receive(
             took(form.pending_bytes)
             await to_thread.run_sync(_finish, out, form.take())
         return form.result()
-    except MultipartParseError as error:
+    except FormParserError as error:
         target.unlink(missing_ok=True)
-        raise BadRequest(f"The multipart body is malformed: {error}.", code="invalid_multipart") from error
+        raise _malformed(error) from error
     except OSError as error:
         target.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -87,6 +90,10 @@ async def receive(
     except BaseException:
         target.unlink(missing_ok=True)
         raise
+
+
+def _malformed(error: FormParserError) -> BadRequest:
+    return BadRequest(f"The multipart body is malformed: {error}.", code="invalid_multipart")
 
 
 def _finish(out, rest: bytes) -> None:  # type: ignore[no-untyped-def]

@@ -1,8 +1,9 @@
-"""Limits the priority a job may claim over others, by the key that creates it; admins have no limit."""
+"""Limits the priority a job may claim over others, by its key; admins have no limit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.principal import Principal
@@ -34,11 +35,35 @@ class ClaimRefused(ApiError):
         )
 
 
+# What remains of a claim that a job loses. Not `held`: an operator may have held it.
+_WITHOUT: dict[str, Any] = {"preemptible": 1, "deadline_s": None}
+
+
+def taken_over(db: Database, row: JobRow, caller: Principal) -> dict[str, Any]:
+    """Changes of a paused job whose key was revoked when the caller resumes it: it becomes a job of the caller's key,
+    and loses what that key may not claim. Nothing if its key lives, or an admin resumes it."""
+    if caller.is_admin or row.key_id is None or not keys.is_revoked(db, row.key_id):
+        return {}
+    key = _key_of(db, caller)
+    changes: dict[str, Any] = {"key_id": caller.key_id}
+    if row.priority > key.max_priority:
+        changes["priority"] = key.max_priority
+    unfinished = jobs.list_unfinished_of(db, key.id)
+    for limit, param, _, is_one in _COUNTED:
+        if param in _WITHOUT and is_one(row) and sum(is_one(job) for job in unfinished) >= getattr(key, limit):
+            changes[param] = _WITHOUT[param]
+    return changes
+
+
+def _key_of(db: Database, caller: Principal) -> KeyRow:
+    return (keys.find(db, caller.key_id) if caller.key_id else None) or _DEFAULTS
+
+
 def check(db: Database, request: JobCreate, caller: Principal) -> None:
     """Raises ClaimRefused."""
     if caller.is_admin:
         return
-    key = (keys.find(db, caller.key_id) if caller.key_id else None) or _DEFAULTS
+    key = _key_of(db, caller)
     if request.priority > key.max_priority:
         raise ClaimRefused(
             f"priority is {request.priority}; jobs of this API key have at most {key.max_priority}.",

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from appliance.controller.access.naming import Resolved, resolve
+from appliance.controller.access.model_access import base_of
+from appliance.controller.access.naming import Resolved
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
 from appliance.controller.files import storage
@@ -130,9 +131,9 @@ class JobValidation:
 
     async def _validate(self, row: JobRow) -> tuple[dict[str, Any], list[str], int]:
         context = self._context
-        base = resolve(context.db, row.model)
+        base = base_of(context.db, row)
         if base is None:
-            raise _Gone(f"the model {row.model} was deleted")
+            raise _Gone(f"the model {row.model} was deleted, or is not shared with the job's owner any more")
         training = self._file(row.training_file)
         folder = context.jobs_dir / row.id
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -166,8 +167,10 @@ class JobValidation:
     def _queue(self, row: JobRow, resolved: dict[str, Any], warnings: list[str], examples: int) -> None:
         context, db = self._context, self._context.db
         row = jobs.get(db, row.id)  # a user may have changed it in the meantime
-        base = resolve(context.db, row.model)
+        base = base_of(context.db, row)
         assert base is not None, "resolved a moment ago, on the same thread"
+        # From here on: a job that waits would otherwise train a version that was made after it was asked for.
+        resolved = {**resolved, "base_version": base.version.version}
         _, device_count = self.facts(context, base)
         by_batch, sizes = job_devices.sizes(row, resolved, device_count)
         if not sizes:

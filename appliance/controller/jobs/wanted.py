@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from appliance.controller.access.model_access import base_of, caller_may_use, unknown_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, NotFound, shown
 from appliance.controller.interfaces.principal import Principal
+from appliance.controller.jobs import claims
 from appliance.controller.jobs.events import add_message
 from appliance.store.errors import IllegalTransition
 from appliance.store.objects import jobs
@@ -29,6 +31,22 @@ def unknown_job(job_id: str) -> NotFound:
     return NotFound(f"Could not find fine tune: {shown(job_id)}", param="fine_tune_id", code="fine_tune_not_found")
 
 
+def _taken_over(context: ControllerContext, row: JobRow, caller: Principal) -> JobRow:
+    """The job that the caller resumes, with its key and claims as they are from now on.
+
+    Raises NotFound once the caller's or the job's key may not use the model that the job trains."""
+    db, changes = context.db, claims.taken_over(context.db, row, caller)
+    if changes:
+        jobs.update(db, row.id, **changes)
+        row = jobs.get(db, row.id)
+    if lost := sorted(changes.keys() - {"key_id"}):
+        text = f"It was resumed with an API key that may claim less; changed: {', '.join(lost)}."
+        add_message(db, row.id, text, level="warn")
+    if not caller_may_use(context.db, caller, row.model) or base_of(context.db, row) is None:
+        raise unknown_model(row.model)
+    return row
+
+
 def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Principal) -> JobRow:
     """Raises NotFound and Conflict."""
     db = context.db
@@ -36,6 +54,8 @@ def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Prin
     verb = "resume" if wanted == "run" else wanted
     try:
         with db.transaction():
+            if wanted == "run" and row.wanted == "pause" and not row.finished:
+                row = _taken_over(context, row, caller)
             after = jobs.set_wanted(db, job_id, wanted)
             # A job without devices ends at once; a running one when the scheduler has stopped its ranks.
             if wanted == "cancel" and not row.finished and row.phase != "running":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from appliance.controller.access.model_access import unknown_model
+from appliance.controller.access.model_access import base_of, unknown_model
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, OperationFailed
@@ -84,7 +84,8 @@ def refuse_if_in_use(
 ) -> None:
     """Raises Conflict, whose message does not name another owner's objects. leaving: jobs and models that go first."""
     for job in jobs.list_unfinished(context.db):
-        if job.id in leaving:
+        # One whose key may not use the model any more never starts again, and its owner cannot keep it from others.
+        if job.id in leaving or (job.phase != "running" and base_of(context.db, job) is None):
             continue
         if job.wanted != "cancel" and (job.model in (found.name, found.model.id) or job.output_model == found.model.id):
             own = caller.viewer in (None, job.owner)

@@ -30,6 +30,7 @@ def page(
     limit: int,
     descending: bool,
 ) -> Page[FileRow]:
+    """Without the reports, which are long and which no list shows."""
     where, parameters = "(expires_s IS NULL OR expires_s > ?)", list[object]([now_s])
     if purpose is not None:
         where, parameters = where + " AND purpose = ?", [*parameters, purpose]
@@ -42,6 +43,7 @@ def page(
         after=after,
         limit=limit,
         descending=descending,
+        unread=("report",),
     )
 
 

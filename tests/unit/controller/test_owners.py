@@ -15,7 +15,7 @@ from appliance.controller.openai import model_routes
 from appliance.controller.responses import stored
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.store.objects import jobs
+from appliance.store.objects import jobs, models
 from appliance.store.records import keys
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_batches import begun, engines, line
@@ -404,6 +404,30 @@ async def test_a_model_is_shared_by_its_owner_and_no_longer(control: Control, pe
     assert (await call(control, people.alice, "GET", path)).status_code == 200
     actions = [row["action"] for row in (await call(control, ADMIN, "GET", "/admin/v1/audit")).json()["data"]]
     assert [action for action in actions if "share" in action] == ["model.share", "model.unshare", "model.share"]
+
+
+async def test_a_job_ends_with_the_sharing_of_its_model(control: Control, people: People):
+    """It may have waited for weeks, and the model's owner cannot cancel it."""
+    model = people.objects["model"]
+    share = f"/v1/models/{model}/share"
+    assert (await call(control, people.bob, "POST", share, json={"owners": ["alice"]})).status_code == 200
+    job = {"model": model, "training_file": people.own_file}
+    waiting, late = [
+        (await call(control, people.alice, "POST", "/v1/fine_tuning/jobs", json=job)).json()["id"] for _ in range(2)
+    ]
+    await control.settle()
+    assert jobs.get(control.db, waiting).resolved["base_version"] == models.find(control.db, model).active_version
+    paused = await call(control, people.alice, "POST", f"/v1/fine_tuning/jobs/{waiting}/pause")
+    assert paused.status_code == 200
+    jobs.set_phase(control.db, late, "validating")
+    await call(control, people.bob, "POST", share, json={"owners": ["alice"], "stop": True})
+    resumed = await call(control, people.alice, "POST", f"/v1/fine_tuning/jobs/{waiting}/resume")
+    assert (resumed.status_code, resumed.json()["error"]["code"]) == (404, "model_not_found")
+    control.app.state.validation.start(late)
+    await control.settle()
+    ended = jobs.get(control.db, late)
+    assert ended.phase == "failed" and "not shared with the job's owner" in ended.error["message"]
+    assert (await call(control, people.bob, "DELETE", f"/v1/models/{model}")).status_code == 200
 
 
 @pytest.mark.parametrize("body", [{}, {"owners": ["a\nb"]}, {"owners": ["*"]}, {"owners": "alice"}, {"with": "all"}])

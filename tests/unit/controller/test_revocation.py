@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -43,6 +44,28 @@ async def test_jobs_of_a_revoked_key_are_paused_and_say_why(control: Control):
     await control.sdk.fine_tuning.jobs.resume(queued)
     assert (await revoke(control, key_id))["stopped"] == {"jobs": [], "batches": [], "responses": []}
     assert jobs.get(control.db, queued).wanted == "run"
+
+
+async def test_what_a_revoked_key_claimed_is_not_passed_on_to_a_weaker_one(control: Control):
+    strong = control.as_key("strong", owner="alice", max_priority=9, max_non_preemptible=2, max_deadlines=2)
+    claimed = {"priority": 9, "preemptible": False, "deadline_s": time.time() + 100}
+    file_id = await control.upload()
+    body = {"model": "starter", "training_file": file_id, **claimed}
+    first, second = [(await control.http.post("/v1/fine_tuning/jobs", json=body)).json()["id"] for _ in range(2)]
+    await control.settle()
+    await revoke(control, strong)
+    weak = control.as_key("weak", owner="alice", max_deadlines=1, max_priority=4)
+    for job_id in (first, second):
+        await control.sdk.fine_tuning.jobs.resume(job_id)
+    kept, lost = jobs.get(control.db, first), jobs.get(control.db, second)
+    assert [(row.key_id, row.wanted, row.priority, row.preemptible) for row in (kept, lost)] == [
+        (weak, "run", 4, 1)
+    ] * 2
+    assert kept.deadline_s == claimed["deadline_s"] and lost.deadline_s is None
+    assert any("may claim less; changed: deadline_s, preemptible" in text for text in await control.messages(second))
+    assert sorted((await revoke(control, weak))["stopped"]["jobs"]) == sorted([first, second])
+    resumed = await control.http.post(f"/v1/fine_tuning/jobs/{first}/resume", headers=ADMIN)
+    assert resumed.status_code == 200 and jobs.get(control.db, first).priority == 4
 
 
 async def test_responses_in_background_of_a_revoked_key_fail_whether_they_wait_or_are_answered(control: Control):

@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from appliance.store.objects import job_records, jobs, models
+from appliance.store.records import keys
 from appliance.store.rows import VersionRow
 from appliance.wiring.job_runs import JobRuns
 from tests.unit.weights.conftest import check, write
@@ -183,6 +184,23 @@ def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, 
     models.insert_version(db, VersionRow("starter", "v2", "", 1, 1.0, disk_path=str(tmp_path / "bytes" / "v2")))
     models.activate(db, "starter", "v2")
     assert runs.spec("ftjob-1") == first
+
+
+async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, add_model, add_job, tmp_path):
+    add_model()
+    (tmp_path / "bytes").mkdir()
+    models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes"))
+    models.unshare(db, "starter", models.EVERYBODY)
+    models.share(db, "starter", "mallory")
+    key, _ = keys.create(db, "mallory", ["fine_tuning"])
+    add_job(resolved=RESOLVED, key_id=key.id, owner="mallory")
+    (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
+    assert runs.spec("ftjob-1").base_model == "starter"
+    models.unshare(db, "starter", "mallory")
+    with pytest.raises(LookupError, match="not shared with the job's owner any more"):
+        runs.spec("ftjob-1")
+    with pytest.raises(LookupError):
+        await runs.prepare("ftjob-1")
 
 
 async def test_a_base_that_is_damaged_on_disk_is_trained_from_the_next_tier(
