@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from appliance.controller.access.disk import Disk
+from appliance.controller.access.kept_bytes import KeptBytes
 from appliance.controller.interfaces.config import ControllerConfig, OwnerBounds
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError
 from appliance.controller.interfaces.principal import ADMIN, Principal
@@ -27,6 +28,7 @@ class Quotas:
     def __init__(self, db: Database, config: ControllerConfig, disk: Disk, table_bytes: Callable[[], int] = lambda: 0):
         """table_bytes: length of the gateways' table (`Bus.table_bytes`)."""
         self._db, self._config, self.disk, self.table_bytes = db, config, disk, table_bytes
+        self.kept = KeptBytes()
         self._arriving_bytes: Counter[str] = Counter()
         self._arriving: Counter[str] = Counter()
 
@@ -183,13 +185,19 @@ class Quotas:
             if not self._arriving[owner]:
                 del self._arriving[owner], self._arriving_bytes[owner]
 
+    def gone(self, object_id: str, key_id: str | None) -> None:
+        """This file or upload of the key has left the store. Bytes that a request still has open stay its owner's."""
+        if key_id is not None:
+            self.kept.gone(object_id, self._owner(key_id))
+
     def _files(self, key_id: str, bounds: OwnerBounds) -> None:
         there = holdings.files(self._db, key_id)[0] + holdings.uploads(self._db, key_id)[0]
         _number("files", "files", there + self._arriving[self._owner(key_id)], bounds.files, "Delete some first.")
 
     def _bytes(self, key_id: str, bounds: OwnerBounds, more: int) -> None:
         used = holdings.files(self._db, key_id)[1] + 2 * holdings.uploads(self._db, key_id)[1]
-        used += self._arriving_bytes[self._owner(key_id)]
+        owner = self._owner(key_id)
+        used += self._arriving_bytes[owner] + self.kept.of(owner)
         if used + more > bounds.file_bytes:
             raise ApiError(
                 413,

@@ -1,7 +1,8 @@
 """Runs background responses on engines like lines of batches, on capacity that interactive requests leave idle.
 
 State that must outlive the controller is in the response's row: the request, while it is unfinished. A restart asks all
-unfinished ones again. A response fails after waiting a day for room, or after three engines died during it.
+unfinished ones again. While its key's quota or limits by the minute are used up, a response waits. It fails after
+waiting a day, or after three engines died during it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from appliance.controller.access.model_access import may_use, unknown_model, viewer_of
 from appliance.controller.batches import share
-from appliance.controller.batches.metering import Charge, Metering, Sent
+from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
@@ -39,6 +41,20 @@ KEY_REVOKED = "The API key of this response was revoked."
 _MAX_DEATHS = 3
 
 
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """Who asks for a response, and what it may cost: its estimated tokens are charged when it is sent."""
+
+    owner: str
+    key_id: str
+    tokens: int
+    expires_s: float
+
+    @staticmethod
+    def of(row: ResponseRow) -> _Claim:
+        return _Claim(row.owner, row.key_id, _tokens(row), row.created_s + DAY_S)
+
+
 class BackgroundResponses:
     """`start` begins with the stored responses; `begin` adds a new one. Invariant: an id is in `_waiting` or in
     `_flying`, or its response has ended."""
@@ -49,7 +65,7 @@ class BackgroundResponses:
         self._waiting: dict[str, str] = {}  # id -> model, in order of arrival
         self._flying: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._sent: dict[str, tuple[str, Sent]] = {}  # id -> (key id, line) of responses at an engine
-        self._owners: dict[str, str] = {}  # of responses that wait or are at an engine
+        self._claims: dict[str, _Claim] = {}  # of responses that wait or are at an engine
         self._last_sent: dict[str, int] = {}  # owner -> number of the last response sent, increasing
         self._unpaid: list[dict[str, Any]] = []
         self._deaths: Counter[str] = Counter()
@@ -58,7 +74,7 @@ class BackgroundResponses:
 
     def start(self) -> None:
         for row in responses.list_unfinished(self._db):
-            self._waiting[row.id], self._owners[row.id] = _model(row), row.owner
+            self._waiting[row.id], self._claims[row.id] = _model(row), _Claim.of(row)
         self._task = self._context.background.keep("background responses", self._run)
 
     async def stop(self) -> None:
@@ -68,7 +84,7 @@ class BackgroundResponses:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def begin(self, row: ResponseRow) -> None:
-        self._waiting[row.id], self._owners[row.id] = _model(row), row.owner
+        self._waiting[row.id], self._claims[row.id] = _model(row), _Claim.of(row)
         self._tell_wants()
         self._wake.set()
 
@@ -84,7 +100,7 @@ class BackgroundResponses:
             self._unpaid += self._metering.left(key_id, line.body["model"], [line])
             self._wake.set()
         self._deaths.pop(response_id, None)
-        self._owners.pop(response_id, None)
+        self._claims.pop(response_id, None)
         self._tell_wants()
 
     def cancel(self, row: ResponseRow) -> ResponseRow:
@@ -116,7 +132,7 @@ class BackgroundResponses:
 
     def keep_house(self, now_s: float) -> None:
         """End responses that waited too long, or whose row was deleted with its key."""
-        live = set(self._owners.values())
+        live = {claim.owner for claim in self._claims.values()}
         self._last_sent = {owner: number for owner, number in self._last_sent.items() if owner in live}
         for response_id in [*self._waiting, *self._flying]:
             row = responses.find(self._db, response_id)
@@ -140,25 +156,49 @@ class BackgroundResponses:
                 await self._wake.wait()
 
     def _send_what_may_go(self) -> None:
-        # Batch lines share this room: one response may run beside them, or a long batch would block it for hours.
-        flying = Counter(model for model, _ in self._flying.values())
+        held: set[str] = set()  # ids of keys whose limits hold their responses back
         for model in dict.fromkeys(self._waiting.values()):
-            room = self._context.batch_engines.room(model).lines - flying[model]
-            if room <= 0:
+            while self._send_some(model, held):
+                pass
+
+    def _send_some(self, model: str, held: set[str]) -> bool:
+        """Fill the room that the engines of a model have. True: limits of another key held back what was to go there,
+        so that there is room for others."""
+        # Batch lines share this room: one response may run beside them, or a long batch would block it for hours.
+        busy = Counter(self._claims[one].owner for one, (asked, _) in self._flying.items() if asked == model)
+        room = self._context.batch_engines.room(model).lines - busy.total()
+        if room <= 0:
+            return False
+        free = [one for one, asked in self._waiting.items() if asked == model and self._claims[one].key_id not in held]
+        wanting = Counter(self._claims[one].owner for one in free)
+        given, held_before = share.slots(room, wanting, busy, self._last_sent), len(held)
+        for response_id in free:
+            claim = self._claims[response_id]
+            if not given[claim.owner] or claim.key_id in held or not self._may_go(response_id, model, claim, held):
                 continue
-            waiting = [one for one, asked in self._waiting.items() if asked == model]
-            wanting = Counter(self._owners[one] for one in waiting)
-            busy = Counter(self._owners[one] for one, (asked, _) in self._flying.items() if asked == model)
-            given = share.slots(room, wanting, busy, self._last_sent)
-            for response_id in waiting:
-                owner = self._owners[response_id]
-                if not given[owner]:
-                    continue
-                given[owner] -= 1
-                self._last_sent[owner] = max(self._last_sent.values(), default=0) + 1
-                del self._waiting[response_id]
-                task = asyncio.create_task(self._answer(response_id, model), name=f"response {response_id}")
-                self._flying[response_id] = (model, task)
+            given[claim.owner] -= 1
+            self._last_sent[claim.owner] = max(self._last_sent.values(), default=0) + 1
+            del self._waiting[response_id]
+            task = asyncio.create_task(self._answer(response_id, model), name=f"response {response_id}")
+            self._flying[response_id] = (model, task)
+        return len(held) > held_before
+
+    def _may_go(self, response_id: str, model: str, claim: _Claim, held: set[str]) -> bool:
+        """Whether its key's limits allow it now; charges them if so. One that they will not allow in time fails; if it
+        waits for them, its key is added to `held`."""
+        key = keys.find(self._db, claim.key_id) if claim.key_id else None
+        refusal = self._metering.refusal(key, model, claim.expires_s)
+        if refusal is not None:
+            self.forget(response_id)
+            row = responses.find(self._db, response_id)
+            if row is not None:
+                code = "rate_limit_exceeded" if refusal.status == 429 else "invalid_prompt"
+                self._fail(row, code, str(refusal.body["error"]["message"]))
+            return False
+        if self._metering.waits_for(key, claim.tokens):
+            held.add(claim.key_id)
+            return False
+        return True
 
     async def _answer(self, response_id: str, model: str) -> None:
         row = responses.find(self._db, response_id)
@@ -181,14 +221,14 @@ class BackgroundResponses:
         except Exception as error:
             # A bug; without this the response would be in progress forever, with the reason only in a log.
             self._flying.pop(response_id, None)
-            self._owners.pop(response_id, None)
+            self._claims.pop(response_id, None)
             self._fail(row, "server_error", f"The response failed: {type(error).__name__}: {error}.")
             raise
         else:
             self._flying.pop(response_id, None)
             self._take(row, model, answer)
         self._deaths.pop(response_id, None)
-        self._owners.pop(response_id, None)
+        self._claims.pop(response_id, None)
         self._tell_wants()
         self._wake.set()
 
@@ -214,7 +254,7 @@ class BackgroundResponses:
 
     def _take(self, row: ResponseRow, model: str, answer: EngineAnswer) -> None:
         key = keys.find(self._db, row.key_id) if row.key_id else None
-        self._metering.charge(key, model, [Charge(row.id, answer.version, answer.status, answer.body, 0)])
+        self._metering.charge(key, model, [Charge(row.id, answer.version, answer.status, answer.body, _tokens(row))])
         before = orjson.loads(row.response)
         if answer.status == 200:
             self._end(row, objects.answered(before, answer.body))
@@ -247,3 +287,8 @@ class BackgroundResponses:
 
 def _model(row: ResponseRow) -> str:
     return orjson.loads(row.request or "{}").get("model", "")
+
+
+def _tokens(row: ResponseRow) -> int:
+    """Of an unfinished response, estimated."""
+    return len(row.request or "") // BYTES_PER_TOKEN

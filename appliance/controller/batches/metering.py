@@ -1,7 +1,9 @@
-"""Applies a key's limits to its batches: models, quota and per-minute limits apply as to a direct request.
+"""Applies a key's limits to its batches and its responses in background: models, quota and per-minute limits apply as
+to a direct request.
 
 A direct request over a limit is refused, because its client can retry; a line waits here, as long as its batch has
-time. Lines have buckets of their own: a batch does not slow down direct requests of the same key.
+time, and so does a response in background. Both have buckets of their own: a batch does not slow down direct requests
+of the same key.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from appliance.store.database import Database
 from appliance.store.records import keys
 from appliance.store.rows import BatchRow, KeyRow
 
+# Of a request, to estimate its cost before an engine reports it.
+BYTES_PER_TOKEN = 4
 _LIMITS = Limits()
 # As at the gateways: tokens per second that an engine writes for one sequence, if its model was not measured yet.
 _UNKNOWN_RATE = 10.0
@@ -67,14 +71,15 @@ class Metering:
         """None for a batch of the box itself, which has no limits."""
         return keys.find(self._db, batch.key_id) if batch.key_id is not None else None
 
-    def refusal(self, key: KeyRow | None, model: str, batch: BatchRow) -> EngineAnswer | None:
-        """The answer that the batch's next lines get instead; None: they may be sent."""
+    def refusal(self, key: KeyRow | None, model: str, expires_s: float) -> EngineAnswer | None:
+        """The answer that lines with time until `expires_s` get instead of an engine's; None: they may be sent, once
+        `waits_for` says so."""
         if key is None:
             return None
         if not may_use(self._db, key.id, model):
             return _answer(gateway_errors.model_not_found(model))
         until_s = spent_until_s(self._db, key, time.time())
-        if until_s is not None and until_s >= batch.expires_s:
+        if until_s is not None and until_s >= expires_s:
             return _answer(gateway_errors.quota_spent(_moment(until_s)))
         return None
 

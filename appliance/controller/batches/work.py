@@ -23,7 +23,7 @@ from appliance.controller.access.naming import resolve
 from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.input_lines import Line, Lines
-from appliance.controller.batches.metering import Charge, Metering, Sent
+from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
 from appliance.controller.batches.output_files import linked, remove_bytes
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import error_object
@@ -41,8 +41,6 @@ LOOK_EVERY_S = 0.5
 ROOM_EVERY_S = 2.0  # on a full disk
 _MAX_DEATHS = 3
 _REFUSED_AT_ONCE = 1000
-# Of a line, to estimate its cost before an engine reports it.
-_BYTES_PER_TOKEN = 4
 _TASK_OF = {"/v1/embeddings": "embed"}
 _EXPIRED = {
     "code": "batch_expired",
@@ -229,7 +227,7 @@ class BatchWork:
         """As many lines as engines have room for and the key's limits allow; lines it may not ask get an error here."""
         row, metering = self._row(), self._runner.metering
         key = metering.key_of(row)
-        refusal = metering.refusal(key, self.model, row)
+        refusal = metering.refusal(key, self.model, row.expires_s)
         if refusal is not None:
             for _ in range(min(len(self.left), _REFUSED_AT_ONCE)):
                 self._answered(self.left.popleft(), new_id("req_"), refusal.status, refusal.body)
@@ -237,7 +235,7 @@ class BatchWork:
         self.stopped_by = ""
         for _ in range(min(len(self.left), self._runner.room(self))):
             line = self._by_id[self.left[0]]
-            self.stopped_by = metering.waits_for(key, line.size // _BYTES_PER_TOKEN)
+            self.stopped_by = metering.waits_for(key, line.size // BYTES_PER_TOKEN)
             if self.stopped_by:
                 return
             custom_id = self.left.popleft()
@@ -266,7 +264,7 @@ class BatchWork:
             del self._sent[custom_id]
             self.flying.pop(custom_id, None)
             self._runner.returned(self)
-        estimated = self._by_id[custom_id].size // _BYTES_PER_TOKEN
+        estimated = self._by_id[custom_id].size // BYTES_PER_TOKEN
         self._charges.append(Charge(custom_id, version, status, body, estimated, time.monotonic() - sent.at_s))
         self._answered(custom_id, request_id, status, body)
 

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse
+from starlette.types import Receive, Scope, Send
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import multipart, storage
@@ -19,6 +20,7 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, files
+from appliance.store.rows import FileRow
 
 ROUTE = "files"
 
@@ -100,7 +102,7 @@ def routes(context: ControllerContext) -> APIRouter:
             "content-disposition": f"attachment; filename*=utf-8''{quote(row.filename, safe='')}",
             "x-content-type-options": "nosniff",
         }
-        return FileResponse(context.files_dir / row.id, media_type="application/octet-stream", headers=headers)
+        return _Content(context, row, headers)
 
     @router.delete("/{file_id}")
     async def delete(file_id: str, caller: Caller) -> dict[str, Any]:
@@ -117,6 +119,18 @@ def routes(context: ControllerContext) -> APIRouter:
         return {"id": row.id, "object": "file", "deleted": True}
 
     return router
+
+
+class _Content(FileResponse):
+    """The bytes of a file. Deleted while it is read, the file counts for its owner until this reader has left."""
+
+    def __init__(self, context: ControllerContext, row: FileRow, headers: dict[str, str]):
+        super().__init__(context.files_dir / row.id, media_type="application/octet-stream", headers=headers)
+        self._kept, self._row = context.quotas.kept, row
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._kept.open(self._row.id, self._row.bytes):
+            await super().__call__(scope, receive, send)
 
 
 def _keep_s(fields: dict[str, str]) -> float | None:

@@ -35,6 +35,7 @@ def known_file(context: ControllerContext, file_id: str, caller: Principal, para
 def remove(context: ControllerContext, row: FileRow) -> None:
     """The row first: the next start deletes bytes without a row, but a row without bytes would be wrong."""
     files.delete(context.db, row.id)
+    context.quotas.gone(row.id, row.key_id)
     (context.files_dir / row.id).unlink(missing_ok=True)
 
 

@@ -110,6 +110,7 @@ def routes(context: ControllerContext) -> APIRouter:
 
         def took(count: int) -> None:
             nonlocal mine
+            _pending(context, upload_id, caller)  # of one that has ended nothing more is taken
             stored = upload_rows.stored(db, row.id)[1]
             if stored + arriving[row.id] + count > 2 * row.bytes:
                 raise BadRequest(
@@ -121,31 +122,33 @@ def routes(context: ControllerContext) -> APIRouter:
             context.quotas.disk.check(count)
             mine += count
             arriving[row.id] += count
+            kept(count)
 
         part_id = new_id("part_")
         folder = _folder(context, row.id)
         folder.mkdir(mode=0o700, exist_ok=True)
         incoming = folder / f"{multipart.INCOMING_PREFIX}{part_id}"
         coming[row.id] += 1
-        try:
-            part = await multipart.receive(
-                request.stream(),
-                request.headers.get("content-type", ""),
-                incoming,
-                config.upload_part_bytes,
-                took,
-                "data",
-            )
-            _pending(context, upload_id, caller)  # it may have ended while its bytes arrived
-            os.rename(incoming, folder / part_id)
-            made = UploadPartRow(part_id, row.id, part.size, time.time())
-            upload_rows.insert_part(db, made)
-        finally:
-            arriving[row.id] -= mine
-            coming[row.id] -= 1
-            if not coming[row.id]:
-                del arriving[row.id], coming[row.id]
-            incoming.unlink(missing_ok=True)
+        with context.quotas.kept.open(row.id) as kept:
+            try:
+                part = await multipart.receive(
+                    request.stream(),
+                    request.headers.get("content-type", ""),
+                    incoming,
+                    config.upload_part_bytes,
+                    took,
+                    "data",
+                )
+                _pending(context, upload_id, caller)  # it may have ended while its bytes arrived
+                os.rename(incoming, folder / part_id)
+                made = UploadPartRow(part_id, row.id, part.size, time.time())
+                upload_rows.insert_part(db, made)
+            finally:
+                arriving[row.id] -= mine
+                coming[row.id] -= 1
+                if not coming[row.id]:
+                    del arriving[row.id], coming[row.id]
+                incoming.unlink(missing_ok=True)
         return {"id": part_id, "object": "upload.part", "created_at": int(made.created_s), "upload_id": row.id}
 
     @router.post("/{upload_id}/complete")
@@ -167,36 +170,38 @@ def routes(context: ControllerContext) -> APIRouter:
         completing.add(row.id)
         file_id = new_id("file-")
         incoming = context.files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
-        try:
-            await _drop_all_but(context, row, set(body.part_ids))
-            sha256, md5 = await context.file_work.run(row.owner, _join, paths, incoming)
-            if body.md5 is not None and body.md5.lower() != md5:
-                raise BadRequest(
-                    f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected.",
-                    param="md5",
-                    code="checksum_mismatch",
+        with context.quotas.kept.open(row.id) as kept:
+            kept(row.bytes)  # the file, until it has a row of its own
+            try:
+                await _drop_all_but(context, row, set(body.part_ids))
+                sha256, md5 = await context.file_work.run(row.owner, _join, paths, incoming)
+                if body.md5 is not None and body.md5.lower() != md5:
+                    raise BadRequest(
+                        f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected.",
+                        param="md5",
+                        code="checksum_mismatch",
+                    )
+                made = await files.described(
+                    context,
+                    file_id,
+                    incoming,
+                    filename=row.filename,
+                    size=row.bytes,
+                    sha256=sha256,
+                    purpose=row.purpose,
+                    keep_s=row.file_keep_s,
+                    caller=caller,
                 )
-            made = await files.described(
-                context,
-                file_id,
-                incoming,
-                filename=row.filename,
-                size=row.bytes,
-                sha256=sha256,
-                purpose=row.purpose,
-                keep_s=row.file_keep_s,
-                caller=caller,
-            )
-            # An admin may complete another owner's upload; its owner stays the same.
-            made = replace(made, key_id=row.key_id, owner=row.owner)
-            _pending(context, upload_id, caller)
-            with db.transaction():
-                os.rename(incoming, context.files_dir / file_id)
-                file_rows.insert(db, made)
-                upload_rows.update(db, row.id, status="completed", file_id=file_id)
-        finally:
-            completing.discard(row.id)
-            incoming.unlink(missing_ok=True)
+                # An admin may complete another owner's upload; its owner stays the same.
+                made = replace(made, key_id=row.key_id, owner=row.owner)
+                _pending(context, upload_id, caller)
+                with db.transaction():
+                    os.rename(incoming, context.files_dir / file_id)
+                    file_rows.insert(db, made)
+                    upload_rows.update(db, row.id, status="completed", file_id=file_id)
+            finally:
+                completing.discard(row.id)
+                incoming.unlink(missing_ok=True)
         await to_thread.run_sync(_remove_bytes, context, row.id)
         return _view(context, _known(context, upload_id, caller), caller)
 
@@ -205,7 +210,7 @@ def routes(context: ControllerContext) -> APIRouter:
         row = _known(context, upload_id, caller)
         if row.status != "cancelled":
             row = _pending(context, upload_id, caller)
-            upload_rows.update(db, row.id, status="cancelled")
+            _end(context, row, "cancelled")
             await to_thread.run_sync(_remove_bytes, context, row.id)
         return _view(context, _known(context, upload_id, caller), caller)
 
@@ -215,9 +220,15 @@ def routes(context: ControllerContext) -> APIRouter:
 def keep_house(context: ControllerContext, now_s: float) -> None:
     """End expired uploads, and delete the records of those that ended long ago."""
     for row in upload_rows.overdue(context.db, now_s=now_s):
-        upload_rows.update(context.db, row.id, status="expired")
+        _end(context, row, "expired")
         _remove_bytes(context, row.id)
     upload_rows.forget_before(context.db, now_s - context.config.idempotency_keep_s - context.config.upload_open_s)
+
+
+def _end(context: ControllerContext, row: UploadRow, status: Literal["cancelled", "expired"]) -> None:
+    """Its announced bytes no longer count; those of parts that still arrive do until their requests have ended."""
+    upload_rows.update(context.db, row.id, status=status)
+    context.quotas.gone(row.id, row.key_id)
 
 
 def sweep(context: ControllerContext) -> None:

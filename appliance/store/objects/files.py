@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from appliance.store.database import Database, Page, owned_by
 from appliance.store.errors import RowNotFound
-from appliance.store.rows import FileRow
+from appliance.store.rows import UNFINISHED_BATCH, FileRow
+
+_UNFINISHED_BATCH = ", ".join(f"'{status}'" for status in UNFINISHED_BATCH)
 
 
 def insert(db: Database, row: FileRow) -> None:
@@ -48,7 +50,14 @@ def page(
 
 
 def expired(db: Database, *, now_s: float) -> list[FileRow]:
-    return db.all(FileRow, "SELECT * FROM files WHERE expires_s <= ?", [now_s])
+    """Files whose time has passed, but not the input of an unfinished batch: it would stay on the disk, uncounted, as
+    long as the batch reads it."""
+    return db.all(
+        FileRow,
+        "SELECT * FROM files WHERE expires_s <= ?"
+        f" AND id NOT IN (SELECT input_file_id FROM batches WHERE status IN ({_UNFINISHED_BATCH}))",
+        [now_s],
+    )
 
 
 def ids(db: Database) -> set[str]:

@@ -269,6 +269,39 @@ async def test_what_it_cost_is_counted_for_its_key(control: Control):
     assert tuple(found) == (row.id, 11, 7)
 
 
+@pytest.mark.parametrize("limit", ["tokens_per_day", "tokens_per_minute", "requests_per_minute"])
+async def test_its_keys_limits_hold_back_what_was_accepted_and_nobody_else(control: Control, limit: str, monkeypatch):
+    monkeypatch.setattr(background_responses, "LOOK_EVERY_S", 0.005)
+    details = {
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0},
+    }
+    used = {"input_tokens": 4, "output_tokens": 1, "total_tokens": 5, **details}
+
+    async def rule(_: dict[str, Any]) -> EngineAnswer:
+        return EngineAnswer(200, answer(1, "2", usage=used), "v1")
+
+    engines(control).rule, engines(control).lines = rule, 1
+    key_id = control.as_key("spender", **{limit: 1})
+    first, second = await asked(control), await asked(control)
+    assert (await ended(control, first.id)).status == "completed"
+    spender = dict(control.http.headers)
+    control.as_key("other")
+    assert (await ended(control, (await asked(control)).id)).status == "completed"
+    control.http.headers.update(spender)
+    assert (await control.sdk.responses.retrieve(second.id)).status == "queued" and len(engines(control).sent) == 2
+    keys.update(control.db, key_id, **{limit: None})
+    assert (await ended(control, second.id)).status == "completed"
+
+
+async def test_one_whose_keys_quota_comes_back_too_late_fails_and_says_so(control: Control, monkeypatch):
+    monkeypatch.setattr(background_responses, "DAY_S", 0.0)
+    control.as_key("spender", tokens_per_day=0)
+    found = await ended(control, (await asked(control)).id)
+    assert (found.status, found.error.code) == ("failed", "rate_limit_exceeded") and "quota" in found.error.message
+    assert not engines(control).sent
+
+
 async def test_a_repeated_request_makes_one(control: Control):
     engines(control).lines = 0
     body = {"model": "starter", "input": "x", "background": True}
