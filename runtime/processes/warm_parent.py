@@ -124,7 +124,7 @@ def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
         entry = _resolve(message["entry"])
         code = int(entry(Lifeline(channel), message["args"]) or 0)
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a process: report, log, exit
-        log.exception("%s failed with an error", message["name"])
+        log.exception("%s ends with an error", message["name"])
         _report_fatal(channel, error)
     finally:
         sys.stdout.flush()
