@@ -1,7 +1,6 @@
 """Implements the HTTP/1.1 client to engines and controller: pooled Unix sockets, one response at a time.
 
-It makes one `upstream_data` call per socket read, however many chunks it held, so that one read becomes one write to
-the client.
+It makes one `upstream_data` call per socket read, however many chunks it held: one read becomes one client write.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ class UpstreamConnection(Connection):
         self.write(data)
 
     def write_body(self, data: bytes) -> None:
-        """More of the body. Excess over the announced length closes the connection, because it would be parsed as a
-        head."""
+        """More of the body. Excess over the announced length closes the connection: it would be parsed as a head."""
         if self._owes == CHUNKED:
             if data:  # an empty chunk is the end
                 self.write(wire.chunk(data))
@@ -235,7 +233,7 @@ class UpstreamConnection(Connection):
 
 
 def cancel(connecting: asyncio.Task[None] | None, conn: UpstreamConnection | None) -> None:
-    """Drop the upstream of a request that no longer needs it, connecting (`UpstreamPool.connect`) or connected; the
+    """Drop the upstream of a request that no longer needs it, connecting (`UpstreamPool.connect`) or connected: the
     listener gets no more calls."""
     if connecting is not None:
         connecting.cancel()
