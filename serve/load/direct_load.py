@@ -56,8 +56,8 @@ class Scratch(threading.local):
 class DirectLoader:
     """Replays a plan into one model. `refusal` says why this way cannot load the model (None: it can).
 
-    threads: how many convert layers at once in `load`, including the caller. Each converts whole layers, so a thread
-    without a core delays no other.
+    threads: how many convert layers at once in `load`, with the caller. Each converts whole layers, so a thread without
+    a core delays no other.
     """
 
     def __init__(self, model: torch.nn.Module, plan: LoadPlan, device: torch.device, threads: int = 1):

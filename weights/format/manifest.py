@@ -203,8 +203,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The part of an unsealed manifest that does not depend on the bytes: nearly all of it and of the work to build
-    it."""
+    """The part of an unsealed manifest that does not depend on the bytes: nearly all of it and of its cost."""
 
     manifest: Manifest
     tensors: bytes

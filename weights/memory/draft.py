@@ -1,5 +1,4 @@
-"""Implements a draft, a version being written: reserved, invisible, filled by several processes, then committed or
-aborted."""
+"""Implements drafts, versions being written: reserved, invisible, filled by several processes, committed or aborted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Stores objects in an S3-compatible store. The only file that uses boto3.
 
 Each object is one PUT (they are small enough), so a key has all of its bytes or none. Keys in the store are `prefix`
-plus ours. Credentials come from a file by profile name, or from boto3's default sources; no message shows them.
+plus ours. Credentials come from a file by profile name, or from boto3's defaults; no message shows them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Bounds the structured output of a request: JSON schemas, regular expressions, choices, tools that must be called.
-Pure.
+"""Bounds a request's structured output: JSON schemas, regular expressions, choices, tools that must be called. Pure.
 
 An engine compiles them to a grammar, and the time is unrelated to their size: `.{1000}` took 5 s, a hundred optional
 letters did not finish. So this module measures the features found to be expensive (table in docs/gateway.md) and
