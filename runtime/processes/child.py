@@ -75,8 +75,7 @@ class Child:
     async def call(self, method: str, *, timeout_s: float | None = None, **args: Any) -> Any:
         """Run a handler of the child and return its answer.
 
-        Raises ChildError (the child's own exception), ChildDied, or ChildTimeout after `timeout_s` seconds. None: it
-        waits as long as the child lives.
+        Raises ChildError (the child's own exception), ChildDied, or ChildTimeout after `timeout_s` s (None: never).
         """
         if not self.alive:
             raise self._death()
@@ -138,8 +137,7 @@ class Child:
         except ChannelClosed:
             pass
         finally:  # whatever ended the reading, no caller may wait for ever for an unreachable child
-            # The kernel counts its kills but does not name the process: assume that a kill in these last seconds was
-            # this.
+            # The kernel counts its kills but does not name processes: assume that a kill in these seconds was this one.
             self.starved = kills_so_far() > self._kills
             self._watch.cancel()
             self._gone.set()

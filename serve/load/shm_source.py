@@ -33,8 +33,7 @@ MADV_POPULATE_READ = 22  # linux/mman.h; not yet a constant of Python's mmap mod
 
 
 class CudaRuntime(Protocol):
-    """Part of vLLM's CudaRTLibrary (vllm/distributed/device_communicators/cuda_wrapper.py); calls return CUDA's
-    code."""
+    """From vLLM's CudaRTLibrary (vllm/distributed/device_communicators/cuda_wrapper.py); calls return CUDA's code."""
 
     def cudaHostRegister(self, ptr: int, size: int, flags: int = 0) -> int: ...
     def cudaHostUnregister(self, ptr: int) -> int: ...

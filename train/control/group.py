@@ -141,8 +141,7 @@ class Group:
                 raise RankFailed(rank, f"was not started: {result}", retryable=True, blame="outside") from result
 
     async def _resume_parked(self, spec: dict[str, Any], devices: list[str], snapshot: str) -> bool:
-        """Resume the ranks if all ranks of this same world are parked in their places; otherwise False, and none is
-        used."""
+        """Resume the ranks if all ranks of this same world are parked in their places; otherwise False."""
         parked = await asyncio.gather(*(host.parked() for host in self._hosts), return_exceptions=True)
         if not is_same_world(parked, spec, devices):
             return False

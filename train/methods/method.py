@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 
 class Method(ABC):
-    """`name`: as OpenAI's `method.type` and in a TrainSpec. `metric_names`: names of the values of `metrics`, in
-    order."""
+    """`name`: as OpenAI's `method.type` and in a TrainSpec. `metric_names`: of the values of `metrics`, in order."""
 
     name: str
     metric_names: tuple[str, ...] = ()

@@ -59,8 +59,7 @@ class Cadence:
         return is_news
 
     def wrote(self, cost_s: float) -> str:
-        """Record a committed snapshot and its cost. Returns a message, once, if the bound on lost work no longer
-        holds."""
+        """Record a committed snapshot and its cost. Returns a message, once, if the bound on lost work fails."""
         weight = _NEWEST_WEIGHS if self._measured else 1.0
         self._cost_s, self._measured = weight * cost_s + (1 - weight) * self._cost_s, True
         self._refused = False

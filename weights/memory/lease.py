@@ -1,5 +1,4 @@
-"""Defines stored versions and the leases that protect them. A lease is a shared file lock that ends with its
-process."""
+"""Defines stored versions and their leases. A lease is a shared file lock that ends with its process."""
 
 from __future__ import annotations
 

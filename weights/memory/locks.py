@@ -23,8 +23,7 @@ SHARED_POLL_S = 0.001
 class DirectoryLock:
     """A shared or exclusive lock on a directory, held until `close` or until the last reference is freed.
 
-    Use `try_shared` or `try_exclusive`. Mappings keep a reference, so that no byte under an existing view is ever
-    reused.
+    Use `try_shared` or `try_exclusive`. Mappings keep a reference: no byte under a view is ever reused.
     """
 
     def __init__(self, fd: int) -> None:
