@@ -43,7 +43,7 @@ class Replica:
         (with the end of the engine's log), WrongState when one runs already, WarmParentError.
         """
         if self._child is not None and self._child.alive:
-            raise WrongState(f"replica {self._spec.replica_id} already runs an engine (pid {self._child.pid})")
+            raise WrongState(f"replica {self._spec.replica_id} runs an engine already (pid {self._child.pid})")
         spec = spec if isinstance(spec, ReplicaSpec) else ReplicaSpec.from_json(spec)
         _remove_leftovers(spec)  # left by a supervisor that was killed with its engine
         began_s = time.perf_counter()
