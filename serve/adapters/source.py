@@ -98,7 +98,7 @@ async def brought_in(socket_path: str, adapter: str, timeout_s: float) -> AsyncI
             writer.write(json.dumps({"adapter": adapter}).encode() + b"\n")
             answer = json.loads(await reader.readline() or b"{}")
         if "path" not in answer:
-            raise AdapterUnavailable(f"{adapter}: {answer.get('error', 'the controller closed the connection')}")
+            raise AdapterUnavailable(f"{adapter}: {answer.get('error', 'the controller went away')}")
         yield answer["path"]
     except TimeoutError as error:
         raise AdapterUnavailable(f"{adapter} did not arrive within {timeout_s:g} s") from error
