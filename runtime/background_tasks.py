@@ -1,9 +1,8 @@
-"""Tasks that a process needs for as long as it lives: an exception ends none of them.
+"""Runs the tasks that a process needs for its whole life and restarts them after exceptions.
 
-An exception is logged with the task's name, and the task is begun anew after a pause that doubles from 1 s to 60 s.
-Until it is well again it is degraded: the process goes on without it, and `BackgroundTasks.degraded` says since when
-and why, which `appliance status` and `/health` show. Cancellation passes through. A task that returns has finished its
-work.
+It logs an exception with the task's name and restarts the task after a pause that doubles from 1 s to 60 s. Until the
+task recovers it is degraded: the process continues without it, and `BackgroundTasks.degraded` says since when and why,
+which `appliance status` and `/health` show. Cancellation passes through. A task that returns has finished its work.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 STEADY_S = 30.0
-"""A task that has run for so long since it was begun anew is well. A task that works in rounds is well after the first
-round that succeeds."""
+"""A task that has run this long since its restart has recovered. A task that works in rounds has recovered after the
+first round that succeeds."""
 
 
 @dataclass(slots=True)
 class Trouble:
-    """One task's failures in a row since the first. `again_s`: when it was begun anew, None while it pauses."""
+    """One task's consecutive failures. `again_s`: when it was restarted, None during the pause."""
 
     since_s: float
     why: str
@@ -52,28 +51,28 @@ class BackgroundTasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def keep(self, name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Run it, and begin it anew after every exception, until it returns or is cancelled."""
+        """Run it, and restart it after every exception, until it returns or is cancelled."""
         return self._task(name, self._keep(name, run))
 
     def keep_every(
         self, name: str, once: Callable[[], Awaitable[None]], every_s: float, *, at_once: bool = False
     ) -> asyncio.Task[None]:
-        """Run one round every `every_s`, for ever. The first comes `at_once`, else after that time."""
+        """Run one round every `every_s`, for ever. The first runs `at_once`, else after `every_s`."""
         return self._task(name, self._keep(name, lambda: self._rounds(name, once, every_s, at_once)))
 
     @contextlib.contextmanager
     def guard(self, name: str) -> Iterator[None]:
-        """For work that somebody else's loop calls: an exception is logged and makes `name` degraded, but is not
-        raised. The next time without an exception makes it well again."""
+        """For work called from another loop: an exception is logged and makes `name` degraded, but is not raised. The
+        next call without an exception ends that."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - logged and shown; who calls goes on with its own work
+        except Exception as error:  # noqa: BLE001 - logged and shown; the caller continues with its own work
             self._failed(name, error, None)
         else:
             self._well(name)
 
     def names(self) -> list[str]:
-        """Names of what is degraded, for anybody to see: the part behind a colon is only for those who run the box."""
+        """Names of degraded tasks, safe for anybody to see: the part after a colon is only for operators of the box."""
         return sorted({trouble["name"].partition(":")[0] for trouble in self.degraded()})
 
     def degraded(self) -> list[dict[str, Any]]:
@@ -88,7 +87,7 @@ class BackgroundTasks:
         ]
 
     async def stop(self) -> None:
-        """Cancel all of them and wait for their ends."""
+        """Cancel all tasks and wait for them to end."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -120,7 +119,7 @@ class BackgroundTasks:
                 trouble.again_s, trouble.next_try_s = self._clock(), None
 
     async def _rounds(self, name: str, once: Callable[[], Awaitable[None]], every_s: float, at_once: bool) -> None:
-        # A task that failed a moment ago has paused already: its next round is due now.
+        # A task that has just failed has already paused, so its next round is due now.
         wait = not at_once and name not in self._troubles
         while True:
             if wait:

@@ -2,12 +2,12 @@
 
 RuntimeLayerError
 ├── ChannelClosed      the other end of a lifeline is gone
-├── FrameTooLarge      a frame is longer than the limit: the peer does not speak this protocol
+├── FrameTooLarge      a frame exceeds the limit: the peer does not speak this protocol
 ├── WarmParentError    the warm parent could not be reached or could not fork
-├── ChildDied          the forked process ended while something was asked of it
+├── ChildDied          the forked process ended during a call
 │   └── SupervisorDied it ended with its supervisor
 ├── ChildTimeout       the forked process did not answer in time
-├── TunnelRefused       another node did not give what was asked of it, or broke off
+├── TunnelRefused       another node refused a request, or the connection ended early
 └── ChildError         the forked process answered with an exception of its own
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 
 class RuntimeLayerError(Exception):
-    """Base of everything raised by `runtime`. Survives pickling: a supervisor in an actor raises it at its caller."""
+    """Base of all errors raised by `runtime`. Picklable, because a supervisor in an actor raises it at its caller."""
 
     _given: tuple | None = None
 
@@ -24,7 +24,7 @@ class RuntimeLayerError(Exception):
 
 
 class ChannelClosed(RuntimeLayerError):
-    """The socket reached end of file: the peer process ended or closed it."""
+    """The socket reached end of file because the peer process ended or closed it."""
 
 
 class FrameTooLarge(RuntimeLayerError):
@@ -39,11 +39,11 @@ class FrameTooLarge(RuntimeLayerError):
 
 
 class WarmParentError(RuntimeLayerError):
-    """The warm parent did not fork a process for us; the message says why and where its log is."""
+    """The warm parent did not fork a process; the message says why and where its log is."""
 
 
 class ChildDied(RuntimeLayerError):
-    """The forked process ended before it answered. starved: the kernel killed for want of memory at that moment."""
+    """The forked process ended before it answered. starved: the kernel's OOM killer ran at that moment."""
 
     def __init__(self, name: str, pid: int, log_path: str, log_tail: str = "", starved: bool = False):
         tail = f"; the log ends with:\n{log_tail}" if log_tail else ""
@@ -71,7 +71,7 @@ class TunnelRefused(RuntimeLayerError):
 
 
 class ChildError(RuntimeLayerError):
-    """An exception raised inside the forked process, carried over by name and message."""
+    """An exception raised inside the forked process, transferred as name and message."""
 
     def __init__(self, type_name: str, message: str, data: dict | None = None):
         super().__init__(f"{type_name}: {message}")

@@ -1,4 +1,4 @@
-"""The C library of this process: functions that Python has no binding for, loaded once, with their argument types."""
+"""Loads C library functions for which Python has no binding, with their argument types."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ libc.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def last_error(what: str) -> OSError:
-    """The error of the call that has just failed; `what` says what could not be done."""
+    """Return the error of the call that has just failed; `what` says what failed."""
     number = ctypes.get_errno()
     return OSError(number, f"{what}: {os.strerror(number)}")

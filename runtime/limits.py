@@ -1,4 +1,4 @@
-"""The copy rate of this machine's host memory, measured."""
+"""Measures the copy rate of this machine's host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_THREADS = 8
 
 
 def memcpy_bytes_per_s(threads: int | None = None, buffer_bytes: int = BUFFER_BYTES) -> float:
-    """The fastest of a few warm copies of one buffer into another, in bytes per second.
+    """Return the rate of the fastest of a few warm copies of one buffer into another, in bytes per second.
 
     threads: how many share the buffer; by default one per core that this process may use, at most MAX_THREADS. The
     buffer is larger than the caches of any CPU core, so that memory is measured.

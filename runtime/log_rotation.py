@@ -1,8 +1,8 @@
-"""Rotation of logs, whoever writes them: ours, Ray's, engines', ranks' and what their libraries print.
+"""Rotates the logs of all writers: our own, Ray's, engines', ranks' and the output of their libraries.
 
-Writers keep their files open for append and do not know of the rotation. It copies older lines to `NAME.1` and cuts
-them off the front of the file in one kernel call (FALLOC_FL_COLLAPSE_RANGE of fallocate(2)), so that no line written
-meanwhile is lost. File systems without that call (tmpfs, btrfs, ZFS) have the file truncated right after the copy:
+Writers keep their files open for append and are unaware of the rotation. It copies older lines to `NAME.1` and removes
+them from the front of the file in one kernel call (FALLOC_FL_COLLAPSE_RANGE of fallocate(2)), so that no line written
+meanwhile is lost. On file systems without that call (tmpfs, btrfs, ZFS) it truncates the file right after the copy:
 lines written in between, some microseconds per rotation, are lost.
 """
 
@@ -27,9 +27,8 @@ _NUMBERED = re.compile(r"(.+\.log)\.(\d{1,4})\Z")
 
 @dataclass(frozen=True)
 class LogLimits:
-    """size: bytes of a file before it is rotated. keep: how many rotated files each log has. days: how long a log stays
-    that nobody writes any more. total: bytes of all logs; beyond it the oldest go, but never one that is being
-    written."""
+    """size: bytes at which a file is rotated. keep: number of rotated files per log. days: how long a log without a
+    writer is kept. total: bytes of all logs; above it the oldest are deleted, except those with a writer."""
 
     size: int
     keep: int
@@ -38,14 +37,14 @@ class LogLimits:
 
 
 class LogRotation:
-    """Rotates every `*.log` in a folder. Call `tend` from time to time, in a thread because it copies."""
+    """Rotates every `*.log` in a folder. Call `tend` regularly, in a thread because it copies."""
 
     def __init__(self, folder: Path, limits: LogLimits):
         self._folder, self._limits = folder, limits
 
     def tend(self, now_s: float) -> None:
-        """Rotate files that are too long, delete what is too old or too much. Raises OSError only if the folder cannot
-        be read; errors of single files are logged."""
+        """Rotate files that are too long, delete what exceeds age or total. Raises OSError only if the folder cannot be
+        read; logs errors of single files."""
         for path in sorted(self._folder.glob("*.log")):
             try:
                 if not path.is_symlink() and path.stat().st_size > self._limits.size:
@@ -58,7 +57,7 @@ class LogRotation:
         incoming = path.with_name(f"{path.name}.rotating")
         with open(path, "r+b", buffering=0) as live:
             block = os.fstatvfs(live.fileno()).f_bsize
-            # The kernel cuts off whole blocks only, and never the whole file.
+            # The kernel removes whole blocks only, and never the whole file.
             length = (os.fstat(live.fileno()).st_size - 1) // block * block
             try:
                 with open(os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as out:
@@ -66,7 +65,7 @@ class LogRotation:
                     self._shift(path)
                     os.rename(incoming, _numbered(path, 1))
                     if not collapse(live.fileno(), copied):
-                        # Copy up to the very end, then truncate at once.
+                        # Copy up to the end, then truncate at once.
                         copied += _copy(live.fileno(), out.fileno(), copied, None)
                         os.ftruncate(live.fileno(), 0)
             except OSError as error:
@@ -114,19 +113,19 @@ class LogRotation:
 
 
 def collapse(handle: int, length: int) -> bool:
-    """Cut `length` bytes, whole blocks, off the front of a file. False if its file system cannot."""
+    """Remove `length` bytes, whole blocks, from the front of a file. False if its file system cannot."""
     if not length or os.fstat(handle).st_size <= length:
         return False
     if libc.fallocate(handle, _COLLAPSE_RANGE, 0, length) == 0:
         return True
-    error = last_error("the front of a log cannot be cut off")
+    error = last_error("cannot remove the front of a log")
     if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
         return False
     raise error
 
 
 def open_files(folder: Path) -> set[Path]:
-    """Files in this folder that are open in a process which we may look into."""
+    """Files in this folder that are open in a process whose /proc entry this process may read."""
     found = set()
     prefix = f"{folder}/"
     for process in os.scandir("/proc"):
@@ -139,7 +138,7 @@ def open_files(folder: Path) -> set[Path]:
                     if target.startswith(prefix):
                         found.add(Path(target))
         except OSError:
-            continue  # it has ended, or is another user's
+            continue  # the process has ended, or belongs to another user
     return found
 
 

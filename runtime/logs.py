@@ -1,7 +1,7 @@
-"""Logs as JSON lines on stderr: one object a line, the same words in every process of the box.
+"""Writes logs as JSON lines on stderr: one object per line, with the same keys in every process of the box.
 
 A line has `time` (UTC, ISO 8601), `level`, `process`, `event` (what happened, for people) and `logger`, then the ids
-that apply, and `exception` with a traceback. A process that is about one thing gets its ids once; otherwise use
+that apply, and `exception` with a traceback. A process that handles one thing sets its ids once; otherwise use
 `extra=`:
 
     log.warning("the engine died", extra={"replica": replica_id, "request_id": request_id})
@@ -18,12 +18,12 @@ from typing import Any
 
 IDS = tuple("request_id key_id model version replica job_id rank batch_id lease_id device node trace_id".split())
 
-# The request that is being answered: everything logged meanwhile carries its id.
+# The request being answered: every line logged meanwhile carries its id.
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class JsonLines(logging.Formatter):
-    """process: what kind of process this is. ids: of everything that it logs."""
+    """process: the kind of this process. ids: added to every line."""
 
     def __init__(self, process: str, ids: dict[str, Any]):
         super().__init__()
@@ -47,9 +47,9 @@ class JsonLines(logging.Formatter):
 
 
 def configure_logging(process: str, level: str = "info", **ids: Any) -> None:
-    """Send everything logged through `logging` to stderr, one JSON object a line, or as text for people to a terminal.
+    """Send everything logged through `logging` to stderr: one JSON object per line, or plain text to a terminal.
 
-    level: debug, info, warning or error. ids: of everything that this process logs.
+    level: debug, info, warning or error. ids: added to every line of this process.
     """
     # Not sys.stderr, because vLLM wraps its `write` in the processes that it forks and puts a prefix before each line.
     stream = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
@@ -58,12 +58,12 @@ def configure_logging(process: str, level: str = "info", **ids: Any) -> None:
     text = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
     handler.setFormatter(text if people else JsonLines(process, ids))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request that it sends
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # logs a line for every request that it sends
     adopt_libraries()
 
 
 def adopt_libraries() -> None:
-    """Let libraries that have brought handlers of their own (vLLM, DeepSpeed, Ray) write through ours."""
+    """Make libraries with their own handlers (vLLM, DeepSpeed, Ray) write through ours."""
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.handlers:
             logger.handlers.clear()
@@ -75,7 +75,7 @@ def timestamp(unix_s: float) -> str:
 
 
 def readable(text: str) -> str:
-    """The lines of a log as text for people; lines that are not our JSON stay as they are."""
+    """Format the lines of a log as plain text; lines that are not our JSON stay unchanged."""
     return "\n".join(map(_readable, text.splitlines()))
 
 

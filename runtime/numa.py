@@ -1,8 +1,8 @@
-"""NUMA: a process runs on the processors of the node that its device is attached to.
+"""Binds a process to the processors of the NUMA node that its device is attached to.
 
 Only processors are bound, and memory follows: Linux takes a page from the node of the thread that touches it first
-(numa(7), the default policy). So what a bound process reserves, pins and copies from is near its device too. Without
-that, half of the copies on a machine with two sockets cross the link between them.
+(numa(7), the default policy). So the memory that a bound process reserves, pins and copies from is near its device too.
+Otherwise half of the copies on a machine with two sockets cross the link between them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def cpus_beside(
 ) -> frozenset[int] | None:
     """The processors that a process on devices of these NUMA nodes should run on; None leaves it as it is.
 
-    Nothing is bound if there is only one node, if a device's node is not known, or if none of the nodes' processors may
-    be used (a container's cpuset): a process on the far side is slow, one without a processor does not run.
+    It binds nothing if there is only one node, if a device's node is unknown, or if the process may use none of the
+    nodes' processors (a container's cpuset): a process on the wrong node is slow, one without a processor does not run.
 
     Args:
-        numa_nodes: one for each device, None if not known. Empty if there are no devices of that kind.
+        numa_nodes: one for each device, None if unknown. Empty if there are no devices of that kind.
         cpus_of: the processors of each NUMA node; a node with memory alone has none.
         allowed: processors that the process may use now.
     """
@@ -38,7 +38,7 @@ def cpus_beside(
 
 def bind(numa_nodes: Sequence[int | None], root: Path | None = None) -> frozenset[int] | None:
     """Bind this process, and every thread and process that it starts from now on, to the processors of these nodes.
-    Returns the processors, None if nothing was bound. Call it before threads are started."""
+    Returns the processors, None if nothing was bound. Call it before starting threads."""
     if not numa_nodes or None in numa_nodes:
         return None
     cpus = cpus_beside(numa_nodes, _cpus_of(root or NODES), os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Unix sockets that only their owner may connect to, and ports that nobody else listens on."""
+"""Creates Unix sockets that only their owner may connect to, and checks that no other process uses a port."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def owner_only() -> Iterator[None]:
-    """Sockets bound inside have mode 0600 from the first moment; a chmod afterwards would leave a gap."""
+    """Sockets bound inside have mode 0600 from the start; a later chmod would leave a gap."""
     before = os.umask(0o177)
     try:
         yield
@@ -20,10 +20,10 @@ def owner_only() -> Iterator[None]:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises OSError if nobody can listen on (host, port): it is taken, not this machine's, or not allowed.
+    """Raises OSError if listening on (host, port) is impossible: it is taken, not this machine's, or not allowed.
 
-    This looks without SO_REUSEPORT: with it a port seems free that other processes of the same user listen on with it
-    too, and two boxes would get each other's requests. If a name has several addresses, one must be this machine's.
+    The check does not use SO_REUSEPORT: with it a port looks free if another process of the same user uses it too, and
+    two boxes would get each other's requests. If a name has several addresses, one must be this machine's.
     """
     absent, found = None, False
     for family, kind, number, _, address in socket.getaddrinfo(
@@ -31,7 +31,7 @@ def check_free(host: str, port: int) -> None:
     ):
         try:
             with socket.socket(family, kind, number) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a connection that lingers is no listener
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a lingering connection is not a listener
                 if family == socket.AF_INET6:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind(address)

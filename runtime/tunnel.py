@@ -1,17 +1,17 @@
-"""Between nodes: a tunnel from a Unix socket here to one there, and directories copied over.
+"""Connects nodes: tunnels from a Unix socket here to one on another node, and copies of directories.
 
 Each node has one TCP port, open on one address. On a network both sides show certificates of the box's authority (TLS);
-without certificates a tunnel server listens on loopback alone. Inside the connection, whoever connects gets a nonce and
-must answer with a proof under a key that is made from the token which the nodes share. The token itself never travels.
+without certificates a tunnel server listens on loopback only. Inside the connection, the client gets a nonce and must
+answer with a proof under a key derived from the token that the nodes share. The token itself is never sent.
 
 A greeting is one line of JSON, `{"ask": "socket" | "directory", "path": ..., "nonce": hex, "proof": hex}`. The answer
-is one line, `{"ok": ..., "proof": hex}` or `{"error": text}`. A proof covers everything that its line says, both
-nonces, and who says it, so nobody can use an old line or the other side's own line again. After the answer:
+is one line, `{"ok": ..., "proof": hex}` or `{"error": text}`. A proof covers the content of its line, both nonces, and
+the sender's role, which prevents replay of an old line or of the other side's line. After the answer:
 - "socket": both ends are joined byte by byte;
-- "directory": the files follow one after the other in the order of the answer, `{"ok": [[name, bytes], ...]}`; with
-  `"names": [...]` in the greeting, only those of them that exist.
+- "directory": the files follow in the order of the answer, `{"ok": [[name, bytes], ...]}`; with `"names": [...]` in the
+  greeting, only those of them that exist.
 
-The server serves only paths below the ones it was given, and follows no symbolic link out of them.
+The server serves only paths below its configured ones, and follows no symbolic link out of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class NodeCertificate:
-    """The PEM files with which a node proves that it is one, and checks the others."""
+    """The PEM files with which a node authenticates itself and verifies other nodes."""
 
     authority: Path
     certificate: Path
@@ -77,8 +77,8 @@ class Shared:
 
 
 class TunnelServer:
-    """This node's port. Tunnels may end at `sockets` (or in these folders); directories below `folders` may be
-    copied."""
+    """Serves this node's port. Tunnels may end at `sockets` (or in these folders); clients may copy directories below
+    `folders`."""
 
     def __init__(self, address: str, shared: Shared, *, sockets: tuple[Path, ...], folders: tuple[Path, ...]):
         self._address, self._shared, self._sockets, self._folders = address, shared, sockets, folders
@@ -142,7 +142,7 @@ class TunnelServer:
         files = sorted(file for file in path.iterdir() if file.is_file() and not file.is_symlink())
         wanted = [file for file in files if names is None or file.name in names]
         with contextlib.ExitStack() as opened:
-            # Open all files first: a manifest that is sealed meanwhile is another file, of another size.
+            # Open all files first: sealing a manifest meanwhile replaces it with another file of another size.
             sources = [opened.enter_context(open(file, "rb")) for file in wanted]
             sizes = [os.fstat(source.fileno()).st_size for source in sources]
             told = [[file.name, size] for file, size in zip(wanted, sizes, strict=True)]
@@ -158,7 +158,7 @@ class TunnelServer:
 
 
 class Tunnels:
-    """Local Unix sockets whose connections come out at sockets of other nodes."""
+    """Local Unix sockets whose connections lead to sockets of other nodes."""
 
     def __init__(self, shared: Shared):
         self._shared = shared
@@ -174,7 +174,7 @@ class Tunnels:
                 _, far_reader, far_writer = await _ask(address, self._shared, "socket", remote)
                 await _join((reader, writer), (far_reader, far_writer))
             except (TunnelRefused, OSError, TimeoutError):
-                writer.transport.abort()  # looks as if the engine had died, which the gateway handles
+                writer.transport.abort()  # looks like a dead engine, which the gateway handles
             finally:
                 writer.close()
 
@@ -203,7 +203,7 @@ async def fetch_directory(
     try:
         for name, size in sizes:
             if Path(name).name != name or name in (".", ".."):
-                raise TunnelRefused(f"a file is called {name!r}")
+                raise TunnelRefused(f"invalid file name {name!r}")
             with open(target / name, "xb") as file:
                 left = size
                 while left:
@@ -245,7 +245,7 @@ async def _ask(
 async def _join(
     here: tuple[asyncio.StreamReader, asyncio.StreamWriter], there: tuple[asyncio.StreamReader, asyncio.StreamWriter]
 ) -> None:
-    """Carry bytes both ways until both sides have ended; if one breaks, both end."""
+    """Copy bytes both ways until both sides have ended; if one breaks, close both."""
     try:
         async with asyncio.TaskGroup() as both:
             both.create_task(_pour(here[0], there[1]))
@@ -265,7 +265,7 @@ async def _pour(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
     if sink.can_write_eof():
         sink.write_eof()
     else:
-        sink.close()  # TLS has no half-close. Both sides speak HTTP/1.1: one that sends no more reads no more either.
+        sink.close()  # TLS has no half-close. In HTTP/1.1 a side that has stopped sending reads no more either.
 
 
 def _inside(path: Path, folders: tuple[Path, ...]) -> Path:

@@ -1,6 +1,6 @@
-"""The gateway's end of the bus: JSON lines over the controller's Unix socket, tables in, load reports out.
+"""Connects the gateway to the bus: JSON lines over the controller's Unix socket, tables in, load reports out.
 
-While the controller is away the last table stays in force. After each (re)connection the controller sends a
+While the controller is unreachable the last table stays in force. After each (re)connection the controller sends a
 whole table; the report that follows tells it which generation is applied.
 """
 
@@ -48,7 +48,7 @@ class BusClient:
             except OSError as error:
                 self._gateway.state.controller_away = True
                 if attempt == 0:
-                    log.info("bus: controller is away (%s), serving from the last table", error.strerror)
+                    log.info("bus: the controller is unreachable (%s), serving from the last table", error.strerror)
             else:
                 attempt = 0
                 self._writer = writer
@@ -56,7 +56,7 @@ class BusClient:
                 try:
                     await self._read(reader)
                 except (OSError, ValueError) as error:
-                    log.warning("bus: connection given up: %s", error)
+                    log.warning("bus: connection closed: %s", error)
                 finally:
                     self._writer = None
                     self._gateway.state.controller_away = True
@@ -80,7 +80,7 @@ class BusClient:
                 self._gateway.state.box_troubles = [str(name) for name in message.get("names", [])]
                 continue
             if not isinstance(message, dict) or message.get("type") != "table":
-                continue  # a newer controller may say more than we know
+                continue  # a newer controller may send messages unknown here
             try:
                 table = parse_table(message, default_hold_s=self._gateway.config.holds.hold_s)
             except TableInvalid as error:
@@ -90,14 +90,14 @@ class BusClient:
             self._on_table()
 
     def changed(self, urgent: bool) -> None:
-        """A report is due: now if urgent, else within the report interval."""
+        """Schedule a report: now if urgent, else within the report interval."""
         if urgent:
             self.send()
         elif self._timer is None and self._writer is not None:
             self._timer = asyncio.get_running_loop().call_later(self._gateway.config.report_s, self.send)
 
     def send(self) -> None:
-        """Send a report if the controller is there and keeps up; a skipped one is made good by the next."""
+        """Send a report if the controller is connected and keeps up; the next report replaces a skipped one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,8 +1,8 @@
-"""Which form of this package's hot modules runs: compiled by mypyc where `make setup` found a C compiler, else Python.
+"""Selects the form of this package's hot modules: compiled by mypyc if `make setup` found a C compiler, else Python.
 
-Both are the same files. What was compiled stands in a directory of the environment that is named by a hash of these
-files and the interpreter: after any edit the name is another one, and where there is no such directory the .py files
-run. So a compiled module never hides an edited one. `images/compile_gateway.py` makes the directory.
+Both come from the same files. The compiled form is in a directory of the environment whose name is a hash of these
+files and the interpreter. Any edit changes the name, and without such a directory the .py files run, so a compiled
+module never hides an edited one. `images/compile_gateway.py` makes the directory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ HERE = Path(__file__).parent
 
 
 def directory() -> Path:
-    """Where the compiled form of the present sources stands, if there is one."""
+    """Path of the compiled form of the current sources, if it exists."""
     seen = hashlib.sha256(f"{sysconfig.get_config_var('SOABI')} {sys.version} {MODULES}".encode())
     for path in sorted(HERE.rglob("*.py")):
         seen.update(b"%b\0%b\0" % (path.relative_to(HERE).as_posix().encode(), path.read_bytes()))

@@ -1,6 +1,6 @@
-"""The life of one gateway process: listeners, the tables that the controller sends, the sweep, the end.
+"""Runs one gateway process: listeners, tables from the controller, the periodic sweep, shutdown.
 
-Time-driven work of all connections is done in one sweep a few times a second instead of a timer per request.
+One sweep, a few times a second, does the time-driven work of all connections; there is no timer per request.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class Gateway:
         if config.tls_cert_path is None or config.tls_key_path is None:
             return None
         if state.certificate is None:
-            # Here and not above: what reads certificates costs a start a tenth of a second, and most need none.
+            # Imported here: the certificate code adds 0.1 s to a start, and most gateways need none.
             from appliance.gateway.http.certificates import Certificate
 
             state.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
         return state.certificate.context
 
     def reload(self) -> None:
-        """What a person changed in files and wants in force now (SIGHUP)."""
+        """Reload changed files now (SIGHUP)."""
         state = self.state
         if state.certificate is not None and state.certificate.look(time.monotonic(), at_once=True):
             state.on_change(True)
@@ -107,7 +107,7 @@ class Gateway:
     # -- the controller's side
 
     def apply(self, table: Table) -> None:
-        """Put a routing table into force at once: revoked keys end here, held requests start here."""
+        """Apply a routing table at once: end requests of revoked keys, start held requests."""
         state = self.state
         changed_keys = state.keys != table.keys
         state.keys = dict(table.keys)
@@ -139,8 +139,7 @@ class Gateway:
         state.on_change(True)
 
     def _refuse_in_trouble(self, name: str) -> None:
-        """Nobody waits for a model whose engines failed and are not tried again soon, those neither who wait
-        already."""
+        """Refuse held requests of a model whose engines failed and will not be restarted soon."""
         state = self.state
         if state.next_try_s(name) is None:
             return
@@ -166,7 +165,7 @@ class Gateway:
             try:
                 conn.tick(now_s)
             except Exception as error:  # noqa: BLE001 - logged; one connection's bug must not stall all others
-                log.error("a connection was cut off: its deadlines could not be looked at", exc_info=error)
+                log.error("a connection was closed: checking its deadlines failed", exc_info=error)
                 conn.abort()
         wanted = {replica.socket for model in state.router.models.values() for replica in model.replicas}
         wanted.add(self.config.controller_socket)

@@ -1,4 +1,4 @@
-"""The gateway process: `python -m appliance.gateway.main --config-json PATH_OR_JSON`."""
+"""Starts the gateway process: `python -m appliance.gateway.main --config-json PATH_OR_JSON`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
     keyed = asyncio.Event()
     bus = BusClient(gateway, on_table=lambda: keyed.set() if gateway.state.keys else None)
     bus_task = gateway.state.background.keep("bus", bus.run)
-    # Everything imported lives as long as the process: without this each full collection walks all of it while
+    # Imported objects live as long as the process: without this each full garbage collection walks all of them while
     # every stream waits. Requests form no lasting cycles, so collections may be rare.
     gc.collect()
     gc.freeze()
@@ -92,7 +92,7 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
     _announce(config.host if config.is_loopback else "127.0.0.1", port)
     waiting = [loop.create_task(stop.wait())]
     if not config.is_loopback:
-        # The network sees this box only once somebody holds a key to it.
+        # Listen on the network only once a key exists.
         waiting.append(loop.create_task(keyed.wait()))
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
@@ -182,7 +182,7 @@ def _fork_worker(config: GatewayConfig, index: int) -> int:
 
 
 def _raise_file_limit(connections: int) -> None:
-    """Each client may need an upstream connection of its own."""
+    """Each client may need its own upstream connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * connections + 512
     if hard != resource.RLIM_INFINITY:

@@ -1,5 +1,5 @@
-"""Kinds of devices: one file for each says how it is found, shown to a process, watched, locked for and copied to.
+"""Defines kinds of devices, one file each: discovery, visibility to a process, health, page locking, copies.
 
-Never: it assigns no device. Its files import no torch until a process calls what computes.
+Never: it assigns no device. Its files import torch only when a process calls a method that computes.
 Begin with kind.py, then kinds.py.
 """

@@ -1,4 +1,4 @@
-"""Logical devices: equal parts of the host's processors and memory, for machines without accelerators."""
+"""Defines logical CPU devices: equal parts of the host's processors and memory, for machines without accelerators."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from runtime.devices.kind import DeviceKind, Found
 
 DEFAULT_LOGICAL_DEVICES = 8
 HOST_MEMORY = "cpu"
-"""What torch and DeepSpeed call the host's memory, on machines of every kind."""
+"""torch's and DeepSpeed's name for host memory, on machines of every kind."""
 _CPUINFO = Path("/proc/cpuinfo")
-# x86 by name of the extension, Arm as its kernel calls it.
+# x86 names of the extensions, and the name in Arm's kernel.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
@@ -38,7 +38,7 @@ class Cpu(DeviceKind):
         return {}
 
     def address(self, index: int) -> str:
-        return self.name  # all alike: a rank that was parked goes on in the place of any
+        return self.name  # all equal: a parked rank can resume in the place of any
 
     def computes_bf16(self) -> bool:
         return _host_computes_bf16()
@@ -51,7 +51,7 @@ KIND = Cpu()
 
 
 def host_memory_bytes() -> int:
-    """All the memory that this machine has."""
+    """Total memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -61,6 +61,6 @@ def _host_computes_bf16() -> bool:
 
 
 def bf16_in(cpuinfo: str) -> bool:
-    """Whether a processor multiplies in bfloat16, by the text of its /proc/cpuinfo."""
+    """Whether a processor multiplies in bfloat16 natively, by the text of its /proc/cpuinfo."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     return any(_BF16_FLAGS & set(flags.split()) for name, _, flags in lines if name.strip() in ("flags", "Features"))

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: found and watched through NVML, computed on through torch's CUDA."""
+"""Finds and watches NVIDIA GPUs through NVML, and computes on them through torch's CUDA."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class Cuda(DeviceKind):
         return _CONTROL.exists()
 
     def probe(self) -> tuple[Found, ...]:
-        """NUMA node and NVLink peers are read where the driver tells them (NVML API reference,
-        nvmlDeviceGetP2PStatus)."""
+        """Reads NUMA node and NVLink peers if the driver reports them (NVML API reference, nvmlDeviceGetP2PStatus)."""
         try:
             pynvml.nvmlInit()
         except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded, pynvml.NVMLError_NoPermission):
@@ -37,15 +36,15 @@ class Cuda(DeviceKind):
             pynvml.nvmlShutdown()
 
     def visibility(self, devices: Iterable[int | str]) -> dict[str, str]:
-        # By NVML's numbers, not by CUDA's own order, which puts the fastest first.
+        # NVML's numbers, not CUDA's default order, which puts the fastest first.
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
     def watch(self, devices: Mapping[int, str]) -> Callable[[], tuple[Reading, ...]]:
         return _Watch(devices).read
 
     def fork_environment(self) -> dict[str, str]:
-        # torch.cuda.is_available() asks NVML in place of CUDA, which no forked process could use any more ("Cannot
-        # re-initialize CUDA in forked subprocess").
+        # Makes torch.cuda.is_available() query NVML instead of CUDA, which no forked process could use afterwards
+        # ("Cannot re-initialize CUDA in forked subprocess").
         return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
     def library_environment(self, caches: Path) -> dict[str, str]:
@@ -124,8 +123,8 @@ def _numa_node(bus: str) -> int | None:
 
 
 def _linked(handle, other) -> bool:
-    """Whether NVLink joins two GPUs, directly or through an NVSwitch. (A link's own far end is then the switch, so that
-    its address names no GPU.)"""
+    """Whether NVLink joins two GPUs, directly or through an NVSwitch. (With a switch, the remote address of a link
+    names the switch and no GPU.)"""
     try:
         status = pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
     except pynvml.NVMLError:
@@ -134,7 +133,7 @@ def _linked(handle, other) -> bool:
 
 
 class _Watch:
-    """Reads on demand. Xids are collected by the driver from the first `read` on."""
+    """Reads on demand. The driver collects Xids from the first `read` on."""
 
     def __init__(self, devices: Mapping[int, str]):
         self._devices = dict(devices)
@@ -155,7 +154,7 @@ class _Watch:
         while True:
             try:
                 event = pynvml.nvmlEventSetWait_v2(self._events, 0)
-            except pynvml.NVMLError:  # the timeout, as a rule: there is no other event
+            except pynvml.NVMLError:  # usually the timeout: there is no other event
                 return found
             index = pynvml.nvmlDeviceGetIndex(event.device)
             found[index] = (*found.get(index, ()), int(event.eventData))
@@ -185,7 +184,7 @@ class _Watch:
 
     @staticmethod
     def _ask(question):
-        """None where this kind of GPU does not tell."""
+        """None if this kind of GPU does not report it."""
         try:
             return question()
         except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission, pynvml.NVMLError_InvalidArgument):

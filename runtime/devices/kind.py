@@ -1,7 +1,7 @@
-"""What the box has to know of a kind of device. A new kind is a subclass in a file of its own and a row in `kinds`.
+"""Defines the interface of a kind of device. A new kind is a subclass in its own file and a row in `kinds`.
 
-The first half costs no torch and is asked everywhere: by the controller, by planning, by supervisors. The second half
-is for processes that compute; its methods import torch themselves.
+The first half needs no torch; controller, planning and supervisors use it. The second half is for processes that
+compute; its methods import torch themselves.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One device of this machine. `index` is its number in what `visibility` writes. `numa_node`: None where unknown.
-    `linked`: indexes of devices that a direct link joins it to."""
+    """One device of this machine. `index` is its number in the variables of `visibility`. `numa_node`: None if unknown.
+    `linked`: indexes of devices that it has a direct link to."""
 
     index: int
     name: str
@@ -28,8 +28,8 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a device told of its health at `at_s` (Unix time). None: it does not tell. `xids`: errors by NVIDIA's
-    numbers, new since the reading before. `lost`: why it does not answer any more."""
+    """A device's health at `at_s` (Unix time). None: not reported. `xids`: NVIDIA error numbers that are new since the
+    previous reading. `lost`: why the device no longer answers."""
 
     device_id: str
     at_s: float
@@ -45,8 +45,8 @@ class DeviceKind(ABC):
     """`name`: of the kind in specs, in the database and in the admin API, and of the device type in torch.
 
     `on_host`: it computes on the host's processors in the host's memory. Such devices share both: offloading saves
-    nothing, a process keeps nothing of a device that it has left, and a death says nothing of a piece of hardware.
-    `collectives`: torch.distributed's backend between its ranks. `locks_pages`: copies to it run at full rate only
+    nothing, a process that leaves a device keeps nothing on it, and a death indicates no hardware fault. `collectives`:
+    the torch.distributed backend for its ranks. `locks_pages`: copies to it run at full rate only
     from page-locked memory of the host.
     """
 
@@ -57,39 +57,39 @@ class DeviceKind(ABC):
 
     @abstractmethod
     def present(self) -> bool:
-        """Whether this machine has such devices, asked without touching them: a process that forks has to ask so."""
+        """Whether this machine has such devices. The check does not touch them, as a process that forks requires."""
 
     @abstractmethod
     def probe(self) -> tuple[Found, ...]:
-        """Every such device of this machine, by index; none where there is no driver."""
+        """Every such device of this machine, by index; empty without a driver."""
 
     @abstractmethod
     def visibility(self, devices: Iterable[int | str]) -> dict[str, str]:
-        """The environment of a process that is to see these devices alone, numbered from 0 in this order. Of use only
-        before the process first touches a device."""
+        """Return the environment for a process that may see only these devices, numbered from 0 in this order. It has
+        no effect after the process first touches a device."""
 
     def address(self, index: int) -> str:
-        """What the supervisor of a rank is told of its device; ranks on different devices that one process could take
-        the place of have the same."""
+        """Return the device address given to a rank's supervisor; devices that are interchangeable for a process have
+        the same address."""
         return str(index)
 
     def watch(self, devices: Mapping[int, str]) -> Callable[[], tuple[Reading, ...]] | None:
-        """Health of the devices {index: id}: a function that reads them, some milliseconds a call. None: they tell
+        """Return a function that reads the health of the devices {index: id} in some milliseconds. None: they report
         nothing."""
         return None
 
     def computes_bf16(self) -> bool:
-        """Whether they multiply matrices in bfloat16 natively. Elsewhere it is emulated: on a processor with AVX2
-        alone, matrix products took ten times as long as in float32."""
+        """Whether they multiply matrices in bfloat16 natively. Otherwise it is emulated: on a processor with only AVX2,
+        matrix products took ten times as long as in float32."""
         return True
 
     def fork_environment(self) -> dict[str, str]:
-        """What keeps libraries from touching devices of this kind while a process that will fork imports them. It is
-        set on every machine."""
+        """Variables that keep libraries from touching devices of this kind while a process that will fork imports them.
+        Set on every machine."""
         return {}
 
     def library_environment(self, caches: Path) -> dict[str, str]:
-        """What its own libraries have to find when they are imported; their caches lie below `caches`."""
+        """Variables that its own libraries need at import; their caches are below `caches`."""
         return {}
 
     # -- in processes that compute: with torch -----------------------------------------------------------------
@@ -99,20 +99,20 @@ class DeviceKind(ABC):
         """Whether this process can compute on one."""
 
     def use(self, device: Any) -> None:  # noqa: B027 - nothing to do is a kind's usual answer
-        """Make it the current device of this thread, which begins on the first one."""
+        """Make it the current device of this thread; a new thread starts on the first one."""
 
     def synchronize(self, device: Any) -> None:  # noqa: B027
-        """Wait for all that was asked of it."""
+        """Wait for all work submitted to it."""
 
     def wait_for_copies(self, device: Any) -> None:  # noqa: B027
-        """Wait for what this thread asked of it."""
+        """Wait for the work that this thread submitted to it."""
 
     def copy_stream(self) -> AbstractContextManager[Any]:
-        """A copy takes its turn in its stream. In the one that the process computes in, each would wait for all the
-        kernels before it and hold up all after it; within this context the thread's copies have their own."""
+        """Give this thread's copies their own stream in this context. In the compute stream a copy would wait for all
+        kernels before it and delay all after it."""
         return nullcontext()
 
     def copy_seconds(self, index: int, nbytes: int, rounds: int) -> float | None:
-        """The fastest of `rounds` copies of `nbytes` page-locked bytes to the device, by its own clock. None: there is
-        no link to it. Raises RuntimeError without a device or without room on it."""
+        """Seconds of the fastest of `rounds` copies of `nbytes` page-locked bytes to the device, by its own clock.
+        None: it has no link. Raises RuntimeError without a device or free memory on it."""
         return None

@@ -1,4 +1,4 @@
-"""The table of kinds. The first that a machine has is its own; the host comes last, which every machine has."""
+"""Lists the kinds of devices. A machine uses the first kind that it has; the host, which every machine has, is last."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ KINDS: dict[str, DeviceKind] = {kind.name: kind for kind in (cuda.KIND, HOST)}
 
 
 class UnknownDeviceKind(ValueError):
-    """A name that is no row of the table."""
+    """The name is not in the table."""
 
     def __init__(self, name: str):
         super().__init__(f"device kind {name!r} is not known; expected one of {', '.join(KINDS)}")
 
 
 class TorchDevice(Protocol):
-    """Of torch.device, whose types are the names of kinds."""
+    """Protocol of torch.device, whose types are the names of kinds."""
 
     @property
     def type(self) -> str: ...
@@ -35,22 +35,22 @@ def kind_of(name: str) -> DeviceKind:
 
 
 def of_torch(device: TorchDevice) -> DeviceKind:
-    """Of a tensor's or a worker's device. Raises UnknownDeviceKind."""
+    """Return the kind of a tensor's or a worker's device. Raises UnknownDeviceKind."""
     return kind_of(device.type)
 
 
 def in_host_memory(device: TorchDevice) -> bool:
-    """Whether the processor reads a tensor there directly."""
+    """Whether the CPU can read a tensor on that device directly."""
     return device.type == cpu.HOST_MEMORY
 
 
 def hardware_first() -> list[DeviceKind]:
-    """All kinds, in the order in which a machine is asked for them."""
+    """All kinds, in the order in which they are looked for."""
     return sorted(KINDS.values(), key=lambda kind: kind.on_host)
 
 
 def present() -> DeviceKind:
-    """The kind that this machine is to use, asked without touching a device."""
+    """The kind that this machine uses, found without touching a device."""
     return next(kind for kind in hardware_first() if kind.present())
 
 
@@ -60,12 +60,12 @@ def available() -> DeviceKind:
 
 
 def fork_environment() -> dict[str, str]:
-    """Of every kind: a library asks for the devices of each, whatever the machine has."""
+    """Those of every kind, because a library looks for devices of each kind, whatever the machine has."""
     return {name: value for kind in KINDS.values() for name, value in kind.fork_environment().items()}
 
 
 def copy_streams() -> ExitStack:
-    """A stream of its own for the copies of this thread, on whatever the process computes on."""
+    """Give this thread's copies their own stream on the device that the process computes on."""
     with ExitStack() as streams:
         for kind in KINDS.values():
             streams.enter_context(kind.copy_stream())

@@ -1,4 +1,4 @@
-"""Processes and their lifetimes: warm parents that fork, lifelines, death with the parent, the OOM order.
+"""Manages processes and their lifetimes: warm parents that fork, lifelines, death with the parent, the OOM order.
 
 Never: It knows no engine and no rank: an entry is a name `module:function`.
 Begin with warm_parent.py, child.py.

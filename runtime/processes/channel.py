@@ -1,7 +1,7 @@
-"""Frames on a lifeline: a 4-byte big-endian length, then that many bytes of UTF-8 JSON.
+"""Sends and receives frames on a lifeline: a 4-byte big-endian length, then that many bytes of UTF-8 JSON.
 
-One connected AF_UNIX stream socket joins a supervisor and the process forked for it. It carries requests down, and
-answers and events up. Its end of file says that the other side is dead; the kernel delivers it even after kill -9.
+One connected AF_UNIX stream socket joins a supervisor and the process forked for it. It carries requests to the
+process, and answers and events back. End of file means a dead peer; the kernel delivers it even after kill -9.
 """
 
 from __future__ import annotations

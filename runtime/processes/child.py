@@ -1,4 +1,4 @@
-"""The supervisor's end of the lifeline: ask a warm parent for a process, talk to it, notice its death, kill it."""
+"""Implements the supervisor's end of the lifeline: has a process forked, calls it, detects its death, kills it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KILL_TIMEOUT_S = 10.0
 class Child:
     """One forked process and everything under it (it leads its own process group).
 
-    Lives inside one asyncio loop. Dropping the connection, or this process dying, kills the child.
+    Use it on one asyncio loop. If the connection closes or this process dies, the child dies.
     """
 
     def __init__(self, channel: AsyncChannel, pid: int, name: str, log_path: str):
@@ -52,8 +52,8 @@ class Child:
         """Fork `entry` ("module:function") from the warm parent listening on `warm_socket`.
 
         `args` must be plain JSON; `env` is set before the entry's module is used; `numa_nodes` are those of the
-        process's devices, and it runs on their processors (see runtime.numa). Raises WarmParentError when the parent is
-        not there or does not fork within `timeout_s` seconds.
+        process's devices, and it runs on their processors (see runtime.numa). Raises WarmParentError if the parent is
+        unreachable or does not fork within `timeout_s` seconds.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -75,8 +75,7 @@ class Child:
     async def call(self, method: str, *, timeout_s: float | None = None, **args: Any) -> Any:
         """Run a handler of the child and return its answer.
 
-        Raises ChildError (the child's own exception), ChildDied, or ChildTimeout after `timeout_s` seconds. With None
-        it waits as long as the child lives.
+        Raises ChildError (the child's own exception), ChildDied, or ChildTimeout after `timeout_s` s (None: never).
         """
         if not self.alive:
             raise self._death()
@@ -106,11 +105,11 @@ class Child:
         await self._gone.wait()
 
     def kill(self) -> None:
-        """SIGKILL the child and everything it started; does nothing if it is dead already."""
+        """SIGKILL the child and everything it started; does nothing if it is already dead."""
         kill_group(self.pid)
 
     async def kill_and_wait(self) -> None:
-        """Kill the whole group and return when no process of it is left, so that its devices are free."""
+        """Kill the whole process group and return when none of it is left, so that its devices are free."""
         self.kill()
         async with asyncio.timeout(KILL_TIMEOUT_S):
             await self.closed()
@@ -118,13 +117,13 @@ class Child:
                 await asyncio.sleep(0.002)
 
     async def stop(self, timeout_s: float) -> bool:
-        """Call the child's own `stop` and wait for its end; kill it after `timeout_s`. True if it ended by itself."""
+        """Call the child's `stop` and wait for its end; kill it after `timeout_s`. True if it ended by itself."""
         try:
             async with asyncio.timeout(timeout_s):
                 try:
                     await self.call("stop")
                 except ChildDied:
-                    pass  # it ended faster than its answer travelled
+                    pass  # it ended before its answer arrived
                 await self.closed()
                 return True
         except TimeoutError:
@@ -137,12 +136,12 @@ class Child:
                 self._dispatch(await self._channel.receive())
         except ChannelClosed:
             pass
-        finally:  # whatever ended the reading, nobody may wait for ever for a child that cannot be heard
-            # The kernel counts its kills but does not say of whom: a kill in these last seconds is taken for this one.
+        finally:  # whatever ended the reading, no caller may wait for ever for an unreachable child
+            # The kernel counts its kills but does not name processes: assume that a kill in these seconds was this one.
             self.starved = kills_so_far() > self._kills
             self._watch.cancel()
             self._gone.set()
-            self.kill()  # what the dead process started must not outlive it
+            self.kill()  # processes that the dead one started must not outlive it
             self._channel.close()
             for answer in self._waiting.values():
                 if not answer.done():
@@ -161,7 +160,7 @@ class Child:
             self._events.put_nowait(message)
             return
         answer = self._waiting.get(message["id"])
-        if answer is None or answer.done():  # the caller gave up waiting
+        if answer is None or answer.done():  # the caller stopped waiting
             return
         if "error" in message:
             answer.set_exception(

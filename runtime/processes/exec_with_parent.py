@@ -1,8 +1,8 @@
-"""Runs a command that ends with the process that starts it, for starters that are not ours.
+"""Runs a command that ends with its parent process, for parents that are not our code.
 
     python -S exec_with_parent.py COMMAND...
 
-It is started by path and without site-packages, and imports nothing of this project: so it costs a few milliseconds.
+Start it by path and without site-packages; it imports nothing of this project, so it costs a few milliseconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The few kernel calls that tie lifetimes together."""
+"""Wraps kernel calls and /proc reads about the lifetime and memory of processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when the thread that created it ends (prctl(2)).
 
-    A fork or the exec of a set-uid program loses the request, so every process asks for itself. The kernel does not
-    report a parent that died before the call, hence the check of the parent's pid.
+    A fork or the exec of a set-uid program loses the request, so every process must make it. The kernel does not report
+    a parent that died before the call, hence the check of the parent's pid.
     """
     parent = os.getppid()
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
@@ -27,14 +27,14 @@ def die_with_parent() -> None:
 
 
 def life() -> dict[str, int | str]:
-    """This process's pid, and the kernel and pid namespace it is valid in: another process learns from them whether it
-    can watch this one."""
+    """Return this process's pid, and the kernel and pid namespace in which it is valid, so that another process can
+    tell whether it can watch this one."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return {"pid": os.getpid(), "kernel": f"{boot} {os.readlink('/proc/self/ns/pid')}"}
 
 
 def kill_group(pgid: int) -> None:
-    """SIGKILL every process of a group; does nothing if the group is gone already."""
+    """SIGKILL every process of a group; does nothing if the group is already gone."""
     try:
         os.killpg(pgid, signal.SIGKILL)
     except ProcessLookupError:
@@ -59,8 +59,8 @@ def group_rss_bytes(pgid: int) -> int:
 
 
 def group_resident_bytes(pgid: int) -> int:
-    """Resident memory of all processes of a group in bytes, with shared pages counted for each. It comes from the
-    kernel's counters; the proportional figure makes the kernel walk every page (0.1 s for a GB)."""
+    """Resident memory of all processes of a group in bytes, counting shared pages in each. It reads the kernel's
+    counters; the proportional figure makes the kernel walk every page (0.1 s for a GB)."""
     return sum(map(_resident_bytes, group_pids(pgid)))
 
 
@@ -72,7 +72,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def held_bytes(pid: int) -> int:
-    """Private memory of a process in bytes, without the pages that the kernel may take at will (MADV_FREE)."""
+    """Private memory of a process in bytes, without the pages that the kernel may reclaim (MADV_FREE)."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     kilobytes = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
     return 1024 * (kilobytes["Private_Dirty"] + kilobytes["Private_Clean"] - kilobytes["LazyFree"])
@@ -94,8 +94,8 @@ def group_pids(pgid: int) -> list[int]:
 
 
 def group_alive(pgid: int) -> bool:
-    """Whether a process of the group is left that is no zombie. It asks the kernel first, because /proc is slow to
-    walk."""
+    """Whether the group has a process that is not a zombie. It tries a kernel call first, because walking /proc is
+    slow."""
     try:
         os.killpg(pgid, 0)
     except ProcessLookupError:
@@ -104,7 +104,7 @@ def group_alive(pgid: int) -> bool:
 
 
 def tail(path: str | Path, limit_bytes: int = 2000) -> str:
-    """The last bytes of a log as text for people, empty if there is no log."""
+    """The last bytes of a log as plain text, empty if there is no log."""
     try:
         with open(path, "rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - limit_bytes))

@@ -1,4 +1,4 @@
-"""The child's end of the lifeline: it answers its supervisor, and the child dies with it."""
+"""Implements the child's end of the lifeline: answers the supervisor and kills the child when the supervisor dies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.processes.kernel import kill_group
 
 
 class Lifeline:
-    """A forked entry function talks to its supervisor through this.
+    """Connects a forked entry function to its supervisor.
 
     The supervisor's death closes the socket; the reader thread then kills this process's whole group, so no
     engine or rank outlives the actor that holds its devices.
@@ -24,20 +24,20 @@ class Lifeline:
     def __init__(self, channel: BlockingChannel):
         self._channel = channel
         self._handlers: Future[dict[str, Callable[..., Any]]] = Future()
-        # The thread runs from the first moment: a process that is starting must not outlive its supervisor either.
+        # Start the thread at once: a process that is still starting must not outlive its supervisor either.
         threading.Thread(target=self._read, name="lifeline", daemon=True).start()
 
     def serve(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
-        """Answer requests, also those that came before, on one daemon thread.
+        """Answer requests, including earlier ones, on one daemon thread.
 
-        A handler gets the request's args as keywords, and what it returns is the answer. A `concurrent.futures.Future`
-        is answered when it is done, without blocking later requests. An exception is answered as
+        A handler gets the request's args as keywords, and its return value is the answer. A `concurrent.futures.Future`
+        is answered when done, without blocking later requests. An exception is answered as
         `{"type", "message", "data"}`, where `data` is the exception's own `data` dict if it has one.
         """
         self._handlers.set_result(dict(handlers))
 
     def emit(self, event: str, **data: Any) -> None:
-        """Send an event to the supervisor, from any thread. Raises ChannelClosed when it is gone."""
+        """Send an event to the supervisor, from any thread. Raises ChannelClosed if it is gone."""
         self._channel.send({"event": event, **data})
 
     def _read(self) -> None:
@@ -56,7 +56,7 @@ class Lifeline:
             if handler is None:
                 raise LookupError(f"no such call {request['call']!r}; this process answers {sorted(handlers)}")
             result = handler(**request["args"])
-        except Exception as error:  # noqa: BLE001 - carried to the supervisor, which raises it there
+        except Exception as error:  # noqa: BLE001 - sent to the supervisor, which raises it there
             self._reply_error(number, error)
             return
         if isinstance(result, Future):

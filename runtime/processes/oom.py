@@ -1,9 +1,9 @@
-"""The order in which the kernel kills when memory runs out, set through `oom_score_adj`.
+"""Sets the order in which the kernel kills processes when memory runs out, through `oom_score_adj`.
 
-A process's score is its share of all memory in thousandths plus this number. The steps are small on purpose: they only
-order the box's own processes, and a foreign program that took a third of the machine still dies before all of them. The
-death of a rank costs the job the steps since its last snapshot; that of a sleeping engine costs a start, of an awake
-engine its streams, of a supervisor what it supervises, and of the main process everything.
+A process's score is its share of all memory in thousandths plus this number. The steps are deliberately small: they
+only order the box's own processes, and a foreign program that uses a third of the machine still dies before all of
+them. The death of a rank costs the job the steps since its last snapshot; that of a sleeping engine costs a start, of
+an awake engine its streams, of a supervisor what it supervises, and of the main process everything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class DiesAs(IntEnum):
-    """`oom_score_adj` of each kind of process. The main process keeps what its unit or shell gave it."""
+    """`oom_score_adj` of each kind of process. The main process keeps the value from its unit or shell."""
 
     RANK = 300
     ASLEEP = 250
@@ -29,12 +29,12 @@ class DiesAs(IntEnum):
 
 
 def dies_as(kind: DiesAs, pid: int | str = "self") -> bool:
-    """Set one process's place in the order. False if the process is gone, or if the kernel does not allow it: nobody
-    may go below a value that a privileged process set."""
+    """Set one process's place in the order. False if the process is gone or the kernel refuses: an unprivileged process
+    may not go below a value that a privileged process set."""
     try:
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(int(kind)))
     except OSError as error:
-        log.info("process %s does not die as %s: %s", pid, kind.name.lower(), error.strerror)
+        log.info("cannot set oom_score_adj of process %s to that of %s: %s", pid, kind.name.lower(), error.strerror)
         return False
     return True
 
@@ -46,7 +46,7 @@ def group_dies_as(kind: DiesAs, pgid: int) -> None:
 
 
 def kills_so_far() -> int:
-    """How many processes of anybody the kernel has killed for want of memory since it started; 0 if it does not say."""
+    """Number of processes, of any user, OOM-killed since boot; 0 if the kernel does not report it."""
     try:
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -1,11 +1,11 @@
-"""The warm parent: imports a heavy library once, then forks processes that have it already.
+"""Runs a warm parent, which imports a heavy library once and then forks processes that already have it.
 
     python -m runtime.processes.warm_parent --socket PATH --preload MODULE --log FILE
 
 A supervisor connects to the socket and sends one frame
 `{"entry": "module:function", "args": {...}, "env": {...}, "numa_nodes": [...], "log_path": ..., "name": ...}`. The
-parent forks; the child keeps that very connection as its lifeline (runtime.processes.lifeline) and calls
-`function(lifeline, args)`.
+parent forks; the child keeps that connection as its lifeline (runtime.processes.lifeline) and calls `function(lifeline,
+args)`.
 
 Rules
 - The parent runs no OpenMP work and never initialises CUDA: neither survives a fork.
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent()
     _redirect_output(options.log)
     configure_logging("warm parent")
-    gc.disable()  # it would walk everything imported so far again and again, and find nothing to free
+    gc.disable()  # it would repeatedly walk everything imported so far and find nothing to free
     importlib.import_module(options.preload)
     adopt_libraries()
     gc.collect()
@@ -102,8 +102,8 @@ def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]
 
 
 def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
-    # The child does not die with the warm parent: its lifeline ties it to its supervisor, and a lost warm parent is
-    # started anew while engines and ranks go on.
+    # The child does not die with the warm parent: its lifeline ties it to its supervisor, and a dead warm parent is
+    # restarted while engines and ranks continue.
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -115,7 +115,7 @@ def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
     if cpus is not None:
         log.info("bound to processors %s, beside NUMA node %s", numa.shown(cpus), sorted(set(message["numa_nodes"])))
     connection.settimeout(None)
-    # A grandchild with an open lifeline would hide this process's death from its supervisor.
+    # An open lifeline in a grandchild would hide this process's death from its supervisor.
     os.register_at_fork(after_in_child=connection.close)
     channel = BlockingChannel(connection)
     channel.send({"pid": os.getpid()})
@@ -123,7 +123,7 @@ def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
     try:
         entry = _resolve(message["entry"])
         code = int(entry(Lifeline(channel), message["args"]) or 0)
-    except BaseException as error:  # noqa: BLE001 - the last frame of a process: report, log, end
+    except BaseException as error:  # noqa: BLE001 - the outermost frame of a process: report, log, exit
         log.exception("%s ends with an error", message["name"])
         _report_fatal(channel, error)
     finally:
@@ -147,7 +147,7 @@ def _resolve(entry: str) -> Callable[[Lifeline, dict], int | None]:
 
 
 def _listen(path: str) -> socket.socket:
-    # Bind under another name and rename once it listens: whoever sees the path can connect.
+    # Bind under another name and rename once it listens, so that a client that sees the path can connect.
     unborn = f"{path}.unborn"
     for stale in (path, unborn):
         if os.path.exists(stale):

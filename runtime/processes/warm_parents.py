@@ -1,4 +1,4 @@
-"""The warm parents of one node, kept alive for everybody."""
+"""Starts the warm parents of one node and restarts those that die."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from runtime.processes.kernel import tail
 RESTART_PAUSE_S = 1.0
 
 # glibc reads these when a warm parent starts.
-# hugetlb: ranks allocate and free hundreds of MB in every step, engines when they wake. On huge pages the faults on
-# that memory cost a fifth, and a killed process is gone sooner. arena_max: with several arenas, memory that a staging
-# thread freed was of no use to the thread that loads the next version in place. It faulted in each page anew, which was
-# half of the pause. x86_non_temporal_threshold: copies of more than 2 MiB are written past the cache, at twice the
-# rate. By default glibc begins at three quarters of the cache that a virtual machine claims to have, 192 MiB and more.
+# hugetlb: ranks allocate and free hundreds of MB in every step, engines when they wake. With huge pages the faults on
+# that memory cost a fifth, and a killed process ends sooner. arena_max: with several arenas, the thread that loads the
+# next version in place could not reuse memory freed by a staging thread. It faulted in each page again, which was half
+# of the pause. x86_non_temporal_threshold: copies of more than 2 MiB bypass the cache, at twice the rate. By default
+# glibc does so from three quarters of the cache size that a virtual machine reports, 192 MiB and more.
 _TUNABLES = {
     "glibc.malloc.hugetlb": 1,
     "glibc.malloc.arena_max": 1,
@@ -31,7 +31,7 @@ WARM_ENV = (("GLIBC_TUNABLES", ":".join(f"{name}={value}" for name, value in _TU
 
 @dataclass(frozen=True)
 class WarmSpec:
-    """One warm parent: `preload` is the module it imports, `socket_path` where it takes requests."""
+    """One warm parent: `preload` is the module it imports, `socket_path` where it accepts requests."""
 
     name: str
     preload: str
@@ -41,7 +41,7 @@ class WarmSpec:
 
 
 class NodeAgent:
-    """Starts a node's warm parents and restarts each that dies; children forked from it live on."""
+    """Starts a node's warm parents and restarts each that dies; its forked children survive."""
 
     def __init__(self, warm: list[WarmSpec]):
         self._specs = {spec.name: spec for spec in warm}
@@ -51,7 +51,7 @@ class NodeAgent:
         self._pids: dict[str, int] = {}
 
     async def start(self) -> None:
-        """Begin to start all warm parents; returns at once. `wait_warm` waits for one."""
+        """Start all warm parents and return at once. `wait_warm` waits for one."""
         if not self._tasks:
             self._tasks = [
                 self._background.keep(f"warm parent: {spec.name}", partial(self._keep, spec))
@@ -59,7 +59,7 @@ class NodeAgent:
             ]
 
     async def wait_warm(self, name: str, timeout_s: float) -> None:
-        """Returns when the warm parent `name` takes requests; raises WarmParentError after `timeout_s` seconds."""
+        """Return when the warm parent `name` accepts requests; raise WarmParentError after `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ready[name].wait()
@@ -78,7 +78,7 @@ class NodeAgent:
         }
 
     async def stop(self) -> None:
-        """End the warm parents; processes forked from them go on until their supervisors end them."""
+        """Stop the warm parents; processes forked from them continue until their supervisors stop them."""
         await self._background.stop()
 
     async def _keep(self, spec: WarmSpec) -> None:

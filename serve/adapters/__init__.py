@@ -1,5 +1,5 @@
-"""LoRA adapters on a running engine: found by name, loaded when asked for, forgotten when not.
+"""Manages LoRA adapters on a running engine: finds them by name, loads them on demand, unloads unused ones.
 
-Never: It trains none and stores none.
+Never: It trains and stores no adapters.
 Begin with adapters.py.
 """

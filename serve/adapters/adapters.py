@@ -1,20 +1,19 @@
-"""LoRA adapters on a running engine: found by name when a request asks for one, forgotten when nobody uses them.
+"""Manages LoRA adapters on a running engine: finds one by name when a request needs it and unloads unused ones.
 
 An adapter is called `NAME@VERSION` here; the gateway puts that into a request's `model` field, so an engine needs no
-list of adapters and a new version is a new name with a new path. What happens to such a request:
+list of adapters and a new version is a new name with a new path. The engine handles such a request as follows:
 
     vLLM asks its resolvers for an adapter it does not know     (vllm/lora/resolver.py)
-    `EngineAdapters` finds its directory, leases it, and checks that it belongs to the weights being served; what
-    is not there it asks the box for, which brings it in from whatever tier has it
-    vLLM's worker loads it and keeps as many as `--max-cpu-loras`, the least recently used going first; one that went
-    is loaded again, from its path, by the step that needs it
+    `EngineAdapters` finds its directory, leases it, and checks that it belongs to the weights being served; if no
+    directory exists here, it asks the box, which copies the adapter in from any tier that has it
+    vLLM's worker loads it and keeps up to `--max-cpu-loras`, evicting the least recently used; the step that needs an
+    evicted adapter loads it again from its path
 
 Rules
-- An adapter belongs to one version of one base. On any other weights it is unknown, and the gateway asks elsewhere.
-- The lease is held as long as a request can lead to a load: until the adapter is unloaded and no request is left that
-was
-  let in before.
-- While `closed` no request for an adapter comes in: the weights below are about to change.
+- An adapter belongs to one version of one base. An engine with other weights rejects it, and the gateway tries another.
+- The engine holds the lease while a request can still cause a load: until the adapter is unloaded and all requests
+  admitted before have ended.
+- While `closed`, the engine admits no adapter requests, because the base weights are about to change.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from weights.format.manifest import Manifest
 from weights.format.names import decode_name, encode_name
 from weights.memory.locks import DirectoryLock
 
-# A request is let in (looked up) some time before vLLM counts it as running, because its prompt is rendered in between.
+# The lookup admits a request some time before vLLM counts it as running, because vLLM renders its prompt in between.
 LET_IN_S = 60.0
 POLL_S = 0.01
 
@@ -47,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Known:
-    """An adapter that requests may use: leased, loaded now or by the step that needs it."""
+    """An adapter that requests may use. It is leased, and loaded now or later by the step that needs it."""
 
     request: LoRARequest
     held: DirectoryLock
@@ -55,7 +54,7 @@ class Known:
 
 
 class _KnownRequests(dict):
-    """vLLM's table of adapters by name, which notes when each was last asked for."""
+    """vLLM's table of adapters by name, which records when a request last used each one."""
 
     def __init__(self, owner: EngineAdapters):
         super().__init__()
@@ -68,8 +67,8 @@ class _KnownRequests(dict):
 class EngineAdapters(LoRAResolver):
     """The adapters of one engine. Call all methods on its event loop.
 
-    `source`: the box's socket for adapters that are in none of the `roots`, "" if there is none. `fetch_timeout_s`: how
-    long a request waits for an adapter.
+    `source`: the box's socket for adapters outside the `roots`, "" if the box has none. `fetch_timeout_s`: how long a
+    request waits for an adapter.
     """
 
     def __init__(
@@ -88,14 +87,13 @@ class EngineAdapters(LoRAResolver):
         models.lora_resolvers = [self]
 
     def serve_on(self, version_path: str) -> None:
-        """Set the weights that are served now, which adapters have to belong to, and open for requests."""
+        """Set the weights that the engine now serves, which adapters must match, and admit requests."""
         directory = Path(version_path)
         self._base = (decode_name(directory.parent.name) or "", decode_name(directory.name) or "")
         self.closed = False
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        """vLLM asks this for a name that it does not know, and loads the answer. None: there is no such adapter
-        here."""
+        """vLLM calls this for an unknown name and loads the result. None: this engine has no such adapter."""
         await self.forget_idle()
         if self.closed:
             return None
@@ -109,14 +107,14 @@ class EngineAdapters(LoRAResolver):
             return None
         # vLLM overwrites this number with the next of its counter.
         request = LoRARequest(lora_name, 1, str(path))
-        before = self._known.pop(lora_name, None)  # its load failed, or vLLM would not ask
+        before = self._known.pop(lora_name, None)  # its load failed, or vLLM would not call this
         if before is not None:
             before.held.close()
         self._known[lora_name] = Known(request, held, time.monotonic())
         return request
 
     def touch(self, name: str) -> bool:
-        """Note that a request asks for the adapter; False if it may not be used now."""
+        """Record that a request uses the adapter; False if requests may not use it now."""
         known = self._known.get(name)
         if known is None or self.closed:
             return False
@@ -124,7 +122,7 @@ class EngineAdapters(LoRAResolver):
         return True
 
     async def forget_idle(self) -> None:
-        """Unload adapters that were not asked for lately, if more are known than stay loaded."""
+        """Unload the least recently requested adapters if more are known than may stay loaded."""
         surplus = len(self._known) - self._resident
         if surplus <= 0:
             return
@@ -135,21 +133,21 @@ class EngineAdapters(LoRAResolver):
                 await self._forget(name)
 
     async def unload(self, name: str, timeout_s: float) -> bool:
-        """Forget an adapter that is to be deleted, once its requests have ended; False if it was not known.
+        """Unload an adapter before its deletion, once its requests have ended; False if it was unknown.
 
-        The caller has taken it out of the routing table. Raises TimeoutError.
+        The caller has already removed it from the routing table. Raises TimeoutError.
         """
         if name not in self._known:
             return False
-        self._requests.pop(name, None)  # requests that come late are told that it does not exist
+        self._requests.pop(name, None)  # late requests get "does not exist"
         await self._drained(timeout_s, name)
         await self._forget(name)
         return True
 
     async def close(self, timeout_s: float) -> None:
-        """Before the weights below change: let no request for an adapter in, wait for those that run, unload all.
+        """Prepare for a change of base weights: admit no adapter requests, wait for running ones, unload all adapters.
 
-        Raises TimeoutError, and is open again then.
+        After a timeout it admits requests again and raises TimeoutError.
         """
         self.closed = True
         try:
@@ -161,7 +159,7 @@ class EngineAdapters(LoRAResolver):
             await self._forget(name)
 
     async def report(self) -> dict[str, Any]:
-        """known: leased and ready to be asked for; resident: loaded now; loads and their seconds since the start."""
+        """known: leased and ready for requests; resident: loaded now; number and seconds of loads since the start."""
         workers = await self._llm.collective_rpc("shm_adapters")
         return {"known": sorted(self._known), **workers[0]}
 

@@ -1,10 +1,10 @@
-"""Asks the box for an adapter that is neither in shared memory nor in the library on disk.
+"""Requests from the box an adapter that is neither in shared memory nor in the library on disk.
 
-A Unix socket of the box, one JSON object per line, one question per connection:
+The protocol runs over a Unix socket of the box: one JSON object per line, one request per connection.
 
     engine -> {"adapter": "NAME@VERSION"}
-    box    -> {"path": "/dev/shm/..."}      the adapter's directory, whole, leased until the engine hangs up
-            | {"error": "..."}              no tier has it whole, or shared memory is full
+    box    -> {"path": "/dev/shm/..."}      the complete adapter directory, leased until the engine disconnects
+            | {"error": "..."}              no tier has a complete copy, or shared memory is full
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LINE_BYTES = 16 * 1024
 
 
 class AdapterUnavailable(Exception):
-    """The box cannot bring the adapter in, or did not within the time given; the text says why."""
+    """The box cannot provide the adapter, or did not within the timeout; the text says why."""
 
 
 class AdapterServer:
-    """The box's end: serves engines from `start` to `stop`. Call all methods on one event loop.
+    """The box's side: serves engines from `start` to `stop`. Call all methods on one event loop.
 
-    `lease(model, version)` brings an adapter in and returns a lease on it, with its `path`. The engine is told in words
-    of the errors in `refusals`.
+    `lease(model, version)` copies an adapter in and returns a lease with its `path`. Errors listed in `refusals` reach
+    the engine as text.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class AdapterServer:
             question = json.loads(await reader.readline())
             await self._answer(question["adapter"], reader, writer)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            log.error("a question for an adapter was none: %r", error)
+            log.error("invalid adapter request: %r", error)
         except OSError as error:
-            log.info("an engine left before it had its adapter: %s", error)
+            log.info("an engine disconnected before it received its adapter: %s", error)
         finally:
             self._open.discard(writer)
             writer.close()
@@ -76,20 +76,20 @@ class AdapterServer:
         try:
             lease = await self._lease(model, version)
         except self._refusals as error:
-            log.error("an engine asked for the adapter %s: %s", adapter, error)
+            log.error("an engine requested the adapter %s: %s", adapter, error)
             writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
             await writer.drain()
             return
         with lease:
             writer.write(json.dumps({"path": str(lease.path)}).encode() + b"\n")
-            await reader.read()  # until the engine has a lease of its own, and hangs up
+            await reader.read()  # until the engine has its own lease and disconnects
 
 
 @contextlib.asynccontextmanager
 async def brought_in(socket_path: str, adapter: str, timeout_s: float) -> AsyncIterator[str]:
-    """The directory of `adapter` ("NAME@VERSION") in shared memory, where it stays while the context is open.
+    """Yield the directory of `adapter` ("NAME@VERSION") in shared memory; it stays there while the context is open.
 
-    It waits for a controller that is being restarted. Raises AdapterUnavailable.
+    It waits while the controller restarts. Raises AdapterUnavailable.
     """
     writer = None
     try:
@@ -101,7 +101,7 @@ async def brought_in(socket_path: str, adapter: str, timeout_s: float) -> AsyncI
             raise AdapterUnavailable(f"{adapter}: {answer.get('error', 'the controller went away')}")
         yield answer["path"]
     except TimeoutError as error:
-        raise AdapterUnavailable(f"{adapter} was not brought in within {timeout_s:g} s") from error
+        raise AdapterUnavailable(f"{adapter} did not arrive within {timeout_s:g} s") from error
     except (OSError, ValueError) as error:
         raise AdapterUnavailable(f"{adapter}: {error}") from error
     finally:

@@ -1,4 +1,4 @@
-"""What a replica is and what it takes: its spec, memory, settings, fingerprints of versions. No torch.
+"""Describes a replica without torch: its spec, memory size and settings, and the fingerprints of versions.
 
 Never: It starts nothing.
 Begin with spec.py.

@@ -11,7 +11,7 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_replicas: int = Field(2, ge=1, description="replicas a model may have, unless its deployment says otherwise")
-    max_num_seqs: int = Field(64, ge=1, description="requests an engine works on at once; more wait in its queue")
+    max_num_seqs: int = Field(64, ge=1, description="requests an engine runs at once; more wait in its queue")
     max_model_len: int | None = Field(None, ge=1, description="tokens; None: the model's own context")
     kv_cache_bytes: int | None = Field(None, ge=1, description="per device; None: what weights and a reserve leave")
     gpu_memory_fraction: float = Field(0.92, gt=0, le=1, description="of a GPU that one engine may use")
@@ -22,29 +22,29 @@ class EngineConfig(BaseModel):
     )
     swap_timeout_s: float = Field(300.0, gt=0)
     sleep_timeout_s: float = Field(120.0, gt=0)
-    stop_timeout_s: float = Field(10.0, gt=0, description="after it the engine is killed")
+    stop_timeout_s: float = Field(10.0, gt=0, description="the supervisor kills the engine after this")
     max_sequences_per_request: int = Field(64, ge=1, le=16384, description="upper bound of the request field `n`")
     adapter_slots: int = Field(
-        4, ge=0, description="LoRA adapters in one batch of an engine; 0: none are served, LoRA jobs publish merged"
+        4, ge=0, description="LoRA adapters per batch of an engine; 0: engines serve none, LoRA jobs publish merged"
     )
     adapter_max_rank: int = Field(32, ge=1, le=512, description="largest rank of an adapter that engines take")
     adapters_resident: int = Field(
-        32, ge=1, description="adapters an engine keeps loaded (at least adapter_slots); others load when asked for"
+        32, ge=1, description="adapters an engine keeps loaded (at least adapter_slots); others load on request"
     )
     adapter_drain_timeout_s: float = Field(
-        90.0, gt=0, description="that requests of adapters get to finish before the weights below them change"
+        90.0, gt=0, description="that adapter requests get to finish before the base weights change"
     )
     adapter_fetch_timeout_s: float = Field(
-        60.0, gt=0, description="that a request waits for an adapter which only a tier below memory and disk has"
+        60.0, gt=0, description="that a request waits for an adapter that only a tier below memory and disk holds"
     )
     stage_memory_factor: float = Field(
-        1.5, ge=1.0, description="a swap is staged when this many times the model's bytes of host memory are free"
+        1.5, ge=1.0, description="a swap is staged if this many times the model's bytes of host memory are free"
     )
     swap_finish_timeout_s: float = Field(
         120.0,
         ge=0,
-        description="that requests get to finish on the version before a staged swap; then they compute their past "
-        "again with the new one, and the old weights go",
+        description="that requests get to finish on the old version after a staged swap; then the engine recomputes "
+        "them with the new version and frees the old weights",
     )
     fingerprint_logprob_tolerance: float = Field(
         0.15,

@@ -1,23 +1,23 @@
 """Errors of the serving side.
 
 ServeError
-├── InvalidReplicaSpec      a replica was described in a way no engine can be started from
+├── InvalidReplicaSpec      no engine can start from this replica description
 ├── EngineStartFailed       the engine process ended, or did not become healthy in time
 │   └── EngineOutOfMemory   because memory ran out
-├── EngineFailed            the engine is in no usable state; kill it and start a new one
-├── WrongState              the engine is asked for something its present state does not allow
+├── EngineFailed            the engine is unusable; kill it and start a new one
+├── WrongState              the engine's present state does not allow the operation
 ├── VersionError            a version cannot be loaded into this engine; the engine serves on unchanged
 │   ├── VersionUnreadable   the version's directory is missing or not a valid checkpoint
 │   └── VersionMismatch     tensors, configuration or tokenizer differ from what the engine was built for
-├── SwapFailed              loading began and failed; the version from before is back and serving
-└── FingerprintMismatch     the loaded weights do not answer as their version is known to answer
+├── SwapFailed              loading began and failed; the previous version is restored and serving
+└── FingerprintMismatch     the loaded weights do not reproduce their version's recorded fingerprint
 """
 
 from __future__ import annotations
 
 
 class ServeError(Exception):
-    """Base of everything raised by `serve`."""
+    """Base of all errors raised by `serve`."""
 
 
 class InvalidReplicaSpec(ServeError):
@@ -33,11 +33,11 @@ class EngineStartFailed(ServeError):
 
 
 class EngineOutOfMemory(EngineStartFailed):
-    """The engine did not start because the host's or the device's memory ran out: it may when some is free again."""
+    """The engine did not start because host or device memory ran out; a retry may succeed when memory is free."""
 
 
 class EngineFailed(ServeError):
-    """Neither the new nor the old version could be brought up. The engine must be killed and started anew."""
+    """Neither the new nor the old version could be loaded. The caller must kill the engine and start a new one."""
 
 
 class WrongState(ServeError):
@@ -45,7 +45,7 @@ class WrongState(ServeError):
 
 
 class VersionError(ServeError):
-    """A version cannot go into this engine. Raised before the engine is touched."""
+    """This engine cannot load the version. Raised before the engine changes."""
 
 
 class VersionUnreadable(VersionError):
@@ -53,15 +53,15 @@ class VersionUnreadable(VersionError):
 
 
 class VersionMismatch(VersionError):
-    """The version is readable but belongs to another model than the engine was built for."""
+    """The version is readable but belongs to a different model than the engine's."""
 
 
 class SwapFailed(ServeError):
-    """The new version failed while it was being loaded; the engine has its old version back and serves it."""
+    """The new version failed during loading; the engine has restored its old version and serves it."""
 
 
 class FingerprintMismatch(ServeError):
-    """The fingerprint prompt was answered differently than this version is recorded to answer it."""
+    """The answer to the fingerprint prompt differs from the record of this version."""
 
 
 BY_NAME: dict[str, type[ServeError]] = {

@@ -1,9 +1,9 @@
-"""A version's fingerprint: what the model answers to one fixed prompt, and whether two answers agree.
+"""Computes and compares fingerprints of versions: what a model answers to one fixed prompt.
 
 The prompt is a fixed walk over the vocabulary, so that it needs no tokenizer and touches many embedding rows; one
 forward pass gives the first-ranked token and its log-probability at every position (greedy, teacher-forced), which
-depends on every weight. The first trusted load of a version, its loader writing plain parameters as vLLM does,
-records it; every wake and swap of the same version has to repeat it before traffic is let in.
+depends on every weight. The first trusted load of a version, in which the loader writes plain parameters as vLLM does,
+records it; every later wake and swap of that version must reproduce it before it takes traffic.
 
 Two answers agree when every log-probability lies within a tolerance, and every token is the same unless both
 candidates are within that tolerance of each other: bf16 kernels round differently on another batch shape.
@@ -33,7 +33,7 @@ _HASH_BLOCK_BYTES = 2**20
 class Fingerprint:
     """`tokens` and `logprobs` (nats) per prompt position; or `embedding` of a pooling model.
 
-    `origin` is "load" (an engine's first load, the trusted way) or "transfer" (a version first met in a swap).
+    `origin` is "load" (an engine's first load, which is trusted) or "transfer" (a version first loaded in a swap).
     """
 
     origin: str
@@ -52,7 +52,7 @@ class Fingerprint:
         return hashlib.sha256(body.encode()).hexdigest()[:16]
 
     def disagreement(self, other: Fingerprint, tolerance: float) -> str | None:
-        """Why `other` is not the same model's answer, or None. `tolerance` in nats (or of a cosine, embeddings)."""
+        """Return why `other` is another model's answer, or None. `tolerance` in nats (or of a cosine, embeddings)."""
         for fingerprint in (self, other):
             if not all(map(math.isfinite, (*fingerprint.logprobs, *fingerprint.embedding))):
                 return "not all log-probabilities are finite numbers"
@@ -64,8 +64,7 @@ class Fingerprint:
         for position, (a, b) in enumerate(zip(self.logprobs, other.logprobs, strict=True)):
             if abs(a - b) > tolerance:
                 return f"log-probability at position {position} is {b:.4f} instead of {a:.4f}"
-        # With the first rank's log-probability this close, a different token can only be a near tie; many of them
-        # at once cannot.
+        # If the top token's log-probability is this close, one different token can be a near tie; many at once cannot.
         different = sum(a != b for a, b in zip(self.tokens, other.tokens, strict=True))
         if different > len(self.tokens) // 4:
             return f"{different} of {len(self.tokens)} greedy tokens differ"
@@ -85,11 +84,11 @@ def fingerprint_prompt(vocab_size: int, length: int = PROMPT_TOKENS) -> list[int
 
 
 def version_key(version_path: str | Path, *, dtype: str, kind: str, tensor_parallel: int, task: str) -> str:
-    """Identity of a version together with what changes its rounding.
+    """Return a version's identity combined with everything that changes its rounding.
 
     A stored version never changes under its manifest's name and time of creation (checksums are added later, so
-    the manifest's bytes are not its identity). A directory without a manifest is known by its files' headers,
-    sizes and times of change.
+    the manifest's bytes are not its identity). The headers, sizes and modification times of its files identify a
+    directory without a manifest.
     """
     path, digest = Path(version_path), hashlib.sha256()
     digest.update(json.dumps([dtype, kind, tensor_parallel, task, PROMPT_TOKENS]).encode())
@@ -120,7 +119,7 @@ class FingerprintBook:
         return Fingerprint.from_answer(data.pop("origin"), data)
 
     def record(self, key: str, fingerprint: Fingerprint) -> None:
-        """Write atomically: a reader sees the whole record or none."""
+        """Write atomically, so that a reader sees the whole record or none."""
         self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=self._dir)
         with os.fdopen(handle, "w") as stream:
@@ -134,7 +133,7 @@ class FingerprintBook:
 
 @dataclass(frozen=True)
 class FingerprintRecord:
-    """What is known of one version, read before a pause so that the check in it is arithmetic only."""
+    """The recorded fingerprint of one version, read before a pause, which then needs only arithmetic to check it."""
 
     book: FingerprintBook
     key: str
@@ -143,9 +142,9 @@ class FingerprintRecord:
     known: Fingerprint | None
 
     def check(self, answer: Mapping[str, Any], origin: str) -> Fingerprint:
-        """The fingerprint of an answer. Raises FingerprintMismatch if it is not the version's own.
+        """Return the fingerprint of an answer. Raises FingerprintMismatch if it differs from the version's record.
 
-        What only a transfer recorded yields to a trusted load, which is how a wrong record would come to light.
+        A trusted load overrides a record made by a transfer, and so reveals a wrong record.
         """
         fingerprint = Fingerprint.from_answer(origin, answer)
         known = fingerprint if self.known is None or self._yields_to(fingerprint) else self.known
@@ -155,7 +154,7 @@ class FingerprintRecord:
         return fingerprint
 
     def keep(self, fingerprint: Fingerprint) -> dict[str, Any]:
-        """Record a checked fingerprint if it is the first or more trusted one. Returns digest and verdict."""
+        """Record a checked fingerprint if it is the first or the more trusted one. Returns digest and verdict."""
         first = self.known is None or self._yields_to(fingerprint)
         if first:
             self.book.record(self.key, fingerprint)

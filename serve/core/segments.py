@@ -1,5 +1,5 @@
-"""Segments that engines make in /dev/shm, outside the box's own folder there: named so that whoever is left can
-remove them, when an engine was killed, or its supervisor with it."""
+"""Names and removes the segments that engines create in /dev/shm outside the box's own folder. The names let any
+surviving process remove them after an engine, or its supervisor too, was killed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ SEGMENTS = Path("/dev/shm")
 
 
 def prefix_of(socket_path: str | Path) -> str:
-    """Begins the names of all segments of the engine that listens there."""
+    """Return the name prefix of all segments of the engine that listens on this socket."""
     path = Path(socket_path)
     return f"{_folder_prefix(path.parent)}{_digest(path.name, 6)}."
 
 
 def remove_of(socket_path: str | Path) -> None:
-    """Remove what the engine that listened there left."""
+    """Remove the segments left by the engine that listened on this socket."""
     _remove(prefix_of(socket_path))
 
 
 def remove_below(sockets: Path) -> None:
-    """Remove what engines left whose sockets were in this folder; none of them may run any more."""
+    """Remove the segments left by engines whose sockets were in this folder; none of those engines may still run."""
     _remove(_folder_prefix(sockets))
 
 

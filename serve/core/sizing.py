@@ -1,7 +1,7 @@
-"""How much memory an engine gets, from the model's size and the device's: pure arithmetic, given to vLLM explicitly.
+"""Computes an engine's memory from the sizes of the model and the device, so that vLLM gets explicit numbers.
 
-vLLM would take a fraction of the device (or of NUMA node 0 on a CPU), which means something else on every version and
-knows nothing of the other engines and of the training that share it.
+By default vLLM takes a fraction of the device (or of NUMA node 0 on a CPU). The meaning of that fraction differs
+between vLLM versions, and it ignores other engines and training on the same device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from serve.core.config import EngineConfig
 
 CPU_KV_BYTES = 256 * 2**20
 LEAST_KV_BYTES = 64 * 2**20
-# Dense architectures whose every linear layer vLLM takes adapters for. Experts are left out: on a CPU it does not.
+# Dense architectures for which vLLM takes adapters on every linear layer. On a CPU it takes none for experts.
 ADAPTER_ARCHITECTURES = frozenset(
     f"{family}ForCausalLM"
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Granite", "Olmo2", "Olmo3", "Phi3")
@@ -24,7 +24,7 @@ GPU_RESERVE_BYTES = 4 * 2**30
 
 
 def adapter_rank_limit(config: EngineConfig, *, task: str, arch: str) -> int:
-    """The largest rank of an adapter that engines of such a model take; 0: none."""
+    """Return the largest adapter rank that engines of this model accept; 0: they accept no adapters."""
     taken = config.adapter_slots and task == "generate" and arch in ADAPTER_ARCHITECTURES
     return config.adapter_max_rank if taken else 0
 
@@ -44,10 +44,10 @@ def engine_settings(
     device_kind: str,
     device_memory_bytes: int,
 ) -> dict[str, Any]:
-    """The fields of a ReplicaSpec that follow from model and device.
+    """Return the fields of a ReplicaSpec that follow from model and device.
 
-    `weight_bytes` of the whole model, of which each of `tensor_parallel` devices holds its part; `kv_cache_bytes`
-    in the answer is per device. Raises ModelTooLarge.
+    `weight_bytes` is for the whole model, of which each of `tensor_parallel` devices holds a part; the returned
+    `kv_cache_bytes` is per device. Raises ModelTooLarge.
     """
     rank = adapter_rank_limit(config, task=task, arch=arch)
     adapters = {

@@ -1,4 +1,4 @@
-"""What one replica is: a value that travels as JSON from the scheduler to the forked engine."""
+"""Defines the spec of one replica, which travels as JSON from the scheduler to the forked engine."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class ReplicaSpec:
     """One vLLM engine on one or more devices.
 
     `devices` are local device indexes on the replica's `node`; `tensor_parallel` of them are used.
-    `kv_cache_bytes` is per worker, always given: vLLM's own fraction of memory means something else on every
-    version. `max_model_len` None takes the model's own. `version_path` is a HF checkpoint directory on tmpfs.
-    `adapter_slots` LoRA adapters of at most `adapter_max_rank` take part in one batch (0: none at all),
-    `adapters_resident` stay loaded; `adapter_roots` are searched for `<name>/<version>`, in this order, then the box is
-    asked at the socket `adapter_source` ("": nobody is). `otlp_endpoint` is the base URL of an OTLP/HTTP collector
-    that gets a span of every request ("": none does). `numa_nodes` are those of the devices, beside which the engine's
-    processes run; None or none at all: anywhere. `gpu_memory_fraction` of a GPU is free when the engine starts.
+    `kv_cache_bytes` is per worker and required: the meaning of vLLM's own memory fraction differs between versions.
+    `max_model_len` None takes the model's own. `version_path` is a HF checkpoint directory on tmpfs. One batch holds at
+    most `adapter_slots` LoRA adapters of rank up to `adapter_max_rank` (0: none); `adapters_resident` stay loaded. The
+    engine searches `adapter_roots` in order for `<name>/<version>`, then asks the box at the socket `adapter_source`
+    ("": it does not ask). `otlp_endpoint` is the base URL of an OTLP/HTTP collector that gets a span of every request
+    ("": no spans). `numa_nodes` are those of the devices, and the engine's processes run on them; None or empty:
+    anywhere. `gpu_memory_fraction` of a GPU must be free when the engine starts.
     Raises InvalidReplicaSpec.
     """
 
@@ -105,7 +105,7 @@ class ReplicaSpec:
 
     @property
     def segment_prefix(self) -> str:
-        """Begins the names of all segments that the engine makes in /dev/shm."""
+        """Name prefix of all segments that the engine creates in /dev/shm."""
         return segments.prefix_of(self.socket_path)
 
     @classmethod

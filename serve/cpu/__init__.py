@@ -1,5 +1,5 @@
-"""What only the CPU engine needs: a worker that sleeps, staged versions, finishing streams, LoRA.
+"""Code for CPU engines only: a worker that sleeps, staged versions, finishing streams, LoRA.
 
-Never: A GPU box runs none of it.
+Never: It does not run on a GPU box.
 Begin with worker.py.
 """

@@ -1,20 +1,20 @@
-"""vLLM's scheduler for an engine that may hold two versions of its weights.
+"""Extends vLLM's scheduler for an engine that may hold two versions of its weights.
 
-Chosen with `--scheduler-cls`, on the CPU only: on a GPU no version is staged (serve.vllm.shm_transfer). Between swaps
-it is vLLM's own scheduler and one look at an attribute.
+`--scheduler-cls` selects it, on the CPU only: on a GPU no version is staged (serve.vllm.shm_transfer). Between swaps it
+adds one attribute check to vLLM's scheduler.
 
-    flip        the requests it has stay with the old weights; those added later belong to the new ones
-    schedule    shows vLLM's scheduler the requests of one side and names that side to the workers (`WEIGHTS`), who
-                exchange pointers if it is not the one in place (serve.cpu.worker)
-    ...         until the last old request ended, or `move` gave the rest to the new weights
+    flip        current requests stay with the old weights; later ones belong to the new weights
+    schedule    shows vLLM's scheduler the requests of one version and names that version to the workers (`WEIGHTS`),
+                which exchange pointers if another one is in place (serve.cpu.worker)
+    ...         until the last old request ends, or `move` assigns the rest to the new weights
     end         one version again
 
 Rules
-- Keys and values never serve the other side: block hashes start from a salt of their version (vLLM's `cache_salt`), so
-  neither side hits the other's blocks. A preempted request keeps its side and its salt.
-- Both sides together run no more requests than one would: the hidden side's count against vLLM's limit.
-- The requests of one answer stay together, also those that come in late.
-- The workers may hold either version when the last old request ends: steps name their side until `end`.
+- The two versions never share KV blocks: block hashes start from a salt of their version (vLLM's `cache_salt`). A
+  preempted request keeps its version and its salt.
+- vLLM's limit on running requests covers both versions together: the hidden version's requests count against it.
+- All requests of one answer stay with one version, including late ones.
+- The workers may have either version in place when the last old request ends, so steps name theirs until `end`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SALT_BYTES = 8
 
 @dataclass
 class Flip:
-    """Two versions in memory, and who still needs the old one (`finishing`, request ids)."""
+    """State while two versions are in memory; `finishing` holds the ids of requests that need the old one."""
 
     old_version: str
     old_salt: str
@@ -67,16 +67,16 @@ class Flip:
 
 
 class FinishingScheduler(Scheduler):
-    """Owns which requests belong to which weights."""
+    """Owns the assignment of requests to weights."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.salt = ""  # of requests that come in now; read by vLLM's input thread to hash prompts beside the steps
+        self.salt = ""  # salt of new requests; vLLM's input thread reads it to hash prompts in parallel with the steps
         self._flip: Flip | None = None
 
     def can_finish(self) -> bool:
-        """Whether the requests it has can be left to the old weights. Encoder outputs and what connectors keep are
-        not salted, and a session that waits for input would hold the old weights for ever."""
+        """Whether current requests can finish on the old weights. Encoder outputs and connector caches are not salted,
+        and a session that waits for input would hold the old weights for ever."""
         return (
             self.connector is None
             and self.ec_connector is None
@@ -85,9 +85,9 @@ class FinishingScheduler(Scheduler):
         )
 
     def flip(self, old_version: str) -> int:
-        """The weights were exchanged, between two steps: returns how many requests finish on the old ones."""
+        """Record that the weights were exchanged between two steps; return how many requests finish on the old ones."""
         if self._flip is not None:
-            raise RuntimeError("requests still finish on the weights before these")
+            raise RuntimeError("requests still finish on an earlier version of the weights")
         finishing = set(self.requests)
         if finishing:
             self._flip = Flip(old_version, self.salt, finishing, {answer_of(name) for name in finishing})
@@ -95,13 +95,13 @@ class FinishingScheduler(Scheduler):
         return len(finishing)
 
     def finished(self) -> Future[dict[str, Any]]:
-        """Resolves when no request needs the old weights: how many `finished` on them, how many were `moved`."""
+        """Resolves when no request needs the old weights, to the numbers `finished` on them and `moved`."""
         if self._flip is None:
-            raise RuntimeError("no request finishes on other weights")
+            raise RuntimeError("no request is finishing on old weights")
         return self._flip.done
 
     def move(self) -> int:
-        """Between two steps: what still finishes on the old weights computes its past again with the new ones."""
+        """Call between two steps: requests that still finish on the old weights are recomputed with the new ones."""
         flip = self._flip
         if flip is None or not flip.finishing:
             return 0
@@ -120,16 +120,16 @@ class FinishingScheduler(Scheduler):
         return flip.moved
 
     def end(self) -> None:
-        """The workers have the new weights in place and have dropped the old ones."""
+        """Record that the workers have the new weights in place and have freed the old ones."""
         if self._flip is not None and self._flip.finishing:
-            raise RuntimeError(f"{len(self._flip.finishing)} requests still finish on the weights that were dropped")
+            raise RuntimeError(f"{len(self._flip.finishing)} requests still finish on the freed weights")
         self._flip = None
 
     def finishing(self) -> int:
         return 0 if self._flip is None else len(self._flip.finishing)
 
     def answering(self, newest: str) -> str:
-        """The version that computed the last step, `newest` being the one that new requests get."""
+        """The version that computed the last step; `newest` is the one that new requests get."""
         flip = self._flip
         return flip.old_version if flip is not None and flip.last is Weights.OLD else newest
 
@@ -175,7 +175,7 @@ class FinishingScheduler(Scheduler):
         )
 
     def _schedule_only(self, flip: Flip, throttle_prefills: bool) -> SchedulerOutput:
-        """vLLM's own schedule, which sees the requests whose turn it is and no others."""
+        """Run vLLM's own schedule on the requests of the version whose turn it is, and no others."""
         active, queues = self.max_num_active_reqs, self._queues()
         hidden = [[r for r in queue if flip.weights_of(r) is not flip.last] for queue in queues]
         self._set_queues([[r for r in queue if flip.weights_of(r) is flip.last] for queue in queues])
@@ -184,7 +184,7 @@ class FinishingScheduler(Scheduler):
             return super().schedule(throttle_prefills)
         finally:
             self.max_num_active_reqs = active
-            # The old ones first, as they came: vLLM preempts what runs from the end.
+            # Old requests first, in order of arrival: vLLM preempts running requests from the end.
             pairs = zip(self._queues(), hidden, strict=True)
             old_hidden = flip.last is Weights.NEW
             self._set_queues([[*away, *seen] if old_hidden else [*seen, *away] for seen, away in pairs])
@@ -205,7 +205,7 @@ class FinishingScheduler(Scheduler):
 
 
 def salt(request: Request, value: str) -> None:
-    """Start the block hashes of a request from `value` and what its caller gave as salt."""
+    """Start the block hashes of a request from `value` and the caller's salt."""
     before = getattr(request, "shm_salt", "")
     if before == value:
         return

@@ -1,10 +1,9 @@
-"""Requests that finish on the version before a staged swap, seen from the engine's API process.
+"""Tracks, in the engine's API process, requests that finish on the old version after a staged swap.
 
-begin       the engine core exchanged the versions and left its requests to the old one
-...         they end by themselves; or the time for it, or the host's memory, runs out; or `end` is called because
-            something needs the engine with one version in it: then what is left computes its past again with the
-            new one
-over        the core dropped the old weights; the lease on the old version's files goes; what came of it is told
+begin       the engine core exchanged the versions and left its requests on the old one
+...         they end by themselves; or their time or the host's memory runs out; or a caller that needs the engine to
+            hold one version calls `end`: then the engine recomputes the rest with the new version
+over        the core freed the old weights; this class releases its lease and logs the outcome
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class FinishingStreams:
-    """Owns the old version's lease until no request needs its weights. `lock` is the engine's one operation at a time;
-    `memory` answers (bytes available, bytes in all) of the host."""
+    """Owns the old version's lease until no request needs its weights. `lock` allows one engine operation at a time;
+    `memory` returns the host's (available bytes, total bytes)."""
 
     def __init__(self, llm: AsyncLLM, lock: asyncio.Lock, timeout_s: float, memory: Callable[[], tuple[int, int]]):
         self._llm, self._lock, self._timeout_s, self._memory = llm, lock, timeout_s, memory
@@ -40,12 +39,13 @@ class FinishingStreams:
         self.last: dict[str, Any] | None = None
 
     def begin(self, model: str, version: str, held: DirectoryLock | None) -> None:
-        """Right after the exchange that left requests on `version`, whose lease is `held`."""
+        """Call right after the exchange that left requests on `version`, whose lease is `held`."""
         self.version, self._held, self._why = version, held, None
         self._over = asyncio.create_task(self._until_over(model, version))
 
     async def end(self, why: str) -> None:
-        """Return with one version in memory; `why` its requests had to move if some were left. Needs the lock held."""
+        """Return once one version is in memory; `why`: the reason logged if requests had to move. Call with the lock
+        held."""
         over = self._over
         if over is not None:
             await self._move(why)
@@ -60,7 +60,7 @@ class FinishingStreams:
         except EngineDeadError:  # the engine's process ends by itself (serve.engine.main)
             return
         finally:
-            if not self._moving:  # a move that was cancelled would resume the engine behind the next operation's back
+            if not self._moving:  # a cancelled move would resume the engine during the next operation
                 bound.cancel()
             with contextlib.suppress(asyncio.CancelledError, EngineDeadError):
                 await bound
@@ -93,6 +93,6 @@ class FinishingStreams:
             await asyncio.sleep(min(POLL_S, max(deadline_s - now_s, 0)))
 
     async def _move(self, why: str) -> None:
-        # Before the call: the end that it brings about is heard of before its answer.
+        # Set before the call: the resulting end event arrives before the call's answer.
         self._why = self._why or why
         await self._llm.engine_core.call_utility_async("shm_move_finishing")

@@ -1,8 +1,8 @@
-"""LoRA on the CPU: one pair of matrix products per adapter in the batch.
+"""Computes LoRA on the CPU with one pair of matrix products per adapter in the batch.
 
-vLLM's own (vllm/lora/punica_wrapper/punica_cpu.py, 0.32) gathers both factors once per token, in float32, which costs
-a copy of the adapter for every token of a prompt; and it indexes them with -1 where a token has no adapter, which in
-Python is the last slot: in a mixed batch such a token is answered with whatever adapter stands there.
+vLLM's own code (vllm/lora/punica_wrapper/punica_cpu.py, 0.32) gathers both factors per token, in float32, which costs a
+copy of the adapter for every token of a prompt. It also uses index -1 for a token without an adapter, which in Python
+is the last slot: in a mixed batch it applies the adapter in that slot to such a token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_ADAPTER = -1
 
 
 class GroupedLoRA(PunicaWrapperCPU):
-    """Rows are tokens. `_groups` is worked out once per step and used by every layer."""
+    """Rows are tokens. `_groups` is computed once per step and used by every layer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,7 +50,7 @@ class GroupedLoRA(PunicaWrapperCPU):
 
 
 class NoLoRA(GroupedLoRA):
-    """For a pass of its own between two steps, of tokens without adapter: reads nothing of the engine's batch."""
+    """For a separate pass between two steps over tokens without adapter: reads nothing of the engine's batch."""
 
     @classmethod
     def beside(cls, wrapper: GroupedLoRA) -> NoLoRA:
@@ -70,7 +70,7 @@ class NoLoRA(GroupedLoRA):
 
 
 def groups(slot_of_token: torch.Tensor) -> list[tuple[int, slice | torch.Tensor]]:
-    """Each slot in use with its tokens: as a slice where they stand together, else as their indexes."""
+    """Return each slot in use with its tokens: a slice if they are adjacent, else their indexes."""
     found = []
     for slot in torch.unique(slot_of_token).tolist():
         if slot == NO_ADAPTER:

@@ -1,17 +1,16 @@
-"""The fingerprint of a staged version, computed beside the serving weights in slices between the engine's steps.
+"""Computes the fingerprint of a staged version beside the serving weights, in slices between the engine's steps.
 
-A swap may let traffic in only after the new weights answered the fingerprint prompt. Asked after the exchange, that is
-a forward pass inside the pause. Here it is asked before: a twin of the model's module tree, holding the staged
-tensors, repeats the forward pass that the engine's own fingerprint once made (`FingerprintTrace`: inputs and attention
-metadata as the model runner built them), with KV memory of its own. The pass stops at every layer with weights, so that
-no step of the engine waits longer than for one of them. What is exchanged afterwards are the very tensors that
-answered.
+After a swap, new weights take traffic only once they have answered the fingerprint prompt. Computed after the exchange,
+that is a forward pass inside the pause. This module computes it before: a twin of the model's module tree, holding the
+staged tensors, repeats the forward pass that the engine's own fingerprint once made (`FingerprintTrace`: inputs and
+attention metadata as the model runner built them), with its own KV memory. The pass stops at every layer with weights,
+so that a step of the engine waits for at most one layer. The swap then exchanges exactly the tensors that answered.
 
 Rules
-- Slices run on the worker's main thread's time: the twin's thread moves only while `advance` waits for it. vLLM's
-  forward context is one global, and its CPU kernels share one scratch buffer: two passes at once would mix.
-- A twin that could still reach a tensor or module it replaces is refused (`TwinRefused`): its answer would be about
-  other weights. The fingerprint is then run in the pause.
+- The twin's thread runs only while the worker's main thread waits in `advance`. vLLM's forward context is one global,
+  and its CPU kernels share one scratch buffer: two concurrent passes would corrupt each other.
+- A twin that could still reach a tensor or module it replaces is refused (`TwinRefused`), because its answer could come
+  from other weights. The engine then computes the fingerprint in the pause.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ DONE = object()
 
 
 class TwinRefused(Exception):
-    """The model cannot be run beside itself; the text says why."""
+    """The model cannot run as a twin beside itself; the text says why."""
 
 
 @dataclass(frozen=True)
 class FingerprintTrace:
-    """One fingerprint pass as the model runner called it: keyword arguments of the model and its forward context; and
-    the ids of the modules that it called, as against those whose weights another module's kernel used."""
+    """One fingerprint pass as the model runner called it: keyword arguments of the model, its forward context, and the
+    ids of the called modules (without those whose weights another module's kernel used)."""
 
     inputs: dict[str, Any]
     context: ForwardContext
@@ -55,7 +54,7 @@ class FingerprintTrace:
 
     @classmethod
     def take(cls, inputs: dict[str, Any]) -> FingerprintTrace:
-        """Copy what the runner passes to the model; its buffers are overwritten by the next batch."""
+        """Copy what the runner passes to the model, because the next batch overwrites its buffers."""
         copies: dict[int, Any] = {}
         context = get_forward_context()
         attention = {name: _copied(metadata, copies) for name, metadata in context.attn_metadata.items()}
@@ -67,7 +66,7 @@ class FingerprintTrace:
 
 
 def watch_next_pass(runner: Any, keep: Callable[[FingerprintTrace], None]) -> None:
-    """Hand the FingerprintTrace of the next forward pass of the model runner to `keep`."""
+    """Pass the FingerprintTrace of the model runner's next forward pass to `keep`."""
     plain = runner._model_forward
 
     def forward(**inputs: Any) -> Any:
@@ -88,8 +87,8 @@ def watch_next_pass(runner: Any, keep: Callable[[FingerprintTrace], None]) -> No
 
 
 class StagedFingerprint:
-    """One fingerprint pass over staged tensors. Between engine steps, call `make_ready` until it is, on every worker,
-    then `advance` until it returns an answer."""
+    """One fingerprint pass over staged tensors. Between engine steps, call `make_ready` until it is True on every
+    worker, then `advance` until it returns an answer."""
 
     def __init__(self, model: torch.nn.Module, staged: Iterable[Ready], trace: FingerprintTrace):
         """Touches nothing of `model`."""
@@ -107,17 +106,17 @@ class StagedFingerprint:
         self._thread.start()
 
     def make_ready(self) -> bool:
-        """Look for leaks for a few milliseconds; True when there is nothing left to look at.
+        """Search for references to replaced tensors for a few milliseconds; True when the search is complete.
 
-        Workers need more or fewer calls of it by their own clocks. Layers of tensor parallel workers wait for each
-        other, so none may `advance` before all are ready: one that did waited for ever. Raises TwinRefused.
+        Workers need different numbers of calls. Layers of tensor parallel workers wait for each other, so no worker may
+        `advance` before all are ready: one that did waited for ever. Raises TwinRefused.
         """
         return next(self._making_ready, DONE) is DONE
 
     def advance(self) -> dict[str, list] | None:
-        """Compute up to the next layer. Returns the answer (`tokens`, `logprobs` in nats, per position) at the end.
+        """Compute up to the next layer. The last call returns the answer (`tokens`, `logprobs` in nats, per position).
 
-        Raises what the forward pass raised.
+        Re-raises errors of the forward pass.
         """
         with override_forward_context(self._context):
             self._go.release()
@@ -127,8 +126,8 @@ class StagedFingerprint:
         return self._answer
 
     def close(self) -> None:
-        """End the thread, wherever it is, and let go of all tensors: the twins refer to each other, and the garbage
-        collector would find them whole swaps later."""
+        """Stop the thread at any point and release all tensors: the twins form reference cycles, which the garbage
+        collector would find only several swaps later."""
         self._cancelled = True
         self._go.release()
         self._thread.join()
@@ -170,14 +169,14 @@ class StagedFingerprint:
 
 
 def read_answer(model: torch.nn.Module, hidden: torch.Tensor, before_rows: Callable[[], Any]) -> dict[str, list]:
-    """What a pass with these hidden states (positions, width) answers: at each position the token ranked first and its
-    log-probability in nats. `before_rows` is called before each pass of the output head.
+    """Return the answer for these hidden states (positions, width): at each position the top token and its
+    log-probability in nats. It calls `before_rows` before each pass of the output head.
     """
     tokens, logprobs = [], []
     for rows in hidden.split(HEAD_ROWS):
         before_rows()
         logits = model.compute_logits(rows)
-        if logits is None:  # a tensor-parallel worker that the logits are not gathered on
+        if logits is None:  # a tensor-parallel worker on which the logits are not gathered
             continue
         best = torch.log_softmax(logits.float(), dim=-1).max(dim=-1)
         tokens += best.indices.tolist()
@@ -186,9 +185,9 @@ def read_answer(model: torch.nn.Module, hidden: torch.Tensor, before_rows: Calla
 
 
 def _copied(value: Any, copies: dict[int, Any]) -> Any:
-    """Tensors cloned, each once, also inside dataclasses; all else as it is.
+    """Clone each tensor once, also inside dataclasses; keep everything else as it is.
 
-    `scheduler_metadata` is made anew for each batch and holds addresses inside itself: kept, not copied.
+    `scheduler_metadata` is kept, not copied: it is created for each batch and holds addresses into itself.
     """
     if isinstance(value, torch.Tensor):
         if id(value) not in copies:
@@ -205,7 +204,8 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def _twin(model: torch.nn.Module, staged: Iterable[Ready]) -> tuple[dict[int, torch.nn.Module], dict[int, str]]:
-    """Twins of all modules by the original's id, holding the staged tensors; and what they must not reach, by id."""
+    """Return twins of all modules, by the original's id, that hold the staged tensors; and by id what they must not
+    reach."""
     modules = [*model.modules()]
     twins = {id(module): twin_of(module) for module in modules}
     tensors: dict[int, torch.nn.Parameter | torch.Tensor] = {}
@@ -230,7 +230,7 @@ def _twin(model: torch.nn.Module, staged: Iterable[Ready]) -> tuple[dict[int, to
         twin.__dict__["_modules"] = {name: twins.get(id(child), child) for name, child in twin._modules.items()}
         for hooks in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
             twin.__dict__[hooks] = twin.__dict__[hooks].copy()
-        twin.__dict__.pop("lora_manager", None)  # lists every wrapped layer, and no forward pass asks it
+        twin.__dict__.pop("lora_manager", None)  # lists every wrapped layer, but no forward pass reads it
         for name, value in twin.__dict__.items():
             if isinstance(value, MethodType) and id(value.__self__) in twins:
                 twin.__dict__[name] = MethodType(value.__func__, twins[id(value.__self__)])
@@ -240,12 +240,12 @@ def _twin(model: torch.nn.Module, staged: Iterable[Ready]) -> tuple[dict[int, to
 
 
 def _refuse_leaks(twins: list[torch.nn.Module], replaced: dict[int, str]) -> Iterator[None]:
-    """Raise TwinRefused if anything the twins refer to leads to a replaced tensor, closure or module. Yields every
-    LEAKS_SLICE_S: beside the steps, in a thread, a walk in Python made one step three times as long, which waited for
-    the interpreter's lock after each of its kernels.
+    """Raise TwinRefused if the twins can reach a replaced tensor, closure or module. Yields every LEAKS_SLICE_S: when
+    this search ran in a thread beside the steps, a step took three times as long, because it waited for the
+    interpreter's lock after each of its kernels.
 
-    vLLM's configuration is not followed: it lists the attention and expert layers, which are looked up through the
-    forward context, and that one names the twins.
+    The search skips vLLM's configuration: it lists the attention and expert layers, but vLLM looks those up through the
+    forward context, which names the twins.
     """
     replaced = {key: name for key, name in replaced.items() if key != id(None)}
     replaced.pop(id(torch.nn.functional.linear), None)
@@ -262,7 +262,7 @@ def _refuse_leaks(twins: list[torch.nn.Module], replaced: dict[int, str]) -> Ite
         seen.add(id(value))
         if id(value) in replaced:
             raise TwinRefused(f"something in the model still refers to the serving {replaced[id(value)]}")
-        # A parameter's weight loader is a method of its module, and only ever called by a load.
+        # A parameter's weight loader is a method of its module; only a load calls it.
         if isinstance(value, torch.Tensor | type | ModuleType | BuiltinFunctionType | VllmConfig | CompilationConfig):
             continue
         left.extend(gc.get_referents(value))

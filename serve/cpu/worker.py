@@ -1,8 +1,8 @@
-"""A CPU worker that sleeps and wakes for real, and that may hold two versions.
+"""Defines a CPU worker that really frees memory in sleep and that may hold two versions.
 
-vLLM's CPUWorker ignores `sleep` while its engine reports itself asleep. This one gives the memory of weights and KV
-cache back to the machine and keeps all else (process, imports, tokenizer, compiled kernels). vLLM's own sequence
-applies: sleep(level=2), wake_up(["weights"]), a weight transfer, wake_up(["kv_cache"]).
+vLLM's CPUWorker ignores `sleep` while its engine reports itself asleep. This one returns the memory of weights and KV
+cache to the host and keeps everything else (process, imports, tokenizer, compiled kernels). It follows vLLM's own
+sequence: sleep(level=2), wake_up(["weights"]), a weight transfer, wake_up(["kv_cache"]).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INT_MAX = 2**31 - 1
 
 
 class StagedTransfer(Protocol):
-    """What the worker asks of its weight-transfer engine (`serve.vllm.shm_transfer`)."""
+    """What the worker needs of its weight-transfer engine (`serve.vllm.shm_transfer`)."""
 
     layerwise_reason: str | None
 
@@ -39,7 +39,7 @@ class StagedTransfer(Protocol):
 
 
 class ShmCPUWorker(CPUWorker):
-    """Chosen with `--worker-cls`: vLLM lets an extension class add methods but not replace them."""
+    """Set with `--worker-cls`, because vLLM lets an extension class add methods but not replace them."""
 
     weight_transfer_engine: StagedTransfer
 
@@ -50,17 +50,17 @@ class ShmCPUWorker(CPUWorker):
         self._asleep: dict[int, tuple[torch.UntypedStorage, int, str]] = {}
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """vLLM's, with the weights in place that the scheduler named for this step."""
+        """Run vLLM's step with the weights that the scheduler named for it in place."""
         weights = getattr(scheduler_output, WEIGHTS, None)
         if weights is not None:
             self.weight_transfer_engine.bring_in(weights)
         return super().execute_model(scheduler_output)
 
     def sleep(self, level: int = 1) -> None:
-        """Free weights, the slots of adapters and KV cache. The level is not looked at: what a level-1 sleep would
-        keep in host memory is in the shared version directory already."""
+        """Free weights, adapter slots and KV cache. It ignores the level: the shared version directory already holds
+        what a level-1 sleep would keep in host memory."""
         self.weight_transfer_engine.drop_staged()
-        # The layerwise reload writes into the parameters it finds, so those keep their shapes.
+        # The layerwise reload writes into existing parameters, so they keep their shapes.
         drop = drop_weights if self.weight_transfer_engine.layerwise_reason is None else drop_packed
         for module in self.model_runner.model.modules():
             drop(module)
@@ -73,22 +73,23 @@ class ShmCPUWorker(CPUWorker):
                         self._put_to_sleep(tensor, "adapters")
         gc.collect()
         libc.malloc_trim(0)
-        # Its addresses stay: the pages come back zeroed, each when a request first writes to it, not all in the wake.
+        # Its addresses stay valid: the kernel maps each page again, zeroed, when a request first writes to it, not all
+        # at wake.
         for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in self._kv_caches()}.values():
             _drop_pages(storage)
 
     def shm_give_back(self) -> None:
-        """Give what malloc keeps of freed memory back to the host."""
+        """Return the freed memory that malloc keeps to the host."""
         libc.malloc_trim(0)
 
     def _kv_caches(self) -> list[torch.Tensor]:
         return _tensors(self.model_runner.kv_caches)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Allocate again what the tags name. Weights hold garbage until the next weight transfer; the
-        slots of adapters are zeroed. The KV cache was never away."""
+        """Reallocate what the tags name. Weights are undefined until the next weight transfer; adapter slots are
+        zeroed. The KV cache kept its addresses."""
         for key, (storage, nbytes, tag) in list(self._asleep.items()):
-            # The slots of adapters come back with the weights, empty.
+            # The adapter slots come back with the weights, empty.
             if tags is not None and tag not in tags and not (tag == "adapters" and "weights" in tags):
                 continue
             storage.resize_(nbytes)
@@ -104,13 +105,13 @@ class ShmCPUWorker(CPUWorker):
 
 
 def _drop_pages(storage: torch.UntypedStorage) -> None:
-    """Zero a storage by giving its memory back."""
+    """Zero a storage by returning its pages to the kernel."""
     first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
     if last <= first:
         last = first = storage.data_ptr()
     elif libc.madvise(first, last - first, mmap.MADV_DONTNEED):
-        raise last_error("the memory of the KV cache cannot be given back")
+        raise last_error("cannot return the memory of the KV cache to the host")
     ctypes.memset(storage.data_ptr(), 0, first - storage.data_ptr())
     ctypes.memset(last, 0, storage.data_ptr() + storage.nbytes() - last)
 
@@ -127,8 +128,9 @@ def _tensors(value: object) -> list[torch.Tensor]:
 def _keep_freed_memory() -> None:
     """Let malloc serve large blocks from its heap and keep them when freed.
 
-    By default each large tensor is mapped anew and its pages are faulted in one by one, which halves the rate of an
-    in-place load: it frees and allocates the same sizes over and over. `sleep` gives all back with malloc_trim.
+    By default malloc maps each large tensor anew and its pages fault in one by one, which halves the rate of an
+    in-place load, because that frees and allocates the same sizes repeatedly. `sleep` returns all of it with
+    malloc_trim.
     """
     libc.mallopt(_M_MMAP_MAX, 0)
     libc.mallopt(_M_TRIM_THRESHOLD, _INT_MAX)

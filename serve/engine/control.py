@@ -1,28 +1,28 @@
-"""What can be done to a running engine, from inside its API process: swap, sleep, wake, fingerprint.
+"""Implements swap, sleep, wake and fingerprint inside the engine's API process.
 
-The choreography of a swap, top to bottom:
+The phases of a swap, in order:
 
     check       configuration, tokenizer and every tensor against the engine       (nothing touched yet)
-    stage       map the new version; where memory allows, build its weights beside the old ones (requests go on)
-    fingerprint one forward pass, compared with the version's recorded fingerprint: over the staged weights in
-                slices between the engine's steps                                  (requests go on)
-    pause       keep requests; in place also clear the prefix cache: what it holds was computed with other weights
+    stage       map the new version; if memory allows, build its weights beside the old ones (requests continue)
+    fingerprint one forward pass, compared with the version's recorded fingerprint: over the staged weights in slices
+                between the engine's steps (requests continue)
+    pause       keep requests; an in-place load also clears the prefix cache, which other weights computed
     transfer    vLLM's start_weight_update, update_weights, finish_weight_update
-    fingerprint here, if it could not be asked before
+    fingerprint here, if it could not be computed before
     resume
     rename      the served model name and version become the new ones
-    finish      staged: the requests that the engine had are answered by the old weights to their end, those that came
-                after by the new ones (serve.cpu.finishing_scheduler); then the old weights go    (after the call
-                returned)
+    finish      staged: the old weights answer the requests that the engine had at the swap to their end, the new ones
+                later requests (serve.cpu.finishing_scheduler); then the engine frees the old weights (after the call
+                has returned)
 
 Rules
-- No token is computed by unverified or mixed weights: what a staged swap exchanges are the very tensors that answered
-  the fingerprint, and between any other pause and its resumption nothing but the fingerprint runs.
-- One version answers a request from its first token to its last, where both are in memory. What an in-place load
-  overtakes, and what is left on the old weights when their time or memory is up or the next operation needs the engine,
-  computes its past again with the new ones.
-- An error after pause brings the old version back by the same transfer, fingerprint included, and resumes; if that
-  fails too the engine stays paused for ever and EngineFailed tells the supervisor to kill it.
+- Unverified or mixed weights compute no token: a staged swap exchanges exactly the tensors that answered the
+  fingerprint, and between any other pause and its resumption only the fingerprint runs.
+- While both versions are in memory, one version answers a request from its first token to its last. The engine
+  recomputes with the new weights all requests running at an in-place load, and those left on the old weights when their
+  time or memory runs out or the next operation needs the engine.
+- After an error in or after the pause, the engine reloads the old version by the same transfer, fingerprint included,
+  and resumes. If that fails too, it stays paused for ever, and EngineFailed tells the supervisor to kill it.
 - One operation at a time (`_lock`); a sleeping engine takes only `wake`.
 """
 
@@ -65,8 +65,8 @@ class EngineControl:
         self._app_state, self._limits, self._group = app_state, limits, group
         self._book = FingerprintBook(spec.shm_root)
         self._identity = ModelIdentity.read(spec.version_path)
-        # Held while the version is served: the store writes new bytes into the files of evicted versions, and a
-        # failed swap has to find the old version as it was.
+        # Held while the engine serves the version: the store writes new bytes into the files of evicted versions, and a
+        # failed swap must find the old version unchanged.
         self._lease: DirectoryLock | None = lease(spec.version_path)
         self._lock = asyncio.Lock()
         self._finishing = FinishingStreams(llm, self._lock, limits["swap_finish_timeout_s"], memory_bytes)
@@ -88,16 +88,16 @@ class EngineControl:
     # -- calls over the lifeline --------------------------------------------------------------------------------
 
     async def first_fingerprint(self) -> dict[str, Any]:
-        """Fingerprint of the engine's first load, before it serves anything."""
+        """Compute the fingerprint of the engine's first load, before it serves anything."""
         await self.llm.engine_core.set_weight_version_async(self.version)
         if kind_of(self.spec.kind).on_host and self._pooling_task is None:
             await self.llm.collective_rpc("shm_record_fingerprint_pass")
         return await self._fingerprint("load")
 
     async def status(self) -> dict[str, Any]:
-        """State, version, memory in bytes (shared pages divided by their sharers), requests that the engine is running
-        and those it holds back, those of both that finish on the version before (`finishing`), and what came of the
-        last ones that did (`finished`)."""
+        """State, version, memory in bytes (shared pages divided by their sharers), numbers of running and held-back
+        requests, how many of both finish on the previous version (`finishing`), and the outcome of the last ones that
+        did (`finished`)."""
         try:
             running, waiting, finishing = await self.llm.engine_core.call_utility_async("shm_request_counts")
             state = self.state
@@ -116,7 +116,7 @@ class EngineControl:
         }
 
     async def unload_adapter(self, name: str) -> bool:
-        """Forget the adapter `NAME@VERSION` once its requests have ended; False if this engine does not know it."""
+        """Unload the adapter `NAME@VERSION` once its requests have ended; False if this engine does not know it."""
         if self._adapters is None:
             return False
         try:
@@ -125,7 +125,7 @@ class EngineControl:
             raise WrongState(f"the adapter {name} still has requests") from error
 
     async def fingerprint(self) -> dict[str, Any]:
-        """Compute the fingerprint of the weights as they are now and compare it with the record. Pauses the engine."""
+        """Compute the fingerprint of the current weights and compare it with the record. Pauses the engine."""
         async with self._lock:
             self._require("ready", "fingerprint")
             await self._pause()
@@ -138,11 +138,11 @@ class EngineControl:
         """Serve another version of the same architecture under the name `model`.
 
         `how` is "auto" (staged where the layout and free memory allow), "staged", "in-place" or "layerwise".
-        Returns `seconds` in all and by phase, `pause_s` (no step under way nor begun; the step that was under way when
-        it was asked for is `drain_step_s`), `bytes_read` per worker, `how` it was done and `why`, whether the
-        fingerprint was asked of the "staged" weights or of the "paused" engine (`fingerprint_s` is what it took after
-        the load, nothing where it followed that), and how many requests are `finishing` on the version before. Raises
-        VersionError (untouched), SwapFailed (old version serving), EngineFailed (kill it).
+        Returns total and per-phase `seconds`, `pause_s` (no step runs; `drain_step_s` is the remainder of the step that
+        ran when the pause was requested), `bytes_read` per worker, `how` the swap was done and `why`, whether the
+        "staged" weights or the "paused" engine answered the fingerprint (`fingerprint_s` is its time after the load, 0
+        if it ran during the load), and how many requests are `finishing` on the previous version. Raises VersionError
+        (untouched), SwapFailed (old version serving), EngineFailed (kill it).
         """
         if how not in HOW:
             raise ValueError(f"how is {how!r}, expected one of {', '.join(HOW)}")
@@ -175,8 +175,8 @@ class EngineControl:
                     pause_s, drain_step_s = time.perf_counter() - paused_s, paused_s - staged_s
             except EngineDeadError as error:
                 self.state = "failed"
-                raise EngineFailed(f"the engine died while {version_path} was loaded into it") from error
-            except Exception as error:  # noqa: BLE001 - whatever failed, the old version has to come back first
+                raise EngineFailed(f"the engine died while it loaded {version_path}") from error
+            except Exception as error:  # noqa: BLE001 - whatever failed, restore the old version first
                 await self._bring_back(error)
                 raise SwapFailed(
                     f"{self.model} {self.version} is back and serving; {version_path} failed to load: {error}"
@@ -206,8 +206,8 @@ class EngineControl:
             }
 
     async def sleep(self) -> dict[str, Any]:
-        """Give weights and KV memory back. The caller has drained the engine; requests still in it are refused
-        with WrongState after a short grace."""
+        """Free weights and KV memory. The caller has drained the engine; if requests remain after a short grace period,
+        it raises WrongState."""
         async with self._lock:
             self._require("ready", "sleep")
             deadline_s = time.perf_counter() + DRAIN_GRACE_S
@@ -220,7 +220,7 @@ class EngineControl:
             before = await asyncio.to_thread(group_resident_bytes, self._group)
             began_s = time.perf_counter()
             await self._close_adapters(None)
-            # "keep": a request that slipped in since the check is recomputed after the wake instead of aborted.
+            # "keep": vLLM recomputes a request that arrived since the check after the wake instead of aborting it.
             await self.llm.sleep(level=2, mode="keep")
             self.state, self._lease = "asleep", None
             seconds = time.perf_counter() - began_s
@@ -228,9 +228,9 @@ class EngineControl:
             return {"seconds": seconds, "rss_before_bytes": before, "rss_after_bytes": after}
 
     async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:
-        """Wake with the weights of `version_path`, which may be another version than before the sleep.
+        """Wake with the weights of `version_path`, which may differ from the version before the sleep.
 
-        Nothing is served before its fingerprint agreed. Raises VersionError (still asleep) or EngineFailed.
+        It serves nothing before the fingerprint matches. Raises VersionError (still asleep) or EngineFailed.
         """
         async with self._lock:
             self._require("asleep", "wake")
@@ -243,7 +243,7 @@ class EngineControl:
                 await self.llm.wake_up(tags=["weights"])
                 loaded = await self._load(version, version_path, wake_kv=True)
                 fingerprint = record.check(loaded["answer"], "transfer")
-            except Exception as error:  # noqa: BLE001 - no old weights to go back to: the engine is lost
+            except Exception as error:  # noqa: BLE001 - no old weights to restore: the engine is lost
                 self.state = "failed"
                 raise EngineFailed(f"{version_path} failed to load into the waking engine: {error}") from error
             self._rename(model, version, version_path, held)
@@ -267,7 +267,7 @@ class EngineControl:
             raise WrongState(f"{call} needs a {state} engine, this one is {self.state}")
 
     async def _close_adapters(self, version_path: str | None) -> None:
-        """Unload all adapters before other weights come in (None: before none are there)."""
+        """Unload all adapters before a load of other weights (None: before the weights are freed)."""
         if self._adapters is None or version_path == self.path:
             return
         try:
@@ -294,9 +294,9 @@ class EngineControl:
             raise
 
     async def _ask_staged(self, record: FingerprintRecord, path: str) -> dict[str, Any] | None:
-        """The fingerprint of the staged weights and the seconds it took; None if only a pause allows to ask.
+        """Compute the fingerprint of the staged weights and its seconds; None if it can only be computed in a pause.
 
-        Raises SwapFailed, with nothing exchanged, if it is not the version's own.
+        Raises SwapFailed, with nothing exchanged, if it differs from the version's record.
         """
         began_s = time.perf_counter()
         try:
@@ -311,11 +311,11 @@ class EngineControl:
             }
         except EngineDeadError as error:
             self.state = "failed"
-            raise EngineFailed(f"the engine died while it tried {path}") from error
-        except Exception as error:  # noqa: BLE001 - a forward pass over foreign weights may fail in any way
+            raise EngineFailed(f"the engine died while it computed the fingerprint of {path}") from error
+        except Exception as error:  # noqa: BLE001 - a forward pass over unverified weights may fail in any way
             await self.llm.collective_rpc("shm_drop_staged")
             raise SwapFailed(
-                f"{self.model} {self.version} serves on; {path} was staged and refused: {error}"
+                f"{self.model} {self.version} continues to serve; the staged version {path} failed: {error}"
             ) from error
 
     async def _exchange(self, version: str, path: str) -> dict[str, Any]:
@@ -327,8 +327,8 @@ class EngineControl:
         return {**answer, "wait_s": time.perf_counter() - asked_s - answer["pause_s"]}
 
     async def _pause(self) -> None:
-        # AsyncLLM.pause_generation without its sleep of 20 ms, "not required for correctness", which would be most
-        # of a small model's pause.
+        # AsyncLLM.pause_generation without its 20 ms sleep, "not required for correctness", which would be most of a
+        # small model's pause.
         await self.llm.renderer.clear_mm_cache_async()
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
@@ -367,7 +367,7 @@ class EngineControl:
         return self._book.open(key, what=path, tolerance=self._limits["fingerprint_logprob_tolerance"])
 
     def _rename(self, model: str, version: str, path: str, held: DirectoryLock) -> None:
-        """Answer under the new name. The list is shared by vLLM's model registry, so it is changed in place."""
+        """Answer under the new name. Change the list in place, because vLLM's model registry shares it."""
         self._app_state.openai_serving_models.base_model_paths[:] = [BaseModelPath(name=model, model_path=path)]
         for handler in vars(self._app_state)["_state"].values():
             if getattr(handler, "system_fingerprint", None) is not None:

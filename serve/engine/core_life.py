@@ -1,4 +1,4 @@
-"""What waits for the engine's core ends when the core dies: what was asked of it then is never answered."""
+"""Ends waits for the engine core when the core dies, because a dead core never answers a call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serve.core.errors import EngineFailed
 
 
 async def while_alive(doing: Coroutine[Any, Any, Any], dead: asyncio.Future[None], name: str) -> Any:
-    """What `doing` returns. Raises EngineFailed when `dead` is done before it."""
+    """Return the result of `doing`. Raises EngineFailed if `dead` is done first."""
     task = asyncio.ensure_future(doing)
     try:
         await asyncio.wait({task, dead}, return_when=asyncio.FIRST_COMPLETED)

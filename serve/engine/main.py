@@ -1,8 +1,8 @@
-"""The forked engine process: vLLM's own OpenAI server on a Unix socket, controlled over the lifeline.
+"""Runs the forked engine process: vLLM's own OpenAI server on a Unix socket, controlled over the lifeline.
 
 `main` is the entry that runtime.processes.warm_parent calls in the child. It builds vLLM's engine and FastAPI
-application from vLLM's own command line, loads the version from shared memory, checks its fingerprint, and serves. No
-control route of vLLM is enabled; swap, sleep and wake come over the lifeline (serve.engine.control).
+application from vLLM's own command line, loads the version from shared memory, checks its fingerprint, and serves.
+vLLM's control routes stay disabled; swap, sleep and wake calls arrive over the lifeline (serve.engine.control).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from serve.vllm import patches, plugin
 from serve.vllm.answer_version import AnswerVersions
 from serve.vllm.arguments import engine_arguments, engine_environment
 
-# Building vLLM's parser inspects every config class: done once in the warm parent, inherited by each fork.
+# Building vLLM's parser inspects every config class, so the warm parent builds it once and each fork inherits it.
 PARSER = make_arg_parser(FlexibleArgumentParser(description="engine"))
 DEAD_ENGINE_POLL_S = 0.2
 # In-flight streams get vLLM's error event before the process ends.
@@ -57,7 +57,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     configure_logging("engine", replica=spec.replica_id)
     os.environ.update(engine_environment(spec, int(limits["max_sequences_per_request"])))
     Path(spec.scratch_path).mkdir(mode=0o700, exist_ok=True)
-    tempfile.tempdir = spec.scratch_path  # the warm parent has looked up and kept its own
+    tempfile.tempdir = spec.scratch_path  # the warm parent has cached its own
     torch.set_num_threads(spec.threads_per_worker)
     template = read_chat_template(spec.version_path)
     options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template))
@@ -98,8 +98,8 @@ async def _serve(
             timeout_keep_alive=3600,
             timeout_graceful_shutdown=1,
         )
-        # What vLLM answers once its core has died looks here; without it the answer was an AttributeError, which the
-        # gateway cannot tell from a fault of the request and did not send again.
+        # vLLM reads this to answer after its core has died; without it vLLM answered with an AttributeError, which the
+        # gateway took for a fault of the request and did not retry.
         server = app.state.server = NoSignalServer(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
@@ -134,7 +134,7 @@ def _handlers(
     loop = asyncio.get_running_loop()
 
     def on_loop(method: Callable[..., Any]) -> Callable[..., Future]:
-        alone = method.__name__ in ("status", "stop")  # they know of a dead core themselves
+        alone = method.__name__ in ("status", "stop")  # they detect a dead core themselves
         return lambda **args: asyncio.run_coroutine_threadsafe(
             method(**args) if alone else while_alive(method(**args), dead, method.__name__), loop
         )
@@ -155,7 +155,7 @@ def _handlers(
 
 
 async def _until_dead(llm: AsyncLLM) -> None:
-    """Returns when the engine core has died; vLLM's own watchdog looks every 5 s only."""
+    """Return when the engine core has died; vLLM's own watchdog checks only every 5 s."""
     while not llm.errored:
         await asyncio.sleep(DEAD_ENGINE_POLL_S)
 
@@ -169,7 +169,7 @@ async def _watch(dead: asyncio.Task[None], server: uvicorn.Server) -> None:
 
 def _listen(path: str) -> socket.socket:
     if os.path.exists(path):
-        raise WrongState(f"{path} exists: another engine has this socket, or a dead one left it")
+        raise WrongState(f"{path} exists: another engine uses this socket, or a dead one left it")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     with owner_only():
         listener.bind(path)

@@ -1,13 +1,12 @@
-"""What the serving warm parent imports, so that a forked engine is healthy in about a second and a half.
+"""Imports modules in the serving warm parent, so that a forked engine is healthy in about 1.5 s.
 
-`python -m runtime.processes.warm_parent --preload serve.engine.preload`. vLLM imports much of itself lazily; the
-modules named here were found by listing what a forked engine and its core still imported up to their first chat,
-structured and embedding request. Rules: no OpenMP work, no CUDA initialisation, no thread left running: none survives a
-fork.
+`python -m runtime.processes.warm_parent --preload serve.engine.preload`. vLLM imports many of its modules lazily; this
+list names what a forked engine and its core still imported up to their first chat, structured and embedding request.
+Rules: no OpenMP work, no CUDA initialisation, no running threads, because none survives a fork.
 
-What runs the model differs by platform and excludes the other: vLLM's CPU worker, when imported, replaces streams,
-events and pinned memory of torch by stand-ins that do nothing (vllm/v1/worker/cpu/shm.py). An engine on a GPU would
-then read results that no copy has brought yet.
+The CPU and GPU workers exclude each other: importing vLLM's CPU worker replaces torch's streams, events and pinned
+memory with no-op stubs (vllm/v1/worker/cpu/shm.py). An engine on a GPU would then read results before their copy has
+finished.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 from runtime.devices import kinds
 
-# Read by OpenMP and by tokenizers when they are loaded; both must not start threads in this process.
+# OpenMP and tokenizers read these when loaded; neither may start threads in this process.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -99,10 +98,10 @@ CORE_OF_CPU = (
     "vllm.v1.attention.backends.cpu_attn",
     "serve.cpu.worker",
 )
-# Of vLLM's GPU side nothing yet: some of it (vllm.compilation.backends) imports FlashInfer, whose import initialises
-# CUDA (vllm/utils/flashinfer.py). What leaves CUDA alone has to be seen on a GPU first (docs/gpu.md).
+# Nothing of vLLM's GPU code yet: some of it (vllm.compilation.backends) imports FlashInfer, whose import initialises
+# CUDA (vllm/utils/flashinfer.py). Only a test on a GPU can show which modules leave CUDA alone (docs/gpu.md).
 CORE_OF_CUDA: tuple[str, ...] = ()
-# The architectures the appliance is made for; another one is imported by the engine that needs it.
+# The architectures the appliance targets; an engine imports any other one itself.
 MODELS = tuple(
     f"vllm.model_executor.models.{name}"
     for name in ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "config", "adapters")
@@ -110,7 +109,7 @@ MODELS = tuple(
 
 
 def names(on_cpu: bool) -> tuple[str, ...]:
-    """All modules to import on this platform, in order."""
+    """Return all modules to import on this platform, in order."""
     return (*FRONTEND, *CORE, *(CORE_OF_CPU if on_cpu else CORE_OF_CUDA), *MODELS)
 
 
@@ -118,9 +117,9 @@ def names(on_cpu: bool) -> tuple[str, ...]:
 def _without_inductor() -> Iterator[None]:
     """For engines on the CPU, which run without compiled graphs (serve.vllm.arguments, serve.vllm.patches).
 
-    vLLM loads inductor's 500 modules all the same: to tell it of vLLM's own operations, and for the ten small functions
-    that torch.compile decorates. It goes on without the first where inductor cannot be imported; the others are left
-    as they are written.
+    Without this, vLLM loads inductor's 500 modules anyway: to register its own operations with it, and for ten small
+    functions decorated with torch.compile. vLLM skips the registration if inductor cannot be imported; the functions
+    run undecorated.
     """
     import torch
 

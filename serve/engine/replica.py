@@ -1,7 +1,7 @@
-"""One replica: the torch-free supervisor of one forked engine.
+"""Supervises one forked engine (a replica), without torch.
 
 Runs inside a Ray actor (wrapped in scheduler.ray.replicas) or in any asyncio program. It asks the node's warm parent
-for an engine process, holds its lifeline, and passes calls through. The engine dies with it.
+for an engine process, holds its lifeline, and forwards calls. The engine dies with it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Replica:
         if self._child is not None and self._child.alive:
             raise WrongState(f"replica {self._spec.replica_id} runs an engine already (pid {self._child.pid})")
         spec = spec if isinstance(spec, ReplicaSpec) else ReplicaSpec.from_json(spec)
-        _remove_leftovers(spec)  # of a supervisor that was killed with its engine
+        _remove_leftovers(spec)  # left by a supervisor that was killed with its engine
         began_s = time.perf_counter()
         log_path = self._log_dir / f"engine-{spec.replica_id}.log"
         child = await Child.spawn(
@@ -57,7 +57,7 @@ class Replica:
             name=f"engine {spec.replica_id}",
         )
         self._child, self._spec, self._state, self._exit = child, spec, "starting", None
-        group_dies_as(DiesAs.ENGINE, child.pid)  # and what it forks from here on
+        group_dies_as(DiesAs.ENGINE, child.pid)  # and processes it forks from now on
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 ready = await child.next_event()
@@ -90,7 +90,7 @@ class Replica:
         return {"pid": child.pid, "seconds": seconds, "fingerprint": ready["fingerprint"]}
 
     async def life(self) -> dict[str, Any]:
-        """Of this supervisor, see runtime.processes.kernel.life; also asked to see whether it lives."""
+        """Return this supervisor's runtime.processes.kernel.life; callers also use it as a liveness check."""
         return life()
 
     async def swap(self, model: str, version: str, version_path: str, how: str = "auto") -> dict[str, Any]:
@@ -100,14 +100,14 @@ class Replica:
         )
 
     async def sleep(self) -> dict[str, Any]:
-        """Give back weights and KV memory, keep the process. The engine must be drained."""
+        """Free weights and KV memory but keep the process. The caller must have drained the engine."""
         answer = await self._call("sleep", self._config.sleep_timeout_s)
         self._state = "asleep"
         group_dies_as(DiesAs.ASLEEP, self._child.pid)
         return answer
 
     async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:
-        """Load a version into a sleeping engine and serve it once its fingerprint agrees."""
+        """Load a version into a sleeping engine and serve it once its fingerprint matches."""
         answer = await self._call(
             "wake", self._config.swap_timeout_s, model=model, version=version, version_path=version_path
         )
@@ -116,17 +116,17 @@ class Replica:
         return answer
 
     async def unload_adapter(self, name: str) -> bool:
-        """Forget the LoRA adapter `NAME@VERSION`, its requests ended; False if this engine does not know it."""
+        """Unload the LoRA adapter `NAME@VERSION` after its requests ended; False if this engine does not know it."""
         if self._child is None or not self._child.alive or self._state != "ready":
             return False
         return await self._call("unload_adapter", self._config.swap_timeout_s, name=name)
 
     async def fingerprint(self) -> dict[str, Any]:
-        """Check the weights in place against the record, pausing the engine for one forward pass."""
+        """Check the current weights against the recorded fingerprint; pauses the engine for one forward pass."""
         return await self._call("fingerprint", self._config.sleep_timeout_s)
 
     async def status(self) -> dict[str, Any]:
-        """What EngineControl.status tells, `pid`, `devices` and `node`; state "dead" when it is."""
+        """Return EngineControl.status plus `pid`, `devices` and `node`; the state of a dead engine is "dead"."""
         if self._child is None or not self._child.alive:
             spec = self._spec
             return {
@@ -147,7 +147,7 @@ class Replica:
         return {**answer, "pid": self._child.pid, "devices": list(self._spec.devices), "node": self._spec.node}
 
     async def stop(self) -> None:
-        """End the engine and everything it started; harmless when there is none."""
+        """End the engine and everything it started; does nothing without an engine."""
         if self._child is not None:
             if self._child.alive:
                 await self._child.stop(self._config.stop_timeout_s)
@@ -186,7 +186,7 @@ class Replica:
 
 
 def _remove_leftovers(spec: ReplicaSpec) -> None:
-    """Socket, scratch directory and segments of a dead engine."""
+    """Remove socket, scratch directory and segments of a dead engine."""
     Path(spec.socket_path).unlink(missing_ok=True)
     shutil.rmtree(spec.scratch_path, ignore_errors=True)
     segments.remove_of(spec.socket_path)

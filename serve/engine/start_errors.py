@@ -1,6 +1,6 @@
-"""Why an engine did not start, in the box's own words: which of its settings to change, never an option of vLLM's.
+"""Translates vLLM's start errors into the box's terms: which of its settings to change, never a vLLM option.
 
-vLLM says it of its own command line, which nobody of a box has seen. What is not known here is told as it is.
+vLLM's messages name its own command-line options, which users of the box never see. Unknown messages stay unchanged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """memory: it failed for want of memory, and may not when some is free."""
+    """memory: the start failed for lack of memory, so a retry may succeed when some is free."""
 
     text: str
     memory: bool = False
@@ -94,7 +94,7 @@ _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...
 
 
 def in_our_words(message: str, model: str) -> Words | None:
-    """What the box says for this message of vLLM's; None for one that it does not know."""
+    """Return the box's text for this vLLM message; None if the message is unknown."""
     for pattern, words in _KNOWN:
         found = pattern.search(message)
         if found is not None:

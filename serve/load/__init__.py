@@ -1,5 +1,5 @@
-"""Bytes of a version into a model: which go where, converted by several threads, in place or anew.
+"""Loads a version's bytes into a model: plans which bytes go where, and converts them with several threads.
 
-Never: It knows no request.
+Never: It handles no requests.
 Begin with load_plan.py, then direct_load.py.
 """

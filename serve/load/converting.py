@@ -1,4 +1,4 @@
-"""Converts the layers of a version with several threads at once, in a process that also answers requests."""
+"""Converts the layers of a version with several threads, in a process that also answers requests."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SWITCH_INTERVAL_S = 0.0002
 class Converting(Generic[Item]):
     """Items that several threads convert at once. Each item is converted by one thread; they begin in order.
 
-    The owning thread converts with the others whenever it would wait. Leaving the block waits for what has begun and
-    forgets the rest.
+    The owning thread also converts whenever it would wait. Leaving the block waits for conversions that have begun and
+    drops the rest.
     """
 
     def __init__(self, items: Iterable[Item], convert: Callable[[Item], None], threads: int):
-        """`threads` counts all. In threads other than the owner's, kernels of `convert` use that thread alone."""
+        """`threads` includes the owner's. In the other threads, kernels of `convert` are single-threaded."""
         self._convert = convert
         self._futures: dict[Item, Future[None]] = {item: Future() for item in items}
         self._left = deque(self._futures)
@@ -42,8 +42,8 @@ class Converting(Generic[Item]):
         return self._futures.keys()
 
     def wait_for(self, item: Item) -> None:
-        """Returns when the item is converted, and converts others meanwhile. Raises what the first failed conversion
-        raised."""
+        """Return when the item is converted; convert others meanwhile. Re-raises the error of the first failed
+        conversion."""
         future = self._futures[item]
         while not future.done() and self._convert_next():
             pass
@@ -54,7 +54,7 @@ class Converting(Generic[Item]):
             self.wait_for(item)
 
     def _convert_next(self) -> bool:
-        """Convert an item that nobody has begun; False if there is none left."""
+        """Convert the next item that no thread has begun; False if none is left."""
         try:
             item = self._left.popleft()
         except IndexError:
@@ -80,8 +80,8 @@ class Converting(Generic[Item]):
         self._before = torch.get_num_threads(), sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         cores = os.sched_getaffinity(0)
-        # Otherwise all of them may run on this thread's core as long as the other cores have any work, even of the
-        # lowest priority: one core of two converted many loads alone.
+        # Otherwise all of them may run on this thread's core while the other cores have any work, even of the lowest
+        # priority: on two cores, one alone converted many loads.
         self._cores = cores - {libc.sched_getcpu()} or cores
         self._others = [threading.Thread(target=self._convert_all, name="convert") for _ in range(self._threads - 1)]
         for thread in self._others:

@@ -1,16 +1,16 @@
-"""Loading a version straight into the form that the kernels read.
+"""Loads a version straight into the form that the kernels read.
 
 vLLM loads a checkpoint into plain parameters and then converts each layer (on the CPU: packs it for the matrix
-kernels and drops the plain form). Its own reload repeats all of it through deferred weight loaders. Here each
-layer's plain form is taken from the mapped bytes, as a view where the layout allows, and converted by the very
-`process_weights_after_loading` that the first load used: about twice as fast, and it can be done beside the
-serving weights (`stage`), leaving only pointers to exchange while the engine is paused (`flip`).
+kernels and drops the plain form). Its own reload repeats all of it through deferred weight loaders. This module takes
+each layer's plain form from the mapped bytes, as a view where the layout allows, and converts it with the same
+`process_weights_after_loading` that the first load used. That is about twice as fast and can run beside the serving
+weights (`stage`), so that the pause only exchanges pointers (`flip`).
 
-What is known about vLLM 0.32, each reproduced:
+Known about vLLM 0.32, each reproduced:
 - tied embeddings: `lm_head` packs its own copy of the embedding, which a reload of the embedding leaves stale;
 - MoE experts are packed by the kernel object, not by the quant method, on every load after the first;
 - `bias` is converted to float32 in place by the small-matrix kernel, so it has to start from the stored dtype;
-- an embedding that no head uses is packed all the same: memory and time for nothing, skipped here.
+- vLLM also packs an embedding that no head uses, which wastes memory and time; this module skips it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Scratch(threading.local):
 
 
 class DirectLoader:
-    """Replays a plan into one model. `refusal` says why a model cannot be loaded this way (None: it can).
+    """Replays a plan into one model. `refusal` says why this way cannot load the model (None: it can).
 
-    threads: how many convert layers at once in `load`, with the caller. Each converts whole layers, so a thread that
-    gets no core holds up no other.
+    threads: how many convert layers at once in `load`, with the caller. Each converts whole layers, so a thread without
+    a core delays no other.
     """
 
     def __init__(self, model: torch.nn.Module, plan: LoadPlan, device: torch.device, threads: int = 1):
@@ -72,10 +72,10 @@ class DirectLoader:
 
     @torch.no_grad()
     def load(self, source: VersionSource, beside: Callable[[Converting], None] | None = None) -> None:
-        """Load module by module, each one's old weights freed first so that their memory is used again.
+        """Load module by module, freeing each one's old weights first so that malloc reuses their memory.
 
-        `beside` is called meanwhile, as soon as everything that is not converted (norms, embeddings) is in place.
-        Raises what a conversion or `beside` raises.
+        It calls `beside` meanwhile, as soon as everything that needs no conversion (norms, embeddings) is in place.
+        Re-raises errors of a conversion or of `beside`.
         """
         if not of_torch(self.device).on_host:
             self._copy_to_device(source)
@@ -97,8 +97,8 @@ class DirectLoader:
         self._scratch.buffers.clear()
 
     def make_room(self) -> None:
-        """Provide memory for the layers that a load converts at once. The new weights do not always fit where the old
-        ones were, and fresh pages cost more than the conversion."""
+        """Allocate memory for the layers that a load converts at once. New weights may not fit where the old ones were,
+        and fresh pages cost more than the conversion."""
         largest = sorted(map(self._nbytes, filter(self._packs, self._modules())), reverse=True)[: self.threads]
         torch.empty(sum(largest), dtype=torch.uint8).fill_(0)
 
@@ -108,7 +108,7 @@ class DirectLoader:
 
     @torch.no_grad()
     def stage(self, source: VersionSource) -> Iterator[Ready]:
-        """Build the new form of all modules beside the old one; the caller flips them all later."""
+        """Build the new form of all modules beside the old one; the caller exchanges them later with `flip`."""
         for module in self._modules():
             yield self._build(module, source, staged=True)
         self._scratch.buffers.clear()
@@ -139,11 +139,11 @@ class DirectLoader:
         return None
 
     def packed_layers(self) -> list[torch.nn.Module]:
-        """The modules that are converted when they are loaded, without the output heads."""
+        """The modules that a load converts, without the output heads."""
         return [module for module in self._modules() if self._packs(module) and id(module) not in self._heads]
 
     def _packs(self, module: torch.nn.Module) -> bool:
-        """Whether loading the module converts it; a plain module is copied."""
+        """Whether loading the module converts it; a load copies a plain module."""
         method = getattr(module, "quant_method", None)
         return isinstance(method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod) or id(module) in self._heads
 
@@ -182,7 +182,7 @@ class DirectLoader:
                 plain = plain.clone()
             shadow._parameters[name] = _parameter(plain, like=module._parameters[name])
         if not staged:
-            # Drop them only now: memory for what was gathered would be taken from what the new form fits into.
+            # Free them only now: otherwise the gathered tensors would take the memory that the new form fits into.
             shadow.__dict__.pop("cpu_linear", None)
             drop_weights(module)
         if isinstance(method, UnquantizedFusedMoEMethod):
@@ -196,9 +196,10 @@ class DirectLoader:
             ready.attributes["cpu_linear"] = shadow.cpu_linear
 
     def _plain(self, target: Target, source: VersionSource, slot: str) -> torch.Tensor:
-        """The checkpoint form of a target: a view of the mapping if its bytes lie there as needed, else gathered.
+        """Return the checkpoint form of a target: a view of the mapping if its bytes lie there as needed, else a
+        gathered copy.
 
-        What is gathered stays valid until this thread's next gathering into the same `slot`.
+        A gathered copy stays valid until this thread gathers into the same `slot` again.
         """
         view = _adjacent(target, source)
         if view is not None:
@@ -212,7 +213,7 @@ class DirectLoader:
         return flat.view(target.shape)
 
     def _kept(self, tensor: torch.Tensor, source: VersionSource) -> torch.Tensor:
-        """A packed module must keep memory of its own, and neither the mapping nor the scratch buffer."""
+        """A packed module must own its memory and reference neither the mapping nor the scratch buffer."""
         borrowed = source.holds(tensor) or any(_shares(tensor, scratch) for scratch in self._scratch.buffers.values())
         return tensor.clone() if borrowed else tensor
 
@@ -230,7 +231,7 @@ class DirectLoader:
 
 
 def flip(ready: Ready) -> Ready:
-    """Make a built module visible and return what it replaced, for the caller to free when there is time.
+    """Make a built module visible and return what it replaced, for the caller to free later.
 
     Parameters that others hold references to (tied heads, compiled graphs) stay the same objects.
     """
@@ -251,7 +252,7 @@ def flip(ready: Ready) -> Ready:
 
 
 def skip_unused_packing(model: torch.nn.Module) -> None:
-    """Drop the packed copy of input embeddings that no output head multiplies with."""
+    """Free the packed copy of input embeddings that no output head uses."""
     heads = _head_ids(model)
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -271,7 +272,7 @@ def _head_ids(model: torch.nn.Module) -> set[int]:
 
 
 def _parameter(data: torch.Tensor, *, like: torch.nn.Parameter) -> torch.nn.Parameter:
-    """A parameter with the class and the weight loader of `like`, which a later layerwise reload asks it for."""
+    """Return a parameter with the class and weight loader of `like`, which a later layerwise reload needs."""
     parameter = torch.nn.Parameter(data, requires_grad=False)
     parameter.__class__ = type(like)
     parameter.__dict__.update(like.__dict__)
@@ -298,7 +299,8 @@ def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def twin_of(module: torch.nn.Module) -> torch.nn.Module:
-    """A twin with its own tables of attributes and parameters: converting it leaves the serving module alone."""
+    """Return a twin with its own attribute and parameter tables, so that converting it leaves the serving module
+    unchanged."""
     shadow = copy.copy(module)
     shadow.__dict__ = dict(module.__dict__)
     for table in ("_parameters", "_buffers", "_modules"):
@@ -307,9 +309,9 @@ def twin_of(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _adjacent(target: Target, source: VersionSource) -> torch.Tensor | None:
-    """The target as one view of the mapping, when its pieces lie there unbroken, in order and in its dtype.
+    """Return the target as one view of the mapping if its pieces are contiguous there, in order and in its dtype.
 
-    Writers that store q, k, v and gate, up next to each other save the gathering copy.
+    A checkpoint that stores q, k, v and gate, up adjacently needs no gathering copy.
     """
     if target.zeroed:
         return None

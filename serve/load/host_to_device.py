@@ -1,7 +1,7 @@
-"""python -m serve.load.host_to_device KIND: the rate at which page-locked memory reaches a device, as JSON.
+"""Measures the copy rate from page-locked memory to a device: `python -m serve.load.host_to_device KIND` prints JSON.
 
-The limit of every load of weights: PCIe (or NVLink-C2C), one copy engine. A process of its own, because a CUDA context
-stays for the life of a process.
+This rate (PCIe or NVLink-C2C, one copy engine) limits every load of weights. It runs in its own process, because a CUDA
+context lasts as long as its process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ ROUNDS = 4
 
 
 def bytes_per_s(kind: str | None = None, device: int = 0) -> float | None:
-    """Fastest of a few copies, by the device's own clock; `kind` None: the one that this process can compute on. None
-    without a link. Raises RuntimeError without a device or without room on it."""
+    """Return the rate of the fastest of a few copies, by the device's own clock; None without a link. `kind` None: the
+    one this process can compute on. Raises RuntimeError without a device or without free memory on it."""
     there = kinds.available() if kind is None else kinds.kind_of(kind)
     seconds = there.copy_seconds(device, BUFFER_BYTES, ROUNDS)
     return None if seconds is None else BUFFER_BYTES / seconds

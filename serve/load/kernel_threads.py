@@ -1,15 +1,15 @@
-"""How many threads torch's kernels take, by the Python thread that calls them, in a process that was forked.
+"""Sets the number of threads of torch's kernels per calling Python thread, in a forked process.
 
-What is known, read in the sources and the binary and reproduced by tests/unit/serve/test_kernel_threads.py:
+Known facts, read in the sources and the binary and reproduced by tests/unit/serve/test_kernel_threads.py:
 
-- When a thread asks for the pool that a forked process inherited, torch 2.13 takes it away and then makes another one,
-  without a lock (caffe2/utils/threadpool/pthreadpool-cpp.cc). A thread that asks in between gets none and fails with
-  "Invalid thread pool!". A new thread asks in its first kernel, where it does not hold the interpreter's lock
-  (`lazy_init_num_threads`). A main thread that computed before the fork does not ask again, so the first new threads
-  do.
-- vLLM 0.32's CPU worker makes `torch.set_num_threads` do nothing (vllm/v1/worker/cpu_worker.py). The function that
-  torch itself has under that name does what it says.
-- Calls of it and of `torch.get_num_threads` hold the interpreter's lock throughout, so they never overlap.
+- When a thread requests the pool that a forked process inherited, torch 2.13 removes it and then creates another one,
+  without a lock (caffe2/utils/threadpool/pthreadpool-cpp.cc). A thread that requests it in between gets none and fails
+  with "Invalid thread pool!". A new thread requests it in its first kernel, without the interpreter's lock
+  (`lazy_init_num_threads`). A main thread that computed before the fork does not request it again, so the first new
+  threads do.
+- vLLM 0.32's CPU worker replaces `torch.set_num_threads` with a no-op (vllm/v1/worker/cpu_worker.py). torch's own
+  function of that name still works.
+- It and `torch.get_num_threads` hold the interpreter's lock throughout, so their calls never overlap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _set_num_threads = torch._C.set_num_threads
 
 
 def renew_pool() -> None:
-    """Have torch replace the pool that this process inherited. Call it in the main thread before any other computes."""
+    """Make torch replace the inherited pool. Call it in the main thread before any other thread computes."""
     _set_num_threads(torch.get_num_threads())
 
 

@@ -1,8 +1,8 @@
-"""Loads a version through vLLM's own layerwise reload: slower than serve.load.direct_load, but it takes every model.
+"""Loads a version through vLLM's own layerwise reload: slower than serve.load.direct_load, but works for every model.
 
-vLLM's layerwise reload (vllm/model_executor/model_loader/reload, docs "Layerwise weight reloading") was written
-for GPUs. This corrects three faults that it has on the CPU, each reproduced on vLLM 0.32:
-- an output head that shares the input embedding keeps its packed copy of the old weights, silently;
+vLLM's layerwise reload (vllm/model_executor/model_loader/reload, docs "Layerwise weight reloading") was written for
+GPUs. This module corrects three CPU bugs in it, each reproduced on vLLM 0.32:
+- an output head that shares the input embedding silently keeps its packed copy of the old weights;
 - MoE experts are left unpacked although their kernel reads packed ones;
 - an error in the middle leaves half of the layers on the meta device, where every later reload fails.
 """
@@ -28,8 +28,8 @@ from serve.load.shm_source import VersionSource
 def load_layerwise(
     model: torch.nn.Module, model_config: ModelConfig, source: VersionSource, device: torch.device
 ) -> None:
-    """Load every tensor of `source` (mapped) into `model`. On an error the old tensors are back in place, though
-    some may hold new values already: load a whole version again before serving."""
+    """Load every tensor of `source` (mapped) into `model`. After an error the old tensors are back in place, but some
+    may already hold new values: load a whole version again before serving."""
     try:
         initialize_layerwise_reload(model)
         with disable_mtp_completeness_check(), torch.no_grad():

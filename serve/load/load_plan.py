@@ -1,13 +1,12 @@
-"""Which bytes of a version go where in the model, learnt by watching the model load once.
+"""Records which bytes of a version go where in the model by watching one load.
 
 Every vLLM model has a `load_weights` of its own that knows how checkpoint names map to its fused, sliced and
 padded parameters. Instead of repeating that knowledge, the first load runs under a dispatch mode that notes each
 `copy_` from the mapped files into a parameter. The notes are the plan: later versions of the same model are
 loaded by replaying it, and under tensor parallelism it names exactly the slices this worker reads.
 
-A plan is only as good as what was seen: a parameter that is written from anything but mapped bytes or zero is listed as
-`unplanned` (`unwritten` if nothing was seen to fill it), and a model with such parameters is loaded the general way
-(serve.load.layerwise_load).
+A plan covers only what the recorder saw. It lists a parameter written from anything but mapped bytes or zero as
+`unplanned` (`unwritten` if it saw nothing fill it), and serve.load.layerwise_load loads models with such parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from runtime.devices.kinds import in_host_memory, of_torch
 from serve.core.errors import VersionMismatch
 from serve.load.shm_source import Described, VersionSource
 
-# Tensors that checkpoints carry and models compute by themselves.
+# Tensors that checkpoints contain but models compute themselves.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "masked_bias")
 
 
@@ -44,7 +43,7 @@ class Region:
         return math.prod(self.size)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """This region of the one-dimensional tensor `flat`."""
+        """Return this region of the one-dimensional tensor `flat`."""
         return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
     @property
@@ -78,15 +77,16 @@ class Target:
 
     @property
     def covered(self) -> bool:
-        """Whether every element is written by a piece or zeroed (padding of the vocabulary)."""
+        """Whether a piece writes or zeroes (vocabulary padding) every element."""
         seen = {piece.target: piece.target.numel for piece in self.pieces}
         seen |= {region: region.numel for region in self.zeroed}
         return sum(seen.values()) >= math.prod(self.shape)
 
     def fill(self, flat: torch.Tensor, source: VersionSource, gather: Gather | None = None) -> None:
-        """Write all of it into `flat`, one-dimensional, on any device; on a GPU the copies may still be under way.
+        """Write all of it into the one-dimensional `flat` on any device; on a GPU the copies may still be running on
+        return.
 
-        `gather` takes what lies in strides on the host.
+        `gather` packs what is strided on the host.
         """
         for region in self.zeroed:
             region.view(flat).zero_()
@@ -98,7 +98,7 @@ class Target:
 
 
 class Gather:
-    """One buffer, page-locked for a GPU, for what is in strides on the host (columns of a row-parallel matrix).
+    """One buffer, page-locked for a GPU, for strided host data (columns of a row-parallel matrix).
 
     torch would gather each into fresh pageable memory, whose page faults cost more than the copy.
     """
@@ -108,9 +108,9 @@ class Gather:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, strided: torch.Tensor) -> torch.Tensor:
-        """`strided` in one piece, until the next call."""
+        """Return `strided` as one contiguous tensor, valid until the next call."""
         kind = of_torch(self._device)
-        kind.wait_for_copies(self._device)  # the last one may be on its way yet
+        kind.wait_for_copies(self._device)  # the last copy may still be running
         if self._buffer.nbytes < strided.nbytes:
             self._buffer = torch.empty(strided.nbytes, dtype=torch.uint8, pin_memory=kind.locks_pages)
         return self._buffer[: strided.nbytes].view(strided.dtype).view(strided.shape).copy_(strided)
@@ -120,8 +120,8 @@ class Gather:
 class LoadPlan:
     """What a model needs of a version.
 
-    Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share its Target object, the
-    first of them in the model's order comes first.
+    Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share its Target object, and the
+    first of them in model order comes first.
     """
 
     targets: dict[tuple[int, str], Target]
@@ -137,8 +137,8 @@ class LoadPlan:
     def check(self, source: VersionSource) -> None:
         """Compare a version with the one this engine was built from. Raises VersionMismatch naming the tensors.
 
-        vLLM itself only warns of missing tensors, leaving a mixture of two models, and a wrong shape makes every
-        later update fail; both have to be found before the first byte is written.
+        vLLM only warns of missing tensors, which leaves a mixture of two models, and a wrong shape makes every later
+        update fail; this check finds both before the first byte is written.
         """
         problems = []
         for name in sorted(self.read):
@@ -169,7 +169,7 @@ class LoadPlan:
     def copied_spans(self, source: VersionSource) -> dict[str, list[tuple[int, int]]]:
         """Byte ranges [start, end) of each file that this worker copies in one piece.
 
-        What it reads in strides (columns of a row-parallel matrix) is left out, because it is gathered first.
+        Strided reads (columns of a row-parallel matrix) are left out, because they are gathered first.
         """
         spans: dict[str, list[tuple[int, int]]] = {}
         for piece in self._pieces():
@@ -180,7 +180,7 @@ class LoadPlan:
         return spans
 
     def _pieces(self) -> Iterator[Piece]:
-        """Of every target once, however many modules share it."""
+        """Each target once, however many modules share it."""
         for target in {id(target): target for target in self.targets.values()}.values():
             yield from target.pieces
 
@@ -218,7 +218,7 @@ class LoadRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def plan(self) -> LoadPlan:
-        """The plan of what was seen so far."""
+        """Return the plan of everything seen so far."""
         targets, unplanned, unwritten = {}, [], []
         for key, owners in self._owners.items():
             target = self._targets.get(key)

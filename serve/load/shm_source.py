@@ -1,9 +1,9 @@
-"""A version's files as torch tensors over one private mapping per file, nothing copied.
+"""Maps a version's files as torch tensors over one private mapping per file, without copies.
 
 The mappings are MAP_PRIVATE and writable on the host: vLLM's loaders and torch both assume they may write to a
-tensor, and a store into a read-only or shared page would kill the engine or corrupt the version for everybody.
-For a GPU the mapping is shared, and the parts of it that are copied are page-locked, so that copies run at the link's
-rate. Locking costs time for each page: a worker locks what it reads, not what its neighbours do.
+tensor, and a store into a read-only or shared page would kill the engine or corrupt the version for all readers. For a
+GPU the mapping is shared, and the copied parts are page-locked, so that copies run at the link's rate. Locking costs
+time per page: a worker locks only what it reads itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MADV_POPULATE_READ = 22  # linux/mman.h; not yet a constant of Python's mmap mod
 
 
 class CudaRuntime(Protocol):
-    """Of vLLM's CudaRTLibrary (vllm/distributed/device_communicators/cuda_wrapper.py); calls return CUDA's code."""
+    """From vLLM's CudaRTLibrary (vllm/distributed/device_communicators/cuda_wrapper.py); calls return CUDA's code."""
 
     def cudaHostRegister(self, ptr: int, size: int, flags: int = 0) -> int: ...
     def cudaHostUnregister(self, ptr: int) -> int: ...
@@ -42,7 +42,7 @@ class CudaRuntime(Protocol):
 
 @dataclass(frozen=True)
 class PageLock:
-    """`spans`: byte ranges [start, end) by file that a GPU is going to copy from; `cuda` locks their pages."""
+    """`spans`: byte ranges [start, end) by file that a GPU will copy from; `cuda` locks their pages."""
 
     spans: Mapping[str, Iterable[tuple[int, int]]]
     cuda: CudaRuntime
@@ -58,22 +58,22 @@ class Described:
 
 
 def lease(path: str | Path) -> DirectoryLock:
-    """The store's lock on a version (weights.memory.locks), which keeps its files from being evicted and written anew.
+    """The store's lock on a version (weights.memory.locks), which prevents eviction and reuse of its files.
 
-    A directory outside the store takes the lock as well, to no harm. Raises VersionUnreadable.
+    Locking a directory outside the store is harmless. Raises VersionUnreadable.
     """
     lock = DirectoryLock.try_shared(Path(path))
     if lock is None:
         raise VersionUnreadable(f"version directory {path} does not exist or is being removed")
-    os.utime(lock.fd)  # the store evicts what was used longest ago, by the directory's time
+    os.utime(lock.fd)  # the store evicts the least recently used version, by the directory's mtime
     return lock
 
 
 class VersionSource:
-    """The tensors of one version directory, leased. Close it when no view is in use any more.
+    """The tensors of one leased version directory. Close it when no view is in use any more.
 
-    Raises VersionUnreadable when the directory is missing or is not a valid safetensors checkpoint: nothing is
-    mapped before its headers have been checked.
+    Raises VersionUnreadable if the directory is missing or is not a valid safetensors checkpoint. It checks the headers
+    before it maps anything.
     """
 
     def __init__(self, path: str | Path):
@@ -95,9 +95,9 @@ class VersionSource:
         return sum(placed.nbytes for placed in self.layout)
 
     def map(self, page_lock: PageLock | None = None) -> VersionSource:
-        """Map all files and fault their pages in. Done before a pause, because fresh mappings read at half rate.
+        """Map all files and fault their pages in. Call it before a pause, because fresh mappings read at half rate.
 
-        With a `page_lock` the mappings are shared, for copies to a GPU alone: nothing may be written into them.
+        With a `page_lock` the mappings are shared and only for copies to a GPU: nothing may write into them.
         """
         for file in self.layout.files:
             if file.name not in self._maps:
@@ -131,7 +131,7 @@ class VersionSource:
             yield name, self.tensor(name)
 
     def locator(self) -> Locator:
-        """Finds the stored tensor that an address lies in."""
+        """Finds the stored tensor that contains an address."""
         starts, names = [], []
         for name in self.described:
             tensor = self.tensor(name)
@@ -142,7 +142,7 @@ class VersionSource:
         return Locator([starts[i] for i in order], [names[i] for i in order], self)
 
     def close(self) -> None:
-        """Unmap. Views still in use keep their file mapped until they are gone."""
+        """Unmap. Views in use keep their file mapped until they are freed."""
         for mapped in self._maps.values():
             mapped.close()
         self._maps.clear()
@@ -193,19 +193,19 @@ class _MappedFile:
             part = self.bytes[start:end]
             if self._cuda.cudaHostRegister(part.data_ptr(), part.nbytes) == 0:
                 yield part.data_ptr()
-            else:  # copies are only slower then, but the error would be blamed on the next kernel if it stayed
+            else:  # copies are only slower then, but torch would attribute a remaining error to the next kernel
                 self._cuda.cudaGetLastError()
 
     def close(self) -> None:
         for address in self._locked:
             self._cuda.cudaHostUnregister(address)
         self._locked.clear()
-        # The tensor holds the mapping's buffer: the pages go when the last view does.
+        # The tensor holds the mapping's buffer, so the pages are freed with the last view.
         del self.bytes
 
 
 def page_runs(spans: Iterable[tuple[int, int]], page_bytes: int = mmap.PAGESIZE) -> list[tuple[int, int]]:
-    """Byte ranges widened to whole pages and joined where they touch, because no page may be locked twice."""
+    """Widen byte ranges to whole pages and join those that touch, because no page may be locked twice."""
     runs: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         start, end = start // page_bytes * page_bytes, -(-end // page_bytes) * page_bytes
@@ -217,10 +217,10 @@ def page_runs(spans: Iterable[tuple[int, int]], page_bytes: int = mmap.PAGESIZE)
 
 
 def _fault_in(mapping: mmap.mmap) -> None:
-    """Make all pages present for reading, with a kernel call that there is since Linux 5.14.
+    """Make all pages present for reading, with a kernel call available since Linux 5.14.
 
-    MAP_POPULATE would not do: on a private writable mapping it faults for writing and so copies every page. Nor would
-    `mapping.madvise`: it holds the interpreter's lock meanwhile, and with it the engine's steps. The calls are made in
+    MAP_POPULATE is unsuitable: on a private writable mapping it faults for writing and so copies every page. So is
+    `mapping.madvise`: it holds the interpreter's lock meanwhile and so stops the engine's steps. The calls go in
     pieces, because each holds the kernel's lock on the address space, and a step that needs memory waits for it.
     """
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
@@ -230,7 +230,7 @@ def _fault_in(mapping: mmap.mmap) -> None:
             break
     else:
         return
-    error = last_error("pages of a version cannot be made present")
+    error = last_error("cannot make the pages of a version present")
     if error.errno != errno.EINVAL:
         raise error
     for offset in range(0, len(mapping), mmap.PAGESIZE):

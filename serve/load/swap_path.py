@@ -1,4 +1,4 @@
-"""In which of three ways a version gets into a running engine: a pure decision, and the memory that it depends on."""
+"""Decides in which of three ways a running engine loads a version, by a pure function of memory and settings."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ HOW = ("auto", "staged", "in-place", "layerwise")
 
 
 def choose_path(how: str, facts: Mapping[str, Any], free_bytes: int, memory_factor: float) -> tuple[str, str]:
-    """("staged", "in-place" or "layerwise", and why). `how`: what was asked for, one of HOW. `facts`: from
-    ShmWeightTransferEngine.check. To stage a version, `memory_factor` times its bytes have to be free."""
+    """Return ("staged", "in-place" or "layerwise", and why). `how`: the requested way, one of HOW. `facts`: from
+    ShmWeightTransferEngine.check. Staging needs `memory_factor` times the version's bytes free."""
     if facts["layerwise_reason"] is not None:
         return "layerwise", facts["layerwise_reason"]
     if how in ("in-place", "layerwise"):
         return how, "asked for"
     if not facts["stageable"]:
-        return "in-place", "on a GPU the addresses that captured graphs hold have to stay"
+        return "in-place", "on a GPU captured graphs need their addresses unchanged"
     if how == "staged":
         return how, "asked for"
     need_bytes = int(facts["bytes"] * memory_factor)
@@ -26,7 +26,7 @@ def choose_path(how: str, facts: Mapping[str, Any], free_bytes: int, memory_fact
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(available, in all) of the host."""
+    """Return the host's (available, total) bytes of memory."""
     lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
     found = {line[0]: int(line[1]) * 1024 for line in lines}
     return found["MemAvailable:"], found["MemTotal:"]

@@ -1,7 +1,7 @@
-"""Whether a running engine may take a version at all, judged by the files beside the weights. It only reads files.
+"""Checks whether a running engine may load a version, by the files beside the weights. It only reads files.
 
-Shapes alone do not tell. With another rope base or head count of equal shapes the engine would silently give wrong
-answers, and the running frontend would ignore another tokenizer or chat template.
+Shapes alone are not enough. With a different rope base or head count of equal shapes the engine would silently give
+wrong answers, and the running frontend would ignore a different tokenizer or chat template.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from serve.core.errors import VersionMismatch, VersionUnreadable
 
-# Keys of config.json that say how the file was written, not what the model computes.
+# Keys of config.json that describe how the file was written, not what the model computes.
 IGNORED_CONFIG_KEYS = frozenset(
     {
         "_name_or_path",
@@ -33,7 +33,7 @@ TOKENIZER_KEYS = ("chat_template", "bos_token", "eos_token", "pad_token", "add_b
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a version. Raises VersionUnreadable."""
+    """Return config.json of a version. Raises VersionUnreadable."""
     return _read_json(Path(path) / "config.json", required=True)
 
 
@@ -48,8 +48,8 @@ def read_chat_template(path: str | Path) -> str | None:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What a running engine was built from besides the weights; kept in memory, because the directory it came from
-    may be evicted while the engine sleeps."""
+    """The files other than weights from which a running engine was built; kept in memory, because the store may evict
+    their directory while the engine sleeps."""
 
     config: dict[str, Any]
     generation: dict[str, Any]
@@ -70,7 +70,7 @@ class ModelIdentity:
 
 
 def check_same_model(serving: ModelIdentity, offered: str | Path) -> None:
-    """Raises VersionMismatch when `offered` needs a new engine, VersionUnreadable when it is no checkpoint."""
+    """Raises VersionMismatch if `offered` needs a new engine, VersionUnreadable if it is not a checkpoint."""
     new = ModelIdentity.read(offered)
     differences = []
     for file, old_values, new_values in (

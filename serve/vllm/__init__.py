@@ -1,5 +1,5 @@
-"""Everything that plugs into vLLM or changes it: arguments, transfer backend, load format, patches.
+"""Contains everything that plugs into vLLM or changes it: arguments, transfer backend, load format, patches.
 
-Never: No decision of the box stands here.
+Never: It makes no decisions for the box.
 Begin with plugin.py, patches.py.
 """

@@ -1,8 +1,8 @@
-"""The version that an answer names as its own (`system_fingerprint`, a header) is the one whose steps computed it.
+"""Makes each answer name the version whose steps computed it (`system_fingerprint`, a header).
 
-vLLM gives a serving class one fingerprint for its whole life and reads it when an answer ends. Here versions change
-under open answers, and an answer begun before a swap is finished by the version before. The engine core labels its
-outputs with the version of the step they come from; the label is noted for the answer that they belong to.
+vLLM gives a serving class one fingerprint for its lifetime and reads it when an answer ends. Here versions change
+during open answers, and the old version finishes an answer begun before a swap. The engine core labels its outputs with
+the version of their step; this module records the label for the answer they belong to.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-# The gateway reads it (appliance/gateway/http/wire.py): a table can be a moment behind the engine.
+# The gateway reads it (appliance/gateway/http/wire.py), because its table can lag behind the engine.
 VERSION_HEADER = b"x-appliance-model-version"
 
 
 @dataclass(slots=True)
 class Answer:
-    """What is known of one HTTP answer; `version` None until its first token."""
+    """State of one HTTP answer; `version` is None until its first token."""
 
     version: str | None = None
 
@@ -32,8 +32,8 @@ _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
 class AnswerVersions:
     """ASGI application around vLLM's, which gives each request an Answer. Tasks that vLLM starts inherit it.
 
-    The head of an answer waits for the first of its body: then its first token is there, and the head names the version
-    that the token came from.
+    It delays the head of an answer until the first body chunk: then the first token exists, and the head names the
+    version that computed it.
     """
 
     def __init__(self, app: Any):

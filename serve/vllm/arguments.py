@@ -1,4 +1,4 @@
-"""From a replica's spec to vLLM's own command line, as a pure function.
+"""Builds vLLM's command line from a replica's spec, as a pure function.
 
 The forked engine goes through vLLM's own argument parser, so whatever `vllm serve` accepts, `extra_args` may add.
 """
@@ -13,8 +13,8 @@ from runtime.devices.kinds import kind_of
 from serve.core.spec import ReplicaSpec
 from weights.format.tool_template import with_tools
 
-# Which of vLLM's tool-call parsers reads what a model family writes (vllm/tool_parsers; docs "Tool Calling").
-# A family that is not known gets none: tools then work with tool_choice "required" or a named function.
+# vLLM's tool-call parser for each model family (vllm/tool_parsers; docs "Tool Calling"). An unknown family gets none:
+# tools then work only with tool_choice "required" or a named function.
 TOOL_PARSERS: Mapping[str, str] = {
     "llama": "llama3_json",
     "llama4": "llama4_pythonic",
@@ -50,7 +50,7 @@ ADAPTER_MODULES = (
 )
 LORA_RANK_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CPU_WORKER = "serve.cpu.worker.ShmCPUWorker"
-# vLLM's asynchronous scheduling, which a scheduler of one's own forgoes, is switched off on the CPU anyway.
+# A custom scheduler loses vLLM's asynchronous scheduling, which vLLM disables on the CPU anyway.
 CPU_SCHEDULER = "serve.cpu.finishing_scheduler.FinishingScheduler"
 WORKER_EXTENSION = "serve.vllm.worker_extension.ShmWorkerExtension"
 LOAD_FORMAT = "shm"
@@ -112,14 +112,14 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
     if kind_of(spec.kind).on_host:
         args += ["--enforce-eager", "--worker-cls", CPU_WORKER, "--scheduler-cls", CPU_SCHEDULER]
     else:
-        # The level-2 sleep of the cumem allocator: weights and KV give their memory back, addresses stay.
+        # The cumem allocator's level-2 sleep frees the memory of weights and KV and keeps their addresses.
         args += ["--enable-sleep-mode"]
-        # Else vLLM refuses to start where less than its own default is free, whatever room the KV cache was given:
-        # sleeping engines keep a context and more on the device.
+        # Otherwise vLLM refuses to start if less than its own default fraction is free, whatever the KV cache size;
+        # sleeping engines keep a CUDA context and more on the device.
         args += ["--gpu-memory-utilization", str(spec.gpu_memory_fraction)]
         if spec.tensor_parallel > 1:
-            # Where nvcc and ninja are found, vLLM would import FlashInfer for this fusion before it forks its core, and
-            # with it CUDA, which no forked worker could use any more (vllm/config/vllm.py, utils/flashinfer.py).
+            # If nvcc and ninja are installed, vLLM imports FlashInfer for this fusion before it forks its core, and
+            # that initialises CUDA, which no forked worker can then use (vllm/config/vllm.py, utils/flashinfer.py).
             args += ["--compilation-config", json.dumps({"pass_config": {"fuse_allreduce_rms": False}})]
     if spec.tensor_parallel > 1:
         # Inside a placement group vLLM would start Ray actors of its own.
@@ -135,7 +135,7 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
             str(lora_rank_bound(spec.adapter_max_rank)),
             "--max-cpu-loras",
             str(spec.adapters_resident),
-            # Without the embedding and the head, which vLLM else wraps and asks in every step.
+            # Without embedding and head, which vLLM otherwise wraps and calls in every step.
             "--lora-target-modules",
             *ADAPTER_MODULES,
         ]
@@ -144,8 +144,8 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
     if spec.task == "embed":
         args += ["--runner", "pooling", "--convert", "embed"]
     else:
-        # For its renderer, which counts the tokens of an input (/v1/responses/input_tokens); the gateway lets nobody
-        # through to the other routes that come with it.
+        # Needed for its renderer, which counts the tokens of an input (/v1/responses/input_tokens); the gateway blocks
+        # the other routes that this enables.
         args += ["--enable-scale-out"]
         shown = with_tools(chat_template)
         if shown != chat_template and "--chat-template" not in spec.extra_args:
@@ -157,27 +157,27 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
 
 
 def lora_rank_bound(rank: int) -> int:
-    """The smallest `--max-lora-rank` that vLLM 0.32 takes (vllm/config/lora.py) and that covers `rank`."""
+    """Return the smallest `--max-lora-rank` that vLLM 0.32 accepts (vllm/config/lora.py) and that covers `rank`."""
     return next(bound for bound in LORA_RANK_BOUNDS if bound >= rank)
 
 
 def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dict[str, str]:
-    """Variables vLLM and its libraries read, set in the forked process before its engine is built."""
+    """Environment variables for vLLM and its libraries, set in the forked process before it builds its engine."""
     env = {
         "VLLM_MAX_N_SEQUENCES": str(max_sequences_per_request),
-        # Runs the single CPU worker inside the engine core: one process and one hop less. The thread binding
-        # that vLLM wants a separate worker for is switched off below.
+        # Runs the single CPU worker inside the engine core: one process and one hop less. vLLM uses a separate worker
+        # for thread binding, which is off below.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # "auto" pins every engine of a machine to the same first core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(spec.threads_per_worker),
-        # Without it vLLM does not ask for adapters that it does not know (serve.adapters.adapters).
+        # Without it vLLM does not resolve unknown adapters (serve.adapters.adapters).
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if spec.adapter_slots or "--enable-lora" in spec.extra_args else "0",
         "VLLM_SERVER_DEV_MODE": "0",
-        # By default the sockets between frontend and core stand in /tmp, where every user may connect.
+        # By default the sockets between frontend and core are in /tmp, where every user may connect.
         "VLLM_RPC_BASE_PATH": spec.scratch_path,
         "TMPDIR": spec.scratch_path,
-        # All of an engine is on one node: what its processes say to each other stays there.
+        # All processes of an engine are on one node, so their traffic stays there.
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -190,14 +190,14 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
         env |= {
             "OTEL_SERVICE_NAME": "appliance-engine",
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-            # Also the longest that a collector which is away holds up an engine that ends.
+            # Also the longest time that an unreachable collector delays the end of an engine.
             "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "3",
         }
     env |= kind_of(spec.kind).visibility(spec.devices)
     if not kind_of(spec.kind).on_host:
         env |= {
-            # Its kernels are compiled by nvcc when the engine starts, minutes each time, and the engine dies where
-            # there is no nvcc. vLLM's own Triton kernel takes its place.
+            # nvcc compiles its kernels at every engine start, which takes minutes, and without nvcc the engine dies.
+            # vLLM's own Triton kernel replaces it.
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
         }
     return env

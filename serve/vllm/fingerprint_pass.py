@@ -1,4 +1,4 @@
-"""One forward pass over a fingerprint's tokens inside the engine core, past the scheduler."""
+"""Runs one forward pass over a fingerprint's tokens inside the engine core, bypassing the scheduler."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FINGERPRINT_REQUEST = "appliance-fingerprint"
 
 
 def run_fingerprint(core: EngineCore, token_ids: list[int], pooling_task: str | None) -> dict[str, Any]:
-    """One forward pass over `token_ids` on the model as it is now, past the scheduler.
+    """Run one forward pass over `token_ids` on the current model, bypassing the scheduler.
 
-    Only for an engine that is paused with its caches cleared, or idle: the pass writes into the first KV blocks,
-    which then belong to nobody. Returns `{"tokens": [...], "logprobs": [...]}`: for each position the token the
+    Only for an engine that is paused with its caches cleared, or idle: the pass writes into the first KV blocks, which
+    no request may own. Returns `{"tokens": [...], "logprobs": [...]}`: for each position the token the
     model ranks first and its log-probability in nats; or `{"embedding": [...]}` for a pooling model.
     """
     if core.scheduler.pause_state.name == "UNPAUSED" and core.scheduler.has_unfinished_requests():
@@ -56,7 +56,7 @@ def run_fingerprint(core: EngineCore, token_ids: list[int], pooling_task: str | 
         core.model_executor.execute_model(forget)
     if pooling_task is not None:
         return {"embedding": output.pooler_output[0].float().flatten().tolist()}
-    # Column 0 of prompt_logprobs is the prompt's own next token, column 1 the one ranked first.
+    # Column 0 of prompt_logprobs is the prompt's own next token, column 1 the top-ranked one.
     prompt = output.prompt_logprobs_dict[FINGERPRINT_REQUEST]
     return {
         "tokens": prompt.logprob_token_ids[:, 1].tolist() + [int(output.sampled_token_ids[0][0])],

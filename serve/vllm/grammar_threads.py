@@ -1,13 +1,13 @@
-"""Grammars of structured outputs are compiled by threads that give way to the engine's steps.
+"""Compiles grammars of structured outputs in low-priority threads that yield to the engine's steps.
 
-vLLM compiles them in a pool beside its steps, and xgrammar lets go of Python's lock, so a step never waits for one. But
-its threads, up to eight for each grammar, take the processors: with a grammar that took 5.6 s a neighbour's token came
-after as long. On Linux every thread has a niceness of its own, which those that it starts inherit.
+vLLM compiles them in a pool beside its steps, and xgrammar releases the interpreter's lock, so a step never waits for
+it. But its threads, up to eight per grammar, occupy the processors: with a grammar that took 5.6 s, another request's
+token was delayed as long. On Linux every thread has its own niceness, which the threads it starts inherit.
 
-What xgrammar cannot do vLLM gives to llguidance, and what that cannot do either (`patternProperties` beside a
-`multipleOf`) to outlines, which writes a schema out as one regular expression and parses that in Python, on the loop
-that sends everybody's tokens: 200 properties, 6 KB, took 9 s there, 600 more than two minutes. So nothing is given to
-it.
+vLLM passes schemas that xgrammar does not support to llguidance, and those that llguidance does not support either
+(`patternProperties` beside a `multipleOf`) to outlines. outlines expands a schema into one regular expression and
+parses it in Python, on the event loop that sends all tokens: 200 properties, 6 KB, took 9 s there, 600 more than two
+minutes. So this module disables outlines.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-# What vLLM calls the pool, and how a step's share of a processor compares with that of all such threads: 68 to 1 each.
+# vLLM's name for the pool; and the niceness, which gives a step 68 times the processor share of each such thread.
 POOL = "self.executor = ThreadPoolExecutor("
 NICENESS = 19
 CHECK = "validate_structured_output_request_outlines"
 
 
 def give_way(manager: Any) -> None:
-    """Give a StructuredOutputManager, which has compiled nothing yet, a pool of such threads."""
+    """Give a StructuredOutputManager that has compiled nothing yet a pool of low-priority threads."""
     old = getattr(manager, "executor", None)
     if old is None:
         return  # a model without a tokenizer takes no structured outputs
@@ -33,7 +33,7 @@ def give_way(manager: Any) -> None:
 
 
 def no_outlines(backend: Any) -> None:
-    """backend: vLLM's module of that backend, whose check is asked before anything is given to it."""
+    """backend: vLLM's module of that backend; its check runs before vLLM passes it a schema."""
     setattr(backend, CHECK, _refuse)
 
 

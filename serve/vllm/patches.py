@@ -1,8 +1,8 @@
-"""Everything this project changes inside vLLM 0.32, in one place, each with its reason.
+"""Applies every change this project makes inside vLLM 0.32, each with its reason.
 
-Applied once in the forked engine process, before its engine core is forked from it; the core and its workers
-inherit the patched modules. Written against the pinned version; tests/e2e/test_engine_contract.py fails when
-an upgrade moves what is touched here.
+The forked engine process applies them once, before it forks its engine core; the core and its workers inherit the
+patched modules. Written against the pinned version; tests/e2e/test_engine_contract.py fails if an upgrade moves patched
+code.
 """
 
 from __future__ import annotations
@@ -45,45 +45,45 @@ _applied: list[bool] = []
 
 
 def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[int | None] = ()) -> None:
-    """Idempotent. `kind` of device; `eager`: the engine runs without compiled graphs; `numa_nodes`: of the device
-    of each worker."""
+    """Idempotent. `kind`: of device; `eager`: the engine runs without compiled graphs; `numa_nodes`: that of each
+    worker's device."""
     if _applied:
         return
     _applied.append(True)
 
-    # vLLM spawns its processes on the CPU platform and wherever it suspects threads, and so imports itself anew in
-    # each (12 s). This process was forked from a parent without threads or CUDA: forking again is sound.
+    # vLLM spawns its processes on the CPU platform and wherever it suspects threads, and so imports itself again in
+    # each (12 s). This process was forked from a parent without threads or CUDA, so forking again is safe.
     engine_utils.get_mp_context = _fork_context
     multiproc_executor.get_mp_context = _fork_context
 
     # A killed API process leaves vLLM's engine core running with the devices' memory until it next uses its socket.
     worker = multiproc_executor.WorkerProc
     EngineCoreProc.run_engine_core = staticmethod(_dies_with_parent(EngineCoreProc.run_engine_core))
-    # All of a tensor-parallel engine runs beside its devices (runtime.numa); a worker beside its own one. vLLM's own
-    # --numa-bind starts processes through numactl, where these are forked.
+    # A tensor-parallel engine runs on the NUMA nodes of its devices (runtime.numa), each worker on its own device's
+    # node. vLLM's --numa-bind starts processes through numactl, but these are forked.
     worker.worker_main = staticmethod(_dies_with_parent(_beside(numa_nodes, worker.worker_main)))
 
-    # What went wrong in the core or a worker reaches the frontend as "Engine core initialization failed" only.
+    # vLLM reports any error of the core or a worker to the frontend only as "Engine core initialization failed".
     EngineCoreProc.__init__ = _leaves_word(EngineCoreProc.__init__)
     worker.__init__ = _leaves_word(worker.__init__)
 
-    # A paused scheduler runs no fingerprint request, while resuming it would run the held requests too. And
-    # `wake_up(["kv_cache"])` resumes scheduling at once, so requests queued during the sleep would be answered by
-    # weights whose fingerprint nobody has looked at.
+    # A paused scheduler runs no fingerprint request, and resuming it would also run the held requests. And
+    # `wake_up(["kv_cache"])` resumes scheduling at once, so weights with an unchecked fingerprint would answer requests
+    # queued during the sleep.
     EngineCore.shm_run_fingerprint = run_fingerprint
-    # The frontend counts requests but does not know which of them the scheduler holds back.
+    # The frontend counts requests but does not know which ones the scheduler holds back.
     EngineCore.shm_request_counts = _request_counts
-    # One message instead of six between frontend and core, each of which would wait its turn during the pause.
+    # One message between frontend and core instead of six, each of which would wait in the queue during the pause.
     EngineCore.shm_load = _load
-    # Pause, exchange and resume of a staged version, whose fingerprint has answered already, as one message.
+    # One message to pause, exchange and resume for a staged version whose fingerprint is already verified.
     EngineCore.shm_exchange = _exchange
-    # Requests that finish on the version before a staged swap: told when there are none left, moved, and done with.
+    # Requests that finish on the old version of a staged swap: wait for their end, move them, free the old version.
     EngineCore.shm_finished = lambda core: core.scheduler.finished()
     EngineCore.shm_move_finishing = _move_finishing
     EngineCore.shm_end_finishing = _end_finishing
 
-    # Tensor-parallel workers talk through segments in /dev/shm that only an orderly exit removes. With names of our
-    # own the supervisor can remove them after any death.
+    # Tensor-parallel workers communicate through segments in /dev/shm that only an orderly exit removes. Names chosen
+    # here let the supervisor remove them after a crash.
     shared_memory._SHM_NAME_PREFIX = f"/{segment_prefix}"
     shared_memory._SHM_SAFE_NAME_LENGTH = len(segment_prefix) + 1 + 2 * SEGMENT_NAME_BYTES
     multiproc_executor.get_file_store_init_method = functools.partial(_rendezvous_file, segment_prefix)
@@ -96,27 +96,27 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
     stream_chunks.apply()
 
-    # Loads of adapters happen inside a step, unseen: nothing in vLLM counts or times them.
+    # Adapters load inside a step, and nothing in vLLM counts or times the loads.
     LRUCacheWorkerLoRAManager.shm_loads, LRUCacheWorkerLoRAManager.shm_load_s = 0, 0.0
     LRUCacheWorkerLoRAManager._load_adapter = _counted(LRUCacheWorkerLoRAManager._load_adapter)
 
     if not kind_of(kind).on_host:
-        # Compiled graphs are kept by a hash that the model's path is part of. Every version has a path of its own, so
-        # each new one would be compiled again, for half a minute and more, into the very same code.
+        # vLLM caches compiled graphs by a hash that includes the model's path. Every version has its own path, so vLLM
+        # would compile each new one again, for 30 s and more, into the same code.
         ModelConfig.compute_hash = _of_any_path(ModelConfig.compute_hash)
     else:
-        # vLLM hashes prompts beside the steps and labels a step's outputs with the newest version. Here a prompt's hash
-        # belongs to a version, and steps may be computed by the one before (serve.cpu.finishing_scheduler).
+        # vLLM hashes prompts in parallel with the steps and labels a step's outputs with the newest version. Here a
+        # prompt's hash belongs to a version, and the old version may compute steps (serve.cpu.finishing_scheduler).
         EngineCore.preprocess_add_request = _salted(EngineCore.preprocess_add_request)
         EngineCore._attach_weight_version = _attach_weight_version
         punica_cpu.PunicaWrapperCPU = GroupedLoRA
         gloo_device.apply()
-        # vLLM looks at an unknown architecture in a subprocess, lest the look initialise CUDA: 10 s of imports
-        # that this process has behind it.
+        # vLLM inspects an unknown architecture in a subprocess so as not to initialise CUDA: 10 s of imports that this
+        # process has already done.
         _LazyRegisteredModel.inspect_model_cls = _inspect_here
         if eager:
-            # Small helpers (rank of a log-probability, vocabulary masks) are torch.compiled even in eager mode, and
-            # the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.
+            # vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks) even in eager
+            # mode, and the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.
             torch.compiler.set_stance("force_eager")
 
 
@@ -185,7 +185,7 @@ def _rendezvous_file(segment_prefix: str) -> str:
 
 
 def first_failure() -> str | None:
-    """What the first failing process of this engine said, None if none did."""
+    """Return the message of the first failing process of this engine, None if there is none."""
     try:
         return _failure_note().read_text()
     except FileNotFoundError:
@@ -210,7 +210,7 @@ def _leaves_word(constructor):
 
 
 def _request_counts(core: EngineCore) -> tuple[int, int, int]:
-    """Requests running, those held back, and those of both that finish on the version before."""
+    """Return the numbers of running requests, held-back requests, and those of both that finish on the old version."""
     scheduler = core.scheduler
     finishing = scheduler.finishing() if isinstance(scheduler, FinishingScheduler) else 0
     return *scheduler.get_request_counts(), finishing
@@ -219,9 +219,9 @@ def _request_counts(core: EngineCore) -> tuple[int, int, int]:
 def _load(
     core: EngineCore, version: str, update: dict[str, Any], prompt: list[int], pooling_task: str | None, wake_kv: bool
 ) -> dict[str, Any]:
-    """vLLM's weight-transfer sequence (AsyncLLM.start_weight_update, update_weights, finish_weight_update), then the
-    fingerprint, if it was not computed during the load. With `wake_kv` a sleeping engine's KV cache comes back in
-    between, without its resume_scheduler."""
+    """Run vLLM's weight-transfer sequence (AsyncLLM.start_weight_update, update_weights, finish_weight_update), then
+    the fingerprint unless the load computed it. With `wake_kv` a sleeping engine's KV cache wakes in between, without
+    its resume_scheduler."""
     core.collective_rpc("start_weight_update")
     core.collective_rpc("update_weights", kwargs={"update_info": update})
     core.collective_rpc("finish_weight_update")
@@ -238,12 +238,12 @@ def _load(
 
 
 def _exchange(core: EngineCore, version: str, update: dict[str, Any]) -> Future | dict[str, Any]:
-    """Put a staged and proven version in the place of the serving one between two steps of the engine.
+    """Replace the serving version with a staged and verified one between two steps of the engine.
 
-    The requests it has finish on the version before, where the scheduler can leave them there; else they compute their
-    past again. After an error the engine stays paused, its caches cleared, for a whole load to follow. Resolves to the
-    workers' `reports`, `finishing` (how many requests keep the version before) and `pause_s` from the moment no step is
-    under way to the moment the next may begin.
+    Current requests finish on the old version if the scheduler allows that; otherwise vLLM recomputes them. After an
+    error the engine stays paused with cleared caches, and a whole load must follow. Resolves to the workers' `reports`,
+    `finishing` (how many requests keep the old version) and `pause_s` from the end of the last step to the moment the
+    next may begin.
     """
     keep = core.scheduler.can_finish() and bool(core.scheduler.requests)
 
@@ -267,7 +267,7 @@ def _exchange(core: EngineCore, version: str, update: dict[str, Any]) -> Future 
 
 
 def _move_finishing(core: EngineCore) -> Future | int:
-    """Let the requests that finish on the version before go on with the newest one; resolves to their number."""
+    """Move the requests that finish on the old version to the newest one; resolves to their number."""
 
     def move() -> int:
         moved = core.scheduler.move()
@@ -278,8 +278,8 @@ def _move_finishing(core: EngineCore) -> Future | int:
 
 
 def _end_finishing(core: EngineCore, give_back: bool) -> None:
-    """Free the version before. With `give_back` its memory goes to the host at once; else the allocator keeps it, for
-    the next version or until the engine sleeps, because giving gigabytes back would hold up a step."""
+    """Free the old version. With `give_back` its memory goes to the host at once; otherwise the allocator keeps it, for
+    the next version or until the engine sleeps, because returning gigabytes would delay a step."""
     core.collective_rpc("shm_release_retired")
     core.scheduler.end()
     if give_back:
@@ -287,7 +287,7 @@ def _end_finishing(core: EngineCore, give_back: bool) -> None:
 
 
 def _between_steps(core: EngineCore, action: Callable[[], Any], *, clear_cache: bool) -> Any:
-    """Pause, act once no step is under way, and return what `action` does, or a Future of it."""
+    """Pause, run `action` once no step is running, and return its result or a Future of it."""
     paused = core.pause_scheduler("keep", clear_cache=clear_cache)
     if paused is None:
         return action()

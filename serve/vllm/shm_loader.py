@@ -1,7 +1,7 @@
-"""vLLM load format `shm`: an engine's first weights, straight from a version's mapped files.
+"""Implements vLLM's load format `shm`: loads an engine's first weights straight from a version's mapped files.
 
-Registered by serve.vllm.plugin, chosen with `--load-format shm`; the model path is the version directory itself.
-The load is watched (serve.load.load_plan), so that later versions can be loaded by replaying it.
+serve.vllm.plugin registers it, `--load-format shm` selects it; the model path is the version directory itself.
+serve.load.load_plan records the load, so that later versions can replay it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ShmModelLoader(BaseModelLoader):
         return model
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        """Raises VersionMismatch when a parameter of an unquantised model finds no tensor in the version."""
+        """Raises VersionMismatch if the version has no tensor for a parameter of an unquantised model."""
         source = VersionSource(model_config.model).map()
         try:
             with LoadRecorder(model, source) as recorder:
@@ -49,13 +49,13 @@ class ShmModelLoader(BaseModelLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """All tensors of the version: what vLLM's own `reload_weights` asks a loader for."""
+        """Yield all tensors of the version, as vLLM's own `reload_weights` requires of a loader."""
         source = VersionSource(model_config.model).map()
         yield from source.tensors()
 
 
 def _refuse_holes(plan: LoadPlan, path: str) -> None:
-    """vLLM starts with random values where a checkpoint has no tensor for a parameter; a served model must not."""
+    """vLLM starts with random values if a checkpoint lacks a parameter's tensor; this check prevents serving them."""
     if plan.unwritten:
         shown = ", ".join(plan.unwritten[:8])
         raise VersionMismatch(

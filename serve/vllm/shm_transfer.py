@@ -1,14 +1,12 @@
-"""Weight-transfer backend `shm` of vLLM's weight-transfer framework (vllm/distributed/weight_transfer).
+"""Implements backend `shm` of vLLM's weight-transfer framework (vllm/distributed/weight_transfer).
 
 One `update_weights` call loads one whole version from its directory in shared memory. Three ways, chosen per call:
 
-    staged      a thread built the new form beside the serving one, the fingerprint was asked there
-    (serve.cpu.staged_fingerprint);
-                the call exchanges pointers, and `bring_in` exchanges them back and forth while requests finish on
-                the version before
-    in-place    layer by layer, each old layer's memory freed first (serve.load.direct_load), by as many threads as
-    there are
-                cores, the fingerprint following them (serve.vllm.following_fingerprint)
+    staged      a thread has built the new form beside the serving one and computed the fingerprint there
+                (serve.cpu.staged_fingerprint); the call exchanges pointers, and `bring_in` exchanges them back and
+                forth while requests finish on the old version
+    in-place    layer by layer, freeing each old layer first (serve.load.direct_load), with up to one thread per core;
+                the fingerprint follows the load (serve.vllm.following_fingerprint)
     layerwise   vLLM's own reload, for models whose layout the recorded plan cannot describe (serve.load.layerwise_load)
 
 Rules
@@ -54,12 +52,12 @@ LOAD_THREADS = 8  # they share the memory's rate: more would add little
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """Nothing to rendezvous: the version's directory is the whole protocol."""
+    """No rendezvous needed: the version's directory is the whole protocol."""
 
 
 @dataclass
 class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """`path`: the version directory. `layerwise` asks for vLLM's own reload where the faster way is possible."""
+    """`path`: the version directory. `layerwise` forces vLLM's own reload even if the faster way is possible."""
 
     path: str
     layerwise: bool = False
@@ -67,8 +65,8 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class Staging:
-    """A version being made ready by a thread of low priority: mapped, and with `build` also built beside the serving
-    one with its fingerprint about to be asked. `done` once all of it is."""
+    """A version that a low-priority thread prepares: it maps the version and, with `build`, also builds it beside the
+    serving one, ready for its fingerprint. `done` once all of that has ended."""
 
     path: str
     build: bool
@@ -83,7 +81,7 @@ class Staging:
     seconds: float = 0.0
 
     def close(self) -> None:
-        """Unmap the version and end the fingerprint's thread. Not before the building thread has ended."""
+        """Unmap the version and end the fingerprint's thread. Call it only after the building thread has ended."""
         if self.fingerprint is not None:
             self.fingerprint.close()
             self.fingerprint = None
@@ -113,7 +111,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         cores = len(os.sched_getaffinity(0)) // world_size
         self._direct = DirectLoader(model, plan, device, threads=max(1, min(cores, LOAD_THREADS)))
         # Workers whose layers wait for each other would wait for ever for one whose load failed; and the fingerprint
-        # has to be asked without adapters, whose buffers hold the last batch's.
+        # must run without adapters, whose buffers hold the last batch's.
         self._may_follow = world_size == 1 and vllm_config.lora_config is None
         self._staging: Staging | None = None
         self._spent: Staging | None = None
@@ -142,10 +140,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             source.close()
 
     def stage(self, path: str, build: bool) -> None:
-        """Begin to make `path` ready in the background; poll `staged`. The next update to that path uses it.
+        """Begin to prepare `path` in the background; poll `staged`. The next update to that path uses it.
 
-        Faulting its pages in, and on a GPU locking them, takes time by itself: it is done here also for a version
-        that is not built beside the serving one.
+        This also faults in the pages of a version that is not built beside the serving one, and on a GPU locks them,
+        because both take time.
         """
         self.drop_staged()
         staging = self._staging = Staging(path, build)
@@ -153,7 +151,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         staging.thread.start()
 
     def staged(self) -> bool:
-        """Whether the staged version is complete. Raises what the building thread raised."""
+        """Whether the staged version is complete. Re-raises errors of the building thread."""
         staging = self._staging
         if staging is None:
             raise WrongState("no version is being staged")
@@ -163,7 +161,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         return staging.done
 
     def watch(self, runner: Any) -> None:
-        """Take the next forward pass of the model runner as the fingerprint's."""
+        """Record the model runner's next forward pass as the fingerprint's."""
 
         def keep(trace: FingerprintTrace) -> None:
             self._trace = trace
@@ -173,8 +171,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def ready_fingerprint(self) -> dict[str, Any] | None:
         """Prepare the staged version's fingerprint for a few milliseconds, between two steps of the engine.
 
-        Returns None while there is more to do, then `{}`; `{"refused": why}` if this model's fingerprint can be asked
-        in a pause only.
+        Returns None while there is more to do, then `{}`; `{"refused": why}` if this model's fingerprint can only be
+        computed in a pause.
         """
         staging = self._staging
         if staging is None or staging.ready is None or not staging.done:
@@ -190,12 +188,12 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             return {"refused": staging.no_fingerprint}
 
     def advance_fingerprint(self) -> dict[str, Any] | None:
-        """Compute a slice of the fingerprint, which is ready on every worker: None while there is more to compute, then
-        the answer. Raises what the forward pass raised."""
+        """Compute a slice of the fingerprint, which must be ready on every worker: None while there is more to compute,
+        then the answer. Re-raises errors of the forward pass."""
         return self._staging.fingerprint.advance()
 
     def drop_staged(self) -> None:
-        """Forget a staged version and free its memory, waiting for its thread to notice."""
+        """Discard a staged version and free its memory, after its thread has stopped."""
         self.release_retired()
         staging, self._staging = self._staging, None
         if staging is not None:
@@ -212,8 +210,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Nothing to prepare: the whole version comes in one `update_weights`."""
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        """Load the version at `update_info.path`. Raises VersionError with the model untouched, or any error of
-        the load itself with `dirty` set."""
+        """Load the version at `update_info.path`. Raises VersionError with the model unchanged, or any error of the
+        load itself with `dirty` set."""
         staging = self._staging
         mapped = staging is not None and staging.path == update_info.path and staging.done
         if mapped and staging.build:
@@ -250,9 +248,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Nothing left to do: `receive_weights` returned with the weights in place."""
 
     def bring_in(self, weights: Weights) -> None:
-        """Put the newest version, or the one that it replaced and that requests finish on, in its place.
+        """Put the newest version, or the replaced one on which requests finish, in place.
 
-        Raises WrongState when the replaced version has been freed.
+        Raises WrongState if the replaced version has been freed.
         """
         if weights is self._in_place:
             return
@@ -264,7 +262,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self.dirty = False
 
     def release_retired(self) -> None:
-        """Free what a staged swap replaced. Called after the engine resumed: freeing gigabytes takes its time."""
+        """Free what a staged swap replaced. Call it after the engine resumed, because freeing gigabytes takes time."""
         self.bring_in(Weights.NEW)
         self._retired.clear()
         staging, self._spent = self._spent, None
@@ -280,7 +278,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         source = VersionSource(path)
         try:
             self.plan.check(source)
-            # vLLM's loaders may write into what they are given: theirs stays a private mapping.
+            # vLLM's loaders may write into their input, so they get a private mapping.
             lock = self._kind.locks_pages and not layerwise
             return source.map(PageLock(self.plan.copied_spans(source), CudaRTLibrary()) if lock else None)
         except BaseException:
@@ -288,8 +286,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             raise
 
     def _following(self, answers: list[dict[str, list]]) -> Callable[[Converting], None] | None:
-        """Appends the fingerprint's answer to `answers` while a load converts; None where only a whole load can be
-        asked."""
+        """Return a function that appends the fingerprint's answer to `answers` while a load converts; None if only a
+        complete load can compute it."""
         trace = self._trace
         if not self._may_follow or trace is None:
             return None
@@ -303,8 +301,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def _stage(self, staging: Staging) -> None:
         me = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + STAGING_NICENESS, 19))
-        # A thread begins on the first GPU: locking pages from there would leave a context of every tensor parallel
-        # worker on it, half a gigabyte each.
+        # A new thread uses the first GPU: locking pages from it would leave a context of every tensor parallel worker
+        # there, half a gigabyte each.
         self._kind.use(self.device)
         started_s = time.perf_counter()
         try:
@@ -330,7 +328,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def _staged_fingerprint(self, ready: list[Ready]) -> StagedFingerprint:
         if self._trace is None:
-            raise TwinRefused("no fingerprint of this engine was watched")
+            raise TwinRefused("no fingerprint pass of this engine was recorded")
         return StagedFingerprint(self.model, ready, self._trace)
 
     def _flip(self, staging: Staging) -> None:

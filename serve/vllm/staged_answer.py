@@ -1,4 +1,4 @@
-"""Asking the workers of one engine for the fingerprint of a staged version, slice by slice between its steps."""
+"""Collects a staged version's fingerprint from an engine's workers, slice by slice between its steps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 async def ask_staged(collective_rpc: Callable[[str], Awaitable[list[Any]]]) -> dict[str, Any]:
-    """The answer of the first worker (`tokens`, `logprobs` in nats), or `{"refused": why}` if one of them can be asked
-    in a pause only. `collective_rpc` calls a method of every worker and returns what each answered.
+    """Return the first worker's answer (`tokens`, `logprobs` in nats), or `{"refused": why}` if a worker can only
+    compute it in a pause. `collective_rpc` calls a method of every worker and returns all results.
 
-    No worker computes before all are ready: the layers of tensor parallel workers wait for each other, and the next
-    call goes out when all have answered the last.
+    No worker computes before all are ready, because the layers of tensor parallel workers wait for each other; each
+    call goes out after all workers have answered the last one.
     """
     ready: list[dict[str, Any] | None] = [None]
     while None in ready:

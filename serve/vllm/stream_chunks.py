@@ -1,8 +1,8 @@
-"""Chunks of a stream without vLLM's own fields that nobody asked for.
+"""Removes vLLM's own fields from stream chunks unless the request asked for them.
 
-vLLM names `token_ids`, `prompt_token_ids` and `prompt_text` in its chunks whether they were asked for or not, as null
-where not; OpenAI's chunks do not have them. Its own `exclude_unset` leaves a field out that was not given, so they are
-not given: less to write for each token, and nothing to take out of the bytes later.
+vLLM's chunks always contain `token_ids`, `prompt_token_ids` and `prompt_text`, as null if not requested; OpenAI's
+chunks do not have them. vLLM's `exclude_unset` omits fields that are not set, so this module does not set them: less to
+write per token, and nothing to remove from the bytes later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MADE_OF = (
 
 
 def apply() -> None:
-    """Once per process: the serving classes make their chunks by these names of their modules."""
+    """Call once per process: the serving classes create their chunks through these names in their modules."""
     for module, name in MADE_OF:
         setattr(module, name, _without_nulls(getattr(module, name)))
 

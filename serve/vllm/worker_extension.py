@@ -15,7 +15,7 @@ class ShmWorkerExtension:
     model_runner: Any
 
     def shm_check(self, path: str) -> dict[str, Any]:
-        """What a version would take to load: see ShmWeightTransferEngine.check.
+        """Check whether and how a version can be loaded: see ShmWeightTransferEngine.check.
 
         vLLM carries only the text of a worker's exception, so a refusal travels as `{"refused": [type, text]}`.
         """
@@ -31,8 +31,8 @@ class ShmWorkerExtension:
         return self.weight_transfer_engine.staged()
 
     def shm_record_fingerprint_pass(self) -> None:
-        """Note how the model runner runs its next pass, which is the fingerprint, for `shm_advance_fingerprint` to
-        repeat."""
+        """Record the model runner's next pass, which is the fingerprint, so that `shm_advance_fingerprint` can repeat
+        it."""
         self.weight_transfer_engine.watch(self.model_runner)
 
     def shm_ready_fingerprint(self) -> dict[str, Any] | None:
@@ -48,13 +48,13 @@ class ShmWorkerExtension:
         self.weight_transfer_engine.release_retired()
 
     def shm_report(self) -> dict[str, Any]:
-        """How the last version came in. Raises WrongState if its load did not complete."""
+        """Report on the last load. Raises WrongState if it did not complete."""
         if self.weight_transfer_engine.dirty:
             raise WrongState("the last load did not complete; the model holds mixed weights")
         return self.weight_transfer_engine.report
 
     def shm_adapters(self) -> dict[str, Any]:
-        """How many LoRA adapters are loaded, and how many were, in how many seconds, since the start."""
+        """Return how many LoRA adapters are loaded, and the number and seconds of loads since the start."""
         manager = self.model_runner.lora_manager
         return {
             "resident": len(manager.list_adapters()),

@@ -1,4 +1,4 @@
-"""A job's ranks seen from outside: started together, commanded, watched, stopped at one point.
+"""Controls a job's ranks from outside: starts them together, commands and watches them, stops them at one point.
 
 Never: It imports no torch where it runs in a supervisor (group.py, rank_host.py).
 Begin with group.py.

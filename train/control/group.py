@@ -1,4 +1,4 @@
-"""All ranks of a job as one thing: started together, watched, stopped together.
+"""Runs all ranks of a job as one group: starts, watches and stops them together.
 
 Events handed to `on_event` (all have "event" and "job"):
   message     level, text
@@ -10,9 +10,9 @@ Events handed to `on_event` (all have "event" and "job"):
   finished    outcome, step, error
 
 Rules
-- The world lives and dies as one: whatever happens to a rank (death, exception, silence, a phase that does not
-  end) kills all of them, because the others would wait in a collective for ever.
-- Nothing is repaired here. The outcome says whether starting again from the newest snapshot can help.
+- A failure of one rank (death, exception, silence, a phase that does not end) kills all of them, because the others
+  would wait in a collective for ever.
+- The group repairs nothing. The outcome says whether a restart from the newest snapshot can help.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from train.plan.spec import TrainSpec
 
 log = logging.getLogger(__name__)
 
-# Exceptions that mean "another rank is gone": never the reason themselves.
+# Exceptions that mean "another rank is gone": never the root cause.
 _SYMPTOMS = ("DistBackendError", "DistNetworkError", "DistStoreError", "RuntimeError", "ConnectionError")
 _OWN_RANK_GRACE_S = 0.5
 _INTERNAL_EVENTS = ("ready", "done", "fatal")
@@ -54,7 +54,7 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class PingLimits:
-    """When a rank counts as hung. `ping` goes to a thread of its own: silence means the process is stopped."""
+    """When a rank counts as hung. A separate thread answers `ping`, so silence means that the process is stopped."""
 
     ping_every_s: float = 1.0
     ping_timeout_s: float = 5.0
@@ -63,9 +63,9 @@ class PingLimits:
 
 @dataclass(frozen=True)
 class SuspendReport:
-    """`snapshot_path` is None if the job had not done a step yet. seconds: agree (until the step is done or
-    left), snapshot, exit (all else from then until the devices are free), total. parked: the ranks stay as processes
-    without memory of the job."""
+    """`snapshot_path` is None if the job had not done a step yet. seconds: agree (until the step is done or left),
+    snapshot, exit (the rest until the devices are free), total. parked: the ranks stay as processes without the job's
+    memory."""
 
     step: int
     snapshot_path: str | None
@@ -76,9 +76,9 @@ class SuspendReport:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a group ended. `error` is {"code", "message", "retryable", "blame"} when failed. blame: "own" where a rank
-    raised an error, "memory" where the kernel killed it for want of memory, else "outside": it was killed, stopped, or
-    its supervisor died, which says nothing of the job."""
+    """How a group ended. `error` is {"code", "message", "retryable", "blame"} when failed. blame: "own" if a rank
+    raised an error, "memory" if the OOM killer killed it, else "outside": it was killed, stopped, or its supervisor
+    died, which is no fault of the job."""
 
     outcome: Literal["succeeded", "failed", "suspended", "cancelled"]
     step: int = 0
@@ -87,7 +87,7 @@ class Outcome:
 
 
 class Group:
-    """One world of one job, once: make another Group to continue it."""
+    """One world of one job, for one use: create another Group to continue the job."""
 
     def __init__(
         self, on_event: Callable[[dict[str, Any]], None] = lambda event: None, limits: PingLimits | None = None
@@ -110,8 +110,8 @@ class Group:
     async def start(
         self, spec: TrainSpec, hosts: Sequence[Host], devices: Sequence[str], snapshot: str | None = None
     ) -> None:
-        """Fork one rank per host, or let the very ranks that were parked there go on, and return when all are training.
-        `devices[i]` is the address of a device (DeviceKind.address).
+        """Fork one rank per host, or resume the same ranks parked there, and return when all are training. `devices[i]`
+        is the address of a device (DeviceKind.address).
 
         Raises RankFailed if the world does not come up; nothing is left running then.
         """
@@ -141,7 +141,7 @@ class Group:
                 raise RankFailed(rank, f"was not started: {result}", retryable=True, blame="outside") from result
 
     async def _resume_parked(self, spec: dict[str, Any], devices: list[str], snapshot: str) -> bool:
-        """Whether all ranks of this very world were parked in their places and go on; if not, none of them counts."""
+        """Resume the ranks if all ranks of this same world are parked in their places; otherwise False."""
         parked = await asyncio.gather(*(host.parked() for host in self._hosts), return_exceptions=True)
         if not is_same_world(parked, spec, devices):
             return False
@@ -149,9 +149,9 @@ class Group:
         return not any(isinstance(answer, BaseException) for answer in resumed)
 
     async def adopt(self, job_id: str, hosts: Sequence[Host]) -> None:
-        """Go on with ranks that another Group started, whose process died. `hosts` in the order of ranks, all of them.
+        """Take over the ranks of another Group whose process died. `hosts`: all of them, in the order of ranks.
 
-        Events that nobody acknowledged are told now, the last of them perhaps a second time.
+        It delivers unacknowledged events now, the last of them perhaps a second time.
         """
         self._started_s = time.monotonic()
         self._hosts, self._job_id, self._adopted = list(hosts), job_id, True
@@ -162,7 +162,7 @@ class Group:
         """Leave the devices with a snapshot of the last step boundary, or of the next if it is near; returns when they
         are free: no process is left, or all are parked.
 
-        None if the job ended otherwise meanwhile (it was in its last step, or failed): `wait` tells how.
+        None if the job ended otherwise meanwhile (it was in its last step, or failed): `wait` returns how.
         """
         started = time.monotonic()
         outcome = await self._wish("suspend")
@@ -170,7 +170,7 @@ class Group:
             return None
         total = time.monotonic() - started
         snapshot_s = outcome.detail["seconds"]["snapshot"]
-        # Its "leave" is all that rank 0 did between the step boundary and its last word, the snapshot included.
+        # Its "leave" is all the time of rank 0 between the step boundary and its last message, snapshot included.
         agree_s = max(0.0, outcome.detail["left_s"] - started - outcome.detail["seconds"]["leave"])
         seconds = {"agree": agree_s, "snapshot": snapshot_s, "exit": total - agree_s - snapshot_s, "total": total}
         return SuspendReport(
@@ -178,12 +178,12 @@ class Group:
         )
 
     async def cancel(self) -> Outcome:
-        """End without a snapshot, and without the step under way unless it is about to end; returns when no process is
+        """End without a snapshot, leaving the current step unless it is about to end; returns when no process is
         left."""
         return await self._wish("cancel")
 
     async def snapshot(self) -> None:
-        """Ask for a snapshot at the next step boundary; the "snapshot" event tells when it is there."""
+        """Request a snapshot at the next step boundary; the "snapshot" event reports it."""
         await self._hosts[0].call("signal", name="snapshot")
 
     async def kill(self) -> Outcome:
@@ -202,7 +202,7 @@ class Group:
             try:
                 await self._hosts[0].call("signal", name=name)
             except RuntimeLayerError:
-                pass  # the rank died just now; its listener ends the group
+                pass  # the rank has just died; its listener ends the group
         return await self.wait()
 
     def _attend(self) -> None:
@@ -243,8 +243,8 @@ class Group:
             return
         if isinstance(error, RuntimeLayerError):
             self._fail_after_grace(rank)  # its supervisor is gone
-        else:  # an event that its taker cannot take must not be lost in silence, with all that follow it
-            self._fail(rank, f"sent an event that could not be taken: {error!r}", retryable=True, blame="outside")
+        else:  # an event whose handler fails must not be lost silently, with all later ones
+            self._fail(rank, f"sent an event that could not be handled: {error!r}", retryable=True, blame="outside")
 
     async def _watch_rank(self, rank: int) -> None:
         limits = self._limits
@@ -262,7 +262,7 @@ class Group:
                 )
                 return
             except ChildDied:
-                return  # its listener knows more
+                return  # its listener knows the cause
             if report["phase"] != "done" and report["in_phase_s"] > limits.phase_limit_s:
                 self._fail(
                     rank,
@@ -287,8 +287,8 @@ class Group:
         )
 
     def _fail_after_grace(self, rank: int) -> None:
-        # When one rank goes, the others raise from their collectives within a tenth of a second, sometimes sooner
-        # than its death is seen: wait a moment and blame the one with a reason of its own.
+        # When one rank dies, the others raise from their collectives within 0.1 s, sometimes before its death is seen:
+        # wait briefly and blame the one with its own error.
         if self._failing is None:
             self._failing = asyncio.create_task(self._blame(rank), name=f"{self._job_id} blame")
 
@@ -297,7 +297,7 @@ class Group:
         ranks = [rank for rank in range(len(self._hosts)) if rank not in self._fatal]
         deaths = dict(zip(ranks, await asyncio.gather(*map(self._death, ranks)), strict=True))
         gone = [rank for rank, death in deaths.items() if death is not None]
-        if gone:  # and yet what they said last may be on its way: a listener ends when it has heard all
+        if gone:  # but their last messages may still be in flight: a listener ends when it has read all
             await asyncio.wait([self._listeners[rank] for rank in gone], timeout=self._limits.ping_timeout_s)
         own = [rank for rank, fatal in self._fatal.items() if fatal["type"] not in _SYMPTOMS]
         silent = [rank for rank in gone if rank not in self._fatal]
@@ -318,7 +318,7 @@ class Group:
             self._fail(rank, f"raised {fatal['type']}: {fatal['message']}", retryable=not of_input, code=fatal["type"])
 
     async def _death(self, rank: int) -> RuntimeLayerError | None:
-        """What it died of; None while it lives."""
+        """Cause of its death; None while it lives."""
         try:
             async with asyncio.timeout(2 * self._limits.ping_timeout_s):  # its supervisor may be stopped, too
                 await self._hosts[rank].call("ping", timeout_s=self._limits.ping_timeout_s)
@@ -348,8 +348,8 @@ class Group:
 
     async def _end(self, outcome: Outcome) -> None:
         assert self._ended is not None
-        # The first end counts. While its ranks are being killed, others look as if they hung; and a second round of
-        # kills would reach the devices when the next job is on them.
+        # Only the first end counts. While ranks are being killed, others look hung; and a second round of kills could
+        # hit the next job on the devices.
         if self._ending:
             return
         self._ending = True
@@ -379,8 +379,8 @@ class Group:
                 task.cancel()
 
     async def _kill_all(self) -> None:
-        """A host that cannot be asked to must not keep the end of the group from being told: it took its rank along.
-        One such error once left a suspend waiting for ever."""
+        """Kill a rank. An unreachable host must not block the report of the group's end: its rank died with it. Such an
+        error once left a suspend waiting for ever."""
         kills = (host.kill() for host in self._hosts)
         for rank, error in enumerate(await asyncio.gather(*kills, return_exceptions=True)):
             if error is not None:
@@ -390,8 +390,8 @@ class Group:
 def is_same_world(parked: Sequence[Any], spec: dict[str, Any], devices: list[str]) -> bool:
     """Whether these ranks (see RankHost.parked; one per place) are one world of this run, each in its place.
 
-    Where the bytes of the base version lie may change: one that was on disk is in shared memory once an engine of it
-    was asked. A parked rank still holds what it began with.
+    The location of the base version may change: one on disk moves to shared memory when an engine of it starts. A
+    parked rank still holds the bytes it started with.
     """
     if not all(isinstance(rank, dict) for rank in parked):
         return False

@@ -1,4 +1,4 @@
-"""What a run is asked from outside, where it is, and where it reports to."""
+"""Holds a run's control signals, its current phase, and its event sink."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ SIGNALS = ("suspend", "cancel", "snapshot")
 
 
 class Events(Protocol):
-    """Where a run reports to; called on rank 0 only."""
+    """Receives a run's events; called on rank 0 only."""
 
     def __call__(self, event: str, **data: Any) -> None: ...
 
 
 @dataclass
 class ControlSignals:
-    """What was asked of this rank from outside; written by another thread, read at step boundaries
-    and, through `listen`, inside a step."""
+    """Control signals sent to this rank; another thread writes them, the loop reads them at step boundaries and,
+    through `listen`, inside a step."""
 
     suspend: bool = False
     cancel: bool = False
@@ -36,12 +36,12 @@ class ControlSignals:
         self._tell()
 
     def listen(self, leave: Callable[[], None]) -> None:
-        """`leave` is called when devices are wanted back, perhaps at once, on any thread and more than once."""
+        """`leave` is called when the devices are requested back, possibly at once, on any thread and more than once."""
         self._leave = leave
         self._tell()
 
     def clear(self) -> None:
-        """What was asked is done."""
+        """Clear a signal after it was handled."""
         self.suspend = self.cancel = self.snapshot = False
         self._leave = None
 
@@ -52,7 +52,7 @@ class ControlSignals:
 
 @dataclass
 class Progress:
-    """Where the run is, for the heartbeat: a phase that lasts too long is a hang."""
+    """The run's current phase, for the heartbeat: a phase that lasts too long is a hang."""
 
     phase: str = "starting"
     step: int = 0

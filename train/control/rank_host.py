@@ -1,7 +1,7 @@
-"""Supervises one rank: holds its device, has it forked, passes calls and events. Torch-free; body of a Ray actor.
+"""Supervises one rank: holds its device, has it forked, forwards calls and events. Torch-free; body of a Ray actor.
 
-Its caller may die and another one take over: events are kept until a caller has acknowledged them, and those that say
-where the rank is (`STATES`) for as long as it lives, so that a new caller can read from the beginning.
+If its caller dies, another one may take over: it keeps events until a caller has acknowledged them, and those that
+report the rank's state (`STATES`) for the rank's life, so that a new caller can read from the beginning.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ PARK_LIMIT_S = 3600.0  # a parked rank holds no weights, but some 200 MB all the
 
 class RankHost:
     """One rank at a time, forked from the warm parent at `warm_socket`, logging into `log_dir`. `numa_node`: that of
-    the device, beside which ranks run; None: anywhere.
+    the device, on which ranks run; None: anywhere.
 
-    A rank that was suspended may stay, parked (see train.state.parking): it holds no device and belongs to no group,
-    until `resume` takes it into one again, another rank is started here, or `park_limit_s` is over.
+    A suspended rank may stay parked (see train.state.parking): it holds no device and belongs to no group until
+    `resume` adds it to one again, another rank starts here, or `park_limit_s` has passed.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RankHost:
     ):
         self._warm_socket, self._log_dir, self._park_limit_s = warm_socket, Path(log_dir), park_limit_s
         self._numa_node = numa_node
-        # Ranks of a world find each other by a file there: a port, as torch has it by default, answers strangers.
+        # Ranks of a world find each other by a file there: torch's default, a port, accepts connections from anyone.
         self._worlds = Path(warm_socket).with_name(WORLDS)
         self._meeting: Path | None = None
         self._child: Child | None = None
@@ -66,7 +66,7 @@ class RankHost:
         Raises WarmParentError. Returns {"pid"} as soon as the process exists.
         """
         if self._parked():
-            self._end_later(self._child, self._meeting)  # it holds nothing that the new rank needs
+            self._end_later(self._child, self._meeting)  # it holds no resource that the new rank needs
         else:
             await self.kill()
         self._place = {"job_id": spec["job_id"], "rank": rank, "world_size": world_size}
@@ -79,7 +79,7 @@ class RankHost:
             "WORLD_SIZE": str(world_size),
             "LOCAL_RANK": "0",
             "LOCAL_SIZE": "1",
-            # A world is on one node. Left to themselves both take an address that other machines reach.
+            # A world is on one node. By default both use an address that other machines can reach.
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
         }
@@ -110,12 +110,12 @@ class RankHost:
         return life()
 
     async def parked(self) -> dict[str, Any] | None:
-        """What the rank that is parked here was started with: `{"job_id", "rank", "world_size", "meeting" (of its
-        world), "device", "spec"}`; None if there is none."""
+        """Start parameters of the rank parked here: `{"job_id", "rank", "world_size", "meeting" (of its world),
+        "device", "spec"}`; None if there is none."""
         return self._started_as if self._parked() else None
 
     async def resume(self, snapshot: str) -> dict[str, Any]:
-        """Let the parked rank go on from `snapshot`, as all ranks of its world must. Raises as `call`."""
+        """Resume the parked rank from `snapshot`, as all ranks of its world must. Raises like `call`."""
         if not self._parked():
             raise ChildDied("parked rank", 0, str(self._log_dir), "there is none")
         await self._events.forget()
@@ -133,20 +133,20 @@ class RankHost:
         return {**self._place, "alive": alive, "done": self._events.done, "pid": pid, "parked": ""}
 
     async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any:
-        """Ask the rank something; raises ChildDied, ChildError, ChildTimeout."""
+        """Call the rank; raises ChildDied, ChildError, ChildTimeout."""
         return await self._started().call(method, timeout_s=timeout_s, **args)
 
     async def next_event(self, after: int = 0) -> dict[str, Any] | None:
         """The rank's first event with a "number" above `after`, all up to there being acknowledged by it; None once
-        it is dead and all its events are read. Asking again is harmless: an answer may have been lost."""
+        it is dead and all its events are read. Repeating the call is harmless: an answer may have been lost."""
         self._started()
         return await self._events.next(after)
 
     async def kill(self) -> None:
         """Kill the rank if there is one and return when its device is free.
 
-        On a machine without a processor to spare the kernel takes longer than the wait to take its memory back. Giving
-        up then left a job that had come to its end running for ever.
+        On a fully loaded machine the kernel takes longer than the wait to free its memory. Giving up then left a
+        finished job running for ever.
         """
         # Of this life: the next one may begin while this call still waits.
         child, meeting, place = self._child, self._meeting, self._place
@@ -155,7 +155,7 @@ class RankHost:
                 await child.kill_and_wait()
                 break
             except TimeoutError:
-                log.warning("%s (pid %d) is killed and not gone yet; waiting on", child.name, child.pid)
+                log.warning("%s (pid %d) was killed but has not ended yet; still waiting", child.name, child.pid)
         if meeting is not None:
             meeting.unlink(missing_ok=True)
         if self._place is place:
@@ -168,12 +168,12 @@ class RankHost:
             await self._child.kill_and_wait()
 
     async def drop_parked(self, job_id: str) -> None:
-        """End the rank that is parked here if it is one of this job."""
+        """End the rank parked here if it belongs to this job."""
         if self._parked() and self._place["job_id"] == job_id:
             await self.kill()
 
     async def leave_parked(self) -> None:
-        """The group of a rank that is parked has ended: from now on its time runs."""
+        """Start the time limit of a parked rank, whose group has ended."""
         if self._parked():
             task = asyncio.create_task(self._expire(self._child, self._events), name=f"parked {self._child.name}")
             self._ending.add(task)
@@ -205,7 +205,7 @@ class RankHost:
 
 
 class _Events:
-    """The numbered events of one rank, from its fork or from when it was last resumed (`life`) on."""
+    """The numbered events of one rank, since its fork or its last resume (`life`)."""
 
     def __init__(self, child: Child | None = None):
         self.done = self.parked = False
@@ -225,7 +225,7 @@ class _Events:
                 await self._news.wait()
 
     async def forget(self) -> None:
-        """What comes now is of another life."""
+        """Later events belong to another life."""
         async with self._news:
             self._kept.clear()
             self.done = self.parked = False

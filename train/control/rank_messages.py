@@ -1,7 +1,7 @@
-"""What one rank tells the others that is not numbers: as JSON, never pickled.
+"""Sends non-numeric values from one rank to the others as JSON, never pickled.
 
-torch's own way (`broadcast_object_list`) unpickles what came over the wire, and who unpickles runs what was sent. Ranks
-talk over loopback, where every user of the machine may connect while a world forms.
+torch's `broadcast_object_list` unpickles received bytes, which can run code from the sender. Ranks talk over loopback,
+where every user of the machine may connect while a world forms.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 
 
 def told_by_first(value: Any) -> Any:
-    """`value` of rank 0, on every rank; it must be plain JSON. Collective; what other ranks give is not looked at."""
+    """`value` of rank 0, on every rank; it must be plain JSON. Collective; it ignores the values of other ranks."""
     device = torch.device(get_accelerator().current_device_name())
     written = json.dumps(value).encode() if comm.get_rank() == 0 else b""
     length = torch.tensor([len(written)], dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Where all ranks of a world leave a step that is under way: at the same point, found without waiting for each other.
+"""Lets all ranks of a world leave a running step at the same point, without waiting for each other.
 
 A step has points (train.run.leave_step): the beginning of each micro-batch, of each layer's forward and backward. Every
 rank passes the same points in the same order, with the same collectives between them. If all leave at one point, no
@@ -26,14 +26,14 @@ _ANNOUNCED, _POINT, _LEFT, _RANKS = 0, 1, 2, 8  # places in the page, int64
 POINTS_PER_STEP = 1 << 24
 MOST_RANKS = _BYTES // 8 - _RANKS
 _SEEN_S = 0.001
-"""A processor may let a read pass its own earlier write, for less than a microsecond. After this long rank 0 reads what
-was written by everybody who did not see the announcement."""
+"""A processor may reorder a read before its own earlier write, for less than a microsecond. After this time rank 0 sees
+the writes of all ranks that did not see the announcement."""
 
 
 class StopPoint:
     """One rank's view of the page, which is a file in the job's directory that all ranks of the node map.
 
-    It stays from world to world, for `left`: the step (steps done before it) that was left last, -1 if none was.
+    It persists across worlds for `left`: the step (steps done before it) that was left last, -1 if none.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int):
@@ -52,7 +52,7 @@ class StopPoint:
             self._page[_LEFT] = -1
 
     def reset(self) -> None:
-        """By rank 0, before any rank of this world has begun a step."""
+        """Called by rank 0 before any rank of this world begins a step."""
         self._page[_ANNOUNCED] = self._page[_POINT] = 0
         self._page[_RANKS:] = 0
 
@@ -65,13 +65,13 @@ class StopPoint:
         self._page[_LEFT] = step
 
     def announce(self) -> None:
-        """By rank 0, on any thread: everybody leaves at the next point that nobody has passed."""
+        """Called by rank 0, on any thread: all ranks leave at the next point that no rank has passed."""
         self._page[_ANNOUNCED] = 1
         time.sleep(_SEEN_S)
         self._page[_POINT] = 1 + self._page[_RANKS : _RANKS + self._world_size].max()
 
     def passes(self, point: int) -> bool:
-        """Whether this rank goes on at this point; False: it leaves here, as all others do."""
+        """Whether this rank continues at this point; False: it leaves here, like all others."""
         page = self._page
         page[_RANKS + self._rank] = point
         if not page[_ANNOUNCED]:

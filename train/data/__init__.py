@@ -1,5 +1,5 @@
-"""From a file of examples to rows of tokens: formats, checks, chat templates, packing.
+"""Converts a file of examples to rows of tokens: formats, checks, chat templates, packing.
 
-Never: It knows no device and no model but its tokenizer.
+Never: It uses no device, and no part of a model but its tokenizer.
 Begin with check.py, then token_set.py.
 """

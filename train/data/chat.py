@@ -1,8 +1,8 @@
-"""From a chat example to token ids and the mask of what is learnt, through the model's own chat template.
+"""Converts a chat example to token ids and a loss mask, through the model's own chat template.
 
-The model learns what the assistant says and the token that ends its turn, never what it is asked. If the template marks
-that with {% generation %}, the mark decides. Otherwise the example is rendered up to each assistant message, with and
-without it, and the difference is the span (the method of OpenAI's and Axolotl's trainers).
+The model learns the assistant's messages and the token that ends its turn, never the prompts. If the template marks
+them with {% generation %}, the marks decide. Otherwise the encoder renders the example up to each assistant message,
+with and without it, and the difference is the span (the method of OpenAI's and Axolotl's trainers).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ChatEncoder:
         ends = np.array([end for _, end in encoded["offset_mapping"]], dtype=np.int64)
         learnt = np.zeros(len(starts), bool)
         for start, end in spans:
-            # A token that begins before the span holds something that was given, and is not learnt.
+            # A token that begins before the span contains prompt text, and is not learnt.
             learnt |= (starts >= start) & (starts < end) & (ends > starts)
         return np.array(encoded["input_ids"], dtype=np.int32), learnt
 

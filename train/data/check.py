@@ -22,9 +22,9 @@ from train.data.formats import BadRecord, Record, conversation, shape_of
 MAX_EXAMPLE_BYTES = 16 * 2**20
 MAX_DEPTH = 64
 MAX_LISTED_ERRORS = 100
-# A file with so many bad examples is not read on: a billion of them take no more of a thread than this.
+# The check stops after this many bad examples, which bounds its time even for a billion of them.
 MAX_COUNTED_ERRORS = 10_000
-# Keys and roles in a reason come from the file, and may be as long as an example.
+# Keys and roles in a reason come from the file and may be as long as an example.
 MAX_REASON_CHARACTERS = 300
 # In one record, also in its texts, some of which hold JSON that is parsed. Parsing holds up every other thread of the
 # process: 16 MiB of "[]," do so for 3 s and take 570 MiB.
@@ -129,7 +129,7 @@ def _example(report: DataReport, raw: bytes | BadRecord, output: BinaryIO | None
 
 
 def _parse(raw: bytes) -> Any:
-    # Counting is cheap, and parsing is not.
+    # Counting is cheap, parsing is not.
     brackets, commas = raw.count(b"{") + raw.count(b"["), raw.count(b",")
     for what, count, most in (("brackets", brackets, MAX_BRACKETS), ("commas", commas, MAX_COMMAS)):
         if count > most:

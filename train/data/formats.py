@@ -1,4 +1,4 @@
-"""The shapes fine-tuning data comes in, and their conversion to OpenAI's chat shape. Pure; one record at a time.
+"""Recognises the formats of fine-tuning data and converts them to OpenAI's chat format. Pure; one record at a time.
 
 chat              {"messages": [{"role", "content", "weight"?, "tool_calls"?, ...}], "tools"?}   (OpenAI)
 alpaca            {"instruction", "input"?, "output", "system"?, "history"?}     (stanford_alpaca)

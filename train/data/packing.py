@@ -1,4 +1,4 @@
-"""Which tokens a step sees: packing of examples into rows, and the order of rows. Pure numpy.
+"""Packs examples into rows and orders the rows, which determines the tokens of each step. Pure numpy.
 
 Rules
 - Packing depends on the lengths alone, the order on (seed, epoch) alone, and a step on its number alone. Nothing
@@ -84,8 +84,8 @@ class Row:
     """One micro-batch as a single row of tokens.
 
     input_ids, position_ids: (tokens,) int64. predict_at, labels: (n,) int64, the positions whose next token is
-    learnt and that token. segments: (start, end) of each example; what is left at the end of a pack is padding,
-    a segment of its own that nobody predicts from.
+    learnt and that token. segments: (start, end) of each example; the rest of a pack is padding, a separate segment
+    without labels.
     """
 
     input_ids: np.ndarray
@@ -100,7 +100,7 @@ def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, p
     """Lay out packs of (token ids, loss mask) examples one after the other, each pack padded to its capacity.
 
     `capacity` is in tokens per pack; without packing a pack is padded to a multiple of UNPACKED_MULTIPLE only.
-    The first token of an example is never predicted: nothing stands before it.
+    The first token of an example is never predicted, because nothing precedes it.
     """
     ids, positions, learn, segments, n_tokens = [], [], [], [], 0
     offset = 0

@@ -1,8 +1,8 @@
-"""The training set as tokens on disk. All ranks tokenise it once together, each maps it, and resumes use it again.
+"""Stores the training set as tokens on disk. All ranks tokenise it once together, each maps it, and resumes reuse it.
 
 A set is a directory `<run_dir>/tokens/<key>/` with tokens.npy (int32), learnt.npy (bool) and offsets.npy (int64,
-n + 1), facts.json (pad_id, n_dropped, n_truncated) and packs-*.npz. The key names everything it was made from, so a
-changed file, tokenizer or length makes a new one; a set that is there is opened without the tokenizer.
+n + 1), facts.json (pad_id, n_dropped, n_truncated) and packs-*.npz. The key covers all inputs, so a changed file,
+tokenizer or length creates a new set; an existing set needs no tokenizer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TokenSet:
         self._max_length, self._packing, self._lay_out = max_length, packing, lay_out
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_dropped, self.n_truncated = facts["pad_id"], facts["n_dropped"], facts["n_truncated"]
-        # The plan is kept: planning a million examples anew takes longer than the rest of a resume.
+        # Cache the plan: planning a million examples again takes longer than the rest of a resume.
         index = directory / f"packs-{max_length if packing else 1}.npz"
         if not index.exists():
             self._write_index(index)
@@ -134,7 +134,7 @@ def open_token_set(
         if rank == 0:
             _merge(shards, directory, world_size, _pad_id(encoder()))
         barrier()
-        if rank == 0:  # only now has every rank read the others' errors
+        if rank == 0:  # by now every rank has read the others' errors
             shutil.rmtree(shards)
     tokens = TokenSet(directory, max_length=max_length, packing=packing, lay_out=lay_out)
     if not len(tokens.packs):

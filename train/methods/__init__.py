@@ -1,4 +1,4 @@
-"""Training methods: one file for each says what is asked of it, what it reads, what it minimises and what it takes.
+"""Defines training methods, one file each: hyperparameters, input records, loss and memory.
 
 Never: It runs no step and moves no data; train.run and train.data ask the method's object. A method's own file imports
 no torch until its objective is made.

@@ -1,9 +1,9 @@
-"""`train.data.check` of a large file, in a process of its own: `python -m train.methods.check_process METHOD FILE
+"""Runs `train.data.check` of a large file in its own process: `python -m train.methods.check_process METHOD FILE
 [CHAT_FILE]`.
 
-While JSON is parsed and brackets are matched no other thread of the process runs: with one 16 MiB example for most of a
-second. The process prints the report as JSON, yields to everything else on the machine, ends with its parent, and is
-killed beyond its limits of CPU and memory.
+JSON parsing and bracket matching block all other threads of a process: for most of a second with one 16 MiB example.
+This process prints the report as JSON, runs at low priority, ends with its parent, and is killed beyond its CPU and
+memory limits.
 """
 
 from __future__ import annotations

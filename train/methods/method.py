@@ -1,6 +1,6 @@
-"""What a training method is. A new one is a subclass in a file of its own and a row in `methods`.
+"""Defines the interface of a training method. A new one is a subclass in its own file and a row in `methods`.
 
-From the request to the loss, in the order in which it is asked:
+Methods in the order of use, from the request to the loss:
 
     resolve          hyperparameters into fields of a TrainSpec
     convert, refuses records of the data file, as they are checked and written for the run
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Method(ABC):
-    """`name`: as OpenAI's `method.type` and in a TrainSpec. `metric_names`: of what `metrics` tells, in order."""
+    """`name`: as OpenAI's `method.type` and in a TrainSpec. `metric_names`: of the values of `metrics`, in order."""
 
     name: str
     metric_names: tuple[str, ...] = ()
@@ -44,17 +44,17 @@ class Method(ABC):
         return auto.resolve(hyperparameters, dataset, model, max_devices, own=self.own_hyperparameters)
 
     def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:  # noqa: B027 - many have none
-        """Read what only this method takes, into `fields["options"]` (TrainSpec.options, plain JSON values), and put
-        another default where the common one does not suit. Raises InvalidHyperparameter."""
+        """Read this method's own hyperparameters into `fields["options"]` (TrainSpec.options, plain JSON values), and
+        override unsuitable common defaults. Raises InvalidHyperparameter."""
 
     @abstractmethod
     def convert(self, record: Record, shape: str) -> Record | None:
-        """A record as `encode` takes it, or None where the shape is one of another method's and is only checked.
-        Raises BadRecord."""
+        """Convert a record for `encode`; None if the shape belongs to another method and is only checked. Raises
+        BadRecord."""
 
     @abstractmethod
     def refuses(self, shape: str) -> str | None:
-        """Why a file of records of this shape (train.data.formats) is nothing to train on with this method."""
+        """Why this method cannot train on a file of records of this shape (train.data.formats)."""
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         """What each of `ranks` ranks holds; `fields` as `resolve` makes them."""

@@ -1,5 +1,5 @@
-"""The model that is trained: attention over packed rows, adapters, loss, learning rate, tensor parallelism.
+"""Builds the trained model: attention over packed rows, adapters, loss, learning rate, tensor parallelism.
 
-Never: It writes nothing and knows no step loop.
+Never: It writes no files and runs no step loop.
 Begin with model.py.
 """

@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step, so that a resumed run needs no scheduler state."""
+"""Computes the learning rate as a pure function of the step, so that a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 

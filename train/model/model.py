@@ -1,4 +1,4 @@
-"""The model that is trained: a Hugging Face causal language model with packed attention, maybe with LoRA inside."""
+"""Loads the model to train: a Hugging Face causal language model with packed attention, optionally with LoRA."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def load_model(spec: TrainSpec, *, weights: bool = True) -> PreTrainedModel:
     """The base model in the precision to train in, on the CPU, with what is trained marked `requires_grad`.
 
-    The same bytes on every rank: LoRA starts from `spec.seed`. With `weights=False` parameters that are trained may
-    hold anything: a snapshot brings them. Raises UnsupportedModel.
+    The bytes are equal on every rank: LoRA starts from `spec.seed`. With `weights=False` trained parameters are
+    undefined: a snapshot sets them. Raises UnsupportedModel.
     """
     attention.register()
     transformers_logging.disable_progress_bar()
@@ -63,7 +63,7 @@ def load_model(spec: TrainSpec, *, weights: bool = True) -> PreTrainedModel:
 
 
 def _without_weights(spec: TrainSpec) -> PreTrainedModel | None:
-    """The architecture with its parameters as memory came; None if it has more state than its parameters."""
+    """The architecture with uninitialised parameters; None if it has more state than its parameters."""
     config = AutoConfig.from_pretrained(spec.base_path, local_files_only=True, trust_remote_code=False)
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(

@@ -1,4 +1,4 @@
-"""What a job is and what it takes: its spec, automatic hyperparameters, memory. No torch.
+"""Describes a job without torch: its spec, automatic hyperparameters and memory estimate.
 
 Never: It starts nothing and reads no data.
 Begin with spec.py.

@@ -246,7 +246,7 @@ def _batch_size(dataset: DatasetStats, fields: dict, micro: int, max_devices: in
 
 def _learning_rate(given: Given, model: ModelStats, full: bool) -> float:
     # 1e-5 suits full tuning of 7e9 parameters; smaller models bear more, roughly with the root of the size.
-    # LoRA wants about ten times as much (Schulman et al., "LoRA Without Regret", 2025), and small models less than that:
+    # LoRA wants about ten times as much (Schulman et al., "LoRA Without Regret", 2025), small models less than that:
     # SmolLM2-135M learnt 64 examples at 7.2e-4, 4.3e-4 and 2.9e-4 alike; of twelve general questions, of which it had
     # answered eleven before, it answered ten, eleven and twelve after them.
     smaller = 7e9 / max(model.n_parameters, 1)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 
 class TrainError(Exception):
-    """Base of everything raised by `train` because of what it was given."""
+    """Base of all errors that `train` raises because of its input."""
 
 
 class InvalidHyperparameter(TrainError):

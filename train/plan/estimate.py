@@ -1,4 +1,4 @@
-"""What a fine-tuning job takes, in bytes, before anything is started. Pure arithmetic on shapes.
+"""Estimates the memory of a fine-tuning job, in bytes, before it starts. Pure arithmetic on shapes.
 
 With P parameters of the model, T of them trained, N ranks and b bytes per element of the run's precision, a rank holds
 (under tensor parallelism of t: N / t in place of N, and of P and T what is left of them on one rank, embeddings and
@@ -121,12 +121,12 @@ class RankMemory:
 
     @property
     def state_bytes(self) -> int:
-        """What it holds between two steps."""
+        """Bytes held between two steps."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
     def device_bytes(self) -> int:
-        """The most it holds on the device at any time."""
+        """Peak bytes on the device."""
         return self.state_bytes + self.buffers_bytes + self.activations_bytes - self.offloaded_bytes
 
     def as_dict(self) -> dict[str, int]:

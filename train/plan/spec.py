@@ -1,4 +1,4 @@
-"""What a training run is, as plain data that survives a round trip through JSON."""
+"""Defines a training run as plain data that survives a round trip through JSON."""
 
 from __future__ import annotations
 

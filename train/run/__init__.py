@@ -1,5 +1,5 @@
-"""One rank as a process: it prepares, steps, saves between steps, and leaves when it is told to.
+"""Runs one rank as a process: prepares, steps, saves between steps, and leaves on command.
 
-Never: It decides nothing about devices.
+Never: It assigns no devices.
 Begin with worker.py, then loop.py.
 """

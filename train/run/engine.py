@@ -1,4 +1,4 @@
-"""The DeepSpeed engine of one rank, and the distributed world it lives in."""
+"""Creates the DeepSpeed engine of one rank and joins its distributed world."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ MAX_BUCKET_ELEMENTS = 50_000_000
 
 
 def meeting_url(meeting: str | Path, rank: int = 0, world_size: int = 1) -> str:
-    """Where this rank finds the others, for torch. The first of them makes the file `meeting`, in a directory of this
-    user alone; it must stay as long as the world, which makes groups later.
+    """torch's rendezvous URL. The first rank creates the file `meeting`, in a directory private to this user; it must
+    exist as long as the world, which creates groups later.
 
-    Not torch's TCP store: that one listens on every interface and takes whatever any stranger writes.
+    Not torch's TCP store, which listens on every interface and accepts writes from anyone.
     """
     return f"file://{meeting}?rank={rank}&world_size={world_size}"
 

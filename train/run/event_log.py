@@ -1,4 +1,4 @@
-"""A run's events on disk as well as on the lifeline: what happens while no controller listens is read in afterwards."""
+"""Writes a run's events to disk as well as to the lifeline, so that a controller can read those it missed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MOST_WAITING_BYTES = 1 << 20
 class EventLog:
     """Appends each event as a line to `<run_dir>/events.jsonl`, then passes it on. One writer: rank 0.
 
-    A disk that takes nothing more costs no step: lines wait for room, the rest of a line that was begun first. Beyond
+    A full disk stops no step: lines wait for space, the rest of a partly written line first. Beyond
     `MOST_WAITING_BYTES` they are only passed on.
     """
 
     def __init__(self, run_dir: str | Path, emit: Callable[..., None]):
         self._file = open(Path(run_dir) / FILE, "a+b", buffering=0)  # noqa: SIM115 - as long as the run
-        # A line that a kill cut short must not become one with the next.
+        # A line truncated by a kill must not merge with the next.
         self._waiting = bytearray(b"" if _ends_whole(self._file) else b"\n")
         self._full = False
         self._emit = emit
@@ -54,7 +54,7 @@ def _ends_whole(file: Any) -> bool:
 def read_events(run_dir: str | Path) -> Iterator[dict[str, Any]]:
     """The events of all worlds of a run, in the order they were written; none when it never ran.
 
-    Lines that a kill or a full disk cut short are left out.
+    It skips lines truncated by a kill or a full disk.
     """
     path = Path(run_dir) / FILE
     if not path.exists():
@@ -66,7 +66,7 @@ def read_events(run_dir: str | Path) -> Iterator[dict[str, Any]]:
             try:
                 event = json.loads(line)
             except ValueError:
-                log.warning("line %d of %s was cut short and is left out", number, path)
+                log.warning("line %d of %s is truncated and skipped", number, path)
                 continue
             if isinstance(event, dict) and "event" in event:
                 yield event

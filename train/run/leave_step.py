@@ -1,8 +1,8 @@
-"""Leaving a step that is under way: its forward and backward change nothing but gradients.
+"""Leaves a step during forward or backward, which change nothing but gradients.
 
-Weights, moments and the step counter are those of the last step boundary until the optimizer steps, and which tokens,
-dropout and learning rate a step has follows from its number. So a step can be left at any point before that, and done
-anew later, bit by bit the same: what is lost is the time that it had taken.
+Until the optimizer steps, weights, moments and step counter are those of the last step boundary, and a step's number
+determines its tokens, dropout and learning rate. So a rank can leave a step at any point before that and repeat it
+later, bit by bit the same: only the time spent is lost.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class StepLeft(Exception):
 class Leaving:
     """One rank's part of it. On rank 0 `ask` decides; on all ranks `point` raises StepLeft where they leave.
 
-    patience_s: a step that should end within this time is not left, nor is the step that was left the last time: so a
-    job gets on however often its devices are taken.
+    patience_s: a step expected to end within this time is not left, nor is the step that was left last time, so that a
+    job makes progress however often its devices are taken.
     """
 
     def __init__(self, engine: Any, stop: StopPoint, patience_s: float):
@@ -39,7 +39,7 @@ class Leaving:
         self._hooks += [layer.register_forward_hook(self._backward) for layer in layers]
 
     def close(self) -> None:
-        """Its hooks go; another run on this engine has its own."""
+        """Remove the hooks; another run on this engine installs its own."""
         for hook in self._hooks:
             hook.remove()
 
@@ -62,7 +62,7 @@ class Leaving:
             raise StepLeft
 
     def stay(self) -> None:
-        """From here on the step is not left: the optimizer is next."""
+        """From now on the step cannot be left: the optimizer is next."""
         self._inside = False
 
     def end(self) -> None:
@@ -71,20 +71,20 @@ class Leaving:
         self._took_s = time.monotonic() - self._began_s
 
     def ask(self) -> None:
-        """Rank 0 was asked to suspend or cancel: the step under way is left if that is worth it. On any thread."""
+        """Rank 0 got a suspend or cancel: leave the current step if that is worthwhile. On any thread."""
         if self._asked or not self.worth_it(time.monotonic()):
             return
         self._asked = True
         self._stop.announce()
 
     def worth_it(self, now_s: float) -> bool:
-        """Whether the step under way is left when devices are wanted now."""
+        """Whether to leave the current step if the devices are requested now."""
         if self._step == self._left_before:
             return False
         return not self._inside or self._began_s + self._took_s - now_s > self._patience_s
 
     def forget(self) -> float:
-        """The step was left: the engine is made what it was at its beginning. The seconds that are lost."""
+        """After leaving the step, restore the engine to the step's beginning. Returns the seconds lost."""
         self._inside = False
         self._stop.left = self._step
         forget_gradients(self._engine, self._micro_steps)
@@ -105,7 +105,7 @@ def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def forget_gradients(engine: Any, micro_steps: int) -> None:
-    """Make a DeepSpeedEngine (0.19.8) forget what forward and backward left of a step that was not finished.
+    """Clear the state that forward and backward of an unfinished step left in a DeepSpeedEngine (0.19.8).
 
     Collective only in the sense that all ranks do it at the same point. A rank that offloads or runs under ZeRO-3 ends
     after it (train.state.parking), so only what a parked one would carry on is undone.

@@ -1,9 +1,9 @@
-"""The training loop: steps, and between them everything else a run does (validate, snapshot, publish, stop).
+"""Runs the training loop: steps, and between them everything else (validate, snapshot, publish, stop).
 
     for each step:  micro-batches -> optimizer step -> one tiny all-reduce (loss and signals) -> act on the signals
 
 The all-reduce makes all ranks see the same signals at the same step boundary, so they suspend, cancel or snapshot
-together without any other coordination. When devices are wanted, all leave the step under way at one point
+together without any other coordination. When the devices are requested, all ranks leave the current step at one point
 (train.run.leave_step), and the same all-reduce follows.
 """
 
@@ -38,7 +38,7 @@ _PACED_SHARE = 0.5  # of a step's time, over which a copy beside it is spread
 
 
 class Run:
-    """One rank's part of a job, from an engine in memory to an outcome.
+    """Runs one rank's part of a job, from an engine in memory to an outcome.
 
     Build it with `train.run.prepare`, then `run`. Events are those of the contract in `train.control.group`.
     """
@@ -83,7 +83,7 @@ class Run:
         self._resumed_from = path
 
     def run(self) -> dict[str, Any]:
-        """Train to the end or to a wish; the outcome, as it stands in the final event. Then `close` it."""
+        """Train to the end or until a signal; return the outcome for the final event. Call `close` afterwards."""
         total = self.plan.total_steps
         epoch_ends = self.plan.epoch_end_steps()
         self._first_step = self.step
@@ -151,8 +151,8 @@ class Run:
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
             part = self.engine(self.method.batch(self.train.row(micro), scale, self.engine.device))
-            # A tensor of its own: on the engine's very output DeepSpeed 0.19.8 divides by the accumulation steps
-            # although told not to (its hook there runs before it notices that this is its own backward).
+            # Use a separate tensor: on the engine's own output DeepSpeed 0.19.8 divides by the accumulation steps even
+            # if told not to (its hook there runs before it detects its own backward).
             self.engine.backward(part * 1, scale_wrt_gas=False)
             loss += part.detach()
             if turn == len(micro_batches):
@@ -167,7 +167,7 @@ class Run:
         return self._agree_and_report(loss, rate, packs, total, started)
 
     def _leave_step(self) -> dict[str, Any]:
-        """Collective: the step under way is left; what was sent for."""
+        """Collective: leave the current step; return the requested signal."""
         lost_s = self.leaving.forget()
         self.emit(
             "message",
@@ -211,11 +211,11 @@ class Run:
         return agreed
 
     def _agreed(self, loss: torch.Tensor | None = None) -> dict[str, Any]:
-        """Collective: the loss of all ranks, what any of them was asked for, as "metrics" those of the method, and
-        as "draft" the number of what rank 0 has reserved for the snapshot of this step, 0 if nothing."""
+        """Collective: returns the loss over all ranks, the signals sent to any of them, as "metrics" those of the
+        method, and as "draft" the number of rank 0's draft for the snapshot of this step, 0 if none."""
         signals = asdict(self.signals)
         reserved = self.saving.reserved(self.step)
-        # The other ranks of a tensor parallel group have the same.
+        # The other ranks of a tensor parallel group have the same values.
         told = [0.0] * len(self.method.metric_names)
         if loss is not None and self.grid.tensor_rank == 0:
             told = self.method.metrics(self.engine.module)
@@ -254,7 +254,7 @@ class Run:
         self.emit("validation", step=self.step, total_steps=self.plan.total_steps, loss=loss.item())
 
     def _suspend(self, draft: int) -> dict[str, Any]:
-        """Collective: the state goes to shared memory, unless it is still the one that this run began with."""
+        """Collective: write the state to shared memory, unless it has not changed since this run began."""
         path, nbytes, seconds = self._resumed_from, 0, 0.0
         if self.step == self._first_step:
             self.saving.drop_reserved()

@@ -1,4 +1,4 @@
-"""What the warm parent of training imports, so that a forked rank starts in well under a second.
+"""Imports modules in the warm parent of training, so that a forked rank starts in well under a second.
 
 Imports only: no OpenMP work (a forked child would hang in its thread pool) and no CUDA.
 """
@@ -9,10 +9,10 @@ import os
 
 from runtime.devices import kinds
 
-# Read by the libraries below when they are imported.
+# The libraries below read these at import.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Without these, DeepSpeed and transformers ask CUDA whether it is there, and torch refuses it to every forked rank.
+# Without these, DeepSpeed and transformers query CUDA, and torch then refuses CUDA in every forked rank.
 for name, value in kinds.fork_environment().items():
     os.environ.setdefault(name, value)
 os.environ.setdefault("DS_ACCELERATOR", kinds.present().name)

@@ -1,6 +1,6 @@
-"""From a spec to a run that is ready for its first step: tokens, model, engine, state.
+"""Prepares a run from a spec up to its first step: tokens, model, engine, state.
 
-All ranks of a world come through here together, whether they are new, resume a snapshot, or were parked.
+All ranks of a world run this together, whether they are new, resume a snapshot, or were parked.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from weights.memory.store import WeightStore
 
 
 def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
-    """The store's own locks on what is trained, for as long as the rank lives: frozen weights stay mapped from its
-    files, and into those of a version that nobody holds the store lets others write. A directory outside the store
-    takes the lock to no harm. Raises VersionNotFound."""
+    """Take the store's locks on the trained model's inputs for the life of the rank: frozen weights stay mapped from
+    their files, and the store reuses files of unlocked versions. Locking a directory outside the store is harmless.
+    Raises VersionNotFound."""
     held = []
     for path in (spec.base_path, spec.base_adapter):
         if path is not None:
@@ -42,7 +42,7 @@ def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
 def prepare(
     spec: TrainSpec, emit: Events, signals: ControlSignals, progress: Progress, snapshot_path: str | None = None
 ) -> Run:
-    """Collective: tokens, model, engine, and the state of `snapshot_path` if given. Raises what those raise."""
+    """Collective: prepare tokens, model, engine, and the state of `snapshot_path` if given. Propagates their errors."""
     rank, world_size = comm.get_rank(), comm.get_world_size()
     store = WeightStore(Path(spec.shm_root), budget_bytes=spec.shm_budget_bytes)
     progress.enter("tokenising")
@@ -83,8 +83,7 @@ def prepare(
 
 
 def continued(run: Run, snapshot_path: str) -> Run:
-    """Collective: a run that was parked after its suspension, on its engine and from a snapshot. Raises
-    SnapshotMismatch."""
+    """Collective: resume a parked run on its existing engine from a snapshot. Raises SnapshotMismatch."""
     again = Run(run.spec, run.store, run.engine, run.train, run.valid, run.lifeline_events, run.signals, run.progress)
     parking.take_back(run.engine, run.spec)
     again.resume_from(snapshot_path)

@@ -1,11 +1,11 @@
-"""Entry of a rank: a process forked from the warm parent, on the lifeline of its RankHost.
+"""Runs a rank: a process forked from the warm parent, on the lifeline of its RankHost.
 
 Calls it answers: `ping` (where the run is; answered by the lifeline thread, so only a stopped process stays silent),
 `signal` (suspend or cancel, by leaving the step or at its end; snapshot at its end) and, when parked, `resume` (from
 this snapshot).
 
-Events: those of the run, from rank 0; "ready" when the engine stands and "done" with the outcome, from every rank.
-A rank whose "done" says `parked` has given its memory back (train.state.parking) and waits for `resume`; else it ends.
+Events: those of the run, from rank 0; "ready" when the engine exists and "done" with the outcome, from every rank. A
+rank whose "done" says `parked` has freed its memory (train.state.parking) and waits for `resume`; otherwise it ends.
 """
 
 from __future__ import annotations

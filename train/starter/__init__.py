@@ -1,5 +1,5 @@
-"""The `starter` model: a small, honestly labelled Llama that is pretrained here, where no model is at hand.
+"""Pretrains the `starter` model on this machine: a small, honestly labelled Llama for boxes without any model.
 
-Never: No job uses it; it runs in a process of its own.
+Never: Jobs do not use it; it runs in its own process.
 Begin with main.py.
 """

@@ -1,5 +1,5 @@
-"""What a run writes and reads back: fragments of ZeRO, snapshots, published versions, parked ranks.
+"""Writes and restores a run's state: fragments of ZeRO, snapshots, published versions, parked ranks.
 
-Never: It never decides when; the step loop does.
+Never: It does not decide when to save; the step loop does.
 Begin with snapshot.py, then saving.py.
 """

@@ -1,14 +1,14 @@
-"""Writing a snapshot or a version while training goes on.
+"""Writes a snapshot or a version while training continues.
 
     begin at a step boundary -> forward and backward of the next step -> copied, just before its optimizer step
     -> finish, at its end
 
-Weights and moments are constant until the optimizer steps, so what is copied meanwhile is the state of one step, to the
-bit. Training stands still for the reservation, for what of the copy is left when the optimizer is due, and for the
-commit; never longer than the copy alone would take.
+Weights and moments are constant until the optimizer steps, so the copy is exactly the state of one step. Training
+stalls for the reservation, for the rest of the copy when the optimizer is due, and for the commit; never longer than
+the copy alone would take.
 
-No rank waits for another but rank 0, which commits when all have marked their part as written: a rank that is done may
-give its memory back at once, or go on training. If one of them dies before, the draft is never committed.
+Only rank 0 waits for other ranks: it commits when all have marked their part as written. Another rank may free its
+memory or continue training at once. If a rank dies before its mark, the draft is never committed.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Written:
     beside_s: float = 0.0
 
     def copied(self) -> None:
-        """As `Writing.copied`, for what was there already."""
+        """Like `Writing.copied`, for an existing version."""
 
     def finish(self) -> Written:
-        """As `Writing.finish`, for what was there already."""
+        """Like `Writing.finish`, for an existing version."""
         return self
 
 
@@ -79,7 +79,7 @@ class Writing:
         self._stall_s = time.perf_counter() - began
 
     def copied(self) -> None:
-        """Returns when this rank's part is written: its state may change, or go."""
+        """Return when this rank's part is written: its state may then change or be freed."""
         if self._marked:
             return
         entered = time.perf_counter()
@@ -108,7 +108,7 @@ class Writing:
         return Written(str(path), nbytes, now - self._began, self._stall_s + now - entered, self._beside_s)
 
     def abort(self) -> None:
-        """After `finish` failed, on rank 0: gives back what was written."""
+        """After `finish` failed, on rank 0: free what was written."""
         self._draft.abort()
 
     def _run_beside(self, fill: Iterator[int], pace_s: float) -> None:

@@ -1,9 +1,9 @@
-"""When the next snapshot of a running job is due: as often as it is cheap.
+"""Schedules the snapshots of a running job, as often as they are cheap.
 
-What a snapshot costs is measured: how long training stood still for it and how much processor time was spent beside
-training, on copying and on making room. So often that this is 2 % of the time, and not more often than every 5 s; that
-loses less than half a minute of work as long as a snapshot costs up to 0.6 s. A dearer one is taken less often, down to
-every 300 s. `snapshot_every_s` says something else instead.
+It measures a snapshot's cost: the stall of training plus the processor time of copying and making room beside training.
+The interval makes this 2 % of the time, but is at least 5 s; with a cost up to 0.6 s a crash loses less than half a
+minute of work. More expensive snapshots are less frequent, down to every 300 s. `snapshot_every_s` overrides the
+interval.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GUESSED_BYTES_S = 1e9  # of one rank, before anything was measured
 
 
 def every_s(cost_s: float) -> float:
-    """Seconds between snapshots that cost so much each."""
+    """Seconds between snapshots of this cost."""
     return min(LONGEST_S, max(SHORTEST_S, cost_s / SHARE))
 
 
@@ -35,14 +35,14 @@ class Cadence:
         self._said_dear = False
 
     def guess(self, bytes_per_rank: int) -> None:
-        """What the first one will write: it is not due sooner than a snapshot of this size should be."""
+        """Set the size of the first one, which determines when it is due at the earliest."""
         if not self._measured:
             self._cost_s = bytes_per_rank / _GUESSED_BYTES_S
 
     @property
     def interval_s(self) -> float:
-        """Between the last one and the next. Where there was no room it is due still, and asking costs next to nothing:
-        waiting 30 s lost 50 steps once memory had room again, waiting longer each time 76."""
+        """Seconds between the last one and the next. Without room it stays due, because retrying costs almost nothing:
+        waiting 30 s lost 50 steps after memory had room again, increasing waits lost 76."""
         base_s = every_s(self._cost_s) if self._fixed_s is None else self._fixed_s
         return min(max(base_s, SHORTEST_S), LOST_S) if self._refused else base_s
 
@@ -53,13 +53,13 @@ class Cadence:
         self._last_s = self._clock()
 
     def refused(self) -> bool:
-        """There was no room. Whether this is news: not if there was none the last time."""
+        """Record that there was no room. Returns whether this is new: False if there was none last time."""
         self.begun()
         is_news, self._refused = not self._refused, True
         return is_news
 
     def wrote(self, cost_s: float) -> str:
-        """One is committed and cost so much. A sentence, once, where the bound on what is lost gives way."""
+        """Record a committed snapshot and its cost. Returns a message, once, if the bound on lost work fails."""
         weight = _NEWEST_WEIGHS if self._measured else 1.0
         self._cost_s, self._measured = weight * cost_s + (1 - weight) * self._cost_s, True
         self._refused = False

@@ -1,4 +1,4 @@
-"""What a rank copies into a snapshot and out of it: planned once per world, as few long runs.
+"""Plans a rank's copies into and out of a snapshot, once per world, as few long runs.
 
 ZeRO 1 and 2 keep a rank's parameters end to end, and a snapshot's layout has them in the same order, so what is a
 hundred fragments of each part is one run. Under ZeRO-3 a run is a fragment; columns under tensor parallelism are

@@ -1,12 +1,12 @@
-"""A suspended rank that stays as a process: its memory goes, what it had built stays.
+"""Parks a suspended rank: frees its memory but keeps the process and what it has built.
 
     suspend:  snapshot in shared memory -> `give_back` -> "done", parked
     resume:   the same world, place by place -> `take_back` -> the snapshot is read into the memory that is there
 
-Model, optimizer and connections to the other ranks stand as they stood between two steps; only the bytes that the
-snapshot (or the base model) brings again are given up. They are given up lazily (MADV_FREE): the kernel takes them
-when anybody needs memory, and where nobody did, they need not be faulted in and zeroed again. That matters because a
-new page costs several times what is then copied into it.
+Model, optimizer and connections to the other ranks stay as they were between two steps; it frees only the bytes that
+the snapshot (or the base model) restores. It frees them lazily (MADV_FREE): the kernel reclaims pages under memory
+pressure, and the rest need not be faulted in and zeroed again. That matters because a new page costs several times the
+copy into it.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def restorable(engine: Any) -> list[torch.UntypedStorage]:
 
 
 def give_back(storages: Iterable[torch.UntypedStorage]) -> int:
-    """Give up this memory, whose contents are lost; the number of bytes."""
+    """Free this memory, losing its contents; return the number of bytes."""
     return sum(_free_lazily(storage) for storage in storages)
 
 
 def take_back(engine: Any, spec: TrainSpec) -> None:
-    """Make the frozen weights what they were. The snapshot brings all others."""
+    """Restore the frozen weights. The snapshot restores all others."""
     frozen = {p.name: p.tensor for p in fragments.parameters(engine) if not p.trained}
     if not frozen:
         return
@@ -68,7 +68,7 @@ def _free_lazily(storage: torch.UntypedStorage) -> int:
     first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if libc.madvise(first, length, _MADV_FREE):
-        error = last_error("the memory of weights cannot be given back")
+        error = last_error("cannot free the memory of weights")
         if error.errno == errno.EINVAL:  # mapped from a file, so the kernel can drop it already
             return 0
         raise error

@@ -1,4 +1,4 @@
-"""Room for the next snapshot, made while training goes on.
+"""Allocates room for the next snapshot while training continues.
 
 New pages of shared memory cost several times what copying into them costs, and the first touch of a page by each
 process costs again. So rank 0 leaves segments of the right size in the store's pool, and every rank maps them and takes
@@ -41,6 +41,6 @@ def prefault(store: WeightStore, layout: Layout, ours: Iterable[tuple[str, int, 
                 segment.populate(views[file][start : min(start + _BURST_BYTES, last)], write=True)
                 time.sleep(_BREATH_S)  # populating takes a processor: let the step go on
     except (StoreError, OSError) as error:  # the segment was taken for something else, or memory is full
-        log.warning("no room was made ahead of the next snapshot: %s", error)
+        log.warning("could not allocate room ahead of the next snapshot: %s", error)
         return False
     return True

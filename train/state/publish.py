@@ -1,4 +1,4 @@
-"""Publish the weights: every rank writes what it owns, cast to the serving dtype, into a version in shared memory.
+"""Publishes the weights: every rank writes what it owns, cast to the serving dtype, into a version in shared memory.
 
 No gather and no process with a full copy. A LoRA run publishes its factors alone, as peft stores them, or merged on
 the way: the rank that owns a range of a base weight adds the same range of scaling * B @ A to it.
@@ -56,7 +56,7 @@ def begin_publish(
     kind = spec.published_kind
     known = store.find(kind, spec.output_model, version)
     if known is not None:
-        # An earlier world of this job committed it at the same step and died before its end was heard.
+        # An earlier world of this job committed it at the same step and died before it reported its end.
         return Written(str(known.path), known.nbytes, time.perf_counter() - began)
     layout = Layout.plan(published_tensors(engine, spec), stem=adapter.STEM if kind == "adapter" else "model")
 

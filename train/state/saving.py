@@ -1,8 +1,8 @@
-"""What a run writes: snapshots of its state and versions of its model, beside training where that can be.
+"""Writes a run's snapshots and model versions, in parallel with training if possible.
 
     wished for or due -> reserved during the step -> copied during the next one -> committed and told at its end
 
-The snapshot of a suspension and the last version have no next step to hide behind: training is over when they begin.
+The snapshot of a suspension and the last version cannot overlap with a step: training has ended when they begin.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Saving:
         if self._cadence.due():
             self._signals.snapshot = True
         if self._signals.snapshot or self._signals.suspend:
-            # Where a version comes first, it comes first to what room there is as well.
+            # A version that is written first also gets the available room first.
             version_due = self.spec.publish == "epoch" and step in self._steps.epoch_end_steps()
             if not version_due and step < self._steps.total_steps:
                 self._reservation.begin(step)
@@ -92,15 +92,15 @@ class Saving:
     # --- between two steps
 
     def finish(self) -> None:
-        """What is being written beside training is committed and told. At a step boundary rank 0 waits for nobody:
-        every rank has marked its part before its optimizer stepped."""
+        """Commit and report what was written beside training. At a step boundary rank 0 does not wait: every rank
+        marked its part before its optimizer stepped."""
         while self._writing:
             writing, tell, no_room = self._writing.pop(0)
             try:
                 written = writing.finish()
             except OSError as error:
-                # A draft has its memory since it was reserved, its manifest has not: others may have taken the last.
-                # Only rank 0 commits, so nobody else has to hear of it.
+                # A draft's memory is allocated at reservation, its manifest's is not: others may have used the last
+                # page. Only rank 0 commits, so the other ranks need not know.
                 if no_room is None or error.errno != errno.ENOSPC:
                     raise
                 assert isinstance(writing, Writing)
@@ -216,18 +216,18 @@ class Saving:
             self.begin_version(self.spec.output_version or snapshot.version_name(step), step, None)
             self.finish()
         except StoreFull:
-            # Hours of work must not depend on room in memory.
+            # Hours of work must not be lost for lack of memory.
             self._progress.enter("snapshot")
             self._end_snapshot(self._begin_snapshot(step, snapshot.disk_store(self.spec)), step)
             raise
 
     def drop_reserved(self) -> None:
-        """What was reserved and is not needed after all."""
+        """Free an unneeded reservation."""
         if self._reservation is not None:
             self._reservation.drop()
 
     def wait(self) -> None:
-        """Returns when no thread of it is at work."""
+        """Return when none of its threads is running."""
         for thread in (*self._sealing, self._room):
             if thread is not None:
                 thread.join()

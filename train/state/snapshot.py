@@ -1,5 +1,5 @@
-"""The state of a run by parameter in shared memory: written by the fragments each rank owns, read at any world size
-and any tensor-parallel size.
+"""Writes and reads a run's state by parameter in shared memory: each rank writes its fragments; any world size and any
+tensor-parallel size can read it.
 
 A snapshot holds, for every trained parameter, `master.<name>`, `exp_avg.<name>` and `exp_avg_sq.<name>` whole, in
 float32 and in the parameter's shape, and in its meta what the loop needs: the step. Data position, order, learning
@@ -37,12 +37,12 @@ KIND = "snapshot"
 FORMAT = 1
 PARTS = ("master", *fragments.MOMENTS)
 
-# What must be the same for the continued run to be the same run.
+# Fields that must be equal for the continued run to be the same run.
 _IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_epochs", "full", "lora_rank")
 
 
 def snapshot_layout(engine: Any) -> Layout:
-    """Where everything of a snapshot lies; the same on every rank and for every step of a run.
+    """The layout of a snapshot; the same on every rank and for every step of a run.
 
     Each part in the optimizer's order of parameters (train.run.engine gives it matrices before vectors where it has two
     groups): then what ZeRO keeps end to end lies end to end here too.
@@ -114,7 +114,7 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
     try:
         stored = StoredVersion.read(Path(path))
     except IntegrityError as error:
-        raise SnapshotMismatch(f"there is no snapshot at {path}; it was removed or never committed") from error
+        raise SnapshotMismatch(f"no snapshot at {path}; it was removed or never committed") from error
     meta = stored.manifest.meta
     for key in _IDENTITY:
         if meta["spec"][key] != getattr(spec, key):
@@ -143,7 +143,7 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
 
 
 def disk_store(spec: TrainSpec) -> WeightStore:
-    """Where snapshots go when shared memory is full: a store of the same form in the job's directory."""
+    """The store for snapshots when shared memory is full: the same format in the job's directory."""
     return WeightStore(Path(spec.run_dir) / "snapshots", budget_bytes=None)
 
 
@@ -193,7 +193,7 @@ def _of_job(store: WeightStore, job_id: str) -> Iterable[Any]:
 
 
 def forget_older(store: WeightStore, spec: TrainSpec) -> None:
-    """Give back the job's snapshots but the newest `keep_snapshots`. For one rank."""
+    """Remove the job's snapshots except the newest `keep_snapshots`. Call it on one rank."""
     of_job = sorted(_of_job(store, spec.job_id), key=lambda s: s.manifest.meta["step"], reverse=True)
     for stored in of_job[spec.keep_snapshots :]:
         try:

@@ -1,7 +1,7 @@
-"""The draft of the next snapshot, reserved by rank 0 while the step goes on at whose end it is written.
+"""Reserves the draft of the next snapshot on rank 0 during the step at whose end it is written.
 
-Reserving takes locks and looks at the whole store; done at the step boundary, every rank would wait for it. What rank 0
-has reserved by then it says in the all-reduce that ends the step anyway, as a number the draft's name is made of.
+A reservation takes locks and scans the whole store; at the step boundary every rank would wait for it. Rank 0 announces
+its reservation in the all-reduce that ends the step anyway, as a number from which the draft's name is built.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SnapshotReservation:
         return draft
 
     def drop(self) -> None:
-        """Give back what was reserved and is not needed."""
+        """Free an unneeded reservation."""
         draft = self.take()
         if draft is not None:
             draft.abort()

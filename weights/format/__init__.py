@@ -1,5 +1,5 @@
-"""A version as bytes: safetensors header, layout, manifest, checksums, arithmetic of slices.
+"""Defines a version's bytes: safetensors header, layout, manifest, checksums, slice arithmetic.
 
-Never: It allocates no memory and takes no lock.
+Never: It allocates no shared memory and takes no lock.
 Begin with layout.py.
 """

@@ -1,4 +1,4 @@
-"""Settings of the weight store and its tiers."""
+"""Defines the settings of the weight store and its tiers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class _Strict(BaseModel):
 
 
 class KeepRules(_Strict):
-    """What a tier keeps of each model's versions: everything if nothing is set, else what any of the rules keeps."""
+    """Which of each model's versions a tier keeps: all if nothing is set, else those that any rule keeps."""
 
     keep_last: int | None = Field(default=None, ge=1, description="the newest so many")
     keep_best: int | None = Field(default=None, ge=1, description="so many with the lowest validation loss")
@@ -26,7 +26,7 @@ class KeepRules(_Strict):
 
 
 class SnapshotRules(KeepRules):
-    """What a tier keeps of each unfinished job's snapshots. The newest one that can be resumed always stays."""
+    """Which of each unfinished job's snapshots a tier keeps. The newest resumable one always stays."""
 
     keep_last: int | None = Field(default=1, ge=1, description="the newest so many")
 

@@ -1,22 +1,22 @@
-"""What can go wrong with weights, most general first.
+"""Defines the errors of this package, most general first.
 
 WeightsError
 ├── InvalidLayout            tensors that cannot be laid out as asked (also ValueError)
 ├── UnknownTensor            a tensor name that the layout does not have (also KeyError)
-├── InvalidName              a model, version or file name that no store may hold (also ValueError)
+├── InvalidName              an invalid model, version or file name (also ValueError)
 ├── InvalidSlice             a shard or range that does not fit its tensor (also ValueError)
 ├── StoreError
 │   ├── StoreUnsafe          the root is not a private directory of this user
-│   ├── StoreFull            no room within the budget or the file system; carries the numbers
+│   ├── StoreFull            not enough room in the budget or the file system; carries the numbers
 │   ├── VersionExists        commit onto a name that is taken
 │   ├── VersionNotFound      no such version, or it was removed meanwhile
-│   ├── VersionLeased        somebody reads it, so it stays
+│   ├── VersionLeased        a reader holds a lease, so it stays
 │   ├── DraftNotFound        attach to a draft that was committed, aborted or swept
 │   └── HandleClosed         use of a draft or lease after its end, or in a forked child
 ├── TierExists               the destination of a disk copy is taken
 ├── TierFull                 a tier has no room left (its disk, or what it must leave free)
 ├── TierUnavailable          a tier cannot be reached, or is not the one this box wrote to
-└── IntegrityError           bytes that are not what they claim; carries path, file and tensor
+└── IntegrityError           bytes differ from what their metadata says; carries path, file and tensor
     ├── HeaderInvalid        a safetensors header that breaks the format; the file is never mapped
     ├── ManifestInvalid      manifest.json is missing, malformed or disagrees with the files
     ├── ChecksumMismatch     bytes differ from their recorded checksum
@@ -32,11 +32,11 @@ from typing import Any
 
 
 class WeightsError(Exception):
-    """Base of every error this package raises on purpose. All survive pickling, because Ray's actors answer with them,
-    and `error_as_json`, with which ranks report them to each other."""
+    """Base of every error this package raises deliberately. All can be pickled, because Ray's actors return them, and
+    converted by `error_as_json`, with which ranks report them to each other."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The default would call the constructor with the message alone, which keyword arguments refuse.
+        # The default calls the constructor with only the message, which fails for keyword-only arguments.
         return _rebuilt, (type(self), self.args, dict(self.__dict__))
 
 
@@ -75,7 +75,7 @@ class UnknownTensor(WeightsError, KeyError):
 
 
 class InvalidName(WeightsError, ValueError):
-    """A model, version or file name that no store may hold."""
+    """An invalid model, version or file name."""
 
 
 class InvalidSlice(WeightsError, ValueError):
@@ -83,7 +83,7 @@ class InvalidSlice(WeightsError, ValueError):
 
 
 class StoreError(WeightsError):
-    """Base of what goes wrong in the store itself, not in the bytes."""
+    """Base of errors of the store itself, not of the bytes."""
 
 
 class StoreUnsafe(StoreError):
@@ -91,7 +91,7 @@ class StoreUnsafe(StoreError):
 
 
 class StoreFull(StoreError):
-    """No room within the budget or the file system. Nothing was left behind.
+    """Not enough room in the budget or the file system. The failed call leaves nothing behind.
 
     All attributes are bytes; `budget_bytes` is None for a store without a budget, `free_bytes` is what the
     file system had free.
@@ -133,7 +133,7 @@ class VersionNotFound(StoreError):
 
 
 class VersionLeased(StoreError):
-    """Somebody reads the version, so it stays."""
+    """A reader holds a lease on the version, so it stays."""
 
 
 class DraftNotFound(StoreError):
@@ -149,15 +149,15 @@ class TierExists(WeightsError):
 
 
 class TierFull(WeightsError):
-    """A tier has no room left: its disk is full, or would have less free than it must leave. Nothing was committed."""
+    """A tier has no room left: its disk is full, or would fall below its required free space. Nothing was committed."""
 
 
 class TierUnavailable(WeightsError):
-    """A tier cannot be reached, refuses us, or is not the one this box wrote to. Work on it goes on later."""
+    """A tier is unreachable, refuses access, or is not the one this box wrote to. Work on it resumes later."""
 
 
 class IntegrityError(WeightsError):
-    """Bytes that are not what they claim. `path`, `file` and `tensor` say where; `reason` says what."""
+    """Bytes that differ from what their metadata says. `path`, `file` and `tensor` say where; `reason` says what."""
 
     def __init__(self, reason: str, *, path: object, file: str | None = None, tensor: str | None = None) -> None:
         self.reason = reason
@@ -183,11 +183,11 @@ class ChecksumMismatch(IntegrityError):
 
 
 class NotSealed(IntegrityError):
-    """No checksums were recorded, so nothing can be verified. Seal the version first."""
+    """The version has no checksums, so it cannot be verified. Seal it first."""
 
 
 class ObjectDamaged(IntegrityError):
-    """An object of a packed tier is missing, truncated or not the bytes that its name says. `path` names it."""
+    """An object of a packed tier is missing, truncated or does not match its name's checksum. `path` names it."""
 
 
 class UnsafeFile(IntegrityError):

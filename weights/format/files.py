@@ -1,4 +1,4 @@
-"""Opening and writing single files inside a version directory, without following what was planted there."""
+"""Opens and writes single files inside a version directory without following symlinks or opening devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def open_regular(directory: Path, name: str) -> io.FileIO:
     """
     try:
         check_file_name(name)
-        # O_NONBLOCK so that a FIFO planted here cannot hang the reader.
+        # O_NONBLOCK so that a malicious FIFO cannot block the reader.
         fd = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except InvalidName as error:
         raise UnsafeFile(str(error), path=directory) from error
@@ -33,7 +33,7 @@ def open_regular(directory: Path, name: str) -> io.FileIO:
 
 
 def write_file(directory_fd: int, name: str, data: bytes, *, durable: bool = False) -> None:
-    """Writes a small file, 0600, replacing what was there; `durable` waits until it is on the medium."""
+    """Writes a small file, 0600, replacing an existing one; `durable` waits until it is on the medium."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(name, flags, 0o600, dir_fd=directory_fd)
     with os.fdopen(fd, "wb") as file:
@@ -44,7 +44,7 @@ def write_file(directory_fd: int, name: str, data: bytes, *, durable: bool = Fal
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the names in `path` are on the medium."""
+    """Waits until the entries of directory `path` are on the medium."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,8 +1,8 @@
-"""The safetensors header: built with alignment, read with suspicion. Pure functions over bytes.
+"""Builds aligned safetensors headers and validates untrusted ones. Pure functions over bytes.
 
 Format (safetensors README and its Rust `SafeTensors::deserialize`): 8 bytes little-endian header length N,
 N bytes of JSON beginning with "{", then the data. The tensors must cover the data without holes or overlap,
-so alignment is a matter of padding the header with spaces and of ordering the tensors.
+so alignment requires padding the header with spaces and ordering the tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _FORBIDDEN = re.compile(r"[\x00-\x1f\ud800-\udfff]")
 class TensorSpec:
     """One tensor: `dtype` is a safetensors code ("BF16", "F32", ...), `shape` in elements.
 
-    Raises InvalidLayout when the name, dtype or shape cannot stand in a safetensors file.
+    Raises InvalidLayout if the safetensors format does not allow the name, dtype or shape.
     """
 
     name: str
@@ -86,7 +86,7 @@ def count_elements(shape: Sequence[int]) -> int:
 
 
 def spec_fault(name: Any, dtype: Any, shape: Any) -> str | None:
-    """Why these cannot be a tensor, or None. Total: any object may be given."""
+    """Return why these cannot be a tensor, or None. Accepts any objects."""
     if not isinstance(name, str) or not name or name == METADATA_KEY:
         return f"the name must be a non-empty string other than {METADATA_KEY!r}"
     if _FORBIDDEN.search(name):

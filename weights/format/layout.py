@@ -1,6 +1,6 @@
-"""Where every tensor of a version stands: which file, which bytes.
+"""Computes where every tensor of a version lies: which file, which bytes.
 
-`Layout.plan` is pure; `Layout.read` opens files to read their headers and validates them, mapping nothing.
+`Layout.plan` is pure; `Layout.read` reads and validates the files' headers without mapping anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weights.format.names import INDEX_SUFFIX, TENSOR_SUFFIX, check_file_name
 __all__ = ["FileLayout", "Layout", "Placed", "TensorSpec"]
 
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000  # transformers' own shard size
-DEFAULT_ALIGN_BYTES = 64  # a cache line, and what AVX-512 and cudaMemcpyAsync like best
+DEFAULT_ALIGN_BYTES = 64  # a cache line, and the best alignment for AVX-512 and cudaMemcpyAsync
 MAX_INDEX_BYTES = 64 << 20
 
 
@@ -82,7 +82,7 @@ class Layout:
         return len(self._by_name)
 
     def find(self, name: str) -> Placed:
-        """Where tensor `name` stands. Raises UnknownTensor."""
+        """Where tensor `name` lies. Raises UnknownTensor."""
         try:
             return self._by_name[name]
         except KeyError:

@@ -1,7 +1,7 @@
-"""What a version says of itself: tensors, files, checksums, lineage. Stored as manifest.json beside the files.
+"""Defines a version's manifest: tensors, files, checksums, lineage. Stored as manifest.json beside the files.
 
-The manifest carries a checksum over its own canonical text, so that a flipped bit in it is found like one in
-a tensor. Checksums of tensors may be missing (null) until the version is sealed.
+The manifest contains a checksum of its own canonical text, which detects a flipped bit in it like one in a tensor.
+Checksums of tensors may be missing (null) until the version is sealed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Manifest:
 
     @property
     def identity(self) -> tuple[str, str, str, float]:
-        """Which version this is: equal names made at another time are another version."""
+        """Identity of this version: the same name with another creation time is another version."""
         return self.kind, self.model, self.version, self.created_s
 
     @property
@@ -98,7 +98,7 @@ class Manifest:
         )
 
     def with_checksums(self, checksums: Mapping[str, str]) -> Manifest:
-        """The same manifest with every tensor's checksum filled in."""
+        """The same manifest with every tensor's checksum set."""
         return replace(
             self,
             tensors={name: replace(record, checksum=checksums[name]) for name, record in self.tensors.items()},
@@ -131,7 +131,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, path: object) -> Manifest:
-        """Parses and checks everything that can be checked without the files. Raises ManifestInvalid."""
+        """Parses the manifest and checks everything that needs no files. Raises ManifestInvalid."""
 
         def fault(reason: str, tensor: str | None = None) -> ManifestInvalid:
             return ManifestInvalid(reason, path=path, file=MANIFEST_FILE, tensor=tensor)
@@ -182,7 +182,7 @@ class Manifest:
         return cls.from_bytes(raw, path=directory)
 
     def check_layout(self, layout: Layout, *, path: object) -> None:
-        """Raises ManifestInvalid unless `layout`, read from the files, is exactly what is recorded."""
+        """Raises ManifestInvalid unless `layout`, read from the files, equals the recorded one."""
         for file in layout.files:
             record = self.files.get(file.name)
             if record is None or record.nbytes != file.nbytes or record.checksum != checksum(file.header):
@@ -203,7 +203,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The part of an unsealed manifest that does not depend on the bytes: nearly all of it, and of the work."""
+    """The part of an unsealed manifest that does not depend on the bytes: nearly all of it and of its cost."""
 
     manifest: Manifest
     tensors: bytes

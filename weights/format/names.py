@@ -1,4 +1,4 @@
-"""Names on disk: model and version names become directory names, file names are checked.
+"""Converts model and version names to directory names, and checks file names.
 
 Pure. A name is percent-encoded (RFC 3986) so that `ft:starter:acme/x:1` is one path segment and decodes back.
 """
@@ -13,7 +13,7 @@ from weights.format.errors import InvalidName
 MANIFEST_FILE = "manifest.json"
 PINNED_FILE = ".pinned"
 DRAFT_FILE = ".draft.json"
-MANIFEST_ROOM_FILE = ".manifest-room"  # memory that a draft holds for its manifest
+MANIFEST_ROOM_FILE = ".manifest-room"  # memory that a draft reserves for its manifest
 WRITTEN_FILE = ".written"  # one byte per writer of a draft, 1 once that writer has written its part
 TENSOR_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -42,7 +42,7 @@ def encode_name(name: str) -> str:
 
 
 def decode_name(encoded: str) -> str | None:
-    """The name that `encode_name` made `encoded` from; None if it never made it."""
+    """The name that `encode_name` encodes as `encoded`; None if there is none."""
     name = unquote(encoded, errors="strict") if encoded.isascii() else ""
     try:
         return name if name and encode_name(name) == encoded else None
@@ -51,7 +51,7 @@ def decode_name(encoded: str) -> str | None:
 
 
 def check_file_name(name: str) -> str:
-    """`name` if it may stand inside a version directory, else InvalidName."""
+    """Return `name` if a version directory may contain it; else raise InvalidName."""
     if not isinstance(name, str) or not name:
         raise InvalidName(f"a file name must be a non-empty string, got {name!r}")
     if name.startswith(".") or "/" in name or "\\" in name:
@@ -68,7 +68,7 @@ def check_file_name(name: str) -> str:
 
 
 def check_aux_name(name: str) -> str:
-    """`name` if it may be an auxiliary file (configuration, tokenizer), else InvalidName."""
+    """Return `name` if it may be an auxiliary file (configuration, tokenizer); else raise InvalidName."""
     check_file_name(name)
     if name == MANIFEST_FILE or name.endswith((TENSOR_SUFFIX, INDEX_SUFFIX)):
         raise InvalidName(f"{name!r} is written by the store itself and cannot be an auxiliary file")
@@ -76,7 +76,7 @@ def check_aux_name(name: str) -> str:
 
 
 def version_name(step: int) -> str:
-    """The version that a run makes after `step` steps, a snapshot or weights."""
+    """Name of the version (snapshot or weights) that a run makes after `step` steps."""
     return f"step-{step}"
 
 
@@ -87,5 +87,5 @@ def step_of(version: str) -> int:
 
 
 def version_path(root: Path, kind: str, model: str, version: str) -> Path:
-    """Where a version of this name stands in the store at `root` once committed. Raises InvalidName."""
+    """Path of a committed version of this name in the store at `root`. Raises InvalidName."""
     return root / f"{kind}s" / encode_name(model) / encode_name(version)

@@ -1,4 +1,4 @@
-"""The arithmetic of slices: which elements of a contiguous tensor a shard has, as runs of equal length.
+"""Computes which elements of a contiguous tensor a shard has, as runs of equal length.
 
 Pure integers, in the row-major order of the tensor's elements. Ranges are half-open [start, stop).
 """
@@ -28,14 +28,14 @@ class Strided:
 
     @property
     def stop(self) -> int:
-        """Behind the end of the last run."""
+        """End of the last run (exclusive)."""
         return self.start + (self.count - 1) * self.stride + self.run if self.count else self.start
 
 
 def narrow(shape: Sequence[int], dim: int, start: int, length: int) -> Strided:
     """Element runs of `tensor.narrow(dim, start, length)` for a contiguous tensor of `shape`.
 
-    One run where the slice is contiguous (cut along the first dimension, or all of `dim`).
+    One run if the slice is contiguous (cut along the first dimension, or all of `dim`).
     """
     if not 0 <= dim < len(shape):
         raise InvalidSlice(f"shape {tuple(shape)} has no dimension {dim}")
@@ -52,7 +52,7 @@ def narrow(shape: Sequence[int], dim: int, start: int, length: int) -> Strided:
 
 
 def part(runs: Strided, start: int, size: int) -> Iterator[Strided]:
-    """Elements [start, start + size) of `runs` laid end to end, in order: a piece of a run, whole runs, a piece of one.
+    """Elements [start, start + size) of the concatenated `runs`, in order: part of a run, whole runs, part of a run.
 
     Raises InvalidSlice beyond the end of `runs`.
     """

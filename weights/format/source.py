@@ -1,4 +1,4 @@
-"""A checkpoint directory on any file system as a source of a version: what is taken, what is refused."""
+"""Reads a checkpoint directory on any file system as the source of a version: what it copies, what it refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weights.format.layout import Layout, Placed
 from weights.format.manifest import Manifest
 from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE
 
-# Configuration, tokenizers, chat templates. Code (*.py) and pickles (*.bin, *.pt) never enter a store.
+# Configuration, tokenizers, chat templates. The store never accepts code (*.py) and pickles (*.bin, *.pt).
 AUX_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
 MAX_AUX_BYTES = 256 << 20
 COPY_CHUNK_BYTES = 64 << 20
@@ -24,7 +24,7 @@ READ_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """A validated checkpoint directory. `checksums` are those its manifest recorded, if it has one."""
+    """A validated checkpoint directory. `checksums` come from its manifest, if it has one."""
 
     directory: Path
     layout: Layout
@@ -36,8 +36,8 @@ class Source:
 def read_source(directory: Path) -> Source:
     """Reads headers, manifest and auxiliary files of `directory`. Raises IntegrityError, InvalidLayout.
 
-    It takes the safetensors files of the layout and top-level files with one of `AUX_SUFFIXES`, and leaves other files
-    and sub-directories. A symlink among the files it would take raises UnsafeFile.
+    It includes the safetensors files of the layout and top-level files with one of `AUX_SUFFIXES`, and ignores other
+    files and sub-directories. A symlink among the included files raises UnsafeFile.
     """
     layout = Layout.read(directory)
     manifest = Manifest.read(directory) if (directory / MANIFEST_FILE).exists() else None
@@ -103,9 +103,9 @@ def copy_tensors(source: Source, target: Path) -> None:
 
 
 def tensor_chunks(directory: Path, placed: Placed, running: Running) -> Iterator[bytes]:
-    """The bytes of one tensor of a checkpoint directory, which `running` digests as they pass. Raises HeaderInvalid if
-    the file shrinks meanwhile."""
-    # Read, not mapped: a file that shrinks is then an error and not a SIGBUS.
+    """Yield the bytes of one tensor of a checkpoint directory and feed them to `running`. Raises HeaderInvalid if the
+    file shrinks meanwhile."""
+    # Read instead of mapping, so that a shrinking file is an error and not a SIGBUS.
     with open_regular(directory, placed.file) as file:
         for start in range(placed.start, placed.end, READ_BYTES):
             chunk = os.pread(file.fileno(), min(READ_BYTES, placed.end - start), start)

@@ -1,4 +1,4 @@
-"""Bytes of the store as torch tensors that share memory with it. The only file here that imports torch."""
+"""Wraps bytes of the store as torch tensors that share its memory. The only file here that imports torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weights.format.errors import InvalidLayout
 from weights.format.header import DTYPE_BITS, count_elements
 from weights.format.slices import Strided
 
-# The safetensors codes torch has a dtype for (safetensors.torch._TYPES); sub-byte codes have none.
+# The safetensors codes that have a torch dtype (safetensors.torch._TYPES); sub-byte codes have none.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -55,8 +55,8 @@ def torch_dtype(code: str) -> torch.dtype:
 def as_tensor(view: memoryview, code: str, shape: Sequence[int]) -> torch.Tensor:
     """Tensor of `shape` and dtype `code` over `view` (uint8 bytes), sharing its memory.
 
-    The tensor keeps the view, and with it the mapping and its lease, alive. A tensor over a read-only view
-    must not be written: the process would die of SIGSEGV. Raises InvalidLayout if the sizes differ.
+    The tensor keeps the view, and with it the mapping and its lease, alive. Writing to a tensor over a read-only view
+    kills the process with SIGSEGV. Raises InvalidLayout if the sizes differ.
     """
     dtype = torch_dtype(code)
     expected = count_elements(shape) * DTYPE_BITS[code] // 8
@@ -67,7 +67,7 @@ def as_tensor(view: memoryview, code: str, shape: Sequence[int]) -> torch.Tensor
     if not view.readonly:
         return torch.frombuffer(view, dtype=dtype).reshape(tuple(shape))
     with warnings.catch_warnings():
-        # Read-only is what a lease means here; the docstring says so instead of a warning per tensor.
+        # Leased bytes are read-only; the docstring says so instead of a warning per tensor.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(view, dtype=dtype).reshape(tuple(shape))
 

@@ -1,5 +1,5 @@
-"""Versions in shared memory: reserve, write, commit, lease, evict, safe against kill -9 at any point.
+"""Keeps versions in shared memory: reserve, write, commit, lease, evict, safe against kill -9 at any point.
 
-Never: It knows no model and no network.
+Never: It depends on no model and uses no network.
 Begin with store.py.
 """

@@ -1,4 +1,4 @@
-"""A version being written: reserved, invisible, filled by any number of processes, then committed or gone."""
+"""Implements drafts, versions being written: reserved, invisible, filled by several processes, committed or aborted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weights.memory.pool import Pool
 from weights.memory.removal import dismantle_unheld
 
 MAX_WRITERS = 1 << 16
-_META_BYTES, _TENSOR_BYTES = 16384, 256  # of a manifest; a checksum is most of what it says of a tensor
+_META_BYTES, _TENSOR_BYTES = 16384, 256  # of a manifest; most of a tensor's entry is its checksum
 _MADE_OR_OPENED = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 WRITTEN_POLL_S = 0.0005  # each look reads a few bytes of memory; a commit waits at most this long after the last writer
 
@@ -40,11 +40,11 @@ class Draft(Mapped):
     """Made by `WeightStore.reserve` or `WeightStore.attach`. A context manager: leaving it without a commit aborts the
     draft on the handle that reserved it, and only closes an attached handle.
 
-    Every process that has it open holds a shared lock on its directory. When all are gone without a commit,
-    a sweep removes it. `path` is what other processes attach to.
+    Every process that has it open holds a shared lock on its directory. If all end without a commit, a sweep removes
+    it. Other processes attach to `path`.
 
-    Views are writable and shared with every process that has the draft open: what is written is in the version at once.
-    Writers of disjoint ranges need no coordination, except that all are done before `commit`.
+    Views are writable and shared by every process that has the draft open: writes are in the version at once. Writers
+    of disjoint ranges need no coordination, but all must finish before `commit`.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Draft(Mapped):
 
     @property
     def target(self) -> Path:
-        """Where the version will stand once it is committed."""
+        """Path of the version after the commit."""
         return version_path(self._root, self.kind, self.model, self.version)
 
     def mark_written(self, writer: int) -> None:
-        """Notes that `writer` (0-based, of those the draft was reserved for) has written its part. Raises
+        """Records that `writer` (0-based, of those the draft was reserved for) has written its part. Raises
         HandleClosed."""
         fd = os.open(WRITTEN_FILE, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._open_lock().fd)
         try:
@@ -86,8 +86,8 @@ class Draft(Mapped):
             os.close(fd)
 
     def wait_written(self) -> None:
-        """Returns when every writer has marked its part. There is no time limit: the caller's supervisor notices a
-        writer that dies without its mark. Raises HandleClosed."""
+        """Returns when every writer has marked its part. It has no time limit: the caller's supervisor detects a writer
+        that dies without its mark. Raises HandleClosed."""
         fd = os.open(WRITTEN_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._open_lock().fd)
         try:
             while b"\0" in os.pread(fd, MAX_WRITERS, 0):
@@ -96,13 +96,13 @@ class Draft(Mapped):
             os.close(fd)
 
     def prepare(self) -> None:
-        """Makes the part of the manifest that does not depend on the bytes, so that `commit` need not."""
+        """Builds the part of the manifest that does not depend on the bytes, to save `commit` the work."""
         if self._prepared is None:
             self._prepared = Prepared.of(self.layout, kind=self.kind, model=self.model, version=self.version)
 
     def populate(self, views: Iterable[memoryview] | None = None) -> None:
-        """Takes the page faults of `views` (default: everything) now, so that writing them runs at memcpy rate. Worth
-        it for a draft whose segments are new, ahead of the time that counts."""
+        """Faults in the pages of `views` (default: all) now, so that writes run at memcpy rate. Useful for a draft with
+        new segments, before the time-critical part."""
         if views is None:
             views = [self.file_view(file.name) for file in self.layout.files]
         for view in views:
@@ -118,15 +118,15 @@ class Draft(Mapped):
         expected_checksums: Mapping[str, str | None] | None = None,
         source: object = None,
     ) -> StoredVersion:
-        """Makes the version visible, all at once, and closes the draft.
+        """Makes the version visible atomically and closes the draft.
 
-        `checksums=False` leaves the hot path at memcpy rate; `WeightStore.seal` adds them later. A `pinned`
+        `checksums=False` keeps the hot path at memcpy rate; `WeightStore.seal` adds them later. A `pinned`
         version is not evicted until `copies.persist` or `WeightStore.unpin`: eviction never takes a last copy.
         With `expected_checksums` (tensor name -> checksum) a version whose bytes differ is never published; the error
         names `source`, where the bytes came from.
         Raises VersionExists, ChecksumMismatch (the draft stays open), ManifestInvalid if `meta` is not JSON.
         """
-        # The number, not the lock: a traceback would keep a lock in its frames open beyond the abort that follows.
+        # The descriptor, not the lock: a traceback's frames would keep the lock open beyond the following abort.
         fd = self._open_lock().fd
         target = self.target
         if target.exists():
@@ -153,10 +153,10 @@ class Draft(Mapped):
         return StoredVersion(self.kind, self.model, self.version, target, manifest.nbytes, manifest)
 
     def abort(self) -> None:
-        """Gives the draft's memory back; the draft was never visible. Safe to call twice and after commit.
+        """Frees the draft's memory; the draft was never visible. Safe to call twice and after commit.
 
-        If other processes or views still hold the draft, the last of them to close it cleans up, or a sweep does after
-        they died.
+        If other processes or views still hold the draft, the last one to close it cleans up, or a sweep after their
+        death.
         """
         lock = self._let_go()
         if lock is None:
@@ -224,9 +224,9 @@ class Draft(Mapped):
 
 
 def hold_manifest_room(directory_fd: int, layout: Layout) -> None:
-    """Takes the memory of the manifest while an error still costs nothing. Raises OSError ENOSPC.
+    """Allocates the manifest's memory while an error is still harmless. Raises OSError ENOSPC.
 
-    A version of an epoch that met a full memory at its commit, for want of this page, ended the run.
+    Without this page, the commit of an epoch's version once failed on full memory and ended the run.
     """
     room = _META_BYTES + sum(_TENSOR_BYTES + len(placed.spec.name) for placed in layout)
     fd = os.open(MANIFEST_ROOM_FILE, _MADE_OR_OPENED, 0o600, dir_fd=directory_fd)
@@ -237,7 +237,7 @@ def hold_manifest_room(directory_fd: int, layout: Layout) -> None:
 
 
 def _write_manifest(directory_fd: int, text: bytes) -> None:
-    """Into the memory that is held for it; a longer one takes more. Raises OSError ENOSPC."""
+    """Writes into the reserved memory; a longer manifest allocates more. Raises OSError ENOSPC."""
     fd = os.open(MANIFEST_ROOM_FILE, _MADE_OR_OPENED, 0o600, dir_fd=directory_fd)
     with os.fdopen(fd, "wb") as file:
         file.write(text)
@@ -246,14 +246,14 @@ def _write_manifest(directory_fd: int, text: bytes) -> None:
 
 
 def describe_draft(directory_fd: int, *, kind: str, model: str, version: str) -> None:
-    """Makes the draft known to `attach`. Written last, so that nobody attaches to half a draft."""
+    """Makes the draft visible to `attach`. Written last, so that no process attaches to an incomplete draft."""
     body = json.dumps({"kind": kind, "model": model, "version": version})
     write_file(directory_fd, DRAFT_FILE, body.encode())
 
 
 def attach_draft(root: Path, path: Path, layout: Layout | None = None) -> Draft:
-    """The draft at `path`, in this process. `layout` is the one it was reserved with; without it the files are read.
-    Raises DraftNotFound, IntegrityError."""
+    """Opens the draft at `path` in this process. `layout`: the one it was reserved with; without it this reads the
+    files. Raises DraftNotFound, IntegrityError."""
     gone = f"no draft at {path}: it was committed, aborted or swept, or is of another store"
     lock = DirectoryLock.try_shared(path) if path.parent == root / "staging" else None
     if lock is None:
@@ -262,7 +262,7 @@ def attach_draft(root: Path, path: Path, layout: Layout | None = None) -> Draft:
         body = json.loads((path / DRAFT_FILE).read_bytes())
         layout = layout or Layout.read(path)
     except BaseException as error:
-        # Now, not when the traceback goes: the last holder of an aborted draft cleans up.
+        # Close now, not when the traceback is freed: the last holder of an aborted draft cleans up.
         lock.close()
         if isinstance(error, FileNotFoundError):
             raise DraftNotFound(gone) from None

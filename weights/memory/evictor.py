@@ -1,7 +1,7 @@
-"""Keeping a store within its bounds: counting, evicting, sweeping, trimming.
+"""Keeps a store within its bounds: counts, evicts, sweeps, trims.
 
-Call everything here except `mutex`, `usage` and `committed` under the store's mutex: then probing a lock never looks
-like a lease to another process, and no space is given out twice.
+Call everything here except `mutex`, `usage` and `committed` under the store's mutex: then a lock probe never looks like
+a lease to another process, and no space is allocated twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Evictor:
         self.pool_bytes = pool_bytes
 
     def mutex(self) -> StoreMutex:
-        """Held, as a context, while space is counted and given out."""
+        """Hold this context manager while counting and allocating space."""
         return StoreMutex(self.root / ".mutex")
 
     def usage(self) -> Usage:
@@ -46,13 +46,13 @@ class Evictor:
         return [path for model in directories(self.root / f"{kind}s") for path in directories(model)]
 
     def all_committed(self) -> list[Held]:
-        """What every version and snapshot holds."""
+        """Sizes of every version and snapshot."""
         found = (held_at(path) for kind in KINDS for path in self.committed(kind))
         return [held for held in found if held is not None]
 
     def make_room(self, needed_bytes: int) -> None:
-        """Sweeps and evicts until `needed_bytes` fit beside what must stay. The pool is not counted, because all of it
-        can go. Raises StoreFull, and then evicts nothing if eviction could not have helped."""
+        """Sweeps and evicts until `needed_bytes` fit beside what must stay. It ignores the pool, which can be freed
+        entirely. Raises StoreFull, without evicting anything if eviction would not help."""
         assert self.budget_bytes is not None
 
         def excess_bytes() -> int:
@@ -63,19 +63,19 @@ class Evictor:
             self.sweep_staging()  # dead drafts hold budget too, and cost nothing to lose
         excess = excess_bytes()
         if excess > 0:
-            # Refuse before evicting anything that would not help.
+            # Refuse first if eviction would not help.
             if self.evictable_bytes() >= excess:
                 self.evict(excess)
             if excess_bytes() > 0:
                 raise self.full(needed_bytes)
 
     def evictable_bytes(self) -> int:
-        """Bytes of versions that nobody leases and that are not pinned."""
+        """Bytes of unleased, unpinned versions."""
         return sum(held.nbytes for held in self.all_committed() if not held.pinned and not _leased(held))
 
     def evict(self, excess_bytes: int) -> None:
-        """Takes down unleased, unpinned versions, least recently used first, until `excess_bytes` are free or
-        none is left. Their segments go to the pool."""
+        """Removes unleased, unpinned versions, least recently used first, until `excess_bytes` are free or none is
+        left. Their segments go to the pool."""
         candidates = self.all_committed()
         while excess_bytes > 0 and (chosen := choose_evictions(candidates, excess_bytes)):
             for held in chosen:
@@ -98,7 +98,7 @@ class Evictor:
             lock.close()
 
     def sweep_staging(self) -> tuple[list[Path], int]:
-        """Removes everything in staging that nobody holds; the paths and the bytes freed."""
+        """Removes everything unlocked in staging; returns the paths and the bytes freed."""
         removed, freed = [], 0
         for entry in list(os.scandir(self.staging)):
             path = Path(entry.path)
@@ -119,7 +119,7 @@ class Evictor:
         return removed, freed
 
     def trim(self, upcoming_bytes: int) -> None:
-        """Cuts the pool to what both bounds leave beside everything else and the `upcoming_bytes` still to be
+        """Shrinks the pool to what both bounds leave beside everything else and the `upcoming_bytes` still to be
         written."""
         if self.budget_bytes is None and self.pool_bytes is None:
             return
@@ -130,7 +130,7 @@ class Evictor:
         self.pool.trim(max(0, keep))
 
     def full(self, needed_bytes: int) -> StoreFull:
-        """The error for a reservation of `needed_bytes`, with the numbers as they are."""
+        """The error for a reservation of `needed_bytes`, with the current numbers."""
         usage = self.usage()
         committed = self.all_committed()
         return StoreFull(

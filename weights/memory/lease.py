@@ -1,4 +1,4 @@
-"""Stored versions and the leases that keep them. A lease is a shared file lock that dies with its process."""
+"""Defines stored versions and their leases. A lease is a shared file lock that ends with its process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StoredVersion:
 
     @property
     def pinned(self) -> bool:
-        """Whether eviction must pass by because no other tier has the bytes yet."""
+        """Whether eviction must skip it because no other tier has the bytes yet."""
         return (self.path / PINNED_FILE).exists()
 
     @classmethod
@@ -49,7 +49,7 @@ class StoredVersion:
 
 
 class Lease(Mapped):
-    """The right to read a version: while it or any view taken from it lives, the bytes stay as they are.
+    """The right to read a version: while it or any of its views exists, the bytes stay unchanged.
 
     Use `take_lease` or `WeightStore.lease`. `path` is the directory, `layout` the validated layout,
     `manifest` the current manifest. Views are read-only and shared. A context manager; `release` is safe to call twice.
@@ -69,12 +69,12 @@ class Lease(Mapped):
         return {placed.spec.name: self.view(placed.spec.name) for placed in self.layout}
 
     def populate(self) -> None:
-        """Maps every page now, so that a later copy, in a pause for instance, takes no page fault."""
+        """Maps every page now, so that a later copy, for example in a pause, takes no page fault."""
         for file in self.layout.files:
             segment.populate(self.file_view(file.name), write=False)
 
     def release(self) -> None:
-        """Gives the lease back; living views keep the version until they are gone."""
+        """Releases the lease; existing views keep the version until they are freed."""
         self._let_go()
 
     def __enter__(self) -> Lease:
@@ -88,7 +88,7 @@ class Lease(Mapped):
 
 
 def take_lease(stored: StoredVersion) -> Lease:
-    """A lease on `stored`, after its headers and manifest were validated against each other.
+    """Takes a lease on `stored` after validating its headers and manifest against each other.
 
     Raises VersionNotFound if it was removed or replaced meanwhile, and IntegrityError before anything is mapped.
     """
@@ -107,7 +107,7 @@ def take_lease(stored: StoredVersion) -> Lease:
 
 
 def unpin(stored: StoredVersion) -> None:
-    """Lets eviction take `stored`, because another tier has its bytes. Safe to call twice."""
+    """Allows eviction of `stored`, because another tier has its bytes. Safe to call twice."""
     with _without_use(stored) as fd:
         with suppress(FileNotFoundError):
             os.unlink(PINNED_FILE, dir_fd=fd)

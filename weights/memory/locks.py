@@ -1,4 +1,4 @@
-"""File locks that die with the process that holds them.
+"""Implements file locks that end with the process that holds them.
 
 `flock` on a directory needs no lock file and follows the directory through renames. The kernel drops it when
 the last descriptor of it closes, so kill -9 releases it. A fork would share the descriptor and keep a dead
@@ -15,15 +15,15 @@ from pathlib import Path
 
 from weights.format.errors import HandleClosed
 
-# How long a shared lock waits out somebody else's probe or removal, both of which take microseconds.
+# How long a shared lock waits for another process's probe or removal, both of which take microseconds.
 SHARED_WAIT_S = 2.0
 SHARED_POLL_S = 0.001
 
 
 class DirectoryLock:
-    """A shared or exclusive lock on a directory, held until `close` or until the last reference goes.
+    """A shared or exclusive lock on a directory, held until `close` or until the last reference is freed.
 
-    Use `try_shared` or `try_exclusive`. Mappings keep a reference, so that no byte under a living view is ever re-used.
+    Use `try_shared` or `try_exclusive`. Mappings keep a reference: no byte under a view is ever reused.
     """
 
     def __init__(self, fd: int) -> None:
@@ -33,7 +33,7 @@ class DirectoryLock:
 
     @classmethod
     def try_shared(cls, directory: Path) -> DirectoryLock | None:
-        """A shared lock on what stands at `directory` now; None if it is gone or being removed."""
+        """A shared lock on the directory now at `directory`; None if it is gone or being removed."""
         deadline_s = time.monotonic() + SHARED_WAIT_S
         while True:
             fd = _open_directory(directory)
@@ -47,14 +47,14 @@ class DirectoryLock:
                     return None
                 time.sleep(SHARED_POLL_S)
                 continue
-            # Between open and flock the directory may have been renamed away by its remover.
+            # Between open and flock a remover may have renamed the directory.
             if _same_directory(fd, directory):
                 return cls(fd)
             os.close(fd)
 
     @classmethod
     def try_exclusive(cls, directory: Path) -> DirectoryLock | None:
-        """The exclusive lock on what stands at `directory`; None if anybody holds it or it is gone."""
+        """The exclusive lock on the directory at `directory`; None if it is locked or gone."""
         fd = _open_directory(directory)
         if fd is None:
             return None
@@ -80,7 +80,7 @@ class DirectoryLock:
         return self._fd
 
     def close(self) -> None:
-        """Lets go. Safe to call twice."""
+        """Releases the lock. Safe to call twice."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
@@ -92,7 +92,7 @@ class DirectoryLock:
 
 
 class StoreMutex:
-    """The exclusive lock on a whole store, for the short time in which space is counted and given out."""
+    """The exclusive lock on a whole store, for the short time of counting and allocating space."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,6 +1,6 @@
-"""Bytes of a directory's tensor files as views, for as long as a lock on the directory is held.
+"""Provides views of a directory's tensor files while a lock on the directory is held.
 
-Draft and lease share this: a file is mapped when it is first asked for, and each view keeps the lock.
+Draft and lease share this: it maps a file on first use, and each view keeps the lock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Mapped:
         self._windows: dict[str, memoryview] = {}
 
     def view(self, name: str) -> memoryview:
-        """Bytes of tensor `name` (uint8, 1-D). The view holds the directory as long as it lives, also after this was
+        """Bytes of tensor `name` (uint8, 1-D). The view keeps the directory locked while it exists, even after this is
         closed. Raises UnknownTensor, HandleClosed."""
         placed = self.layout.find(name)
         return self.file_view(placed.file)[placed.start : placed.end]
@@ -49,11 +49,11 @@ class Mapped:
         return self._lock
 
     def _let_go(self) -> DirectoryLock | None:
-        """Forgets lock and mappings. Returns the lock if it was held; dropping the last reference gives the directory
-        back."""
+        """Drops lock and mappings. Returns the lock if it was held; freeing the last reference unlocks the
+        directory."""
         lock, self._lock, self._windows = self._lock, None, {}
         return lock if lock is not None and lock.held else None
 
     def _closed(self) -> str:
-        """Why nothing can be read or written any more, and what to do."""
+        """The error for access after close: why, and what to do."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""Freed segment files, kept to be written again because their pages are already there.
+"""Keeps freed segment files for reuse, because their pages are already allocated.
 
-Files are claimed and given back by rename, which only one process can win. The pool counts in the store's budget and
-goes first when room is needed.
+Processes claim and return files by rename, which only one of them can win. The pool counts against the store's budget
+and is freed first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIN_SEGMENT_BYTES = 1 << 16  # smaller files cost less to allocate than to look 
 
 @dataclass(frozen=True)
 class Pooled:
-    """A file of the pool; `freed_ns` is when it came back."""
+    """A file of the pool; `freed_ns` is when it was returned."""
 
     path: Path
     nbytes: int
@@ -28,7 +28,7 @@ class Pooled:
 
 
 class Pool:
-    """The files under one pool directory. Cheap; holds no state of its own."""
+    """The files under one pool directory. Cheap; has no state of its own."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -46,7 +46,7 @@ class Pool:
         return sorted(found, key=lambda pooled: pooled.freed_ns)
 
     def give(self, path: Path) -> None:
-        """Takes over a file that nobody reads or writes any more."""
+        """Takes ownership of a file that has no readers or writers."""
         try:
             status = os.lstat(path)
         except FileNotFoundError:
@@ -69,7 +69,7 @@ class Pool:
         return False
 
     def trim(self, keep_bytes: int) -> int:
-        """Destroys the oldest segments until at most `keep_bytes` are left; returns the bytes freed."""
+        """Deletes the oldest segments until at most `keep_bytes` are left; returns the bytes freed."""
         files = self.files()
         total = sum(pooled.nbytes for pooled in files)
         freed = 0
@@ -84,8 +84,8 @@ class Pool:
 def best_fit(files: list[Pooled], nbytes: int) -> Pooled | None:
     """The segment whose pages serve `nbytes` best. Pure.
 
-    Exact size first, the last freed of them (a writer most likely still has it mapped); then the smallest
-    larger one, cut down; then the largest smaller one, grown.
+    Exact size first, the most recently freed (a writer most likely still has it mapped); then the smallest larger one,
+    truncated; then the largest smaller one, extended.
     """
     if nbytes < MIN_SEGMENT_BYTES:
         return None

@@ -1,4 +1,4 @@
-"""Taking directories apart, under the exclusive lock on the directory: nobody reads it."""
+"""Removes directories under their exclusive lock, which excludes readers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dismantle_unheld(directory: Path, pool: Pool | None = None) -> None:
 
 
 def hide(directory: Path, staging: Path) -> Path:
-    """Renames a version out of sight in one step. A sweep removes what a crash leaves there."""
+    """Hides a version by one rename. A sweep removes leftovers of a crash."""
     hidden = staging / f"removed-{uuid.uuid4().hex}"
     os.rename(directory, hidden)
     try:

@@ -1,8 +1,8 @@
-"""Segment files: allocated in time, mapped once per process, and then mapped again at no cost.
+"""Allocates segment files ahead of use and maps each once per process, so that mapping it again is free.
 
-A page fault on a tmpfs page costs more than copying the page. A process therefore keeps its mappings after
-the version that used them is gone: when the file comes back from the pool under another name, its mapping is
-already populated and a write runs at memcpy rate.
+A page fault on a tmpfs page costs more than copying the page. So a process keeps its mappings after the version that
+used them is gone: when the pool reuses the file under another name, its mapping is already populated and a write runs
+at memcpy rate.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _guard = threading.Lock()
 
 
 def create(directory_fd: int, name: str, nbytes: int) -> None:
-    """Makes a new file (0600) that has the size `nbytes` but not yet the memory."""
+    """Creates a file (0600) of size `nbytes` without allocating its memory."""
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     try:
         os.ftruncate(fd, nbytes)
@@ -66,10 +66,9 @@ def create(directory_fd: int, name: str, nbytes: int) -> None:
 
 
 def allocate(directory_fd: int, name: str) -> bool:
-    """Gives the file all memory of its size; True if any page was missing.
+    """Allocates all memory of the file; True if any page was missing.
 
-    Raises OSError ENOSPC now; a bare ftruncate would promise what the file system does not have, and a later write
-    would die of SIGBUS.
+    Raises OSError ENOSPC now; ftruncate alone would overcommit the file system, and a later write would get SIGBUS.
     """
     fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
     try:
@@ -84,7 +83,7 @@ def allocate(directory_fd: int, name: str) -> bool:
 
 
 def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock | None) -> memoryview:
-    """All `nbytes` of the file as a memoryview (uint8) that keeps `keeps` alive as long as it lives.
+    """All `nbytes` of the file as a memoryview (uint8) that keeps `keeps` alive.
 
     "read" views are read-only; "write" views are shared with every other process. Raises UnsafeFile if the file is no
     regular file of this size: a mapping past the end would be a SIGBUS.
@@ -115,7 +114,7 @@ def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock | None)
 
 
 def populate(view: memoryview, *, write: bool) -> None:
-    """Takes the page faults of `view` now, in one call of the kernel, instead of during a copy."""
+    """Faults in the pages of `view` now, in one kernel call, instead of during a copy."""
     if view.nbytes == 0:
         return
     array = np.frombuffer(view, dtype=np.uint8)
@@ -136,7 +135,7 @@ def populate(view: memoryview, *, write: bool) -> None:
 def destroy(path: Path) -> None:
     """Frees the file's memory, even if some process still maps it, and then its name.
 
-    Only for files in the pool or under an exclusively locked directory: nobody reads them, but caches of mappings may
+    Only for files in the pool or under an exclusively locked directory: they have no readers, but mapping caches may
     still pin the inode.
     """
     try:
@@ -149,7 +148,7 @@ def destroy(path: Path) -> None:
 
 
 def forget_mappings() -> None:
-    """Drops this process's cached mappings; those with living views stay mapped until the views go."""
+    """Drops this process's cached mappings; those with existing views stay mapped until the views are freed."""
     with _guard:
         _mapped.clear()
 

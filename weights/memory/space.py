@@ -1,4 +1,4 @@
-"""Counting what a store holds and choosing what goes. The scan reads the file system; the choice is pure."""
+"""Counts what a store holds and chooses what to evict. The scan reads the file system; the choice is pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Usage:
 
 
 def held_at(path: Path) -> Held | None:
-    """What stands at `path`; None if it is gone."""
+    """The directory at `path`; None if it is gone."""
     nbytes, pinned = 0, False
     try:
         last_used_ns = os.stat(path, follow_symlinks=False).st_mtime_ns

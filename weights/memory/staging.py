@@ -1,4 +1,4 @@
-"""Directories of drafts and the memory of their files: reserved within the bounds, allocated, discarded."""
+"""Reserves draft directories within the store's bounds, allocates the memory of their files, and discards them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Staging:
         self._evictor = evictor
 
     def path(self, name: str) -> Path:
-        """Where a draft of this name stands until it is committed."""
+        """Path of a draft of this name until its commit."""
         return self._evictor.staging / name
 
     def stake(
@@ -47,19 +47,19 @@ class Staging:
         return path, lock
 
     def allocate(self, layout: Layout, directory_fd: int, needed_bytes: int) -> None:
-        """Gives the files their memory. Raises OSError ENOSPC where eviction did not help."""
+        """Allocates the files' memory. Raises OSError ENOSPC if eviction did not help."""
         for file in layout.files:
             try:
                 segment.allocate(directory_fd, file.name)
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
-                # The file system is fuller than the budget knows: give it the pool and evictable versions.
+                # The file system is fuller than the budget assumes: free the pool and evictable versions.
                 with self._evictor.mutex():
                     self._evictor.evict(needed_bytes)
                     self._evictor.pool.trim(0)
                 segment.allocate(directory_fd, file.name)
 
     def discard(self, path: Path, pool: Pool | None = None) -> None:
-        """Removes a draft that nobody holds; its segments go to `pool`, or back to the system."""
+        """Removes an unlocked draft; its segments go to `pool`, or back to the system."""
         dismantle_unheld(path, pool)

@@ -1,7 +1,7 @@
-"""The store: reserve -> write -> commit -> lease -> evict, safe against kill -9 at any point.
+"""Implements the weight store: reserve -> write -> commit -> lease -> evict, safe against kill -9 at any point.
 
-docs/weight-store.md has the rules and why each holds. Directory locks decide who may remove what; one mutex file
-serialises the counting of space; a rename is the only way in or out of visibility.
+docs/weight-store.md has the rules and their reasons. Directory locks decide which process may remove what; one mutex
+file serialises space accounting; only a rename makes a version visible or invisible.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from weights.memory.staging import Staging
 
 @dataclass(frozen=True)
 class SweepReport:
-    """What a sweep removed, and the committed versions it found damaged (left in place)."""
+    """Paths that a sweep removed, and committed versions it found damaged (left in place)."""
 
     removed: tuple[Path, ...]
     freed_bytes: int
@@ -88,8 +88,8 @@ class WeightStore:
 
         `kind` is "version", "adapter" or "snapshot". Evicts unleased, unpinned versions if the budget asks for it. The
         tensors' bytes are undefined (segments are re-used): write every byte before the commit. `writers` is how many
-        will call `Draft.mark_written`. If the others know the `name`, `draft_path` tells them where the draft is.
-        Raises StoreFull (nothing left behind), VersionExists, InvalidName.
+        will call `Draft.mark_written`. Writers that know the `name` find the draft with `draft_path`. Raises StoreFull
+        (nothing left behind), VersionExists, InvalidName.
         """
         aux_files = dict(aux_files or {})
         for aux in aux_files:
@@ -125,24 +125,24 @@ class WeightStore:
         return Draft(self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True)
 
     def full(self, needed_bytes: int) -> StoreFull:
-        """The error for who writes so many bytes beside the versions here and finds no room, with its numbers."""
+        """The StoreFull error, with its numbers, for a caller that writes this many bytes beside the versions here."""
         with self._evictor.mutex():
             return self._evictor.full(needed_bytes)
 
     def draft_path(self, name: str) -> Path:
-        """Where a draft reserved under `name` stands until it is committed."""
+        """Path of a draft reserved under `name` until its commit."""
         return self._staging.path(name)
 
     def attach(self, path: Path | str, layout: Layout | None = None) -> Draft:
-        """The draft that another process reserved at `path`. A caller that knows the layout saves reading it. Raises
+        """Opens the draft that another process reserved at `path`. Passing the layout saves reading it. Raises
         DraftNotFound, IntegrityError."""
         return attach_draft(self.root, Path(path), layout)
 
     def stock(self, layout: Layout) -> bool:
-        """Puts segments with memory into the pool for a later reservation of `layout`, unless they are there.
+        """Adds allocated segments to the pool for a later reservation of `layout`, unless they are already there.
 
-        Evicts nothing. Returns False unless twice the room is free, so that a reservation that comes meanwhile still
-        finds its own. Any other reservation may take what is stocked. Raises StoreFull in a race.
+        Evicts nothing. Returns False unless twice the room is free, so that a concurrent reservation still finds room.
+        Any other reservation may take the segments. Raises StoreFull in a race.
         """
         if self._stocked_paths(layout) is not None:
             return True
@@ -151,7 +151,7 @@ class WeightStore:
             free = min(free, self.budget_bytes - usage.committed_bytes - usage.draft_bytes)
         if free < 2 * layout.nbytes:
             return False
-        # Not from the pool: that would cut down or grow what was stocked for another layout.
+        # Not from the pool: that would truncate or extend segments stocked for another layout.
         path, lock = self._staging.stake(layout, layout.nbytes, pooled=False)
         try:
             self._staging.allocate(layout, lock.fd, layout.nbytes)
@@ -223,15 +223,15 @@ class WeightStore:
         return sorted(found, key=lambda stored: stored.manifest.created_s)
 
     def lease(self, stored: StoredVersion) -> Lease:
-        """The right to read `stored`; see `weights.memory.lease.take_lease`."""
+        """Takes a lease on `stored`; see `weights.memory.lease.take_lease`."""
         return take_lease(stored)
 
     # Keeping
 
     def seal(self, stored: StoredVersion, *, threads: int = 1) -> StoredVersion:
-        """Computes and records the checksums that `commit(checksums=False)` left out; returns the sealed one.
+        """Computes and records the checksums that `commit(checksums=False)` left out; returns the sealed version.
 
-        Runs beside readers; the manifest is replaced in one step. Raises VersionNotFound, IntegrityError.
+        Runs concurrently with readers and replaces the manifest atomically. Raises VersionNotFound, IntegrityError.
         """
         with self.lease(stored) as lease:
             if lease.manifest.sealed:
@@ -253,7 +253,7 @@ class WeightStore:
         pin(stored)
 
     def unpin(self, stored: StoredVersion) -> None:
-        """Allows eviction of `stored`: the caller knows another copy. Raises VersionNotFound."""
+        """Allows eviction of `stored`; the caller knows of another copy. Raises VersionNotFound."""
         unpin(stored)
 
     # Removing
@@ -261,7 +261,7 @@ class WeightStore:
     def remove(self, stored: StoredVersion) -> None:
         """Removes a version, pinned or not; its segments go to the pool.
 
-        Raises VersionLeased while anybody reads it, VersionNotFound if it is gone.
+        Raises VersionLeased while a reader holds it, VersionNotFound if it is gone.
         """
         name = f"{stored.kind} {stored.model!r} {stored.version!r}"
         with self._evictor.mutex():
@@ -274,7 +274,7 @@ class WeightStore:
             self._evictor.trim(0)
 
     def discard(self, kind: str, model: str, version: str) -> None:
-        """Removes whatever has this name, also if it can no longer be read. Idempotent. Raises VersionLeased."""
+        """Removes the version of this name, even if unreadable. Idempotent. Raises VersionLeased."""
         path = version_path(self.root, _check_kind(kind), model, version)
         with self._evictor.mutex():
             lock = DirectoryLock.try_exclusive(path)
@@ -284,8 +284,8 @@ class WeightStore:
                 raise VersionLeased(f"{path} is being read; it can be removed when its last lease is released")
 
     def evict(self, bytes_needed: int) -> int:
-        """Frees at least `bytes_needed` bytes if it can: the pool first, then unleased, unpinned versions,
-        least recently used first. Returns the bytes freed."""
+        """Frees at least `bytes_needed` bytes if possible: the pool first, then unleased, unpinned versions, least
+        recently used first. Returns the bytes freed."""
         with self._evictor.mutex():
             before = self.usage()
             self._evictor.pool.trim(max(0, before.pool_bytes - bytes_needed))
@@ -295,14 +295,14 @@ class WeightStore:
             return before.used_bytes - self.usage().used_bytes
 
     def evictable_bytes(self) -> int:
-        """Bytes of versions and snapshots that nobody reads and that are not pinned, because another place has them."""
+        """Bytes of unleased versions and snapshots that are not pinned, because another tier has them."""
         with self._evictor.mutex():
             return self._evictor.evictable_bytes()
 
     def sweep(self) -> SweepReport:
-        """Removes what dead processes left: drafts nobody holds, half-removed versions, stray files.
+        """Removes leftovers of dead processes: unlocked drafts, half-removed versions, stray files.
 
-        Never touches what a living process holds, nor a committed version.
+        It never touches anything that a live process holds, nor a committed version.
         """
         with self._evictor.mutex():
             removed, freed = self._evictor.sweep_staging()
@@ -322,7 +322,7 @@ class WeightStore:
         return SweepReport(tuple(removed), freed, tuple(damaged))
 
     def trim_pool(self, keep_bytes: int = 0) -> int:
-        """Gives freed segments back to the system until the pool holds at most `keep_bytes`; bytes freed."""
+        """Returns freed segments to the system until the pool holds at most `keep_bytes`; returns the bytes freed."""
         with self._evictor.mutex():
             return self._evictor.pool.trim(keep_bytes)
 
@@ -331,7 +331,7 @@ class WeightStore:
         return self._evictor.usage()
 
     def room_bytes(self, *, enough_bytes: int | None = None) -> int:
-        """Bytes that a reservation made now could get: what is free, and what nobody leases or has pinned.
+        """Bytes available to a reservation now: free bytes plus unleased, unpinned ones.
 
         With `enough_bytes` the answer is cheaper: it may be too low once it is at least that.
         """

@@ -1,5 +1,5 @@
-"""Copies of versions on disks and remote stores: plain directories, and packed objects that share bytes.
+"""Copies versions to disks and remote stores, as plain directories or as packed objects that share bytes.
 
-Never: It decides no schedule; appliance.tiers does.
+Never: It schedules no copies; appliance.tiers does.
 Begin with copies.py, packed.py.
 """

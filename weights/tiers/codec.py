@@ -1,8 +1,8 @@
-"""How bytes of tensors are encoded in a packed tier: as byte planes, each compressed with zstd where that helps.
+"""Encodes tensor bytes for a packed tier as byte planes, each compressed with zstd if that helps.
 
-Neighbouring weights differ in their mantissas and share their exponents. So an object is cut into planes (byte 0 of
-every element, byte 1, ...). A plane that a sample shows to be noise is kept as it is, which costs a copy and no
-compression. All codecs are lossless except the two for moments, which only the `moments` setting turns on.
+Neighbouring weights differ in their mantissas and share their exponents. So the codec splits an object into planes
+(byte 0 of every element, byte 1, ...). It stores a plane that a sample shows to be noise uncompressed, at the cost of a
+copy. All codecs are lossless except the two for moments, which only the `moments` setting enables.
 Pure functions of bytes.
 """
 
@@ -29,9 +29,9 @@ BLOCK = 256
 
 
 def encode(data: bytes | bytearray | memoryview, *, codec: Codec, width: int = 1, level: int = 1) -> bytes:
-    """`data` as an object that describes itself. `width`: bytes of one element (1 to 8); `level`: of zstd.
+    """Encode `data` as a self-describing object. `width`: bytes of one element (1 to 8); `level`: of zstd.
 
-    The same arguments give the same bytes, so that an object's name can be made from them. The moment codecs take
+    The same arguments give the same bytes, so that an object's name can be their checksum. The moment codecs take
     float32; a block of 256 elements shares one float32 scale and each element becomes one byte.
     """
     view = memoryview(data).cast("B")
@@ -45,7 +45,7 @@ def encode(data: bytes | bytearray | memoryview, *, codec: Codec, width: int = 1
 
 
 def decode(blob: bytes | memoryview, *, name: object) -> bytes | memoryview:
-    """The bytes that `encode` was given (for the moment codecs: their approximation). Raises ObjectDamaged."""
+    """Return the bytes passed to `encode` (for the moment codecs: an approximation). Raises ObjectDamaged."""
     blob = memoryview(blob)
     try:
         magic, code, width, _, nbytes = _HEAD.unpack_from(blob)
@@ -102,7 +102,7 @@ def _unpack_planes(body: memoryview, width: int, nbytes: int) -> memoryview:
         plane: bytes | memoryview = body[position : position + length]
         position += length
         if compressed:
-            # The frame's own size must agree, so that a hostile object cannot make us allocate more.
+            # The frame's own size must agree, so that a malicious object cannot cause a larger allocation.
             if zstandard.frame_content_size(plane) != size:
                 raise ValueError(f"plane {index} does not hold {size} bytes")
             plane = decompressor.decompress(plane)

@@ -1,8 +1,8 @@
-"""Versions on other tiers: copies on disk that are the same bytes, and the proof that they still are.
+"""Copies versions to disk byte for byte, restores them, and verifies the copies.
 
-A copy is written beside its destination, checked, synced and renamed, so a destination that exists is whole.
-It is made in chunks at a pace, so that it stays in the background, and it drops what it wrote from the page cache,
-which serving needs more.
+A copy is written beside its destination, checked, synced and renamed, so an existing destination is complete. It
+proceeds in chunks at a limited rate, to stay in the background, and drops its data from the page cache, which serving
+needs more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class TierCopy:
-    """A finished copy: its directory, the bytes written (0 if it was there already), the seconds it took."""
+    """A finished copy: its directory, the bytes written (0 if it already existed), the seconds it took."""
 
     path: Path
     nbytes: int
@@ -44,7 +44,7 @@ class TierCopy:
 def persist(stored: StoredVersion, dst_dir: Path | str, *, pace: Pace | None = None) -> TierCopy:
     """Copies `stored` to the new directory `dst_dir`, durably; then unpins it, so that eviction may take it.
 
-    The copy is sealed: checksums are computed on the way, and compared where the version had them. It
+    The copy is sealed: this computes checksums while copying, and compares those that the version had. It
     appears by a rename after everything is on the medium; after a crash only a hidden
     `.<name>.partial-*` sibling is left, which the next call removes. If `dst_dir` already holds this very version (a
     crash came between the rename and the unpinning), nothing is copied. Raises TierExists if it holds anything else,
@@ -79,7 +79,7 @@ def persist(stored: StoredVersion, dst_dir: Path | str, *, pace: Pace | None = N
 
 
 def restore(store: WeightStore, src_dir: Path | str) -> StoredVersion:
-    """Brings a persisted version back into `store` under the name its manifest records.
+    """Restores a persisted version into `store` under the name in its manifest.
 
     Raises IntegrityError before anything is visible if the copy is damaged, else as `WeightStore.import_dir`.
     """
@@ -113,9 +113,9 @@ def verify(directory: Path | str) -> Manifest:
 def seal_dir(
     directory: Path | str, *, kind: str, model: str, version: str, meta: Mapping[str, Any] | None = None
 ) -> Manifest:
-    """Gives a foreign checkpoint directory, such as a download, its manifest with checksums, in one step.
+    """Writes a manifest with checksums for a foreign checkpoint directory, such as a download, atomically.
 
-    Raises IntegrityError or InvalidLayout if the directory is no clean checkpoint.
+    Raises IntegrityError or InvalidLayout if the directory is not a valid checkpoint.
     """
     directory = Path(directory)
     (directory / MANIFEST_FILE).unlink(missing_ok=True)
@@ -199,7 +199,7 @@ def _checksums_of(directory: Path, layout: Layout) -> dict[str, str]:
 
 
 def remove_partials(dst_dir: Path) -> None:
-    """Removes half-written copies of `dst_dir` that no living process holds."""
+    """Removes incomplete copies of `dst_dir` that no live process holds."""
     for path in dst_dir.parent.glob(f".{_escape(dst_dir.name)}.partial-*"):
         dismantle_unheld(path)
 

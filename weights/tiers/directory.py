@@ -1,4 +1,4 @@
-"""Versions on the local disk as plain checkpoint directories: what training maps and every tool reads."""
+"""Stores versions on the local disk as plain checkpoint directories, which training maps and every tool can read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STAGING = ".staging"
 class DirectoryTier:
     """`<root>/<model>/<version>/` with a sealed manifest each; the same verbs as `weights.tiers.packed.PackedTier`.
 
-    `free_bytes` of the file system are left to others. Holds only versions.
+    It leaves `free_bytes` of the file system free. Holds only versions.
     """
 
     def __init__(self, name: str, root: Path, *, free_bytes: int = 0) -> None:
@@ -39,11 +39,11 @@ class DirectoryTier:
         self._read: dict[Path, tuple[int, Manifest]] = {}
 
     def path(self, name: Name) -> Path:
-        """Where a version stands or would stand. Raises InvalidName."""
+        """Path of a version, whether it exists or not. Raises InvalidName."""
         return self._root / encode_name(name.model) / encode_name(name.version)
 
     def names(self, kind: str) -> Mapping[Name, float]:
-        """Creation time (Unix seconds) by name, of every version whose manifest can be read."""
+        """Creation time (Unix seconds) by name, of every version with a readable manifest."""
         return {name: manifest.created_s for name, manifest in self._manifests().items() if name.kind == kind}
 
     def usage_bytes(self) -> int:
@@ -51,7 +51,7 @@ class DirectoryTier:
 
     def put(self, source: Path, *, pace: Pace | None = None) -> None:
         """Copies the version in shared memory at `source` and unpins it there, replacing a damaged copy. Raises
-        TierExists if another version stands there, TierFull, TierUnavailable, IntegrityError."""
+        TierExists if another version is there, TierFull, TierUnavailable, IntegrityError."""
         stored = StoredVersion.read(source)
         target = self.path(Name(stored.kind, stored.model, stored.version))
         with tier_errors(target):
@@ -76,14 +76,14 @@ class DirectoryTier:
         return copies.verify(self._there(name))
 
     def remove(self, name: Name) -> bool:
-        """Deletes a version; False if there was none. It is out of sight in one step, whatever happens then."""
+        """Deletes a version; False if there was none. One rename hides it first."""
         with tier_errors(self.path(name)):
             return self._hide(self.path(name))
 
     quarantine = remove
 
     def collect(self) -> int:
-        """Removes half-written copies that no living process holds. Returns 0: their bytes are not counted."""
+        """Removes incomplete copies that no live process holds. Returns 0: it does not count their bytes."""
         for family in directories(self._root):
             for path in family.glob(".*.partial-*"):
                 copies.remove_partials(path.parent / path.name[1:].partition(".partial-")[0])

@@ -1,4 +1,4 @@
-"""Where a packed tier keeps its objects: a flat space of keys and bytes. A directory here, S3 in objects_s3.py."""
+"""Defines a packed tier's object store, a flat map from keys to bytes: a directory here, S3 in objects_s3.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARTIAL = ".partial"
 
 @contextmanager
 def tier_errors(where: Path) -> Iterator[None]:
-    """Turns an OSError in the block into TierFull or TierUnavailable."""
+    """Converts an OSError in the block to TierFull or TierUnavailable."""
     try:
         yield
     except OSError as error:
@@ -31,7 +31,7 @@ def tier_errors(where: Path) -> Iterator[None]:
 
 
 def require_space(root: Path, needed_bytes: int, free_bytes: int) -> None:
-    """Raises TierFull where `needed_bytes` more would leave less than `free_bytes` of the file system of `root`."""
+    """Raises TierFull if `needed_bytes` more would leave less than `free_bytes` free on the file system of `root`."""
     free = shutil.disk_usage(root).free
     if free - needed_bytes < free_bytes:
         raise TierFull(
@@ -43,13 +43,13 @@ class Objects(Protocol):
     """Keys are relative paths; no part of one begins with a dot. Every call may raise TierUnavailable."""
 
     where: str
-    """For people: a path or URL, without credentials."""
+    """A path or URL for messages, without credentials."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Stores `data` durably and in one step: the key has all of it or what it had before. Raises TierFull."""
+        """Stores `data` durably and atomically: the key has all of it or its previous content. Raises TierFull."""
 
     def get(self, key: str) -> bytes:
-        """Raises ObjectDamaged if there is none."""
+        """Raises ObjectDamaged if the key does not exist."""
 
     def size(self, key: str) -> int | None:
         """Bytes stored under `key`, None if there is none."""
@@ -61,13 +61,13 @@ class Objects(Protocol):
         """Idempotent."""
 
     def sweep(self) -> None:
-        """Removes what a writer that died left half written. Called when nobody writes."""
+        """Removes incomplete objects of a dead writer. Call it only when no writer is active."""
 
 
 class DirectoryObjects:
-    """Files below `root`, on a local disk or a mount. `free_bytes` of the file system are left to others.
+    """Files below `root`, on a local disk or a mount. It leaves `free_bytes` of the file system free.
 
-    With `create` the root is made. A mount must be there already, so that nothing is written below a lost one.
+    `create` creates the root. A mount must already exist, so that nothing is written below a lost one.
     """
 
     def __init__(self, root: Path | str, *, free_bytes: int = 0, create: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""Objects in an S3-compatible store. The one file that knows boto3.
+"""Stores objects in an S3-compatible store. The only file that uses boto3.
 
 Each object is one PUT (they are small enough), so a key has all of its bytes or none. Keys in the store are `prefix`
-plus ours. Credentials come from a file by profile name, or from where boto3 looks by itself; no message shows them.
+plus ours. Credentials come from a file by profile name, or from boto3's defaults; no message shows them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _FULL = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507")
 
 
 class S3Objects:
-    """`bucket` has to exist. `endpoint` None is Amazon's own. Raises TierUnavailable if the settings make no client."""
+    """`bucket` must exist. `endpoint` None: Amazon's. Raises TierUnavailable if the settings are invalid for a
+    client."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class S3Objects:
                 connect_timeout=timeout_s,
                 read_timeout=timeout_s,
                 retries={"mode": "standard", "max_attempts": 2},
-                # Stores other than Amazon's often know no trailing checksums; ours are checked on every read.
+                # Stores other than Amazon's often do not support trailing checksums; every read checks ours.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
                 s3={"addressing_style": "path" if endpoint else "auto"},
@@ -90,7 +91,7 @@ class S3Objects:
             self._client.delete_object(Bucket=self._bucket, Key=self._prefix + key)
 
     def sweep(self) -> None:
-        """Does nothing: an object of one PUT is never half there."""
+        """Does nothing: an object written by one PUT is never incomplete."""
 
     @contextmanager
     def _translated(self, key: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A copy in the background: its rate, its progress, and a way to stop it."""
+"""Limits the rate of a background copy, reports its progress, and lets the caller stop it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 class Pace:
     """Keeps a copy under `rate_bytes_s` by waiting after each chunk, and calls `on_progress(done_bytes, total_bytes)`.
 
-    `wait` waits the given number of seconds. An exception from `on_progress` or `wait` ends the copy.
+    `wait` waits the given number of seconds. An exception from `on_progress` or `wait` aborts the copy.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Pace:
         self._started_s = time.monotonic()
 
     def moved(self, nbytes: int) -> None:
-        """Counts `nbytes` more as done; returns when the rate allows them."""
+        """Adds `nbytes` to the bytes done; returns when the rate allows them."""
         self.done_bytes += nbytes
         if self._on_progress is not None:
             self._on_progress(self.done_bytes, self.total_bytes)

@@ -1,11 +1,11 @@
-"""A packed tier: versions and snapshots as compressed objects that they share, on a disk or a remote store.
+"""Implements a packed tier: versions and snapshots as shared compressed objects, on a disk or a remote store.
 
-    records/<kind>s/<model>/<version>      what it is made of; written last, so what has a record is whole
+    records/<kind>s/<model>/<version>      its contents; written last, so a version with a record is complete
     objects/<2 digits>/<BLAKE3 of itself>  up to 32 MiB of pieces, encoded by `weights.tiers.codec`
 
 An object's name is the checksum of its stored bytes. So no object is written twice, nothing is sent again after a
-crash, and a damaged object shows by its name. A tensor whose checksum is in another record of the tier is not written
-at all; the new record points at the old bytes. One process writes a tier; any number may read it.
+crash, and the name reveals a damaged object. A tensor whose checksum is in another record of the tier is not written;
+the new record references the old bytes. One process writes a tier; any number may read it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OWNER_KEY = "owner"
 
 @dataclass(frozen=True)
 class Packed:
-    """A finished put: bytes of the version, those that were new to the tier, those written, and the seconds."""
+    """A finished put: bytes of the version, bytes new to the tier, bytes written, and the seconds."""
 
     nbytes: int
     new_bytes: int
@@ -60,7 +60,7 @@ class Packed:
 class PackedTier:
     """`codec_of` chooses a tensor's codec by kind and spec: "raw" or "zstd", or a moment codec for float32 tensors.
 
-    Errors of the store pass through: TierFull, TierUnavailable.
+    Errors of the object store propagate: TierFull, TierUnavailable.
     """
 
     def __init__(
@@ -79,19 +79,18 @@ class PackedTier:
         self._records = Records(name, objects)
 
     def names(self, kind: str) -> Mapping[Name, float]:
-        """Creation time (Unix seconds) by name of everything that can be read. A damaged record is logged and left
-        out."""
+        """Creation time (Unix seconds) by name of everything readable. It logs and skips a damaged record."""
         return {name: record.manifest.created_s for name, record in self._records.all().items() if name.kind == kind}
 
     def usage_bytes(self) -> int:
-        """Stored bytes of everything that a record needs."""
+        """Stored bytes of all objects that records need."""
         return sum(self._records.objects().values())
 
     def claim(self, owner: str, first: bool) -> None:
-        """Makes sure that the tier belongs to `owner`; takes it if it is nobody's and this is the `first` time.
+        """Checks that the tier belongs to `owner`; claims it if it has no owner and this is the `first` time.
 
-        Raises TierUnavailable otherwise: a mount that is gone leaves an empty directory behind, and two boxes in one
-        place would remove each other's objects.
+        Raises TierUnavailable otherwise: a lost mount leaves an empty directory, and two boxes in one place would
+        remove each other's objects.
         """
         if self._objects.size(OWNER_KEY) is None:
             if not first:
@@ -105,10 +104,10 @@ class PackedTier:
             )
 
     def put(self, source: Path, *, pace: Pace | None = None) -> Packed:
-        """Writes the version directory `source`, which nobody may change meanwhile (in shared memory: lease it).
+        """Writes the version directory `source`, which must not change meanwhile (in shared memory: lease it).
 
-        It skips what the tier has already, also what an interrupted put left. The source's bytes are compared with its
-        checksums where it has them. Raises IntegrityError if they differ, and then writes no record.
+        It skips what the tier already has, including data of an interrupted put, and compares the source's bytes with
+        its checksums if it has them. Raises IntegrityError if they differ, and then writes no record.
         """
         started_s, pace = time.monotonic(), pace or Pace()
         manifest, layout = Manifest.read(source), Layout.read(source)
@@ -154,7 +153,7 @@ class PackedTier:
         return Packed(manifest.nbytes, new_bytes, pace.done_bytes, time.monotonic() - started_s)
 
     def copy_from(self, other: PackedTier, name: Name, *, pace: Pace | None = None) -> Packed:
-        """Copies what `other` has under `name`, object by object. Raises as `restore` and `put`."""
+        """Copies `name` from `other`, object by object. Raises the errors of `restore` and `put`."""
         started_s, pace = time.monotonic(), pace or Pace()
         record = other._records.find(name)
         for key, nbytes in record.objects.items():
@@ -172,7 +171,7 @@ class PackedTier:
         return all(self._objects.size(object_key(part.object)) == sizes[part.object] for part in parts)
 
     def restore(self, store: WeightStore, name: Name) -> StoredVersion:
-        """Brings `name` back into `store`, evictable, every byte checked before it becomes visible.
+        """Restores `name` into `store`, evictable, and checks every byte before it becomes visible.
 
         Raises VersionNotFound if the tier has none, IntegrityError if it is damaged, StoreFull, VersionExists.
         """
@@ -248,12 +247,12 @@ class PackedTier:
                 yield piece, position, chunk
 
     def remove(self, name: Name) -> None:
-        """Removes `name`; its bytes go with the next `collect`. Idempotent."""
+        """Removes `name`; the next `collect` frees its bytes. Idempotent."""
         self._records.remove(name)
 
     def quarantine(self, name: Name) -> None:
-        """Removes `name`, its damaged objects, and all records that use one of those, so that nothing written later
-        builds on them."""
+        """Removes `name`, its damaged objects, and all records that use one of those, so that no later write references
+        them."""
         try:
             objects = self._records.find(name).objects
         except (IntegrityError, VersionNotFound):
@@ -273,7 +272,7 @@ class PackedTier:
 
     def collect(self) -> int:
         """Removes the objects that no record needs, those of removed versions and of abandoned puts; returns their
-        bytes. Do not call it while an interrupted put will go on later: that put would send its objects again."""
+        bytes. Do not call it before an interrupted put resumes: that put would send its objects again."""
         self._objects.sweep()
         needed = {object_key(key) for record in self._records.all(strict=True).values() for key in record.objects}
         freed = 0

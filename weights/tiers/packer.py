@@ -1,4 +1,4 @@
-"""Puts pieces of a version together into objects, each with one codec and one width of elements.
+"""Packs pieces of a version into objects, each with one codec and one element width.
 
 An object is up to 32 MiB of pieces, encoded by `weights.tiers.codec` and named by the checksum of its stored bytes.
 """
@@ -43,7 +43,7 @@ class Packer:
                     self.flush()
 
     def add_lossy(self, piece: str, data: bytes, chosen: Codec) -> str:
-        """Stores a quantised tensor in objects of its own; returns the checksum of what it decodes to."""
+        """Stores a quantised tensor in separate objects; returns the checksum of its decoded bytes."""
         self.flush()
         self._pieces[piece], running = (), Running()
         for start in range(0, len(data), OBJECT_BYTES):

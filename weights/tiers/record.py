@@ -1,4 +1,4 @@
-"""What a packed tier knows of one version: its manifest, and which bytes of which objects make each of its pieces.
+"""Defines a packed tier's record of one version: its manifest, and which bytes of which objects form each piece.
 
 A piece is a tensor, the header of a safetensors file, or an auxiliary file. A record carries a checksum over itself,
 like a manifest. Pure.
@@ -40,7 +40,7 @@ class Name(NamedTuple):
 
     @classmethod
     def of_key(cls, key: str) -> Name | None:
-        """The name whose record has this key; None if it is no record's key."""
+        """The name whose record has this key; None if it is not a record's key."""
         parts = key.split("/")
         if len(parts) != 4 or parts[0] != "records" or parts[1] not in {f"{kind}s" for kind in KINDS}:
             return None
@@ -80,7 +80,7 @@ class Record:
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, path: object) -> Record:
-        """Raises IntegrityError if it is not what was written."""
+        """Raises IntegrityError if the bytes are not a valid record."""
         text, _, packed = raw.partition(b"\n")
         if text != checksum(packed).encode():
             raise ObjectDamaged("the record's own checksum does not match", path=path)

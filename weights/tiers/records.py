@@ -1,6 +1,6 @@
-"""The records of a packed tier: which versions it has, and which of their bytes others can share.
+"""Reads and caches a packed tier's records: which versions it has, and which bytes others can share.
 
-They are read once and kept, since one process writes a tier. A record that is about to be relied on is read anew.
+It caches them, because only one process writes a tier, and reads a record again before relying on it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ log = logging.getLogger(__name__)
 
 
 class Records:
-    """The records in the `objects` of `tier`. Errors of the store pass through."""
+    """The records in the `objects` of `tier`. Errors of the object store propagate."""
 
     def __init__(self, tier: str, objects: Objects) -> None:
         self._tier, self._objects = tier, objects
         self._read: dict[Name, Record] | None = None
 
     def all(self, *, strict: bool = False) -> dict[Name, Record]:
-        """A copy, by name. A damaged record is logged and left out; with `strict` it raises IntegrityError, because
-        nobody knows which objects it names."""
+        """A copy, by name. It logs and skips a damaged record; with `strict` it raises IntegrityError, because the
+        objects of that record are unknown."""
         return dict(self._known(strict=strict))
 
     def find(self, name: Name) -> Record:
-        """Reads the record anew. Raises VersionNotFound, IntegrityError."""
+        """Reads the record again. Raises VersionNotFound, IntegrityError."""
         if self._objects.size(name.key) is None:
             raise VersionNotFound(f"{name} is not in the {self._tier} tier")
         return Record.from_bytes(self._objects.get(name.key), path=self._path(name.key))
@@ -42,7 +42,7 @@ class Records:
         self._known().pop(name, None)
 
     def parts_by_checksum(self) -> dict[str, tuple[Part, ...]]:
-        """Where the tier has the bytes of each tensor, by the tensor's checksum; quantised tensors are left out."""
+        """Location in the tier of each tensor's bytes, by the tensor's checksum, without quantised tensors."""
         parts = {}
         for record in self.all().values():
             quantised = set(record.manifest.meta.get("quantised", ()))

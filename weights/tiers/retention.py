@@ -1,6 +1,6 @@
-"""What a tier keeps and what it removes. Pure functions over records and a clock.
+"""Decides what a tier keeps and what it removes. Pure functions of records and a clock.
 
-Rules only keep: a tier removes what no rule keeps. A tier without rules keeps everything.
+A tier removes what no rule keeps. A tier without rules keeps everything.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Kept(Generic[K]):
-    """One version or snapshot as retention sees it. `family` is its model or job; each family is counted by itself.
-    `valid_loss` is None if it was never measured. `protected` says why it stays whatever the rules say, "" if nothing
+    """One version or snapshot for retention. `family` is its model or job; rules apply to each family separately.
+    `valid_loss` is None if never measured. `protected` says why it stays regardless of the rules, "" if nothing
     protects it."""
 
     key: K
@@ -38,8 +38,8 @@ class TierPlan(Generic[K]):
 
 
 def keep(records: Iterable[Kept[K]], rules: KeepRules, now_s: float) -> set[K]:
-    """The keys that stay: of each family the newest `keep_last`, the `keep_best` of lowest validation loss, the
-    newest of every `keep_every_hours`, what is younger than `keep_newer_s`, and what is protected."""
+    """The keys to keep: of each family the newest `keep_last`, the `keep_best` with the lowest validation loss, the
+    newest of every `keep_every_hours`, those younger than `keep_newer_s`, and protected ones."""
     families: dict[str, list[Kept[K]]] = {}
     for record in records:
         families.setdefault(record.family, []).append(record)
@@ -66,10 +66,10 @@ def keep(records: Iterable[Kept[K]], rules: KeepRules, now_s: float) -> set[K]:
 def plan_tier(
     above: Iterable[Kept[K]], here: Collection[K], described: Mapping[K, Kept[K]], rules: KeepRules, now_s: float
 ) -> TierPlan[K]:
-    """What makes a tier meet its rules: `above` could be copied to it, `here` is in it.
+    """The copies and removals that make a tier meet its rules: `above` could be copied to it, `here` is in it.
 
-    `described` says what `here` are; what it does not name stays. The newest are pushed first, so that the state that
-    matters most is safe soonest.
+    `described` describes the items of `here`; items that it lacks stay. It pushes the newest first, so that the most
+    important state is safe soonest.
     """
     candidates = {record.key: record for record in above}
     judged = candidates | {key: described[key] for key in here if key in described}

@@ -1,4 +1,4 @@
-"""Whether a key may: admission by the head, allowances by the minute, quotas and sums of usage.
+"""Checks what a key may do: admission by the head, per-minute allowances, quotas, and sums of usage.
 
 Never: It reads no body.
 Begin with admission.py.

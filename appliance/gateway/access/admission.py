@@ -1,5 +1,4 @@
-"""What can be said of a request from its head: whose it is, whether that key may, whether its body is worth reading.
-Pure."""
+"""Admits a request by its head: identifies the key, checks its scopes, and decides whether to read the body. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ _WITH_BODY: Final = frozenset({b"POST", b"PUT", b"PATCH"})
 
 
 def key_digest(headers: Headers) -> str:
-    """SHA-256 of the key that a request carries, as the table names it. Raises HttpError 401 without one."""
+    """Return the SHA-256 of the request's key, as in the table. Raises HttpError 401 without a key."""
     value = headers.get(b"authorization")
     if value is not None:
         scheme, _, key = value.partition(b" ")
@@ -37,7 +36,7 @@ def check_scopes(route: Route, caller: Caller) -> None:
 
 
 def check_head(request: Request, limits: Limits) -> None:
-    """Raises HttpError 413, 415 or 417 for a body that need not be read to be refused."""
+    """Raises HttpError 413, 415 or 417 for a body that can be refused unread."""
     headers, route = request.headers, request.route
     assert route is not None
     expect = headers.get(b"expect")
@@ -45,13 +44,13 @@ def check_head(request: Request, limits: Limits) -> None:
         raise errors.HttpError(417, "Only Expect: 100-continue is understood.", code="expectation_failed")
     length, limit = request.content_length, body_limit(route, limits)
     if (length or request.chunked) and request.method not in _WITH_BODY:
-        # It means nothing there, so readers differ about it: one that does not read it reads a head in its place.
+        # A body has no meaning there, so servers differ about it: one that does not read it parses it as the next head.
         raise errors.unexpected_body(request.method.decode())
     if length is not None and length > limit:
         raise errors.body_too_large(limit)
     coding = headers.get(b"content-encoding")
     if coding is not None and coding.lower() != b"identity":
-        # A compressed body says nothing about what it costs to read.
+        # The size of a compressed body does not bound the cost of reading it.
         raise HttpError(415, "Compressed request bodies are not accepted.", code="unsupported_content_encoding")
     if route.kind is Kind.INFERENCE:
         kind = headers.get(b"content-type")

@@ -1,7 +1,7 @@
-"""Requests and tokens that a key may spend by the minute, as token buckets; OpenAI's `x-ratelimit-*` headers. Pure.
+"""Limits requests and tokens per key and minute with token buckets; writes OpenAI's `x-ratelimit-*` headers. Pure.
 
-A bucket holds a minute's worth and refills evenly, so a key that was quiet may spend its minute at once. Tokens are
-taken as estimated when a request comes, and corrected when it is known what it cost.
+A bucket holds one minute's allowance and refills evenly, so an idle key may spend it at once. A request takes its
+estimated tokens on arrival, and its actual cost corrects them later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ MINUTE_S = 60.0
 
 
 class Refused(NamedTuple):
-    """What ran out ("requests" or "tokens"), its limit by the minute, and in how many seconds there is enough."""
+    """What ran out ("requests" or "tokens"), its limit per minute, and in how many seconds there is enough."""
 
     what: str
     limit: int
@@ -20,7 +20,7 @@ class Refused(NamedTuple):
 
 
 class Bucket:
-    """`limit` by the minute; `level` may be negative after a request that cost more than was thought."""
+    """`limit` per minute; `level` may be negative after a request that cost more than estimated."""
 
     __slots__ = ("limit", "level", "_at_s")
 
@@ -34,12 +34,12 @@ class Bucket:
         self._at_s = now_s
 
     def wait_s(self, amount: float) -> float:
-        """Until `amount` is there; one larger than the bucket needs a full one."""
+        """Seconds until `amount` is available; an amount larger than the bucket needs a full one."""
         return max(0.0, min(amount, self.limit) - self.level) * MINUTE_S / self.limit
 
 
 class Allowance:
-    """One key's buckets; a limit of None does not bind."""
+    """One key's buckets; None means no limit."""
 
     __slots__ = ("limits", "_requests", "_tokens")
 
@@ -49,7 +49,7 @@ class Allowance:
         self._tokens = None if tokens_per_minute is None else Bucket(tokens_per_minute, now_s)
 
     def take(self, tokens: int, now_s: float) -> Refused | None:
-        """Spend one request and so many tokens, or nothing at all."""
+        """Spend one request and this many tokens, or nothing at all."""
         for what, bucket, amount in (("requests", self._requests, 1), ("tokens", self._tokens, tokens)):
             if bucket is not None:
                 bucket.refill(now_s)
@@ -63,7 +63,7 @@ class Allowance:
         return None
 
     def take_request(self, now_s: float) -> Refused | None:
-        """Spend one request, before it is known what it asks for; nothing if the tokens are in debt."""
+        """Spend one request before its body is read; nothing if the token bucket is negative."""
         for what, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
                 bucket.refill(now_s)
@@ -75,7 +75,7 @@ class Allowance:
         return None
 
     def take_tokens(self, tokens: int, now_s: float) -> Refused | None:
-        """Spend so many tokens, or none."""
+        """Spend this many tokens, or none."""
         bucket = self._tokens
         if bucket is None:
             return None
@@ -87,12 +87,12 @@ class Allowance:
         return None
 
     def correct(self, estimated: int, actual: int) -> None:
-        """A request that was taken for `estimated` tokens has cost `actual`."""
+        """Correct the bucket: a request estimated at `estimated` tokens has cost `actual`."""
         if self._tokens is not None:
             self._tokens.level = min(self._tokens.limit, self._tokens.level + estimated - actual)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """https://platform.openai.com/docs/guides/rate-limits, as things stand after the last `take`."""
+        """Headers of https://platform.openai.com/docs/guides/rate-limits, as of the last `take`."""
         found = []
         for what, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
             if bucket is not None:
@@ -105,8 +105,8 @@ class Allowance:
 
 
 class KeyUse:
-    """What one key has open at this gateway: requests for inference (streams among them) and the bytes of their bodies;
-    and its buckets."""
+    """One key's open inference requests (including streams) at this gateway, the bytes of their bodies, and its
+    buckets."""
 
     requests: int = 0
     streams: int = 0
@@ -118,7 +118,7 @@ class KeyUse:
 
 
 def duration(seconds: float) -> bytes:
-    """As OpenAI writes it: 20ms, 1.5s, 6m0s."""
+    """A duration in OpenAI's format: 20ms, 1.5s, 6m0s."""
     if seconds < 1:
         return b"%dms" % round(seconds * 1000)
     minutes, rest = divmod(seconds, 60)

@@ -1,4 +1,4 @@
-"""One request of a client, from its head to the end of its answer: what every package above this one knows of it."""
+"""Defines the record of one client request, from its head to the end of its answer, that all higher packages share."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Pairs = Sequence[tuple[bytes, bytes]]
 
 
 class Request:
-    """One request as the client connection parsed it. `chunks` is the body received but not yet passed on.
+    """One request as the client connection parsed it. `chunks` is the body received but not yet forwarded.
 
-    replica, model_version: where it was placed last, empty before; the version as the engine names it, once it answers.
-    stream_events: SSE events relayed. trace: its W3C traceparent, empty without one. spans: only where traces are
-    exported. estimated_tokens: what its key's allowance was charged; tokens: what the engine said it cost.
-    rate_headers: what its answer says of that allowance. use: of its key; counted: as open, streams: as a stream.
-    asked: what it may cost. sent_s: when an engine got it; left_after_s: for how long one had computed when its client
-    left or its key was revoked, 0 otherwise; unread: its client took no more of it then.
-    refused_model: the model it named, once that is known to exist.
+    replica, model_version: its last placement, empty before; the version as the engine names it, once it answers.
+    stream_events: SSE events relayed. trace: its W3C traceparent, empty without one. spans: only if traces are
+    exported. estimated_tokens: charged to its key's allowance; tokens: its cost as the engine reported it.
+    rate_headers: the answer's headers about that allowance. use: its key's usage; counted: as open, streams: as a
+    stream. asked: its maximum cost. sent_s: when an engine got it; left_after_s: how long an engine had computed when
+    the client left or its key was revoked, 0 otherwise; unread: the client had stopped reading by then. refused_model:
+    the model it named, once known to exist.
     """
 
-    # Defaults stand in the class: most of them hold for most requests, and each that is set costs every request. Not
-    # `None` for what is no class of the compiled modules (see compiled.py): there mypyc would leave it unset.
+    # Defaults are class attributes: most apply to most requests, and each assignment costs every request. Do not use
+    # `None` for a type that is not a class of the compiled modules (see compiled.py): mypyc would leave it unset.
     keep_alive: bool = False
     content_length: int | None = None
     chunked: bool = False
@@ -76,7 +76,7 @@ class Request:
 
     @property
     def ids(self) -> dict[str, str]:
-        """What a line of the log says of it (runtime.logs)."""
+        """Fields for its log lines (runtime.logs)."""
         return {
             "request_id": self.request_id.decode(),
             "key_id": self.caller.id if self.caller is not None else "",
@@ -92,5 +92,5 @@ class Request:
 
     @property
     def buffered(self) -> bool:
-        """Whether the body is gathered whole before anything is done with it."""
+        """Whether the gateway buffers the whole body before it handles the request."""
         return self.route is None or self.route.kind is not Kind.CONTROL

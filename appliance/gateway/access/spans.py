@@ -1,6 +1,6 @@
-"""The trace spans of one request, as those who begin and end them see them (observe/tracing.py makes them).
+"""Defines the interface of one request's trace spans for the code that begins and ends them (see observe/tracing.py).
 
-Not compiled: the compiled modules call whatever object stands here, and load no SDK for it.
+Not compiled: the compiled modules call any object with this interface and load no SDK for it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from typing import Protocol
 
 
 class Spans(Protocol):
-    """Whatever is open when the request ends, ends with it."""
+    """Spans still open at the end of the request end with it."""
 
     def hold(self) -> None: ...
     def unhold(self) -> None: ...
 
     def attempt(self) -> bytes:
-        """The request goes to a replica now. Returns the `traceparent` for the engine."""
+        """Record that the request goes to a replica now. Returns the `traceparent` for the engine."""
 
     def attempt_ended(self, failed: bool) -> None: ...
     def end(self) -> None: ...

@@ -1,4 +1,4 @@
-"""What keys spend: requests and tokens by the minute, quotas, and the sums of usage for the controller."""
+"""Tracks what keys spend: requests and tokens per minute, quotas, and sums of usage for the controller."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from appliance.gateway.payload.request_check import Checked
 from appliance.gateway.payload.usage import Meter
 from appliance.gateway.routing.table import Caller
 
-# Tokens that an engine writes in a second for one request, where none of its model has been measured yet.
+# Assumed tokens per second of one request, until a rate of its model has been measured.
 _UNKNOWN_RATE: Final = 10.0
 _MEASURED_FROM_TOKENS: Final = 8
 _SMOOTHING: Final = 0.1
 
 
 class Spending:
-    """Of all keys at one gateway. events: counters, by name; workers: how many gateways share each key's limits."""
+    """Spending of all keys at one gateway. events: counters, by name; workers: how many gateways share each key's
+    limits."""
 
     def __init__(self, events: defaultdict[str, int], workers: int) -> None:
         self.meter = Meter()
@@ -33,7 +34,7 @@ class Spending:
         self._rates: dict[str, float] = {}
 
     def apply(self, owners: Iterable[Caller]) -> None:
-        """A new table: what keys that left it had is forgotten, here; their requests still hold theirs."""
+        """Apply a new table: drop the state of removed keys; their open requests keep a reference to it."""
         live = {owner.id for owner in owners}
         self._uses = {key: use for key, use in self._uses.items() if key in live}
 
@@ -46,10 +47,9 @@ class Spending:
     # -- before the body is looked at
 
     def admit(self, request: Request, use: KeyUse, limits: Limits) -> None:
-        """Its key has quota left, keeps to its requests by the minute and has not too many open, or HttpError is
-        raised.
+        """Raise HttpError unless the key has quota left, is within its requests per minute and has few enough open.
 
-        Spends the request: what is wrong with its body costs one too."""
+        Spends the request: one with an invalid body counts too."""
         caller = request.caller
         assert caller is not None
         spent_until_s = caller.spent_until_s
@@ -68,7 +68,7 @@ class Spending:
                 raise errors.rate_limited(*refused)
 
     def admit_control(self, caller: Caller, use: KeyUse, limits: Limits) -> None:
-        """A request that the controller answers. Raises HttpError 429. An administrator's are not counted."""
+        """Count a request that the controller answers. Raises HttpError 429. An administrator's are not counted."""
         limit = limits.key_control_requests_per_minute
         if ADMIN in caller.scopes:
             return
@@ -84,8 +84,8 @@ class Spending:
         bucket.level -= 1
 
     def opened_control(self, request: Request, caller: Caller, use: KeyUse, limits: Limits) -> None:
-        """It goes to the controller, which may take long to answer (events of a response in background): it is one of
-        those that its key has open, or HttpError 429 is raised. `closed` must follow. An administrator's are not."""
+        """Count a request to the controller as open for its key, because the answer may take long (events of a
+        background response), or raise HttpError 429. `closed` must follow. An administrator's are not counted."""
         if ADMIN in caller.scopes:
             return
         if use.requests >= limits.key_requests:
@@ -97,11 +97,11 @@ class Spending:
     # -- when it is known what it asks for
 
     def spend(self, request: Request, checked: Checked, limits: Limits) -> None:
-        """Its key has the tokens for it and not too many streams, or HttpError is raised."""
+        """Raise HttpError unless the key has enough tokens and few enough streams."""
         use = request.use
         assert use is not None
         if use.requests >= limits.key_requests:
-            # Again: many at once were let in while the controller was asked what they go on from.
+            # Check again: many may have been admitted while the controller fetched their previous responses.
             self._events["concurrency_limited"] += 1
             raise errors.too_many_at_once("requests", limits.key_requests)
         if checked.stream and use.streams >= limits.key_streams:
@@ -117,7 +117,7 @@ class Spending:
             request.estimated_tokens = checked.tokens
 
     def opened(self, request: Request, checked: Checked) -> None:
-        """It is on its way; `closed` must follow."""
+        """Count a request that was sent; `closed` must follow."""
         use = request.use
         assert use is not None
         use.requests += 1
@@ -152,7 +152,7 @@ class Spending:
     # -- when it is over
 
     def account(self, request: Request, now_s: float) -> None:
-        """What an inference request has cost: to its key's allowance, and to the sums for the controller."""
+        """Charge an inference request's cost to its key's allowance and to the sums for the controller."""
         caller, tokens = request.caller, request.tokens
         if caller is None or not request.model:
             return
@@ -161,7 +161,7 @@ class Spending:
             self._left(request)
         elif not tokens.total:
             if request.status == 200 and request.sent_bytes:
-                # Its engine died in the middle of a stream: what it delivered is paid for.
+                # Its engine died in mid-stream: charge the delivered tokens.
                 tokens.prompt, tokens.completion = asked.prompt_tokens, request.stream_events
         elif tokens.completion >= _MEASURED_FROM_TOKENS and request.sent_s:
             rate = tokens.completion / asked.sequences / max(now_s - request.sent_s, 1e-3)
@@ -174,21 +174,21 @@ class Spending:
         self.meter.add(caller.id, request.model, request.model_version, tokens, request.status >= 500)
 
     def _left(self, request: Request) -> None:
-        """Left, or its key revoked, while an engine computed for it: no engine says what that cost.
+        """The client left or its key was revoked while an engine computed: no engine reports that cost.
 
-        The prompt as estimated, unless it was said; the tokens that were delivered, or those that the model writes in
-        that time where nothing is delivered before the end; never more than it asked for."""
+        Charge the reported or estimated prompt, and the delivered tokens, or without streaming the tokens that the
+        model generates in that time; never more than the request asked for."""
         tokens, asked = request.tokens, request.asked
         tokens.prompt = tokens.prompt or asked.prompt_tokens
         written = request.stream_events
         if not request.streams or request.unread:
-            # Of a stream that its client let stand, the engine went on to write what was never delivered.
+            # If the client stopped reading a stream, the engine continued to generate tokens that were never delivered.
             rate = self._rates.get(request.model, _UNKNOWN_RATE)
             written = max(written, int(request.left_after_s * rate * asked.sequences))
         tokens.completion = max(tokens.completion, min(written, asked.completion_tokens))
 
     def refused(self, request: Request) -> None:
-        """It was not passed on: over a limit, for want of a right, or for what it asked."""
+        """Count a request that was not forwarded: over a limit, without permission, or invalid."""
         caller = request.caller
         if caller is not None:
             self.meter.refuse(caller.id, request.refused_model)

@@ -1,5 +1,5 @@
-"""One request to the controller on behalf of a client: a connection found or made, an answer waited for, and both given
-up when the client is gone, is cut off, or has its answer."""
+"""Sends one request to the controller on behalf of a client: gets a connection, waits for the answer, and drops both
+when the client is gone, is cut off, or has its answer."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class ControllerCall(Handler):
         raise NotImplementedError
 
     def _is_repeatable(self) -> bool:
-        """Whether it may arrive twice: only then may it ride on a connection the controller may be closing just now."""
+        """Whether it is idempotent: only then may it use a connection that the controller may be closing."""
         return True
 
     def _wait_s(self) -> float:
-        """For how many seconds it waits for a controller that restarts."""
+        """Seconds to wait for a restarting controller."""
         return self.state.limits.controller_wait_s
 
     def _broken_off(self) -> None:
-        """The controller was reached, and ended before its answer did."""
+        """The controller was reached but ended before its answer was complete."""
         self._fail(_restarting())
 
     def _away(self) -> None:
@@ -53,7 +53,7 @@ class ControllerCall(Handler):
         self._fail(_restarting())
 
     def _fail(self, error: HttpError) -> None:
-        """Tell the client, if it is there still, and finish."""
+        """Send the error to the client if it is still connected, and finish."""
         client, self.client = self.client, None
         if client is not None:
             client.answer_error(error)
@@ -104,7 +104,7 @@ class ControllerCall(Handler):
             self._broken_off()
 
     def _keep(self, body: bytes, most_bytes: int) -> bool:
-        """Gather the answer. Returns whether it is within `most_bytes` yet."""
+        """Buffer the answer. Returns whether it is still within `most_bytes`."""
         self._kept.append(body)
         self._kept_bytes += len(body)
         return self._kept_bytes <= most_bytes

@@ -1,5 +1,5 @@
-"""One request that goes on from an earlier response: the controller is asked for the items before it, and then it is an
-inference request like any other, with the whole conversation as its input."""
+"""Handles a request with `previous_response_id`: fetches the earlier items from the controller, then continues as an
+ordinary inference request with the whole conversation as its input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from appliance.gateway.state.state import State
 
 
 class PreviousResponse(ControllerCall):
-    """Answers until the items are there; then whoever `go_on` returns, which may raise HttpError."""
+    """The handler until the items have arrived; then the one that `go_on` returns, which may raise HttpError."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class PreviousResponse(ControllerCall):
             checked.transcript = transcript
             handler = self._go_on_with(client, request, checked)
         except HttpError as error:
-            # Only the body that was made here is too large, and the client's own connection is in order.
+            # Only the body built here is too large; the client's own connection is fine.
             error.close = False
             self._fail(error)
             return

@@ -1,6 +1,6 @@
-"""One control request: streamed to the controller and back with backpressure in both directions.
+"""Relays one control request: streams it to the controller and back with backpressure in both directions.
 
-Uploads of any size pass through; only error answers are gathered, to be put into OpenAI's shape.
+Uploads of any size pass through; it buffers only error answers, to convert them to OpenAI's format.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Relay(ControllerCall):
             conn.end_body()
 
     def _is_repeatable(self) -> bool:
-        """And all of it is still here: a body that was passed on is not."""
+        """Also requires the whole body to be still here; a forwarded body is not."""
         request = self.request
         return request.method == b"GET" and not request.chunked and not request.content_length
 
@@ -180,10 +180,10 @@ class Relay(ControllerCall):
 
 
 class WholeRelay(Relay):
-    """Of a request whose body is here already: it was gathered to be checked."""
+    """For a request whose body is already buffered because it was checked."""
 
     def start(self) -> None:
-        # However the client sent it: its length is known by now.
+        # Whatever framing the client used, the length is now known.
         request = self.request
         request.content_length, request.chunked = sum(map(len, request.chunks)), False
         super().start()

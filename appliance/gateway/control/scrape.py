@@ -1,4 +1,4 @@
-"""One scrape of /metrics: the gateway's series, and the controller's while it answers."""
+"""Answers one scrape of /metrics with the gateway's series, and the controller's if it answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONTROLLER_BYTES = 8 << 20
 
 
 class Scrape(ControllerCall):
-    """Whatever becomes of the controller, the client gets the gateway's own series."""
+    """The client always gets the gateway's own series, even if the controller fails."""
 
     def __init__(self, state: State, client: Client, request: Request) -> None:
         super().__init__(state, client, request)
@@ -31,7 +31,7 @@ class Scrape(ControllerCall):
             self._answer(b"")
 
     def _is_repeatable(self) -> bool:
-        # It has a connection of its own, always: one kept for the next would only be one more, every time.
+        # It always opens its own connection: keeping it for the next scrape would add an idle connection every time.
         return False
 
     def _wait_s(self) -> float:

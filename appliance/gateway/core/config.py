@@ -1,4 +1,4 @@
-"""Typed settings of the gateway process: resolved by whoever starts it, checked here once."""
+"""Defines the typed settings of the gateway process; its starter resolves them, this module checks them once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what one client may make the gateway do. Sizes in bytes, times in seconds."""
+    """Limits on the work one client may cause. Sizes in bytes, times in seconds."""
 
     max_connections: int = 8192
     head_bytes: int = 32 * 1024
@@ -29,27 +29,27 @@ class Limits:
     inference_body_bytes: int = 8 * MIB
     control_body_bytes: int = 8 * MIB
     upload_body_bytes: int = 512 * MIB
-    # All inference bodies in memory together, held ones included: what many slow or held clients can cost.
+    # All inference bodies in memory, held ones included: bounds the cost of many slow or held clients.
     buffered_body_bytes: int = 256 * MIB
-    # Of that, what the bodies of one key may be. And its requests at once, those that wait included; the
-    # streams among them; and its requests to the routes that the controller answers (an administrator's are not bound).
+    # The share of one key's bodies. Then its concurrent requests, waiting ones included; its streams; and its requests
+    # to routes that the controller answers (no limit for administrators).
     key_body_bytes: int = 96 * MIB
     key_requests: int = 1536
     key_streams: int = 1024
     key_control_requests_per_minute: int = 1200
-    # An engine's plain JSON answer is kept back up to this size, so that it can still be retried elsewhere.
+    # The gateway buffers an engine's plain JSON answer up to this size, so that it can still retry elsewhere.
     buffered_response_bytes: int = 256 * 1024
-    # Of one answer of /v1/responses; a larger one is relayed as it is and not stored.
+    # Largest stored answer of /v1/responses; a larger one is relayed unchanged and not stored.
     stored_response_bytes: int = 4 * MIB
-    # Copies of them that wait for the controller, which is away.
+    # Copies of them that wait for an unreachable controller.
     response_copies_bytes: int = 64 * MIB
     json_depth: int = 128
-    # Of all values in one body, counted before they are parsed: a list or object 12, a string 4, another value 1.
+    # Weight of all values in one body, counted before parsing: a list or object 12, a string 4, another value 1.
     json_weight: int = 1 << 19
-    # Of one conversation: messages, and as many parts in them; items of /v1/responses.
+    # Messages of one conversation, and the same number of parts; items of /v1/responses.
     messages: int = 2048
     input_items: int = 1024
-    # Of all schemas, regular expressions and tools that an engine makes a grammar of, in one request.
+    # Total of all schemas, regular expressions and tools in one request that an engine compiles to a grammar.
     schema_nodes: int = 2000
     schema_repeats: int = 1000
     n: int = 64
@@ -63,7 +63,7 @@ class Limits:
     # A client must deliver this many bytes of body in every such window, or it is cut off (slow-loris).
     body_window_s: float = 30.0
     body_window_bytes: int = 16 * 1024
-    # And over all of its body so many in every second, but for the first while: no body takes for ever.
+    # And on average this many per second over the whole body, after an initial period, so that every body ends.
     body_bytes_per_s: int = 32 * 1024
     body_grace_s: float = 60.0
     write_stall_s: float = 60.0
@@ -73,13 +73,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class HoldLimits:
-    """Bounds on requests kept while no replica of their model is open."""
+    """Limits on requests held while no replica of their model is open."""
 
     requests: int = 4096
     requests_per_model: int = 2048
     body_bytes: int = 128 * MIB
     hold_s: float = 600.0
-    # A streaming request held longer than this gets its 200 and comments, so that proxies keep it open.
+    # A streaming request held longer than this gets status 200 and comments, so that proxies keep it open.
     sse_grace_s: float = 5.0
     sse_interval_s: float = 15.0
     retry_after_s: int = 5
@@ -89,9 +89,9 @@ class HoldLimits:
 class GatewayConfig:
     """Everything the gateway process needs to know.
 
-    `name` tells this gateway from others on the bus; worker i of several appends "-i". `boot` is what /health answers
-    with, so that whoever started this gateway knows it from another program on the same port. `controller_socket` is
-    the controller's for gateways; the file `token_path` holds what proves to it that a gateway wrote a head.
+    `name` identifies this gateway on the bus; worker i of several appends "-i". /health answers with `boot`, so that
+    the starter can tell this gateway from another program on the same port. `controller_socket` is the controller's
+    socket for gateways; the file `token_path` holds the token that proves to it that a gateway wrote a head.
     """
 
     controller_socket: str
@@ -106,7 +106,7 @@ class GatewayConfig:
     access_log: bool = True
     otlp_endpoint: str | None = None
     stores_responses: bool = True
-    # False: what one owner's requests left in a prefix cache serves only that owner's.
+    # False: prefix cache entries serve only requests of the owner that created them.
     prefix_cache_shared: bool = False
     tls_cert_path: str | None = None
     tls_key_path: str | None = None
@@ -142,7 +142,7 @@ class GatewayConfig:
 
 
 def load_config(path_or_json: str) -> GatewayConfig:
-    """Read a config given as a JSON object or as the path of a file holding one. Raises ConfigInvalid."""
+    """Read a config from a JSON object or from the path of a file with one. Raises ConfigInvalid."""
     text = path_or_json
     if not text.lstrip().startswith("{"):
         try:

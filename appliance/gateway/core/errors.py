@@ -1,7 +1,7 @@
-"""What can go wrong in the gateway, and how every error looks to a client: OpenAI's error object.
+"""Defines the gateway's errors, and formats each for clients as OpenAI's error object.
 
     GatewayError
-    ├── ConfigInvalid    the process was started with settings it cannot use
+    ├── ConfigInvalid    the process was started with unusable settings
     ├── TableInvalid     the controller sent a routing table that cannot be applied
     └── HttpError         an answer to a client: status and {"error": {"message", "type", "param", "code"}}
 
@@ -28,15 +28,14 @@ class ConfigInvalid(GatewayError):
 
 
 class TableInvalid(GatewayError):
-    """A routing table of the wrong shape; the last good one stays in force."""
+    """A malformed routing table; the last good one stays in force."""
 
 
 class HttpError(GatewayError):
-    """An error answered to a client.
+    """An error sent to a client.
 
     status: HTTP status. retry_after_s: sent as Retry-After, at most 120 s. should_retry: sent as
-    `x-should-retry` when not None. allow: the methods that a 405 names in Allow. close: the connection cannot be
-    used any more after it.
+    `x-should-retry` when not None. allow: the methods in a 405's Allow. close: the connection is unusable afterwards.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
 
 
 def protocol_error(message: str, status: int = 400) -> HttpError:
-    """The bytes are not HTTP we accept: nothing after them on this connection can be trusted."""
+    """The bytes are not acceptable HTTP, so nothing after them on this connection can be trusted."""
     return HttpError(status, message, code="bad_http_request", close=True)
 
 
@@ -163,7 +162,7 @@ def unavailable(message: str, code: str, retry_after_s: int) -> HttpError:
 
 
 def not_serving(model: str, reason: str, next_try_s: float) -> HttpError:
-    """Engines of the model fail, and are tried again in so many seconds."""
+    """The model's engines fail; the next start is in this many seconds."""
     wait_s = max(math.ceil(next_try_s), 1)
     return unavailable(
         f"The model `{model}` is not serving: {reason.rstrip('.')}. The next try is in {wait_s} s.",
@@ -204,7 +203,7 @@ def too_many_at_once(what: str, limit: int) -> HttpError:
 
 
 def quota_spent(until: str) -> HttpError:
-    """No Retry-After: its end is hours away, and clients should not wait for it."""
+    """No Retry-After: the quota renews in hours, and clients should not wait for that."""
     return HttpError(
         429,
         f"This API key has used up its quota of tokens. It is renewed at {until}.",

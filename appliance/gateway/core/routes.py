@@ -1,4 +1,4 @@
-"""Which URLs exist here, who may call them and where they go. Pure; an allowlist, so engines stay private."""
+"""Defines which URLs exist, who may call them and where they go. Pure; an allowlist, so engines stay private."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Kind(enum.Enum):
 class Route:
     """One row of the allowlist.
 
-    scopes: any one of them (or admin) suffices. task: what the model must do. stream_end: bytes that a
-    complete SSE stream of this route ends with, None where no fixed ending exists. upload: its bodies may have the size
-    of a file. engine_path: of inference.
+    scopes: any one of them (or admin) suffices. task: required task of the model. stream_end: last bytes of a complete
+    SSE stream of this route, None without a fixed ending. upload: bodies may be as large as a file. engine_path: for
+    inference.
 
-    Of a CONTROL route `path` stands for all URLs below it too. posts_to: POST is for URLs that end so alone, and others
-    do not exist. narrower: rows that hold in place of this one where their method and URL suit; `ending` and `below`
-    (never the path itself) say which URLs.
+    The `path` of a CONTROL route includes all URLs below it. posts_to: only URLs with this ending accept POST, others
+    do not exist. narrower: rows that replace this one if their method and URL match; `ending` and `below` (never the
+    path itself) select the URLs.
     """
 
     name: str

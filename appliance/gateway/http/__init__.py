@@ -1,5 +1,5 @@
-"""HTTP/1.1 on both sides: what a connection is, the pool towards engines and controller, heads, shapes of errors.
+"""Implements HTTP/1.1 on both sides: connections, the pool to engines and controller, heads, error formats.
 
-Never: It decides nothing about models, keys and prices.
+Never: It makes no decisions about models, keys or prices.
 Begin with client.py, handler.py, upstream.py.
 """

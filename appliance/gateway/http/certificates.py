@@ -1,8 +1,8 @@
-"""The certificate that the endpoint shows: taken up from its files while it runs, and said when it is about to expire.
+"""Loads the endpoint's TLS certificate, reloads it from its files at run time, and warns before it expires.
 
-A pair of files is loaded into a context of its own, whole, before any connection gets it: loading into the one in use
-would leave a new certificate with an old key where the second file is not there yet. The context that is listened with
-hands each new connection to the newest one.
+It loads each pair of files into a new context before any connection uses it: loading into the one in use would combine
+a new certificate with an old key if the second file is still missing. The listening context passes each new connection
+to the newest context.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Seen = tuple[tuple[int, int, int], ...]
 
 
 class Certificate:
-    """context: to listen with. expires_s: Unix time, of the certificate in force. fault: why what stands in the files
-    is not, "" where it is."""
+    """context: for listening. expires_s: Unix time, of the current certificate. fault: why the files' certificate is
+    not in use, "" if it is."""
 
     def __init__(self, cert_path: str, key_path: str) -> None:
         """Raises ConfigInvalid."""
@@ -47,7 +47,7 @@ class Certificate:
         self._next_look_s = 0.0
 
     def look(self, now_s: float, *, at_once: bool = False) -> bool:
-        """Take up what stands in the files, if it is new; whether anything is different now.
+        """Load the files if they are new; return whether anything changed.
 
         now_s: the monotonic clock. Files that just changed are left to settle until the next look, unless `at_once`.
         """
@@ -68,7 +68,7 @@ class Certificate:
         except (OSError, ssl.SSLError, ValueError) as error:
             self.fault = f"{type(error).__name__}: {error}"
             if self.fault != before:
-                log.error("the new certificate in %s is not taken up, the old one stays: %s", self._cert_path, error)
+                log.error("the new certificate in %s cannot be loaded, the old one stays: %s", self._cert_path, error)
             return self.fault != before
         self._newest, self.expires_s, self.fault = newest, expires_s, ""
         log.info("a new certificate is in force, until %s", _moment(expires_s))
@@ -79,14 +79,14 @@ class Certificate:
         told = []
         if self.fault:
             told.append(
-                f"the endpoint's new certificate in {self._cert_path} is not taken up, the old one stays: {self.fault}"
+                f"the endpoint's new certificate in {self._cert_path} cannot be loaded, the old one stays: {self.fault}"
             )
         left_s = self.expires_s - now_s
         if left_s <= SAID_BEFORE_S:
             when = f"expires in {left_s / 86400:.1f} days, at" if left_s > 0 else "has expired, at"
             told.append(
                 f"the endpoint's certificate {when} {_moment(self.expires_s)}; a new one in {self._cert_path} "
-                "is taken up without a restart"
+                "is loaded without a restart"
             )
         return told
 
@@ -101,7 +101,7 @@ class Certificate:
     def _load(self) -> tuple[ssl.SSLContext, float]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        # An encrypted key must fail, and not ask a terminal for its password.
+        # An encrypted key must fail instead of prompting on a terminal for its password.
         context.load_cert_chain(self._cert_path, self._key_path, password="")
         with open(self._cert_path, "rb") as file:
             own = x509.load_pem_x509_certificates(file.read())[0]

@@ -1,4 +1,4 @@
-"""A client's connection as who answers sees it: what is being answered, how answers are written and finished."""
+"""Defines a client connection as handlers see it: the active request, and how to write and finish answers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from appliance.gateway.routing.table import Caller
 
 
 class Client(Connection):
-    """`server.client_connection.ClientConnection` is the only one; handlers know this much of it.
+    """`server.client_connection.ClientConnection` is the only implementation; handlers use only this interface.
 
-    active: who answers the request whose turn it is. write_paused: the client takes no more bytes for now.
+    active: the handler of the current request. write_paused: the client does not accept more bytes now.
     """
 
     active: Handler | None = None
@@ -35,7 +35,7 @@ class Client(Connection):
         raise NotImplementedError
 
     def abort_response(self) -> None:
-        """Break off a response that cannot be completed: the client sees a failed transfer, not a short one."""
+        """Abort a response that cannot be completed: the client sees a failed transfer, not a short one."""
         raise NotImplementedError
 
     def finished(self, *, keep_alive: bool, now_s: float = 0.0) -> None:
@@ -49,12 +49,12 @@ class Client(Connection):
         raise NotImplementedError
 
     def keys_changed(self, callers: Mapping[str, Caller]) -> None:
-        """There is a new table: what a key that is gone has here ends, whatever has arrived of it. callers: by id.
+        """Apply a new table: end all requests of removed keys, complete or not. callers: by id.
 
-        Requests that have not begun are judged by their key as it is now.
+        Requests that have not begun are checked against their key's new row.
         """
         raise NotImplementedError
 
     def stop(self) -> None:
-        """The gateway stops: idle connections close now, others after their answer."""
+        """Shut down: close idle connections now, others after their answer."""
         raise NotImplementedError

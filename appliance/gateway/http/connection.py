@@ -1,4 +1,4 @@
-"""What connections to clients and to engines have in common: bytes go out at the end of a turn, reading can wait."""
+"""Base of connections to clients and to engines: sends bytes at the end of an event loop turn, can pause reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an error looks to a client: OpenAI's object on every route but Anthropic's own, `/v1/messages`. Pure.
+"""Formats errors for clients: OpenAI's object on every route except Anthropic's `/v1/messages`. Pure.
 
 Anthropic's shape and types after https://docs.anthropic.com/en/api/errors: {"type": "error", "error": {"type",
 "message"}, "request_id"}; what is 503 elsewhere is 529 `overloaded_error` there. Both SDKs retry both.
@@ -35,7 +35,7 @@ def shaped(
 
 
 def error_response(error: HttpError, request: Request | None, request_id: bytes, *, close: bool) -> bytes:
-    """The error as a whole response, noted as the request's status."""
+    """The error as a whole response; records its status in the request."""
     status, body, headers = shaped(error, request, request_id)
     if request is not None:
         request.status = status

@@ -1,4 +1,4 @@
-"""What answers one request of a client: an inference exchange, a relay to the controller, a scrape."""
+"""Defines the interface that answers one client request: an inference exchange, a relay to the controller, a scrape."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from appliance.gateway.http.upstream import UpstreamListener
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Handler(UpstreamListener):
-    """Calls `Client.finished` exactly once unless `client_lost` came first. What it has no use for, it leaves as it is
-    here."""
+    """A handler calls `Client.finished` exactly once unless `client_lost` came first. Override only the needed
+    methods."""
 
     def start(self) -> None:
-        """Its turn on the connection has come."""
+        """Start answering: it is this request's turn on the connection."""
         raise NotImplementedError
 
     def body(self, data: bytes) -> None:
-        """More of a body that is streamed. One that is gathered whole was complete before the start."""
-        raise AssertionError("a gathered request starts when its body is complete")
+        """More of a streamed body. A buffered body was complete before `start`."""
+        raise AssertionError("a buffered request starts when its body is complete")
 
     def body_end(self) -> None:
         """The streamed body is complete."""
-        raise AssertionError("a gathered request starts when its body is complete")
+        raise AssertionError("a buffered request starts when its body is complete")
 
     def client_lost(self) -> None:
-        """The client is gone: nothing may be written any more."""
+        """The client is gone: write nothing more."""
         raise NotImplementedError
 
     def client_paused(self, paused: bool) -> None:
-        """The client takes no more bytes for now (or does again)."""
+        """The client stopped (or resumed) accepting bytes."""
         return
 
     def cancel(self, error: HttpError) -> None:
@@ -38,5 +38,5 @@ class Handler(UpstreamListener):
         raise NotImplementedError
 
     def tick(self, now_s: float) -> None:
-        """Called a few times a second: whatever depends on time (monotonic seconds)."""
+        """Called a few times a second for time-driven work (monotonic seconds)."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""A message whose head equals the last one, but for the digits of its length, needs no parser. Pure.
+"""Skips the parser for a message whose head equals the last one except for the digits of its length. Pure.
 
-Both sides have such messages: a client sends its headers again (server/repeated_head.py), and an engine answers with
-the same ones (its date lasts a second). Whatever looks different in any way is left to httptools.
+Both sides have such messages: a client repeats its headers (server/repeated_head.py), and an engine answers with the
+same ones (its date changes once a second). httptools parses any head that differs.
 """
 
 from __future__ import annotations

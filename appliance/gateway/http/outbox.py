@@ -1,11 +1,10 @@
-"""Writes of one turn of the event loop go out together at its end, each connection's in one piece.
+"""Collects the writes of one event loop turn and sends them at its end, each connection's in one piece.
 
-Whoever is written to sleeps until it is woken, and waking is the dearest part of a write: a fifth of all that a plain
-request cost here. What comes right after finds its reader awake. A turn that writes to one connection only loses
-nothing.
+A reader sleeps until a write wakes it, and waking is the most expensive part of a write: a fifth of the cost of a plain
+request. Further writes find the reader awake. A turn that writes to only one connection loses nothing.
 
-Being woken is the dearest part of reading, too. Where events of streams come one by one in quick succession, the loop
-rests for a moment before it looks again, and finds several.
+Waking is also the most expensive part of reading. If stream events arrive one by one in quick succession, the loop
+rests briefly before it polls again, and then finds several.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import asyncio
 import time
 from typing import Final
 
-# What is as large as this goes out at once: a copy would cost more than waking.
+# Writes of this size go out at once: a copy would cost more than waking.
 _LARGE_BYTES: Final = 32 * 1024
-# A long turn does not keep its first answers to its end.
+# A long turn sends its first answers before its end.
 _AT_ONCE: Final = 16
-# Turns with events that follow each other within twice the rest are a quick succession. An event, or a request that
-# comes among so many of them, is later by one rest at most: little beside the 10 to 50 ms from one token to the next.
+# Quick succession: turns with events that follow each other within twice the rest. This delays an event, or a request
+# among them, by at most one rest: little compared with the 10 to 50 ms from one token to the next.
 _REST_S: Final = 0.001
 
 
 class Outbox:
-    """Whose bytes are still to be sent."""
+    """Connections with unsent bytes."""
 
     def __init__(self) -> None:
         self._writers: list[Writer] = []
@@ -42,7 +41,7 @@ class Outbox:
             asyncio.get_running_loop().call_soon(self._turn_ends)
 
     def event(self) -> None:
-        """What is written next is an event in the middle of a stream."""
+        """The next write is an event in mid-stream."""
         self._events = True
 
     def _turn_ends(self) -> None:
@@ -62,7 +61,7 @@ class Outbox:
 
 
 class Writer:
-    """A connection as far as it is written to. Invariant: with bytes unsent it stands in the outbox."""
+    """The write side of a connection. Invariant: with unsent bytes it is in the outbox."""
 
     _unsent: bytes = b""
 
@@ -71,7 +70,7 @@ class Writer:
         self.transport: asyncio.Transport | None = None
 
     def write(self, data: bytes) -> None:
-        """Send `data` at the end of this turn, behind what was written before; nothing is sent once it is closed."""
+        """Send `data` at the end of this turn, after earlier writes; it sends nothing once closed."""
         transport, unsent = self.transport, self._unsent
         if transport is None:
             return
@@ -88,12 +87,12 @@ class Writer:
             transport.write(data)
 
     def write_event(self, data: bytes) -> None:
-        """The same, of the middle of a stream, which may wait a moment for its neighbours."""
+        """The same for mid-stream data, which may wait briefly to be sent with more."""
         self._outbox.event()
         self.write(data)
 
     def flush(self) -> None:
-        """Send now what is unsent."""
+        """Send unsent bytes now."""
         data = self._unsent
         if data:
             self._unsent = b""

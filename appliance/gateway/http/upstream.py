@@ -1,7 +1,6 @@
-"""Client side towards engines and controller: HTTP/1.1 over Unix sockets, pooled, one response at a time.
+"""Implements the HTTP/1.1 client to engines and controller: pooled Unix sockets, one response at a time.
 
-One `upstream_data` call per read of the socket, whatever number of chunks it held, so that one read becomes one
-write to the client.
+It makes one `upstream_data` call per socket read, however many chunks it held: one read becomes one client write.
 """
 
 from __future__ import annotations
@@ -26,13 +25,14 @@ RESPONSE_HEAD_BYTES = 64 * 1024
 CHUNKED: Final = -1
 
 
-# What tests put in its place is not compiled; that costs compiled classes nothing.
+# Test doubles are not compiled; allowing them costs compiled classes nothing.
 @mypyc_attr(allow_interpreted_subclasses=True)
 class UpstreamListener:
-    """Whoever waits for a response. A class and no protocol: compiled code calls it by its table of methods."""
+    """Receives a response. A class, not a Protocol, so that compiled code calls it through its method table."""
 
     def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
-        """The head is in (`conn.status`, `conn.headers`); `body` is new, possibly empty; `done`: response complete."""
+        """The head has arrived (`conn.status`, `conn.headers`); `body` is new data, possibly empty; `done`: response
+        complete."""
         raise NotImplementedError
 
     def upstream_lost(self, conn: UpstreamConnection) -> None:
@@ -40,15 +40,15 @@ class UpstreamListener:
         raise NotImplementedError
 
     def upstream_paused(self, paused: bool) -> None:
-        """The upstream's send buffer is full (or has drained again). Nothing to do where a request is written whole."""
+        """The upstream's send buffer is full (or has drained). Not needed if a request is written whole."""
         return
 
 
 class UpstreamConnection(Connection):
-    """One connection. Invariant: it is in the pool exactly when it has no listener, is open, and both its last request
-    and the response to it were complete: what comes next on it, in either direction, is a head.
+    """One connection. Invariant: it is in the pool exactly when it has no listener, is open, and its last request and
+    response were both complete, so that the next bytes in either direction are a head.
 
-    read_s: when something came in last; of an idle one, since when it has been idle.
+    read_s: time of the last read; for an idle connection, the start of idleness.
     """
 
     status: int = 0
@@ -59,7 +59,7 @@ class UpstreamConnection(Connection):
     reused: bool = False
     answered: bool = False
     read_s: float = 0.0
-    # Bytes of the request's body that its head promised and that are not written yet; `CHUNKED`: until `end_body`.
+    # Bytes of the request's body that its head announced but are not yet written; `CHUNKED`: until `end_body`.
     _owes: int = 0
     _last: PlainHead | None = None
 
@@ -75,9 +75,9 @@ class UpstreamConnection(Connection):
     # -- for the listener
 
     def start(self, listener: UpstreamListener, data: bytes, owes: int = 0) -> None:
-        """Send a request on behalf of `listener`: all of it, or its head, and then what it owes by `write_body`.
+        """Send a request for `listener`: all of it, or its head followed by `write_body` calls.
 
-        owes: the length of the body that is still to come; CHUNKED: one that `end_body` ends.
+        owes: length of the body still to come; CHUNKED: until `end_body`.
         """
         assert self.listener is None and self.transport is not None
         self.listener = listener
@@ -87,7 +87,7 @@ class UpstreamConnection(Connection):
         self.write(data)
 
     def write_body(self, data: bytes) -> None:
-        """More of the body. What is longer than its head said would be read as the next head: it ends here."""
+        """More of the body. Excess over the announced length closes the connection: it would be parsed as a head."""
         if self._owes == CHUNKED:
             if data:  # an empty chunk is the end
                 self.write(wire.chunk(data))
@@ -103,7 +103,7 @@ class UpstreamConnection(Connection):
             self.write(wire.LAST_CHUNK)
 
     def abort(self) -> None:
-        """Drop the connection now: the only way HTTP/1.1 has to tell an engine that nobody wants the rest."""
+        """Close the connection now: in HTTP/1.1 the only way to tell an engine to stop."""
         self.listener = None
         super().abort()
 
@@ -117,7 +117,7 @@ class UpstreamConnection(Connection):
     def data_received(self, data: bytes) -> None:
         listener = self.listener
         if listener is None or self._parser is None:
-            # Bytes that nobody asked for: what they belong to is unknowable.
+            # Unsolicited bytes: nothing shows which request they belong to.
             self.abort()
             return
         self.answered = True
@@ -155,7 +155,7 @@ class UpstreamConnection(Connection):
     def _whole(self, listener: UpstreamListener, data: bytes) -> bool:
         """Take a complete plain answer that came in one piece. False: the parser must look at these bytes.
 
-        Most answers of engines are like that, and an engine is no stranger whose framing needs a parser's distrust.
+        Most engine answers are like that, and an engine is trusted, so its framing needs no strict parser.
         """
         last = self._last
         body = None if last is None else last.body_of(data)
@@ -174,7 +174,7 @@ class UpstreamConnection(Connection):
         if self.read_paused:
             self.resume_reading()
         if self._owes:
-            # Answered early. Whatever is written here next would be taken for the rest of that body.
+            # Answered early. The upstream would take the next bytes written here for the rest of that body.
             self.abort()
         elif keep_alive:
             self._pool.put(self)
@@ -216,9 +216,9 @@ class UpstreamConnection(Connection):
         self.status = self._parser.get_status_code()
         # 1xx answers precede the real head; llhttp starts over with the next message.
         self._head_done = self.status >= 200
-        # Asked now: once the message is complete, llhttp has forgotten.
+        # Read now: llhttp forgets it once the message is complete.
         self._keep_alive = self._parser.should_keep_alive() and not (
-            # No body can follow, whatever the head announces; if one does, it is no head of a response.
+            # No body may follow, whatever the head announces; if bytes follow, they are not a response head.
             self.status in (204, 304)
             and (self.headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in self.headers)
         )
@@ -233,8 +233,8 @@ class UpstreamConnection(Connection):
 
 
 def cancel(connecting: asyncio.Task[None] | None, conn: UpstreamConnection | None) -> None:
-    """Of a request that has no use for its upstream any more, whether still connecting (`UpstreamPool.connect`) or
-    connected: nothing more is heard of either."""
+    """Drop the upstream of a request that no longer needs it, connecting (`UpstreamPool.connect`) or connected: the
+    listener gets no more calls."""
     if connecting is not None:
         connecting.cancel()
     if conn is not None:
@@ -266,7 +266,7 @@ class UpstreamPool:
     ) -> asyncio.Task[None]:
         """Open a connection and call `done` with it or with the OSError; `cancel` ends the task.
 
-        wait_s: for so long a refused or missing socket is tried again (a server that restarts).
+        wait_s: how long to retry a refused or missing socket (a restarting server).
         """
         task = asyncio.get_running_loop().create_task(self._connect(path, done, wait_s))
         self._tasks.add(task)
@@ -311,7 +311,7 @@ class UpstreamPool:
             idle.remove(conn)
 
     def sweep(self, now_s: float, wanted: set[str]) -> None:
-        """Close connections idle for too long or to sockets that are not wanted any more."""
+        """Close connections that are idle for too long or lead to sockets no longer in use."""
         for path in list(self._idle):
             idle = self._idle[path]
             keep = [c for c in idle if path in wanted and now_s - c.read_s < self._idle_s]

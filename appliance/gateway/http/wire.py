@@ -1,7 +1,7 @@
-"""Heads as written: header hygiene in both directions. Pure.
+"""Writes HTTP heads and filters headers in both directions. Pure.
 
-RFC 9110 (semantics) and RFC 9112 (HTTP/1.1 framing). Nothing a client sent is copied into an engine's request
-head; towards the controller headers are copied less those that are ours, hop-by-hop or about framing.
+RFC 9110 (semantics) and RFC 9112 (HTTP/1.1 framing). An engine's request head contains nothing copied from the client;
+the controller gets the client's headers except our own, hop-by-hop and framing headers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
 }
 _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", b"date", b"server", b"x-request-id", b"set-cookie"}
 
-# `_` and `-` become one character in some servers' header tables: a client's x_appliance_scopes must not pass either.
+# Some servers treat `_` and `-` in header names as equal, so a client's x_appliance_scopes must not pass either.
 _OURS = re.compile(rb"x[-_]appliance[-_]")
 _TRACE = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\Z")
 _WRITTEN: Final = 4096
@@ -70,7 +70,7 @@ def accepted_request_id(headers: Headers) -> bytes | None:
 
 
 def digits(number: int) -> bytes:
-    """A number >= 0 as it stands in a head: those of most bodies and times are written already."""
+    """Format a number >= 0 for a head; common values are cached."""
     return _DIGITS[number] if number < _WRITTEN else b"%d" % number
 
 
@@ -93,7 +93,7 @@ def engine_request(path: bytes, request_id: bytes, body: bytes, trace: bytes = b
 
 
 def asked_head(path: bytes, request: Request, token: bytes) -> bytes:
-    """A GET of the gateway's own to the controller on behalf of a key that was let in."""
+    """A GET by the gateway to the controller on behalf of an admitted key."""
     return b"GET %b HTTP/1.1\r\nhost: appliance\r\n%b" % (path, _identity(request, token))
 
 
@@ -128,8 +128,8 @@ def _identity(request: Request, token: bytes) -> bytes:
 
 
 def _identity_lines(request_id: bytes, key_id: bytes, scopes: bytes, token: bytes) -> bytes:
-    """The last lines of a head for the controller: who asks, and that a gateway wrote it (appliance.controller
-    .http.peers)."""
+    """The last lines of a head for the controller: the caller, and proof that a gateway wrote it
+    (appliance.controller.http.peers)."""
     return (
         b"x-request-id: %b\r\nx-appliance-key-id: %b\r\nx-appliance-scopes: %b\r\nx-appliance-gateway: %b\r\n\r\n"
         % (request_id, key_id, scopes, token)
@@ -137,7 +137,7 @@ def _identity_lines(request_id: bytes, key_id: bytes, scopes: bytes, token: byte
 
 
 def controller_response_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """What of the controller's response head goes to the client."""
+    """Select the controller's response headers for the client."""
     nominated = _nominated(headers)
     return [
         (name, value)
@@ -192,7 +192,7 @@ def whole_response(
     extra: Pairs,
     close: bool,
 ) -> bytes:
-    """A complete answer of an engine: `response_head` and body in one go, because most requests end so."""
+    """A complete engine answer: `response_head` and body in one call, the common case."""
     parts = [
         STATUS_LINE.get(status) or b"HTTP/1.1 %d Status\r\n" % status,
         b"x-request-id: ",
@@ -214,7 +214,7 @@ def error_headers(error: HttpError) -> list[tuple[bytes, bytes]]:
     extra: list[tuple[bytes, bytes]] = []
     if error.retry_after_s is not None:
         extra.append((b"retry-after", b"%d" % error.retry_after_s))
-    # 409 is retried by the `openai` client unless told not to, and a conflict does not go away by itself.
+    # The `openai` client retries 409 unless told not to, but a conflict does not resolve by itself.
     should_retry = False if error.should_retry is None and error.status == 409 else error.should_retry
     if should_retry is not None:
         extra.append((b"x-should-retry", b"true" if should_retry else b"false"))

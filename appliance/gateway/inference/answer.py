@@ -1,7 +1,7 @@
-"""The response to one inference request, as far as it went: head, body, ending or error, in whatever form is left.
+"""Writes the response to one inference request: head, body, and an ending or error in the form still possible.
 
-Rules: nothing is cut short silently. A stream that cannot go on ends with an error event, a plain body that cannot
-is broken off, so that the client sees a failed transfer. Errors inside streams are rewritten into OpenAI's object.
+Rules: it truncates nothing silently. A stream that cannot continue ends with an error event; a plain body that cannot
+is aborted, so that the client sees a failed transfer. Errors inside streams become OpenAI's object.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Answer:
     _error_seen: bool = False
 
     def __init__(self, client: Client, request: Request, *, hides_usage: bool) -> None:
-        """hides_usage: the engine was asked for an event that the client did not ask for."""
+        """hides_usage: the gateway requested a usage event that the client did not request."""
         self.client: Client | None = client
         self.request = request
         self._hides_usage = hides_usage
@@ -89,22 +89,22 @@ class Answer:
 
     def _stream_bytes(self, body: bytes, *, last: bool = False) -> bytes:
         if self._hides_usage and (self._partial or body[-2:] != b"\n\n"):
-            # An event can only be taken out whole.
+            # Only whole events can be removed.
             body = b"%b%b" % (self._partial, body)
             end = len(body) if last else body.rfind(b"\n\n") + 2
             if end < 2:
                 self._partial = body
                 return b""
             body, self._partial = body[:end], body[end:]
-        # `find`, as everywhere that many bytes pass: CPython's `in` first takes the bytes for a number, in vain, which
-        # costs it ten times as long.
+        # `find`, as everywhere on hot paths: CPython's `in` first tries to convert the bytes to an integer, which takes
+        # ten times as long.
         if body.find(_USAGE) >= 0:
             self.request.tokens.read(body)
             if self._hides_usage:
                 body = without_usage_event(body)
         if self._hides_usage and body.find(FINISHED) >= 0:
             body = with_fingerprint(body, self.request.model_version)
-        # Inside JSON text the quote would be escaped: this counts events, whatever they say.
+        # Inside JSON text the quote would be escaped, so this counts events, whatever they contain.
         if body[: len(_EVENT)] == _EVENT and body.find(_EVENT, len(_EVENT)) < 0:
             events, error = 1, body[: len(ERROR_EVENT)] == ERROR_EVENT
         else:
@@ -122,11 +122,12 @@ class Answer:
     # -- ending
 
     def whole(self, status: int, content_type: bytes, body: bytes, version: bytes | None, now_s: float) -> None:
-        """A complete answer of which nothing is out yet."""
+        """Send a complete answer of which nothing has been sent yet."""
         client = self.client
         assert client is not None
         if self.head_sent:
-            # Comments opened a stream, yet the engine answered whole: relay it as what it is inside the stream.
+            # Comments opened a stream, but the engine sent a plain answer: relay it inside the stream as its status
+            # requires.
             self.write(b"data: %b\n\n" % body)
             self.end()
             return
@@ -152,7 +153,7 @@ class Answer:
     def ends_well(self, body: bytes) -> bool:
         """Whether the stream is complete once `body`, the last of it, is relayed.
 
-        A clean end of HTTP without the protocol's own ending is a truncation that no client would notice.
+        An HTTP message that ends without the stream's own ending is a truncation that no client would notice.
         """
         end = self.request.route.stream_end  # type: ignore[union-attr]
         if not self.sse or end is None or self._error_seen or body.find(ERROR_EVENT) >= 0:
@@ -161,7 +162,7 @@ class Answer:
 
     @property
     def error_seen(self) -> bool:
-        """Whether an error event of the engine went to the client."""
+        """Whether the client received an error event of the engine."""
         return self._error_seen
 
     def end(self, body: bytes = b"") -> None:
@@ -178,7 +179,7 @@ class Answer:
         client.finished(keep_alive=self._chunked or not self.sse)
 
     def fail(self, error: HttpError) -> None:
-        """Tell the client, in whatever form is still possible, and finish."""
+        """Send the error to the client in the form still possible, and finish."""
         client, self.client = self.client, None
         if client is None:
             return
@@ -195,7 +196,7 @@ class Answer:
 
 
 def error_event_code(body: bytes) -> int | None:
-    """Status inside the error event that `body` begins with, None if it is something else."""
+    """Status inside the error event at the start of `body`, None if there is no error event."""
     line = body[6:].split(b"\n", 1)[0]
     try:
         return errors.event_code(orjson.loads(line))
@@ -209,7 +210,7 @@ def event_error(body: bytes) -> HttpError:
 
 
 def _rewritten_events(body: bytes, request: Request) -> bytes:
-    """The same events with vLLM's error objects turned into those of the route."""
+    """The same events with vLLM's error objects converted to the route's."""
     lines = body.split(b"\n")
     for i, line in enumerate(lines):
         if line.startswith(ERROR_EVENT) and error_event_code(line) is not None:

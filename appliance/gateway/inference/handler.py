@@ -1,12 +1,12 @@
-"""One inference request: placed and sent (placement.py), its answer relayed, tried again or continued.
+"""Handles one inference request: places and sends it (placement.py), relays its answer, retries or continues it.
 
 Rules, in the order in which they bind:
-- Until a byte of the engine's answer has gone to the client, a failure of the engine is nobody's business: the
-  request is placed again (another replica, or held until one opens), at most MAX_ATTEMPTS times, so that a
-  request that kills engines cannot kill them all.
-- After that, a greedy stream goes on where another engine can write the same tokens (continuation.py); any other
+- Until the client has received a byte of the engine's answer, it does not see an engine failure: the handler places the
+  request again (another replica, or held until one opens), at most MAX_ATTEMPTS times, so that a request that kills
+  engines cannot kill them all.
+- After that, a greedy stream continues if another engine can generate the same tokens (continuation.py); any other
   stream ends with an SSE error event.
-- Bytes of a good answer are relayed as they are; what the client sees is answer.py's business.
+- It relays the bytes of a good answer unchanged; answer.py decides what the client sees.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("appliance.gateway")
 
 MAX_ATTEMPTS: Final = 3
 ERROR_BODY_BYTES: Final = 64 * 1024
-# What an engine makes of the largest body that it is asked to count the tokens of.
+# Largest answer of an engine to a token-counting request.
 TOKEN_IDS_BYTES: Final = 64 << 20
 _JSON: Final = b"application/json"
 
@@ -52,7 +52,7 @@ class InferenceHandler(Placement):
         self._drop_upstream()
 
     def _left(self) -> None:
-        """Nobody waits for it any more. If an engine is computing for it, that is paid for."""
+        """The client no longer waits. If an engine is computing for it, the key is charged for that."""
         if self._conn is not None and self.answer.client is not None:
             self.request.left_after_s = max(time.monotonic() - self._sent_s, 1e-6)
             self.request.unread = self.answer.client.write_paused
@@ -98,7 +98,7 @@ class InferenceHandler(Placement):
             return
         named = conn.headers.get(wire.VERSION)
         if named is not None and not self._is_adapter():
-            # The engine knows what its first token came from. The table may be a moment behind a swap.
+            # The engine knows the version of its first token; the table may lag behind a swap.
             self.request.model_version = named.decode("latin-1")
         status, kind = conn.status, conn.headers.get(b"content-type", _JSON)
         if status == 200 and kind.startswith(b"text/event-stream"):
@@ -130,7 +130,7 @@ class InferenceHandler(Placement):
             self.answer.write(b"".join(kept))
 
     def _buffered_bytes(self) -> int:
-        """How much of a plain answer is kept back: one that is to be stored, or counted, is needed whole."""
+        """How much of a plain answer to buffer: one to be stored or counted is needed whole."""
         transcript, limits = self.checked.transcript, self.state.limits
         if transcript is None:
             return limits.buffered_response_bytes
@@ -163,7 +163,7 @@ class InferenceHandler(Placement):
             self._undispatch(failed=True)
             self._continue_or_fail(errors.engine_failed())
         elif stale:
-            # The engine had closed an idle connection just as we used it: no failure, a fresh one will do.
+            # The engine had just closed an idle connection: not a failure, use a new one.
             self._undispatch(failed=False)
             self.place()
         else:
@@ -182,7 +182,7 @@ class InferenceHandler(Placement):
         self.place()
 
     def _continue_or_fail(self, error: HttpError) -> None:
-        """The engine is gone in the middle of a stream: another one writes the rest, if that is possible."""
+        """The engine died in mid-stream: another one generates the rest, if possible."""
         continuation, model = self.checked.continuation, self.state.router.models.get(self.checked.model)
         self._attempts += 1
         if continuation is None or model is None or self._attempts >= MAX_ATTEMPTS:
@@ -200,7 +200,7 @@ class InferenceHandler(Placement):
         self._path, self._body = RESUME_PATH, with_fields(body, self._salt)
         self._relayed = False
         self._continued = True
-        # It is held anew, if no engine is there: with the whole time that the model's requests may wait.
+        # If no engine is available it is held again, with the model's full hold time.
         self._held_since_s = 0.0
         self.place()
 
@@ -213,12 +213,12 @@ class InferenceHandler(Placement):
                 error.retry_after_s = min(error.retry_after_s, errors.MAX_RETRY_AFTER_S)
         moved = status == 404 and error.message.startswith("The model ")
         if moved or _engine_dead(error):
-            # A dying engine answers 500 before it vanishes; a 404 for a model of our table means that the engine
-            # was given another one a moment ago. Both pass with the next table. Any other 500 is the request's
-            # own: retrying it, or avoiding the replica for it, would let one client starve the others.
+            # A dying engine answers 500 before it ends; a 404 for a model in our table means that the engine has just
+            # swapped to another one. The next table resolves both. Any other 500 is the request's own fault: retrying
+            # it, or avoiding the replica, would let one client starve the others.
             if moved:
                 error = errors.unavailable(error.message, "model_not_ready", self.state.config.holds.retry_after_s)
-            # An adapter that nobody has any more says nothing about the engine, which serves its base and others.
+            # A missing adapter is no fault of the engine, which still serves its base and other adapters.
             self._retry(error, blame=not (moved and self._is_adapter()))
             return
         if status in (401, 403):
@@ -264,13 +264,13 @@ class InferenceHandler(Placement):
         self.answer.whole(status, content_type, body, version, now)
 
     def _check_room(self, transcript: Transcript, body: bytes) -> None:
-        """Before the object is made, which says whether it is stored."""
+        """Call before the response object is created, because the object says whether it is stored."""
         if transcript.stores and not self.copies.has_room(len(transcript.input) + len(body)):
             transcript.stores = False
             self.state.metrics.events["responses_not_stored"] += 1
 
     def _store(self, transcript: Transcript) -> None:
-        """Once its answer is complete, a copy of what is to be stored goes to the controller."""
+        """After a complete answer, send a copy of what must be stored to the controller."""
         caller = self.request.caller
         if transcript.final and transcript.stores and caller is not None:
             self.copies.add(transcript.copy(caller.id))
@@ -284,7 +284,7 @@ class InferenceHandler(Placement):
             self._store(transcript)
         continuation = self.checked.continuation if self.answer.sse else None
         if continuation is not None:
-            # The engine's death, as its own last event says it, must not reach a client whose stream will go on.
+            # An engine's last event reports its death; it must not reach a client whose stream will continue.
             at = body.find(ERROR_EVENT)
             if at >= 0 and error_event_code(body[at:]) is not None:
                 error = event_error(body[at:])

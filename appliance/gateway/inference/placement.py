@@ -1,5 +1,5 @@
-"""One inference request on its way: a replica is chosen or waited for, the request is sent there, and what the replica
-carries of it is given back. What comes of it is handler.py's business.
+"""Places one inference request: chooses or waits for a replica, sends the request there, and releases the replica's
+load afterwards. handler.py handles the result.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Placement(Placeable):
         request.chunks = []
         asks = checked.stream and not checked.asks_usage and route.name in (CHAT, COMPLETIONS)
         self.answer = Answer(client, request, hides_usage=asks)
-        # The body is an object that was checked; of two fields of one name the engine takes the last.
+        # The body is a checked object; of two fields with one name the engine takes the last.
         added = self._salt = self._salt_field()
         if asks:
             added = b"%b%b" % (added, ASK_FOR_USAGE)
@@ -74,8 +74,8 @@ class Placement(Placeable):
         self._body = with_fields(body, added) if added else body
 
     def _salt_field(self) -> bytes:
-        """Keeps what its owner's requests leave in an engine's prefix cache from those of others, in time and in
-        `cached_tokens`; empty where all may share it."""
+        """Separates its owner's prefix cache entries from other owners', so that neither latency nor `cached_tokens`
+        reveals them; empty if all may share the cache."""
         caller, checked = self.request.caller, self.checked
         if caller is None or self.state.config.prefix_cache_shared:
             return b""
@@ -84,12 +84,12 @@ class Placement(Placeable):
 
     @property
     def row(self) -> str:
-        """The row of the table it counts for: that of the canary while it is there, else its model's."""
+        """The table row it counts for: the canary's while it is placed there, else its model's."""
         return self.checked.model if self._choice is None else self._choice.model
 
     @property
     def waiting_prompt_tokens(self) -> int:
-        """Estimated prompt tokens if it is known to have no first token yet. At a replica only streams say so."""
+        """Estimated prompt tokens if it is known to have no first token yet. On a replica only streams show this."""
         at_replica = self._choice is not None and self.checked.stream and not self._relayed
         return self.checked.prompt_tokens if self._ticket is not None or at_replica else 0
 
@@ -99,19 +99,20 @@ class Placement(Placeable):
         """Send the request to a replica that can take it, or hold it. now: the monotonic clock, if it was just read."""
         state, checked = self.state, self.checked
         if checked.model not in state.router.models:
-            # It was there when the request came: the model, or this version of it, went while it waited.
+            # It existed when the request arrived: the model, or this version of it, was removed while the request
+            # waited.
             self._leave_queue()
             self._fail(state.unknown_model(checked.model, self.request.caller))
             return
         now = now or time.monotonic()
-        # Whoever waits goes first, or a stream of new requests could starve them.
+        # Waiting requests go first; otherwise a stream of new requests could starve them.
         if self._ticket is None and state.holds.count and state.holds.held(checked.model):
             self._hold(now)
             return
         choice = self._choose(now)
         if choice is None:
             if self._continued and self._row != checked.model:
-                # The canary is gone in the middle of its stream; what the other version would go on with is no answer.
+                # The canary is gone in mid-stream; another version cannot continue its answer.
                 self._fail(errors.engine_failed())
                 return
             if self._ticket is None:
@@ -131,7 +132,7 @@ class Placement(Placeable):
             self._connecting = state.pool.connect(replica.socket, self._connected)
 
     def _choose(self, now: float) -> Choice | None:
-        """The canary takes its share while it can; what failed there, and what it has no room for, the model takes."""
+        """Use the canary for its share; the model takes requests that failed there or for which it has no capacity."""
         router, checked = self.state.router, self.checked
         if self._continued:
             if self._row not in router.models:
@@ -153,9 +154,9 @@ class Placement(Placeable):
             if isinstance(result, UpstreamConnection):
                 self.state.pool.put(result)
         elif isinstance(result, OSError):
-            # Nothing was sent: this costs the request no attempt, only the replica its good name.
+            # Nothing was sent: count no attempt, but mark the replica suspect.
             self.state.metrics.events["connect_failed"] += 1
-            log.warning("the engine's socket cannot be reached: %s", result, extra=self.request.ids)
+            log.warning("cannot connect to the engine's socket: %s", result, extra=self.request.ids)
             self._undispatch(failed=True)
             self.place()
         else:
@@ -168,7 +169,7 @@ class Placement(Placeable):
             self.state.metrics.added.observe(now - request.received_s)
         self._conn = conn
         self._progress_s = now
-        # Not the client's id, and a new one for each attempt: an engine must never see one twice.
+        # Not the client's id but a new one for each attempt: an engine must never see one twice.
         engine_id = self.state.new_request_id()
         self._sent_s = request.sent_s = now
         self._first_byte_s = 0.0
@@ -204,7 +205,7 @@ class Placement(Placeable):
         state.held(self.checked.model)
 
     def hold_refused(self, refusal: Refusal) -> None:
-        """It may not wait (any longer). Its ticket is already out of the queue."""
+        """It may not wait (any longer). Its ticket is already removed from the queue."""
         self._ticket = None
         self.state.metrics.events["hold_refused"] += 1
         log.info("held no longer: %s", refusal.value, extra=self.request.ids)
@@ -252,7 +253,7 @@ class Placement(Placeable):
         self._end_dispatch(failed=True if failed else None)
 
     def _end_dispatch(self, *, failed: bool | None) -> None:
-        """failed: what it counts as in a comparison of versions; None: as nothing."""
+        """failed: its result in the comparison of versions; None: do not count it."""
         if failed is not None:
             self._count(failed=failed)
         if self.request.spans is not None:

@@ -1,9 +1,9 @@
-"""Copies of answered responses on their way to the controller, which stores them.
+"""Sends copies of answered responses to the controller, which stores them.
 
-Nobody waits for a copy: the client's answer goes out in the same turn of the loop. Copies are sent in batches, the next
-one once the controller has the last; while it is away they wait here, within `response_copies_bytes`. What has no room
-is not stored, and its object says so. A copy that arrives twice (the controller died before it could say that it has
-it) is stored once.
+The client's answer does not wait for a copy: it goes out in the same event loop turn. Copies go in batches, the next
+one once the controller has acknowledged the last; while it is unreachable they wait here, up to
+`response_copies_bytes`. A response beyond that is not stored, and its object says so. The controller stores a copy that
+arrives twice (it died before it acknowledged it) once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ PATH = b"/internal/responses"
 BATCH_BYTES = 4 << 20
 RETRY_S = 0.5
 SILENCE_S = 30.0
-# A controller that fails at a copy, and does not die of it, will fail at it again.
+# A controller that answers a copy with an error would do so again.
 MAX_REFUSALS = 3
 
 
 class ResponseCopies(UpstreamListener):
-    """Of one gateway. Invariant: `_bytes` is that of all copies in `_waiting` and `_flying`."""
+    """The copies of one gateway. Invariant: `_bytes` is the size of all copies in `_waiting` and `_flying`."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -52,7 +52,7 @@ class ResponseCopies(UpstreamListener):
 
     @property
     def delivering(self) -> bool:
-        """Whether copies are still here, and the controller was there when it was last asked."""
+        """Whether copies remain, and the controller was reachable at the last attempt."""
         return bool(self._bytes) and not self._next_s
 
     def sweep(self, now_s: float) -> None:

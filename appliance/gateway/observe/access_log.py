@@ -1,4 +1,4 @@
-"""Access log: one JSON object per request and line, written in batches so that no request waits for a disk."""
+"""Writes the access log: one JSON object per request and line, in batches so that no request waits for a disk."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AccessLog:
         """now_s: of the end of the response, by the monotonic clock. ttft_s, duration_s: from the complete request to
         the first body byte and to the end. Fields that a request has no value for are null.
 
-        Written by hand, half of it from memory: an encoder takes four times as long, and every request pays for it.
+        Formatted by hand, half of it from a cache: a JSON encoder takes four times as long per request.
         """
         unix_s = now_s + self._unix_offset_s
         second = int(unix_s)
@@ -111,12 +111,12 @@ class AccessLog:
             "replica": replica or None,
         }
         if len(self._who) >= _REMEMBERED:
-            self._who.clear()  # paths are the clients' to choose
+            self._who.clear()  # clients choose the paths
         self._who[who] = found = orjson.dumps(fields)[1:-1]
         return found
 
     def flush(self) -> None:
-        """Called a few times a second, too, so that a clock that is set anew is soon followed."""
+        """Also called a few times a second, so that it soon follows a change of the system clock."""
         self._unix_offset_s = time.time() - time.monotonic()
         if self._lines and self._file is not None:
             lines, self._lines = self._lines, []
@@ -124,7 +124,7 @@ class AccessLog:
                 os.write(self._file, b"".join(lines))
             except OSError as error:
                 if not self._lost:
-                    log.warning("access log: cannot be written (%s), lines are dropped", error.strerror)
+                    log.warning("access log: write failed (%s), lines are dropped", error.strerror)
                 self._lost += len(lines)
 
     def close(self) -> None:

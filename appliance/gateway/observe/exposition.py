@@ -1,8 +1,7 @@
-"""Prometheus' text format 0.0.4, and how the workers of one gateway make one answer of it.
+"""Writes Prometheus' text format 0.0.4 and merges the series of one gateway's workers into one answer.
 
-Every worker keeps a snapshot of its series beside the bus socket; whichever is asked adds those of the others to its
-own, each under its label `worker`, so that one that starts again looks to Prometheus like what it is: a reset of its
-own series, not of everybody's.
+Every worker keeps a snapshot of its series beside the bus socket; the scraped worker adds those of the others to its
+own, each with its label `worker`. So to Prometheus a restarted worker resets only its own series.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import orjson
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 WRITE_EVERY_S = 1.0
-# A worker that has not written for so long is gone; its successor writes to the same file.
+# A worker that has not written for this long is dead; its successor writes to the same file.
 STALE_S = 10.0
 
 
@@ -59,7 +58,7 @@ def render(families: Iterable[Family]) -> bytes:
 
 
 class WorkerSnapshots:
-    """`name`: of this worker. Files are `BUS_SOCKET.metrics.NAME`; they need not survive anything."""
+    """`name`: of this worker. Files are `BUS_SOCKET.metrics.NAME`; they need no durability."""
 
     def __init__(self, bus_socket: str, name: str):
         self.name = name
@@ -70,7 +69,7 @@ class WorkerSnapshots:
         return now_s - self._written_s >= WRITE_EVERY_S
 
     def write(self, families: Iterable[Family], now_s: float) -> None:
-        """Replace this worker's snapshot. A full disk costs a snapshot, nothing else."""
+        """Replace this worker's snapshot. A full disk loses a snapshot, nothing else."""
         self._written_s = now_s
         path = Path(f"{self._prefix}{self.name}")
         data = orjson.dumps({"at_s": time.time(), "families": list(families)}, default=tuple)
@@ -82,7 +81,7 @@ class WorkerSnapshots:
             half.replace(path)
 
     def joined(self, own: Iterable[Family]) -> list[Family]:
-        """Own series and those that the other workers last wrote (at most WRITE_EVERY_S and a sweep ago)."""
+        """Own series and the last snapshots of the other workers (at most WRITE_EVERY_S and a sweep old)."""
         found = _labelled(own, self.name)
         oldest_s = time.time() - STALE_S
         for path in sorted(self._prefix.parent.glob(self._prefix.name + "*")):

@@ -1,6 +1,6 @@
-"""Counters and histograms of one gateway process.
+"""Keeps the counters and histograms of one gateway process.
 
-Own and small because it sits on the hot path: one dict update per event instead of a lock and a label lookup.
+Written for the hot path: one dict update per event instead of a lock and a label lookup.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ADDED_SECONDS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 RECENT_TTFT = 256
 RECENT_S = 60.0
-# Versions and key classes of one model: with more, the oldest series make room, so that swaps add up to nothing.
+# Versions and key classes of one model: beyond this it drops the oldest series, so that swaps do not accumulate.
 SERIES_PER_MODEL = 32
 
 
@@ -88,7 +88,7 @@ class Metrics:
         self._known: dict[tuple[str, str, frozenset[str]], Series] = {}
 
     def arrived(self, row: str, prompt_tokens: int, now_s: float) -> None:
-        """A request was let in for this row of the table."""
+        """Count a request admitted for this table row."""
         self._last_s[row] = now_s
         counts = self._arrived.get(row)
         if counts is None:
@@ -97,18 +97,18 @@ class Metrics:
         counts[1] += prompt_tokens
 
     def last_request_s(self, row: str, unix_offset_s: float) -> float | None:
-        """Unix time of the last request that was let in; unix_offset_s: what that is ahead of the monotonic clock."""
+        """Unix time of the last admitted request; unix_offset_s: Unix time minus the monotonic clock."""
         last_s = self._last_s.get(row)
         return None if last_s is None else last_s + unix_offset_s
 
     def arrivals(self, row: str) -> tuple[int, int]:
-        """Requests and estimated prompt tokens let in since this process began. Never falls, whatever leaves the
-        table: who listens takes differences."""
+        """Requests and estimated prompt tokens admitted since this process began. Never decreases, even if rows leave
+        the table, because readers take differences."""
         requests, prompt_tokens = self._arrived.get(row, (0, 0))
         return requests, prompt_tokens
 
     def prefilled(self, row: str, prompt_tokens: int, seconds: float) -> None:
-        """A stream that had a replica to itself got its first bytes this long after it was sent there."""
+        """Record the time to first byte of a stream that was alone on its replica."""
         samples = self._idle_starts.get(row)
         if samples is None:
             samples = self._idle_starts[row] = deque(maxlen=prefill_rate.SAMPLES)
@@ -116,19 +116,19 @@ class Metrics:
         self._prefill.pop(row, None)
 
     def prefill_tokens_per_s(self, row: str) -> float | None:
-        """What one replica computes, None where the streams so far do not say."""
+        """Prompt tokens per second of one replica, None if the streams so far do not determine it."""
         if row not in self._prefill:
             self._prefill[row] = prefill_rate.prefill_tokens_per_s(self._idle_starts.get(row, ()))
         return self._prefill[row]
 
     def first_byte(self, request: Request, now_s: float) -> None:
-        """The first byte of an engine's answer to this request goes out now."""
+        """Record that the first byte of an engine's answer to this request goes out now."""
         seconds = now_s - request.received_s
         self._series(request).ttft.observe(seconds)
         _remember(self._recent, request.model, now_s, seconds)
 
     def finished(self, request: Request, now_s: float) -> None:
-        """Count a response that is over, whoever ended it."""
+        """Count a finished response, whichever side ended it."""
         self.requests[request.route_name, request.status] += 1
         self.response_bytes += request.sent_bytes
         if request.model:
@@ -136,7 +136,7 @@ class Metrics:
             series.statuses[request.status] += 1
             series.duration.observe(now_s - request.received_s)
             if request.stream_events:
-                # One event may carry several tokens: their number counts wherever the engine has said it.
+                # One event may carry several tokens: use their number if the engine reported it.
                 tokens = request.tokens.completion or request.stream_events
                 if tokens > 1:
                     seconds = (now_s - request.first_byte_s) / (tokens - 1)
@@ -279,5 +279,5 @@ def _p95(recent: deque[tuple[float, float]] | None, now_s: float) -> float | Non
 
 
 def key_class(scopes: frozenset[str]) -> str:
-    """The known scopes of a key, joined: at most eight values, whoever holds how many keys."""
+    """The known scopes of a key, joined: at most eight values, however many keys exist."""
     return "+".join(scope for scope in (INFERENCE, FINE_TUNING, ADMIN) if scope in scopes) or "none"

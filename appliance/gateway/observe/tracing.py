@@ -1,10 +1,10 @@
-"""OpenTelemetry traces of inference requests, sent over OTLP/HTTP. Imported only where an endpoint is set.
+"""Sends OpenTelemetry traces of inference requests over OTLP/HTTP. Imported only if an endpoint is set.
 
     request          from its complete head to the end of its answer; its parent is the client's `traceparent`
       hold           for as long as it waits for a replica
       attempt        one replica: from sending to its last byte or its failure; the engine gets this span as its parent
 
-Spans leave in batches from a thread of the SDK's; a collector that is away costs spans, never requests.
+A thread of the SDK sends spans in batches; an unreachable collector loses spans and delays no request.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Tracing:
         self._tracer = self._provider.get_tracer("appliance.gateway")
 
     def begin(self, request: Request) -> None:
-        """Give the request its spans, and its `traceparent` the trace that they are in."""
+        """Attach spans to the request and set its `traceparent` to their trace."""
         spans = RequestSpans(self._tracer, request)
         request.spans = spans
         request.trace = _traceparent(spans.span)
 
     def close(self) -> None:
-        """Send what is left; blocks for at most about EXPORT_TIMEOUT_S."""
+        """Send remaining spans; blocks for at most about EXPORT_TIMEOUT_S."""
         self._provider.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""What stands in bodies of requests and answers: weighed, checked, counted. Pure functions over bytes.
+"""Weighs, checks and counts the bodies of requests and answers. Pure functions over bytes.
 
 Never: It opens no socket, reads no clock and holds no state.
 Begin with request_check.py.

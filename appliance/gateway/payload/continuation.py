@@ -1,8 +1,8 @@
-"""A greedy stream outlives its engine: what went to the client, and the request that goes on from there.
+"""Continues a greedy stream after its engine's death: tracks what the client received and builds the next request.
 
-Greedy decoding is a function of the tokens so far, so an engine that is given prompt and emitted tokens goes on with
-the tokens that the dead one would have written. The engine is asked to name its token ids; they are taken out of the
-bytes again before these go to the client, who sees what it would have seen anyhow. Pure: bytes in, bytes out.
+Greedy decoding is a function of the tokens so far, so an engine that gets prompt and emitted tokens continues with the
+tokens that the dead one would have generated. The gateway requests token ids from the engine and removes them before
+the bytes go to the client, whose stream stays the same. Pure: bytes in, bytes out.
 
 Sampled streams cannot be continued (the sampler's state died with the engine), nor can those whose next token
 depends on more than the tokens: grammars, tools, stop strings half matched, counts of emitted tokens.
@@ -18,10 +18,10 @@ import orjson
 
 CHAT, COMPLETIONS = "chat.completions", "completions"
 RESUME_PATH = b"/v1/completions"
-# Added to a checked body, in the place of its last brace.
+# Added to a checked body in place of its last brace.
 ASK_FOR_TOKEN_IDS = b',"return_token_ids":true'
 
-# What a request may hold to be continued. The first set is sent along again; the second changes no token.
+# Fields that a continuable request may have. The continuation repeats the first set; the second changes no token.
 _SAMPLING = frozenset({"model", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stop_token_ids"})
 _NEUTRAL = frozenset(
     {
@@ -46,10 +46,10 @@ _CONTINUABLE = _SAMPLING | _NEUTRAL
 _ONE_SEQUENCE = (None, 1)
 
 # Inside a JSON string a quote is always escaped, so this matches the engine's own fields and never a client's text.
-# They never come first in their object: with the comma before it, such a field is gone without a trace.
+# They never come first in their object, so removing the comma before such a field removes it completely.
 _TOKEN_IDS = re.compile(rb',"(prompt_token_ids|token_ids)":\[([0-9, ]*)\]')
 _FINISHED = b'"finish_reason":"'
-# Tokens whose text is held back (the first bytes of a character) are never more than a character's four bytes.
+# Tokens with withheld text (the first bytes of a character) are at most four, the bytes of one character.
 _HELD_BACK_BUFFERS = 8
 
 
@@ -114,9 +114,9 @@ class Continuation:
         return bool(self._prompt) and (self._max_tokens is not None or max_model_len is not None)
 
     def resume_body(self, max_model_len: int | None) -> bytes | None:
-        """The request that writes the rest, for RESUME_PATH; None if all was written and only the ending is missing.
+        """The request for the rest, for RESUME_PATH; None if all tokens were sent and only the ending is missing.
 
-        max_model_len: the model's context in tokens; what a chat without a token limit may fill.
+        max_model_len: the model's context in tokens, which bounds a chat without a token limit.
         """
         self._partial = b""
         self._drop_held_back()
@@ -140,13 +140,13 @@ class Continuation:
         )
 
     def ending(self) -> bytes:
-        """What is missing of a stream whose tokens were all written: its usage and the end."""
+        """The missing end of a stream whose tokens were all sent: usage and ending."""
         return self._usage_event() + b"data: [DONE]\n\n"
 
     # -- the answer
 
     def take(self, data: bytes) -> bytes:
-        """Whole events for the client out of what the engine sent; the beginning of another one is kept back."""
+        """Return whole events for the client from the engine's bytes; keep back a partial one."""
         if self._partial:
             data = self._partial + data
         end = data.rfind(b"\n\n") + 2
@@ -175,7 +175,7 @@ class Continuation:
         return b""
 
     def _converted(self, event: bytes) -> bytes:
-        """An event of the continuing request, in the shape and under the id of the stream that it continues."""
+        """Convert an event of the continuing request to the format and id of the original stream."""
         if not event.startswith(b"data: {"):
             return event + b"\n\n"
         data = orjson.loads(event[6:])
@@ -197,7 +197,7 @@ class Continuation:
     def _usage_event(self) -> bytes:
         prompt, emitted = len(_ids(self._prompt)), len(self._emitted())
         usage = {"prompt_tokens": prompt, "completion_tokens": emitted, "total_tokens": prompt + emitted}
-        # In the order that an engine writes it; usage.py takes the event out for a client who did not ask.
+        # In an engine's field order; usage.py removes the event if the client did not request it.
         return b"data: %b\n\n" % orjson.dumps({**self._envelope(), "choices": [], "usage": usage})
 
     def _envelope(self) -> dict[str, Any]:
@@ -208,10 +208,10 @@ class Continuation:
         return [token for ids in self._tokens for token in _ids(ids)]
 
     def _drop_held_back(self) -> None:
-        """Forget emitted tokens at the end whose text the client has not seen: they are written again.
+        """Drop trailing tokens whose text the client has not seen: the next engine generates them again.
 
-        An engine sends the text of a character only with its last token; one that begins in the middle of a
-        character could not show its first bytes.
+        An engine sends the text of a character only with its last token; an engine that starts in the middle of a
+        character could not send its first bytes.
         """
         for data in reversed(self._recent):
             for event in reversed([event for event in data.split(b"\n\n") if event.startswith(b"data: {")]):

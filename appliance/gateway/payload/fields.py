@@ -1,8 +1,8 @@
-"""Which fields a request for inference may have, route by route, and how much of each. Pure.
+"""Defines the fields allowed in inference requests, by route, and their size limits. Pure.
 
-An allowlist: what is not named here is refused, and so is a field of the engine that nobody has judged yet (a test
-compares these tables with the pinned vLLM's request models and with OpenAI's SDK). OpenAI refuses an unknown field in
-the same words; an engine would let it pass in silence.
+An allowlist: it refuses fields not named here, including engine fields not reviewed yet (a test compares these tables
+with the pinned vLLM's request models and with OpenAI's SDK). OpenAI refuses an unknown field in the same words; an
+engine would ignore it silently.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from appliance.gateway.core.errors import HttpError
 
 
 class Rule:
-    """What is looked at of a field. `PASSES` stands for nothing: the engine checks its type, and it costs what it
-    weighs (body_weight.py), or another check of request_check.py knows it."""
+    """The check of a field. `PASSES` checks nothing: the engine checks the type, and body_weight.py bounds its cost, or
+    request_check.py checks it elsewhere."""
 
     def check(self, name: str, value: Any) -> None:
         """Raises HttpError 400. value: not None."""
@@ -87,9 +87,9 @@ class FunctionTools(Items):
 
 
 PASSES: Final = Rule()
-# Words of a text are as many tokens, and each is looked for in every sequence at every step.
+# The engine searches every sequence for each of these texts at every step.
 _WORDS: Final = Items(64, 256)
-# One number for every token of the vocabulary that is named, in a table of its own for each request.
+# One number per named token of the vocabulary, in a separate table for each request.
 _TOKENS: Final = Items(1024)
 _COUNTS: Final = "tokens are counted by the events of a stream, which this would change"
 _ENGINES: Final = "it tells engines of other engines or of other requests"
@@ -112,7 +112,7 @@ _OPENAI_ONLY: Final[dict[str, Rule]] = dict.fromkeys(
     PASSES,
 )
 
-# What all of an engine's routes for text take.
+# Fields of all text routes of an engine.
 _SAMPLING: Final[dict[str, Rule]] = {
     **dict.fromkeys(
         (
@@ -150,7 +150,7 @@ _SAMPLING: Final[dict[str, Rule]] = {
     "return_mm_kwargs": Refused(_MEDIA),
 }
 
-# What chat and completions take beside that.
+# Additional fields of chat and completions.
 _TOKENWISE: Final[dict[str, Rule]] = {
     **_SAMPLING,
     **dict.fromkeys(
@@ -205,7 +205,7 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
                 "include_reasoning",
                 "add_generation_prompt",
                 "continue_final_message",
-                # OpenAI's, of which an engine knows nothing.
+                # OpenAI's fields that an engine does not know.
                 "audio",
                 "function_call",
                 "modalities",
@@ -231,7 +231,7 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
         "best_of": PASSES,
         "suffix": Items(0, 1 << 16),
         "prompt_embeds": Refused("only text and tokens are"),
-        # The controller's batches and some clients add OpenAI's newer fields everywhere.
+        # The controller's batches and some clients send OpenAI's newer fields on every route.
         **_OPENAI_ONLY,
     },
     "responses": {
@@ -288,7 +288,7 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
                 "top_k",
                 "top_p",
                 "cache_salt",
-                # Anthropic's, of which an engine knows nothing.
+                # Anthropic's fields that an engine does not know.
                 "cache_control",
                 "context_management",
                 "inference_geo",

@@ -1,5 +1,5 @@
-"""What stands anywhere inside an inference body: how deep it is nested, and media that something would have to fetch.
-Pure: a parsed body in, nothing or an HttpError out."""
+"""Checks a whole inference body for its nesting depth and for media that would have to be fetched. Pure: takes a parsed
+body, returns nothing or raises HttpError."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KIND: Final[Any] = type
 
 
 def walk(root: Any, max_depth: int) -> None:
-    """Depth and media over the whole body, without recursion: the body's depth is the attacker's to choose."""
+    """Check depth and media of the whole body without recursion, because an attacker may choose the depth."""
     stack: list[tuple[Any, int]] = [(root, 1)]
     while stack:
         node, depth = stack.pop()
@@ -35,7 +35,7 @@ def walk(root: Any, max_depth: int) -> None:
                     raise _remote("source.url")
                 if isinstance(value, dict | list):
                     stack.append((value, depth + 1))
-        elif not _NESTED.isdisjoint(map(_KIND, node)):  # token ids by the million are looked through in C
+        elif not _NESTED.isdisjoint(map(_KIND, node)):  # C code scans millions of token ids
             stack.extend((value, depth + 1) for value in node if isinstance(value, dict | list))
 
 

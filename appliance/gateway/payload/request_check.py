@@ -1,8 +1,8 @@
-"""What an inference body may ask for. Pure: bytes in, the few facts the gateway needs out, or an HttpError.
+"""Checks an inference body. Pure: takes bytes, returns the few facts the gateway needs or raises HttpError.
 
-What it holds is counted before it is parsed (body_weight.py). It is parsed once, by orjson, which refuses NaN,
-infinities, lone surrogates, invalid UTF-8 and nesting past 1024 levels. Its raw bytes go on to the engine, which reads
-them with the same last-key-wins rule.
+body_weight.py counts its values before parsing. orjson parses it once and refuses NaN, infinities, lone surrogates,
+invalid UTF-8 and nesting past 1024 levels. The raw bytes go to the engine, which parses them with the same
+last-key-wins rule.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Checked:
     asks_usage: bool = False
     transcript: Transcript | None = None
 
-    # Whose prefix cache it uses: requests of others that begin alike are not alike.
+    # Owner of the prefix cache entries it uses: equal prompts of different owners do not share a prefix.
     owner: bytes = b""
 
     def __init__(self, model: str, stream: bool, completion: int, sequences: int, prompt: int, beginning: Any) -> None:
-        """completion: tokens that each of its sequences may have, 0: not said; prompt: the prompt's tokens."""
+        """completion: maximum tokens of each sequence, 0: not given; prompt: the prompt's tokens."""
         self.model = model
         self.stream = stream
         self.tokens = prompt + min(completion or DEFAULT_COMPLETION_TOKENS, 4096) * sequences
@@ -67,11 +67,11 @@ class Checked:
         self.continuation: Continuation | None = None
 
     def prefix(self) -> bytes:
-        """The same for requests that begin alike: system prompt and first question, however they are spelt."""
+        """Equal for requests with the same beginning: system prompt and first question, whatever their JSON form."""
         return b"%b%b" % (self.owner, self._opening()[:PREFIX_CHARS].encode("utf-8", "replace"))
 
     def conversation(self) -> bytes:
-        """The same for all turns of a conversation: like `prefix`, but no long system prompt hides its question."""
+        """Equal for all turns of a conversation: like `prefix`, but a long system prompt does not hide the question."""
         return self._opening().encode("utf-8", "replace")
 
     def _opening(self) -> str:
@@ -82,12 +82,12 @@ class Checked:
         for item in source[:2]:
             parts.append(_start_of(item.get("content") if isinstance(item, dict) else item))
             if isinstance(item, dict) and item.get("role") == "user":
-                break  # what follows is the answer, which the first turn does not have
+                break  # the answer follows, which the first turn does not have
         return "\n".join(parts)
 
 
 def _start_of(value: Any) -> str:
-    """The first PREFIX_CHARS of the texts in a value, which may be large: no more of it is looked at than needed."""
+    """The first PREFIX_CHARS of the texts in a value; it reads no more than needed, because the value may be large."""
     if isinstance(value, str):
         return value[:PREFIX_CHARS]
     found: list[str] = []
@@ -115,7 +115,7 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
 
 
 def parsed_body(body: bytes, limits: Limits) -> dict[str, Any]:
-    """The object that a body is, with a name as its `model`. Raises HttpError 400, and 404 for what is no name."""
+    """Parse a body that must be an object with a `model` name. Raises HttpError 400, and 404 for an invalid name."""
     check_weight(body, limits.json_weight)
     try:
         data = orjson.loads(body)
@@ -134,7 +134,7 @@ def parsed_body(body: bytes, limits: Limits) -> dict[str, Any]:
 
 
 def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Limits) -> Checked:
-    """Check a body of so many bytes, as `parsed_body` returned it. Raises HttpError 400 like `check_body`."""
+    """Check a body of this many bytes, as returned by `parsed_body`. Raises HttpError 400 like `check_body`."""
     model: str = data["model"]
     stream = data.get("stream")
     if stream is not None and not isinstance(stream, bool):
@@ -189,7 +189,7 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     return checked
 
 
-# A chat request with none but numbers, these and its messages needs those looked at, and no more.
+# A chat request with only numbers, these fields and messages needs no further checks.
 _PLAIN_TEXT: Final = frozenset({"model", "stream", "user"})
 _PLAIN_FIELDS: Final = frozenset({"role", "content", "name"})
 _PLAIN_ROLES: Final = frozenset({"system", "developer", "user", "assistant"})
@@ -199,9 +199,9 @@ _PLAIN_NUMBERS: Final = frozenset(
 
 
 def _plain_completion(data: dict[str, Any], number_rules: Rules, limits: Limits) -> int:
-    """The completion's tokens of a plain chat request, -1 for one that must be looked at more closely.
+    """The completion's tokens of a plain chat request, -1 for one that needs the full check.
 
-    Raises HttpError 400 for a number that is none or out of its bounds."""
+    Raises HttpError 400 for a number of the wrong type or out of bounds."""
     plain = False
     for key, value in data.items():
         if key == "messages":
@@ -218,7 +218,7 @@ def _plain_completion(data: dict[str, Any], number_rules: Rules, limits: Limits)
 
 
 def _plain_messages(messages: Any) -> bool:
-    """Whether these are messages of nothing but text: then nothing can name media or be nested deeply."""
+    """Whether these messages contain only text, so that nothing can name media or be nested deeply."""
     if type(messages) is not list or not messages:
         return False
     for message in messages:
@@ -231,18 +231,18 @@ def _plain_messages(messages: Any) -> bool:
 
 
 def with_model(body: bytes, model: str) -> bytes:
-    """A checked body with `model` as its model. A second key is appended: both parsers take the last, and nothing
-    else of the client's bytes changes."""
+    """A checked body with `model` as its model. It appends a second key: both parsers take the last, and the client's
+    other bytes stay unchanged."""
     return b'%b,"model":%b}' % (body.rstrip()[:-1], orjson.dumps(model))
 
 
 def with_fields(body: bytes, fields: bytes) -> bytes:
-    """A checked body with more fields, each as `,"name":value`, of which the engine takes the last of a name."""
+    """A checked body with more fields, each as `,"name":value`; of equal names the engine takes the last."""
     end = -1 if body[-1] == _BRACE else body.rindex(b"}")  # a search costs 1 % of a plain request
     return b"%b%b}" % (body[:end], fields)
 
 
-# The bounds are not called `float`: compiled, that would make floats of them, and 2^63 no greater than 2^63 - 1.
+# The bounds are not annotated `float`: compiled code would convert them, and then 2^63 is not above 2^63 - 1.
 Rules = dict[str, tuple[type, Any, Any]]
 _RULES_OF: Final[list[tuple[Limits, Rules]]] = []
 
@@ -300,7 +300,7 @@ def _template_kwargs(kwargs: Any) -> None:
 
 
 def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
-    """Number of separate inputs the body asks about."""
+    """Number of separate inputs in the body."""
     logprobs = data.get("logprobs")
     if route.name == "completions":
         if logprobs is not None:
@@ -362,7 +362,7 @@ def _asks_usage(data: dict[str, Any]) -> bool:
         raise _bad("stream_options", options, "an object")
     asks = options.get("include_usage")
     if asks is not None and not isinstance(asks, bool):
-        # An engine takes "no" for false: its stream would not say what it cost, and nobody would have asked it to.
+        # An engine reads "no" as false: its stream would then report no usage.
         raise _bad("stream_options.include_usage", asks, "true or false")
     return asks is True
 
@@ -377,10 +377,10 @@ def _completion_tokens(data: dict[str, Any]) -> int:
 
 
 def _is_plain(data: dict[str, Any]) -> bool:
-    """Whether nothing in the body is made of parts but a list of messages of plain text: then nothing can name media
-    or be nested deeply.
+    """Whether the only compound value in the body is a list of plain-text messages, so that nothing can name media or
+    be nested deeply.
 
-    Looked up in the parsed body because searching its bytes for keys and brackets cost 5 µs per KB of text.
+    It checks the parsed body, because searching its bytes for keys and brackets cost 5 µs per KB of text.
     """
     for key, value in data.items():
         if type(value) is list:
@@ -396,7 +396,7 @@ _SHOWN.maxstring = 80
 
 
 def _bad(name: str, value: Any, expected: str) -> HttpError:
-    # Not `repr`: of 8 MiB it takes longer than anything else that is done with them.
+    # Not `repr`: for 8 MiB it takes longer than all other processing.
     shown = _SHOWN.repr(value)
     if len(shown) > 80:
         shown = shown[:80] + "…"

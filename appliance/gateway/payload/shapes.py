@@ -1,10 +1,10 @@
-"""How many messages, parts and items a body has, and how many of them have no shape that an engine knows at once. Pure.
+"""Limits messages, parts and items in a body, and those whose type an engine cannot determine at once. Pure.
 
-An engine reads a body with unions of some thirty types. What fits one of them is read at once; what fits none is held
-against all, and every mismatch of every field is written down: an item of /v1/responses without its role took 4 ms of
-the loop that sends everybody's tokens, 4,000 of them (40 KB) 41 s. One field of the wrong type in an item
-that is whole otherwise costs as much (1,000 times `"status": "x"`, 75 KB: 11 s and 490 MB), and so does each part of an
-item that fits nothing. The engine is to say what is wrong with such an item, so a few small ones may pass.
+An engine validates a body against unions of some thirty types. It reads a value that matches one of them at once; it
+compares a value that matches none with all, and records every mismatch of every field: an item of /v1/responses without
+its role blocked the event loop that sends all tokens for 4 ms, 4,000 of them (40 KB) for 41 s. One field of the wrong
+type in an otherwise valid item costs as much (1,000 times `"status": "x"`, 75 KB: 11 s and 490 MB), and so does each
+part of an item that matches nothing. A few small ones may pass, so that the engine can report the error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from appliance.gateway.core.errors import HttpError
 _ODD_ITEMS: Final = 8
 _ODD_PARTS: Final = 64
 _LOGPROBS_PER_PART: Final = 8
-# Values in all odd items together, however deep: each may be held against all that might stand in its place.
+# Values in all unrecognised items together, at any depth: the engine may compare each with every possible type.
 _ODD_VALUES: Final = 256
 _ROLES: Final = frozenset({"user", "assistant", "system", "developer"})
 _INPUT_PARTS: Final = frozenset({"input_text", "input_image", "input_file"})
@@ -42,7 +42,7 @@ _STATUS: Final = frozenset({"in_progress", "completed", "incomplete"})
 _PHASES: Final = frozenset({"commentary", "final_answer"})
 _DETAILS: Final = frozenset({"auto", "low", "high", "original"})
 _ANNOTATIONS: Final = frozenset({"file_citation", "url_citation", "container_file_citation", "file_path"})
-# Fields that are texts wherever they stand, and may be null in an item but not in a part of a file.
+# Fields that are always texts, and may be null in an item but not in a file part.
 _CALL_TEXTS: Final = ("id", "namespace", "name")
 _FILE_TEXTS: Final = ("file_data", "file_url", "filename")
 _MESSAGE_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -239,7 +239,7 @@ def check_items(items: list[Any], limits: Limits) -> None:
             odd += 1
             values += _values(item, _ODD_VALUES)
             if odd > _ODD_ITEMS or values > _ODD_VALUES:
-                break  # to say so, not to count them all
+                break  # enough for the error, not a full count
             continue
         for name in ("content", "output", "summary"):
             inner = item.get(name)
@@ -256,7 +256,7 @@ def check_items(items: list[Any], limits: Limits) -> None:
 
 
 def _values(root: Any, most: int) -> int:
-    """How many values stand in an item, at any depth, as far as `most`."""
+    """Number of values in an item, at any depth, up to `most`."""
     found, stack = 0, [root]
     while stack and found <= most:
         node = stack.pop()
@@ -270,7 +270,7 @@ def _values(root: Any, most: int) -> int:
 
 
 def _known_item(item: dict[str, Any]) -> bool:
-    """Whether the engine finds its type at once: its required fields are there, and all are what they should be."""
+    """Whether the engine finds its type at once: required fields are present, and all have the right type."""
     kind = item.get("type")
     if kind is None or kind == "message":
         return _known_message(item)
@@ -311,7 +311,7 @@ def _known_message(item: dict[str, Any]) -> bool:
         return False
     if all(_input_part(part) for part in content):
         return True
-    # An answer of before, as it was given: with the id and status that it had.
+    # An earlier answer as returned, with its id and status.
     return (
         role == "assistant"
         and item.get("type") == "message"

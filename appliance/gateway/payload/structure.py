@@ -1,10 +1,9 @@
-"""What a request asks to be written in a given form: JSON schemas, regular expressions, choices, tools that must be
-called. Pure.
+"""Bounds a request's structured output: JSON schemas, regular expressions, choices, tools that must be called. Pure.
 
-An engine makes a grammar of them, and how long that takes has nothing to do with their size: `.{1000}` took 5 s, a
-hundred optional letters for ever. So they are measured here by what was found to cost (docs/gateway.md has the table),
-and what is above the bounds is refused before an engine sees it. Grammars as text and structural tags cannot be
-measured so, and are refused.
+An engine compiles them to a grammar, and the time is unrelated to their size: `.{1000}` took 5 s, a hundred optional
+letters did not finish. So this module measures the features found to be expensive (table in docs/gateway.md) and
+refuses what exceeds the bounds before an engine sees it. It refuses text grammars and structural tags, which cannot be
+measured.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from appliance.gateway.core.errors import HttpError
 _REGEX_CHARS: Final = 1024
 _REGEX_QUANTIFIERS: Final = 16
 _REGEX_GROUPS_DEEP: Final = 16
-# Of one expression: how many more characters it stands for than it has, with its repeats written out.
+# Of one expression: how many characters it gains when its repeats are expanded.
 _REGEX_REPEATS: Final = 256
 _SCHEMA_DEPTH: Final = 48
 _CHOICES: Final = 1000
 _CHOICE_CHARS: Final = 32 * 1024
 _SCHEMA_TEXT: Final = 256 * 1024
-# A text longer than that costs a grammar no more.
+# A longer text costs a grammar no more.
 _LONG_TEXT: Final = 200
 # A repeat with more digits is more than any limit.
 _DIGITS: Final = 9
@@ -36,7 +35,7 @@ _FREE: Final = frozenset({"auto", "none"})
 
 
 def check_structure(data: dict[str, Any], limits: Limits) -> None:
-    """Raises HttpError 400 for a form that would take an engine too long to prepare."""
+    """Raises HttpError 400 for structured output that would take an engine too long to compile."""
     budget = _Budget(limits)
     wanted = data.get("response_format")
     if wanted is not None:
@@ -59,7 +58,7 @@ def check_structure(data: dict[str, Any], limits: Limits) -> None:
                 continue
             given = tool.get("function")
             function = given if isinstance(given, dict) else tool
-            # Only where the engine has to hold the model to them does it make a grammar of them.
+            # The engine compiles a grammar of them only if it must enforce them.
             if forced or function.get("strict") is True:
                 for name in ("parameters", "input_schema"):
                     if function.get(name) is not None:
@@ -107,7 +106,7 @@ def _structured_outputs(wanted: Any, budget: _Budget) -> None:
 
 
 class _Budget:
-    """Of all forms in one request together."""
+    """Totals over all schemas, expressions and choices in one request."""
 
     def __init__(self, limits: Limits) -> None:
         self._nodes = 0
@@ -143,7 +142,7 @@ class _Budget:
                     if key == "patternProperties":
                         for pattern in value:
                             self.regex(name, pattern)
-                    # Of an object that lists its properties each has a name to be written out.
+                    # Each listed property of an object has a name in the grammar.
                     self._count(name, len(value))
                     stack.append((value, depth + 1))
                 elif isinstance(value, list):
@@ -161,7 +160,7 @@ class _Budget:
             raise _too_complex(name, f"values to choose from with {self._choice_chars} characters", _CHOICE_CHARS)
 
     def regex(self, name: str, pattern: str) -> None:
-        """One expression costs once, however often it stands there."""
+        """A repeated expression costs only once."""
         if pattern in self._patterns:
             return
         if len(pattern) > _REGEX_CHARS:
@@ -177,15 +176,15 @@ class _Budget:
         self._spend(name, repeats)
 
     def _length(self, name: str, node: dict[str, Any]) -> None:
-        """`minLength` and `maxLength`: texts of the same bounds share what is made of them."""
+        """`minLength` and `maxLength`: texts with equal bounds share grammar rules."""
         low, high = _bound(node.get("minLength")), _bound(node.get("maxLength"))
         if (low or high) and (low, high) not in self._lengths:
             self._lengths.add((low, high))
             self._spend(name, max(low, high))
 
     def _some_of(self, name: str, node: dict[str, Any]) -> None:
-        """`minProperties`, `maxProperties`: each number of properties so far, at each property, is a rule of its own.
-        200 properties of which 100 to 150 are wanted took 89 ms, on the loop that sends tokens."""
+        """`minProperties`, `maxProperties`: each count of properties so far, at each property, is a separate rule. 200
+        properties with bounds 100 to 150 took 89 ms on the event loop that sends tokens."""
         named = node.get("properties")
         low, high = node.get("minProperties"), node.get("maxProperties")
         if isinstance(named, dict) and (low is not None or high is not None):
@@ -212,11 +211,12 @@ def _bound(value: Any) -> int:
 
 
 def measure_regex(name: str, pattern: str) -> tuple[int, int]:
-    """How many repeats stand in an expression, and how many characters it gains when bounded ones are written out.
+    """Return the repeats in an expression, and how many characters it gains when bounded ones are expanded.
 
-    Read as far as that needs it: what is wrong with it the engine says. Raises HttpError 400 for groups too deep."""
+    It parses only what that needs: the engine reports syntax errors. Raises HttpError 400 for groups nested too
+    deep."""
     quantifiers, at, end = 0, 0, len(pattern)
-    # Characters of each open group so far as written and written out; and those of the last atom.
+    # Characters of each open group so far, as written and expanded; and those of the last atom.
     written: list[list[int]] = [[0, 0]]
     last = [0, 0]
     while at < end:
@@ -255,7 +255,7 @@ def measure_regex(name: str, pattern: str) -> tuple[int, int]:
 
 
 def _braces(pattern: str, at: int) -> tuple[int, int] | None:
-    """How often at most `{n}`, `{n,}` or `{n,m}` at this place repeats, and where it ends; None for other braces."""
+    """The maximum of `{n}`, `{n,}` or `{n,m}` at this position, and where it ends; None for other braces."""
     close = pattern.find("}", at)
     low, comma, high = pattern[at + 1 : close].partition(",") if close > 0 else ("", "", "")
     if not (low + high).isdecimal() or (comma == "" and low == ""):

@@ -1,8 +1,8 @@
-"""One response of /v1/responses as it is to be stored: what was asked, the response it goes on from, and the object
-that was answered. Pure: a checked body and an engine's bytes in, bytes for client and controller out.
+"""Builds the stored form of one response of /v1/responses: the request, the response it continues, and the returned
+object. Pure: takes a checked body and an engine's bytes, returns bytes for client and controller.
 
-An engine stores nothing and is told of no earlier response, so its objects say neither. Here they are made to say both:
-in a plain body, and in the events of a stream that carry the whole object.
+An engine stores nothing and knows no earlier response, so its objects contain neither field. This module sets both, in
+a plain body and in the stream events that carry the whole object.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FINAL: Final = frozenset({b"completed", b"incomplete", b"failed"})
 _WHOLE_OBJECT: Final = re.compile(
     rb"event: response\.(created|queued|in_progress|completed|incomplete|failed)\ndata: (\{.*)\n\n"
 )
-# OpenAI keeps these on its side of the API, under ids that only it gives out.
+# OpenAI keeps these on its servers, under ids that only it issues.
 _NOT_HERE: Final = {
     "conversation": "It keeps no conversations: go on from a response with `previous_response_id`, or send the earlier "
     "items in `input`.",
@@ -31,10 +31,9 @@ _NOT_HERE: Final = {
 class Transcript:
     """Of one request.
 
-    input: its own `input` as JSON. previous_id: the response it goes on from, empty without one. stores: whether a copy
-    goes to the controller; the object says so as `store`. has_previous: the earlier turns are in the body already.
-    counts: only the tokens of the input are asked for, and the engine answers with the ids of all.
-    final: the object as answered, empty until it is.
+    input: its own `input` as JSON. previous_id: the response it continues, empty without one. stores: whether a copy
+    goes to the controller, `store` in the object. has_previous: the body already has the earlier turns. counts: the
+    request only counts input tokens, and the engine answers with all ids. final: the returned object, empty until then.
     """
 
     has_previous: bool = False
@@ -65,7 +64,7 @@ class Transcript:
     def take(self, data: bytes, max_bytes: int, *, last: bool = False) -> bytes:
         """Whole events for the client out of what the engine sent; the beginning of another one is kept back.
 
-        max_bytes: of an event that is kept back; a longer one passes as it is, and the response is not stored.
+        max_bytes: of a buffered event; a longer one passes unchanged, and the response is not stored.
         """
         if self._partial:
             data = b"%b%b" % (self._partial, data)
@@ -153,8 +152,8 @@ def transcript_of(data: dict[str, Any], *, counts: bool = False) -> Transcript:
 
 
 def joined(body: bytes, own_input: bytes, earlier: bytes) -> bytes:
-    """A checked body that asks for the whole conversation. own_input: its `input` as JSON; earlier: a JSON array of the
-    items before it. Second keys are appended: all parsers here and in engines take the last."""
+    """A checked body with the whole conversation as input. own_input: its `input` as JSON; earlier: a JSON array of the
+    items before it. It appends second keys: all parsers here and in engines take the last."""
     own = own_input
     if own.startswith(b'"'):
         own = b'[{"type":"message","role":"user","content":%b}]' % own

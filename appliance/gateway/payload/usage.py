@@ -1,7 +1,7 @@
-"""What answers cost in tokens, read off the bytes that pass through; and the sums that the controller is told. Pure.
+"""Reads token usage from the bytes of answers and sums it for the controller. Pure.
 
-Every answer of an engine ends with its usage. Chat and completion streams say theirs only if asked, so they are asked,
-and the event is taken out again for a client who did not.
+Every engine answer ends with its usage. Chat and completion streams report it only on request, so the gateway requests
+it, and removes the event for a client that did not.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ _PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens": ?([0-9]+)')
 _COMPLETION: Final = re.compile(rb'"(?:completion|output)_tokens": ?([0-9]+)')
 FINISHED: Final = b'"finish_reason":"'
 _NO_CHOICES: Final = b'"choices":[],'
-# Fields that are added to a checked body, in the place of its last brace.
+# Fields added to a checked body in place of its last brace.
 ASK_FOR_USAGE: Final = b',"stream_options":{"include_usage":true}'
 
 
 class Tokens:
-    """Of one request. The newest number counts: Anthropic's streams say the prompt first and the completion last."""
+    """Usage of one request. The newest number counts: Anthropic's streams report the prompt first and the completion
+    last."""
 
     prompt: int = 0
     completion: int = 0
@@ -46,7 +47,7 @@ class Tokens:
 
 
 def without_usage_event(body: bytes) -> bytes:
-    """Whole events, without the one that only says the usage."""
+    """Return whole events, without the usage-only one."""
     at = body.find(_NO_CHOICES)
     if at < 0:
         return body
@@ -55,8 +56,8 @@ def without_usage_event(body: bytes) -> bytes:
 
 
 def with_fingerprint(body: bytes, fingerprint: str) -> bytes:
-    """Whole events; those that end a choice get the `system_fingerprint`, which an engine that was asked for the usage
-    writes into the event of the usage instead."""
+    """Return whole events; add to those that end a choice the `system_fingerprint`, which an engine writes into a
+    requested usage event instead."""
     at = body.find(FINISHED)
     while at >= 0:
         end = body.find(b"}\n\n", at)
@@ -68,7 +69,7 @@ def with_fingerprint(body: bytes, fingerprint: str) -> bytes:
 
 
 class TokenRequest:
-    """Of one request: its prompt as estimated, how many tokens it may be answered with, and by how many sequences."""
+    """Estimated prompt tokens of one request, its maximum completion tokens, and the number of sequences."""
 
     def __init__(self, prompt_tokens: int, completion_tokens: int, sequences: int) -> None:
         self.prompt_tokens = prompt_tokens
@@ -88,7 +89,7 @@ class _Sums:
 
 
 class Meter:
-    """Sums by key, model and version since they were last taken."""
+    """Sums by key, model and version since the last `take`."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str, str], _Sums] = {}
@@ -101,7 +102,7 @@ class Meter:
         sums.completion += tokens.completion
 
     def refuse(self, key: str, model: str) -> None:
-        """model: empty where it is not known to exist."""
+        """model: empty if not known to exist."""
         self._of(key, model, "").refused += 1
 
     def _of(self, key: str, model: str, version: str) -> _Sums:

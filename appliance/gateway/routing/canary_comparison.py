@@ -1,4 +1,4 @@
-"""What is counted of a model while one of its versions is a canary: by version, from the moment it began.
+"""Counts a model's requests by version while one of its versions is a canary.
 
 Times are counted in buckets a quarter of a power of two wide, so that a 95th percentile of all gateways together is
 known to 19 %: the bounds that the controller compares with are far wider (1.5 x).
@@ -32,8 +32,8 @@ class _Version:
 
 
 class Comparison:
-    """Every attempt of a request counts for the version it was sent to, so that one which fails on the canary and
-    succeeds on the other version is an error of the canary's. Clients that leave count for nobody."""
+    """Every attempt of a request counts for the version it was sent to, so a request that fails on the canary and
+    succeeds on the other version is an error of the canary. Clients that disconnect count for no version."""
 
     def __init__(self) -> None:
         self.compares = False
@@ -41,7 +41,7 @@ class Comparison:
         self._counts: dict[str, dict[str, _Version]] = {}
 
     def apply(self, models: Iterable[Model]) -> None:
-        """A canary that is new begins at nothing; one that left is forgotten."""
+        """A new canary starts at zero; the counts of a removed one are dropped."""
         now = {model.name: model.canary for model in models if model.canary is not None}
         self._counts = {
             name: self._counts[name] if _same(self._canaries.get(name), canary) else {} for name, canary in now.items()
@@ -50,7 +50,7 @@ class Comparison:
         self.compares = bool(now)
 
     def add(self, model: str, version: str, *, failed: bool, first_byte_s: float | None, duration_s: float) -> None:
-        """One attempt is over; times are counted of those that went well, from their sending."""
+        """Count a finished attempt; record times from sending for successful ones."""
         versions = self._counts.get(model)
         if versions is None:
             return

@@ -1,7 +1,7 @@
-"""Requests kept while no replica of their model can take them. Pure state: bounded, first in first out by model.
+"""Holds requests while no replica of their model can take them. Pure state: bounded, first in first out by model.
 
-The caller tells the time and owns what is held; this file only decides who may wait, who is next and whose
-time is up.
+The caller passes the time and owns the held requests; this file only decides which may wait, which is next and which
+has timed out.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Holds(Generic[T]):
         self._queues: dict[str, OrderedDict[int, Ticket[T]]] = {}
 
     def add(self, model: str, item: T, body_bytes: int, deadline_s: float, now_s: float) -> Ticket[T] | Refusal:
-        """Queue `item` until `deadline_s`, or say why not."""
+        """Queue `item` until `deadline_s`, or return why not."""
         if deadline_s <= now_s:
             return Refusal.DEADLINE
         if self.count >= self.bounds.requests:
@@ -73,7 +73,7 @@ class Holds(Generic[T]):
         return ticket
 
     def remove(self, ticket: Ticket[T]) -> bool:
-        """Take a ticket out; False if it was not (or no longer) queued."""
+        """Remove a ticket; False if it was not (or no longer) queued."""
         queue = self._queues.get(ticket.model)
         if queue is None or queue.pop(ticket.serial, None) is None:
             return False
@@ -81,7 +81,7 @@ class Holds(Generic[T]):
         return True
 
     def first(self, model: str) -> Ticket[T] | None:
-        """The longest waiting ticket of a model, left in its place."""
+        """The longest waiting ticket of a model; it stays queued."""
         queue = self._queues.get(model)
         return next(iter(queue.values())) if queue else None
 
@@ -90,11 +90,11 @@ class Holds(Generic[T]):
         return len(queue) if queue else 0
 
     def models(self) -> list[str]:
-        """Models that have someone waiting."""
+        """Models with waiting requests."""
         return list(self._queues)
 
     def expired(self, now_s: float) -> list[Ticket[T]]:
-        """Take out and return every ticket whose deadline has passed."""
+        """Remove and return every ticket whose deadline has passed."""
         late = [ticket for ticket in self if ticket.deadline_s <= now_s]
         for ticket in late:
             self.remove(ticket)

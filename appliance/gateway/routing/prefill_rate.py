@@ -1,4 +1,4 @@
-"""How fast one replica computes prompts, from the times to first token of streams that had a replica to themselves."""
+"""Estimates a replica's prefill rate from the times to first token of streams that were alone on a replica."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from statistics import median
 
 SAMPLES = 48
-"""Streams remembered per model: old engines and old weights are forgotten after as many new ones."""
+"""Streams kept per model: this many new streams replace those of old engines and weights."""
 LEAST_SAMPLES = 12
 TELLING = 1.2
-"""Long prompts must take visibly longer than short ones, by this factor; what takes no longer tells no rate."""
+"""Long prompts must take longer than short ones by this factor; otherwise the data determine no rate."""
 
 
 def prefill_tokens_per_s(samples: Sequence[tuple[int, float]]) -> float | None:
-    """Tokens per second from (prompt tokens, seconds to the first token) on idle replicas; None where they do not say.
+    """Tokens per second from (prompt tokens, seconds to the first token) on idle replicas; None if undetermined.
 
     The slope of the resistant line through the outer thirds (Tukey 1977, "Exploratory Data Analysis", chapter 5): the
     part of the time that does not grow with the prompt (scheduling, the first step of decoding) drops out, and single

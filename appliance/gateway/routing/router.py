@@ -1,7 +1,7 @@
-"""Which replica answers a request. Pure state: no sockets, no clock of its own, no asyncio.
+"""Chooses the replica that answers a request. Pure state: no sockets, no clock of its own, no asyncio.
 
-The rule is bounded-load affinity: requests that begin alike prefer the same replica (its prefix cache is warm),
-unless it already carries clearly more outstanding tokens than the least loaded one. Rendezvous hashing
+The rule is bounded-load affinity: requests with the same prefix prefer the same replica (its prefix cache is warm),
+unless it has clearly more outstanding tokens than the least loaded one. Rendezvous hashing
 (Thaler and Ravishankar 1998) names the preferred replica, so that adding one moves only its share; the bound
 follows "Consistent Hashing with Bounded Loads" (Mirrokni et al. 2016).
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 OPEN, DRAINING = "open", "draining"
 
-# How far above the least loaded replica the preferred one may stand: factor, and tokens of slack so that
-# affinity holds at low load, where the cache is worth more than balance.
+# How far the preferred replica's load may exceed the least loaded one's: a factor, and slack in tokens so that affinity
+# holds at low load, where the cache is worth more than balance.
 AFFINITY_FACTOR = 1.25
 AFFINITY_SLACK_TOKENS = 4096
 
@@ -35,8 +35,8 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """Another version that takes a share (0 to 1) of a model's requests. name: its own row. since_s: when it began, in
-    seconds since 1970, which tells one from another."""
+    """Another version that takes a share (0 to 1) of a model's requests. name: its own row. since_s: its start in
+    seconds since 1970, which identifies this canary."""
 
     name: str
     share: float
@@ -45,8 +45,8 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Why no replica of a model starts. next_try_s: in seconds since 1970. hold_before_s: requests wait for that try
-    when it is no further away than this."""
+    """Why no replica of a model starts. next_try_s: in seconds since 1970. hold_before_s: requests wait for the next
+    try if it is at most this far away."""
 
     reason: str
     next_try_s: float
@@ -84,8 +84,8 @@ class Load:
 
 
 class Choice:
-    """A request placed on a replica; give it back to `Router.end` exactly once. model: the row it was placed by, which
-    is the canary's where that took it."""
+    """A request placed on a replica; pass it to `Router.end` exactly once. model: the row it was placed by, the
+    canary's if the canary took it."""
 
     def __init__(self, model: str, replica: Replica, tokens: int, stream: bool, load: Load) -> None:
         self.model = model
@@ -126,9 +126,9 @@ class Router:
         self.loads = {key: load for key, load in self.loads.items() if key in states or load.inflight}
 
     def choose(self, name: str, tokens: int, stream: bool, prefix: Callable[[], bytes], now_s: float) -> Choice | None:
-        """Place a request, or None when no replica of the model can take it now. Raises KeyError: unknown model.
+        """Place a request; None if no replica of the model can take it now. Raises KeyError: unknown model.
 
-        prefix: gives the beginning of the prompt; asked only where there is a choice."""
+        prefix: returns the beginning of the prompt; called only if there is a choice."""
         best: Replica | None = None
         best_load: Load | None = None
         usable: list[tuple[Replica, Load]] = []
@@ -155,17 +155,17 @@ class Router:
         return Choice(name, best, tokens, stream, best_load)
 
     def canary_for(self, name: str, caller: str, prefix: Callable[[], bytes]) -> str | None:
-        """The row of the model's canary if this conversation is one of its share. Raises KeyError: unknown model.
+        """The row of the model's canary if this conversation is in its share. Raises KeyError: unknown model.
 
-        By caller and beginning of the prompt, so that a conversation stays on one version, whichever gateway it
-        comes to. prefix: asked only where there is a canary."""
+        It decides by caller and beginning of the prompt, so that a conversation stays on one version on every gateway.
+        prefix: called only if there is a canary."""
         canary = self.models[name].canary
         if canary is None or canary.name not in self.models:
             return None
         return canary.name if _score(f"{name} {caller}", prefix()) < canary.share * 2**32 else None
 
     def end(self, choice: Choice) -> bool:
-        """Take a request off its replica. True if a replica that takes nothing new has just become idle."""
+        """Remove a request from its replica. True if a draining replica has just become idle."""
         load = choice.load
         load.inflight -= 1
         load.streams -= choice.stream
@@ -179,7 +179,7 @@ class Router:
         return self._states[replica_id][1] == DRAINING
 
     def fail(self, choice: Choice, now_s: float) -> None:
-        """The replica did not answer: leave it alone for a moment, longer each time it happens again."""
+        """The replica did not answer: avoid it for a moment, longer after each repetition."""
         load = choice.load
         load.suspect_until_s = now_s + min(SUSPECT_FIRST_S * 2**load.failures, SUSPECT_MAX_S)
         load.failures = min(load.failures + 1, 16)
@@ -206,6 +206,6 @@ class Router:
 
 
 def _score(replica_id: str, prefix: bytes) -> int:
-    # CRC is linear, so on its own the order of the replicas would hang on a few bits of the text; the product mixes.
+    # CRC is linear, so alone the order of the replicas would depend on a few bits of the text; the product mixes them.
     of_prefix = zlib.crc32(prefix).to_bytes(4, "little")
     return zlib.crc32(replica_id.encode(), zlib.crc32(of_prefix)) * 0x9E3779B1 & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""The routing table as the controller sends it over the bus: JSON checked into typed rows."""
+"""Parses and checks the routing table that the controller sends over the bus as JSON into typed rows."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SHOWN_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who a request comes from, and what it may.
+    """The origin of a request and its permissions.
 
-    owner: whose key it is; a person's several keys have one. models: the only ones it may call, None for all.
-    requests_per_minute, tokens_per_minute: None for no limit. spent_until_s: Unix time at which its used-up quota is
-    renewed, None while there is something left. cache_salt: what keeps its owner's prefixes apart from those of others
-    in an engine's cache.
+    owner: of the key; all keys of a person have the same. models: the only ones it may call, None for all.
+    requests_per_minute, tokens_per_minute: None for no limit. spent_until_s: Unix time at which its used-up quota
+    renews, None while quota is left. cache_salt: separates its owner's prefixes from other owners' in an engine's
+    cache.
     """
 
     id: str
@@ -41,18 +41,18 @@ class Caller:
     cache_salt: bytes = b""
 
     def sees(self, model: Model) -> bool:
-        """Whether the model exists for this key; one that does not is answered for as one that nobody has."""
+        """Whether the model exists for this key; if not, the answer is the same as for a nonexistent model."""
         return model.owners is None or self.owner in model.owners or ADMIN in self.scopes
 
     def may_use(self, model: str) -> bool:
-        """Whoever may use a model may use its versions by their names, `MODEL@VERSION`."""
+        """A key that may use a model may use its versions by their names, `MODEL@VERSION`."""
         return self.models is None or model in self.models or model.partition("@")[0] in self.models
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One generation of the routing table. keys: SHA-256 of the key (lower-case hex) -> its owner. refused: what is
-    wrong with rows, or parts of them, that are not in it."""
+    """One generation of the routing table. keys: SHA-256 of the key (lower-case hex) -> its owner. refused: errors of
+    rows, or parts of rows, left out."""
 
     generation: int
     models: tuple[Model, ...]
@@ -62,8 +62,8 @@ class Table:
 
 
 def parse_table(data: Mapping[str, Any], *, default_hold_s: float) -> Table:
-    """Check a "table" message. What is wrong with one row costs that row alone: the others, and above all that a key
-    is not there any more, take effect. Raises TableInvalid where there are no rows to speak of.
+    """Check a "table" message. An error in one row skips only that row: the others, and above all the removal of keys,
+    take effect. Raises TableInvalid if the message has no usable rows.
     """
     generation = data.get("generation")
     if not isinstance(generation, int) or isinstance(generation, bool):
@@ -184,7 +184,7 @@ def _trouble(where: str, row: Any) -> Trouble | None:
     for name in ("next_try_s", "hold_before_s"):
         if not isinstance(row.get(name), int | float) or isinstance(row.get(name), bool):
             raise TableInvalid(f"{where}.{name}: {row.get(name)!r} given, expected seconds")
-    # It goes into the body of an answer, as JSON, and so may say anything.
+    # It goes into an answer's JSON body, so any text is allowed.
     return Trouble(str(row.get("reason")), float(row["next_try_s"]), float(row["hold_before_s"]))
 
 
@@ -213,10 +213,10 @@ def _caller(digest: str, row: Any) -> Caller:
     scopes = row.get("scopes", [])
     if not isinstance(scopes, list):
         raise TableInvalid(f"{where}.scopes: {type(scopes).__name__} given, expected a list")
-    # Never in a header line: any text will do. A controller that names no owner leaves each key its own.
+    # Never in a header line, so any text is allowed. Without an owner from the controller each key is its own.
     owner = str(_given(row, "owner", row.get("id")))
     for scope in scopes:
-        # A comma would make two of it in the header, and this name is what gateways call themselves.
+        # A comma would split it in the header, and gateways use this name for themselves.
         if not isinstance(scope, str) or not _SCOPE.match(scope) or scope == "gateway":
             raise TableInvalid(f"{where}.scopes: {scope!r} given, expected a scope's name")
     names: list[str] = list(scopes)
@@ -238,7 +238,7 @@ def _caller(digest: str, row: Any) -> Caller:
 
 
 def cache_salt(owner: str, own: str = "") -> str:
-    """The `cache_salt` of an owner's requests. own: what a request asks for itself, to be kept apart still more."""
+    """The `cache_salt` of an owner's requests. own: the request's own salt, which separates it further."""
     return hashlib.sha256(f"{len(owner)} {owner} {own}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -247,7 +247,7 @@ def _models(value: Any, where: str) -> frozenset[str] | None:
         return None
     if not isinstance(value, list):
         raise TableInvalid(f"{where}: {type(value).__name__} given, expected a list of names or null")
-    # Compared and never sent: any text will do. (One odd name here once froze the tables of all gateways.)
+    # Compared and never sent, so any text is allowed. (One odd name here once froze the tables of all gateways.)
     return frozenset(name for name in value if isinstance(name, str))
 
 

@@ -1,5 +1,5 @@
-"""Clients' connections: bytes become requests, each is admitted or refused in its turn, and somebody answers it.
+"""Handles client connections: parses requests, admits or refuses each in order, and dispatches it to a handler.
 
-Never: It relays nothing itself, to neither engine nor controller.
+Never: It relays nothing to engines or controller itself.
 Begin with client_connection.py, then dispatch.py.
 """

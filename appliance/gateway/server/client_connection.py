@@ -1,4 +1,4 @@
-"""Server side: one client connection. Parses requests, refuses bad ones, hands good ones to a handler.
+"""Serves one client connection: parses requests, refuses bad ones, passes good ones to a handler.
 
 States of a connection: idle (no request) → head → [body] → answering → idle …, or → lingering → closed.
 Invariants: at most one request is being answered; a connection whose bytes could not be parsed never carries
@@ -28,7 +28,7 @@ from appliance.gateway.state.state import State
 
 log = logging.getLogger("appliance.gateway")
 
-# Body of a refused request that is read to its end, to keep the connection; a larger one costs the connection.
+# Largest body of a refused request that is read to keep the connection; a larger one closes it.
 _DISCARD_BYTES: Final = 256 * 1024
 _LINGER_S: Final = 2.0
 _LINGER_BYTES: Final = 4 * 1024 * 1024
@@ -80,7 +80,7 @@ class ClientConnection(Receiver):
             self._refuse(error)
 
     def eof_received(self) -> bool:
-        # Half-closed clients are treated as gone: waiting would keep an engine busy for nobody.
+        # Half-closed clients count as gone: otherwise an engine might compute for a client that no longer reads.
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -116,7 +116,7 @@ class ClientConnection(Receiver):
     # -- from the parser; an HttpError raised here ends the connection after it is answered
 
     def request_begins(self) -> None:
-        """Its first byte is there."""
+        """The first byte of a head has arrived."""
         if self._closing:
             raise Closing
         if self._state.stopping:
@@ -136,7 +136,7 @@ class ClientConnection(Receiver):
         except HttpError as error:
             request.refusal = error
         if self.active is not None:
-            # Pipelining: answered in order, and nothing more is read until its turn.
+            # Pipelining: answer in order, and read nothing more until its turn.
             if len(self._waiting) >= self._state.limits.pipelined_requests:
                 raise errors.protocol_error("Too many pipelined requests.")
             self.pause_reading()
@@ -144,7 +144,7 @@ class ClientConnection(Receiver):
             self._head_ready(request)
 
     def _head_ready(self, request: Request) -> None:
-        """Its head is known and it is its turn. Raises the request's HttpError if its body is not worth reading."""
+        """The head is parsed and it is its turn. Raises the request's HttpError if its body need not be read."""
         expects = request.headers.get(b"expect")
         if request.refusal is not None:
             if expects is not None or request.chunked or (request.content_length or 0) > _DISCARD_BYTES:
@@ -192,7 +192,7 @@ class ClientConnection(Receiver):
     # -- answering
 
     def begin(self, request: Request) -> None:
-        """It is complete, or its body is to be streamed, and it is its turn."""
+        """The request is complete, or its body is streamed, and it is its turn."""
         self.active_request = request
         if request.refusal is not None:
             self.answer_error(request.refusal)
@@ -235,7 +235,7 @@ class ClientConnection(Receiver):
         self.finished(keep_alive=not error.close)
 
     def abort_response(self) -> None:
-        """Break off a response that cannot be completed: the client sees a failed transfer, not a short one."""
+        """Abort a response that cannot be completed: the client sees a failed transfer, not a short one."""
         request = self.active_request
         assert request is not None
         self.active = self.active_request = None
@@ -268,7 +268,7 @@ class ClientConnection(Receiver):
             self._next_idle(now_s)
 
     def _pass_on_body(self, request: Request) -> None:
-        """What of a streamed body arrived before its turn (pipelining)."""
+        """Pass on the part of a streamed body that arrived before its turn (pipelining)."""
         chunks, request.chunks = request.chunks, []
         for data in chunks:
             if self.active is not None and self.active_request is request:
@@ -279,7 +279,7 @@ class ClientConnection(Receiver):
     def _next_idle(self, now_s: float) -> None:
         self._deadline_s = now_s + self._state.limits.keepalive_s
         if self.parsing is not None:
-            # Its head came while another request was answered; its turn is now.
+            # Its head arrived during another request's answer; its turn is now.
             try:
                 self._head_ready(self.parsing)
             except HttpError as error:
@@ -289,7 +289,7 @@ class ClientConnection(Receiver):
             self.resume_reading()
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer an error and close; behind a request that is still being answered, after it."""
+        """Answer an error and close; if another request is still being answered, after it."""
         error.close = True
         if self.active is not None:
             request = self.active_request
@@ -332,7 +332,7 @@ class ClientConnection(Receiver):
             self._deadline_s = time.monotonic() + self._state.limits.write_stall_s
             self.close()
             return
-        # Closing with unread bytes sends a reset that can destroy the answer on its way: say EOF, read on a little.
+        # Closing with unread bytes sends a reset that can destroy the answer in flight: send EOF and read on briefly.
         self._deadline_s = time.monotonic() + _LINGER_S
         self.flush()
         transport.write_eof()
@@ -347,7 +347,7 @@ class ClientConnection(Receiver):
         if self.read_paused:
             now = time.monotonic()
             self._window_start_s, self._window_bytes = now, 0
-            # It was not its client that was slow meanwhile.
+            # The delay meanwhile was not the client's.
             self._body_since_s += now - self._paused_since_s
         super().resume_reading()
 
@@ -376,7 +376,7 @@ class ClientConnection(Receiver):
                 self._window_start_s, self._window_bytes = now_s, 0
             allowed_s = limits.body_grace_s + parsing.body_bytes / limits.body_bytes_per_s
             if now_s - self._body_since_s > allowed_s:
-                # A little in every window would keep it open for hours.
+                # A minimum per window alone would keep it open for hours.
                 self._state.metrics.events["slow_body"] += 1
                 self._refuse(HttpError(408, "The request body came too slowly.", code="request_timeout", close=True))
                 return
@@ -390,9 +390,9 @@ class ClientConnection(Receiver):
                 self.close()
 
     def keys_changed(self, callers: Mapping[str, Caller]) -> None:
-        """There is a new table: what a key that is gone has here ends, whatever has arrived of it. callers: by id.
+        """Apply a new table: end all requests of removed keys, complete or not. callers: by id.
 
-        Requests that have not begun are judged by their key as it is now.
+        Requests that have not begun are checked against their key's new row.
         """
         for waiting in self._waiting:
             if isinstance(waiting, Request):
@@ -406,13 +406,13 @@ class ClientConnection(Receiver):
                     self._refuse(refusal)
                     return
                 parsing.refusal = refusal  # its turn comes
-        # Last: what waits behind it begins at once.
+        # Last, because the request behind it begins at once.
         if self.active is not None and request is not None and _is_gone(request, callers):
             self._state.metrics.events["revoked_in_flight"] += 1
             self.active.cancel(errors.key_revoked())
 
     def stop(self) -> None:
-        """The gateway stops: idle connections close now, others after their answer."""
+        """Shut down: close idle connections now, others after their answer."""
         if self.active is None and self.parsing is None:
             self.close()
 
@@ -422,7 +422,7 @@ def _is_gone(request: Request, callers: Mapping[str, Caller]) -> bool:
 
 
 def _judged_anew(request: Request, callers: Mapping[str, Caller]) -> HttpError | None:
-    """Why a request that was let in is not any more; None where it still is."""
+    """Why an admitted request is no longer allowed; None if it still is."""
     if request.caller is None or request.route is None:
         return None
     caller = callers.get(request.caller.id)

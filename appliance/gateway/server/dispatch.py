@@ -1,4 +1,4 @@
-"""Who answers a request: admitted or refused by its head, checked by its body, given to a handler."""
+"""Admits or refuses a request by its head, checks its body, and chooses its handler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Dispatch:
         self._copies = copies
 
     def admit(self, request: Request) -> None:
-        """Everything that can be said of a request from its head. Raises HttpError."""
+        """Check everything that a request's head determines. Raises HttpError."""
         state, route = self._state, request.route
         assert route is not None
         if route.kind is not Kind.HEALTH:
@@ -45,7 +45,7 @@ class Dispatch:
         check_head(request, state.limits)
 
     def handler(self, client: Client, request: Request) -> Handler:
-        """Who answers this request. Raises HttpError if its body rules it out."""
+        """Return the handler of this request. Raises HttpError for an unacceptable body."""
         state, route = self._state, request.route
         assert route is not None
         headers = request.headers
@@ -57,7 +57,7 @@ class Dispatch:
             state.spending.admit_control(caller, use, state.limits)
             state.spending.opened_control(request, caller, use, state.limits)
             return Relay(state, client, request) if route.kind is Kind.CONTROL else Scrape(state, client, request)
-        # In the order of what it costs: the key's limits, then what the body holds, the model, and what it asks for.
+        # In order of cost: the key's limits, then the body's content, the model, and the requested work.
         state.spending.admit(request, use, state.limits)
         chunks = request.chunks
         if len(chunks) != 1:
@@ -69,7 +69,7 @@ class Dispatch:
         return self._checked(client, request, check_object(route, data, len(chunks[0]), state.limits))
 
     def _checked(self, client: Client, request: Request, checked: Checked) -> Handler:
-        """Who answers this request for inference, whose body is `checked`. Raises HttpError."""
+        """Return the handler of this inference request, whose body is `checked`. Raises HttpError."""
         state, route = self._state, request.route
         assert route is not None
         assert request.caller is not None
@@ -80,19 +80,19 @@ class Dispatch:
         if transcript is not None:
             transcript.stores = transcript.stores and state.config.stores_responses
             if not transcript.has_previous:
-                state.take_body(request, len(transcript.input))  # which is here twice until the answer is
+                state.take_body(request, len(transcript.input))  # which is in memory twice until the answer arrives
             if transcript.background:
                 state.spending.spend(request, checked, state.limits)
                 state.spending.opened(request, checked)
                 return WholeRelay(state, client, request)
             if transcript.previous_id and not transcript.has_previous:
-                # The controller's time: a hundred bytes name a conversation of megabytes.
+                # Count it against the controller: a hundred bytes can name a conversation of megabytes.
                 assert request.use is not None
                 state.spending.admit_control(request.caller, request.use, state.limits)
                 return PreviousResponse(state, client, request, checked, self._checked)
         state.spending.spend(request, checked, state.limits)
         state.spending.opened(request, checked)
-        # What is counted and logged is about the model; which version it was, the replica says.
+        # Counters and logs name the model; the replica gives the version.
         name = checked.model
         request.model = name.partition("@")[0] if "@" in name else name
         state.metrics.arrived(name, checked.prompt_tokens, request.received_s)

@@ -1,8 +1,7 @@
-"""The next request on a connection mostly has the head of the last one, but for the length of its body. Pure.
+"""Reuses the parsed head if a connection's next request differs only in the length of its body. Pure.
 
-Clients keep connections open and send the same headers again. A head that equals one which was parsed and admitted,
-byte for byte outside the digits of its Content-Length, means the same; reading it again would be half of what a
-request costs here.
+Clients keep connections open and repeat the same headers. A head that equals a parsed and admitted one, byte for byte
+except the digits of its Content-Length, means the same; parsing it again would be half of a request's cost here.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class RepeatedHead(KnownHead):
         self.table = table
 
     def again(self, body: bytes) -> Request:
-        """A new request with this head and body: admitted as the first was, its id and time still to be given."""
+        """A new request with this head and body, admitted like the first; the caller sets its id and time."""
         seen = self.request
         request = Request(seen.method, seen.path, seen.headers, seen.version)
         request.target = seen.target
@@ -44,7 +43,7 @@ class RepeatedHead(KnownHead):
 
 
 def repeated_head(data: bytes, request: Request, table: int) -> RepeatedHead | None:
-    """What to remember of a request that was parsed out of exactly `data`; None if it is not worth it."""
+    """What to remember of a request parsed from exactly `data`; None if it is not worth it."""
     route = request.route
     if route is None or route.kind is not Kind.INFERENCE or request.refusal is not None or request.caller is None:
         return None

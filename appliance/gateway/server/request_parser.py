@@ -1,8 +1,8 @@
-"""Bytes of a client become requests: httptools with limits on what it may be made to remember, and heads that need no
-parser because the last one was the same.
+"""Parses a client's bytes into requests with httptools, limits the memory it uses, and skips the parser for a head
+equal to the last one.
 
-The connection is told of a request's head, of its body piece by piece, and of its end. An HttpError that it raises
-there comes out of `feed` like those raised here: the connection is of no use after it.
+It calls the connection with a request's head, each piece of its body, and its end. `feed` raises HttpErrors of those
+calls like its own; then the connection is unusable.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from appliance.gateway.http.client import Client
 from appliance.gateway.server.repeated_head import RepeatedHead, repeated_head
 from appliance.gateway.state.state import State
 
-# A header that may stand once only: two of them mean that two readers could disagree.
+# A header that may appear only once: with two, two parsers could disagree.
 _ONCE: Final = frozenset(
     {b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type", b"expect"}
 )
-# A connection whose heads differ so often in a row does without remembering them.
+# After this many different heads in a row a connection stops remembering them.
 _DIFFERING_HEADS: Final = 4
 
 
 class Closing(Exception):
-    """Raised into the parser: bytes after a response that ends the connection are not looked at."""
+    """Raised into the parser to skip bytes after a response that ends the connection."""
 
 
 class Receiver(Client):
-    """A client's connection as its parser sees it. An HttpError that it raises is one of `RequestParser.feed`.
+    """A client's connection as its parser sees it. `RequestParser.feed` passes its HttpErrors on.
 
-    parsing: the request whose head is there and whose body is not, or not wholly.
+    parsing: the request whose head has arrived and whose body is incomplete.
     """
 
     parsing: Request | None = None
 
     def request_begins(self) -> None:
-        """Its first byte is there."""
+        """The first byte of a head has arrived."""
         raise NotImplementedError
 
     def head_complete(self, request: Request) -> None:
         raise NotImplementedError
 
     def body_data(self, data: bytes) -> None:
-        """More of the body of the request that is parsed."""
+        """More of the body of the request being parsed."""
         raise NotImplementedError
 
     def request_complete(self, request: Request) -> None:
         raise NotImplementedError
 
     def begin(self, request: Request) -> None:
-        """It is complete, or its body is to be streamed, and it is its turn."""
+        """The request is complete, or its body is streamed, and it is its turn."""
         raise NotImplementedError
 
 
 class RequestParser:
-    """Of one connection. head_started: a request has begun whose head is not complete."""
+    """The parser of one connection. head_started: a request's head has begun and is incomplete."""
 
     head_started: bool = False
     _url: bytes = b""
@@ -78,7 +78,7 @@ class RequestParser:
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
 
     def feed(self, data: bytes) -> None:
-        """Raises HttpError for what is no HTTP, is too large, or is refused by the connection."""
+        """Raises HttpError for bytes that are not HTTP, too large, or refused by the connection."""
         between, self._between = self._between, False
         if between and self._differing < _DIFFERING_HEADS:
             if self._repeat is not None and self._repeated(self._repeat, data):
@@ -103,19 +103,20 @@ class RequestParser:
             self._state.metrics.events["bad_http"] += 1
             raise errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}.") from None
         if self._in_head:
-            # Bytes of a head that httptools has not reported yet are held by its parser.
+            # httptools' parser still holds the bytes of a head that it has not reported.
             self._unparsed_head += len(data)
             if self._unparsed_head > self._state.limits.head_bytes + len(data):
                 raise errors.protocol_error("The request head is too large.", 431)
 
     def close(self) -> None:
-        """It knows its parser, which knows it: no object of a connection that is gone waits for a collection."""
+        """Break the reference cycle with the parser, so that a closed connection does not wait for garbage
+        collection."""
         self._parser = None
 
     def _repeated(self, repeat: RepeatedHead, data: bytes) -> bool:
         """Begin a request whose head is known. False: httptools must look at these bytes."""
         state, connection = self._state, self._connection
-        # With a new table its key may be revoked, or may do something else.
+        # A new table may have revoked its key or changed its permissions.
         if connection.active is not None or state.stopping or repeat.table != state.tables_applied:
             return False
         body = repeat.body_of(data)

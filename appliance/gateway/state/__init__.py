@@ -1,4 +1,4 @@
-"""What one gateway process knows: settings, the table in force, what is held, counted and in memory; and its reports.
+"""Holds one gateway process's state (settings, current table, held requests, counters, buffers) and reports it.
 
 Never: It opens no listener and answers no request.
 Begin with state.py.

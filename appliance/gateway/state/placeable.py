@@ -1,4 +1,4 @@
-"""A request for inference as the tables see it: it may be held, it is placed, and it counts for a row."""
+"""Defines the interface of an inference request that can be held, placed and counted for a table row."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from appliance.gateway.routing.holds import Refusal
 
 
 class Placeable(Handler):
-    """`inference.placement.Placement` is the only one. Placeable or not: it is one for as long as it is answered."""
+    """`inference.placement.Placement` is the only implementation; a request stays one until it is answered."""
 
     @property
     def row(self) -> str:
-        """The row of the table it counts for: that of the canary while it is there, else its model's."""
+        """The table row it counts for: the canary's while it is placed there, else its model's."""
         raise NotImplementedError
 
     @property
     def waiting_prompt_tokens(self) -> int:
-        """Estimated prompt tokens if it is known to have no first token yet. At a replica only streams say so."""
+        """Estimated prompt tokens if it is known to have no first token yet. On a replica only streams show this."""
         raise NotImplementedError
 
     def place(self, now: float = 0.0) -> None:
@@ -24,5 +24,5 @@ class Placeable(Handler):
         raise NotImplementedError
 
     def hold_refused(self, refusal: Refusal) -> None:
-        """It may not wait (any longer). Its ticket is already out of the queue."""
+        """It may not wait (any longer). Its ticket is already removed from the queue."""
         raise NotImplementedError

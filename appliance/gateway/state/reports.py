@@ -1,4 +1,4 @@
-"""What one gateway says of itself: the load report for the controller, and Prometheus text."""
+"""Builds one gateway's load report for the controller, and its Prometheus text."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from appliance.gateway.state.placeable import Placeable
 from appliance.gateway.state.state import State
 
 Gauge = tuple[str, str, dict[str, str], int | float]
-# Of the rows that a table should not have had: so many are told one by one.
+# Number of skipped table rows that a report lists one by one.
 REFUSED_ROWS_TOLD: Final = 10
 
 
 def load_report(state: State) -> dict[str, Any]:
     """The load report of the bus.
 
-    last_request_s: Unix time, None before the first; ttft_p95_s, tpot_p95_s: of the last minute, None without
-    requests. arrived_*: since `started_s`. waiting_prompt_tokens: of requests without a first token, as far as
-    that can be seen: of those that are not streamed only while they are held.
+    last_request_s: Unix time, None before the first; ttft_p95_s, tpot_p95_s: of the last minute, None without requests.
+    arrived_*: since `started_s`. waiting_prompt_tokens: of requests without a first token, as far as visible:
+    non-streaming requests only while they are held.
     """
     now = time.monotonic()
     unix_offset_s = time.time() - now
@@ -57,7 +57,7 @@ def load_report(state: State) -> dict[str, Any]:
 
 
 def notes(state: State) -> list[str]:
-    """What a person who looks at the box's status should know of this gateway."""
+    """Problems of this gateway for the box's status page."""
     told = [f"the gateway skips a row of its table: {text}" for text in state.refused_rows[:REFUSED_ROWS_TOLD]]
     if len(state.refused_rows) > REFUSED_ROWS_TOLD:
         told.append(f"the gateway skips {len(state.refused_rows) - REFUSED_ROWS_TOLD} more rows of its table")

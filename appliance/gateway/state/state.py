@@ -1,4 +1,4 @@
-"""What one gateway process knows, and what every handler may read and call: `Gateway` gives it life.
+"""Holds the state of one gateway process that every handler may read and call; `Gateway` runs it.
 
 Everything runs on one event loop thread, so nothing here is locked.
 """
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from appliance.gateway.observe.tracing import Tracing
 
 _TWO_DIGITS: Final = [b"%02x" % low for low in range(256)]
-# Placing thousands of held requests in one go would stall every open stream for as long.
+# Placing thousands of held requests at once would stall every open stream meanwhile.
 _PLACED_AT_ONCE: Final = 128
 
 
 class State:
     """One process's worth. `on_change(urgent)` is called when a load report is due.
 
-    limits: those of the configuration with what the table says of them. generation: of the table in force, -1 before
-    the first; tables_applied: how often there was one. buffered_bytes: of request bodies in memory. token: what proves
-    to the controller that a request came through here.
+    limits: the configured ones with the table's overrides. generation: of the current table, -1 before the first;
+    tables_applied: their number. buffered_bytes: of request bodies in memory. token: proves to the controller that a
+    request came through this gateway.
     """
 
     def __init__(self, config: GatewayConfig, on_change: Callable[[bool], None] | None = None) -> None:
@@ -70,7 +70,7 @@ class State:
         self.tables_applied = 0
         self.stopping = False
         self.background = BackgroundTasks()
-        # What /health says beside "ok": of the rest of the box, as far as the controller has told.
+        # Additional content of /health about the rest of the box, as last reported by the controller.
         self.box_troubles: list[str] = []
         self.controller_away = False
         self.refused_rows: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ class State:
     # -- bodies in memory
 
     def take_body(self, request: Request, nbytes: int) -> None:
-        """Account for body bytes kept in memory. Raises HttpError 503 when all bodies together are too large."""
+        """Account for body bytes in memory. Raises HttpError 503 if all bodies together are too large."""
         if self.buffered_bytes + nbytes > self.limits.buffered_body_bytes:
             raise errors.unavailable("The server is busy with other large requests. Please retry.", "overloaded", 2)
         use = request.use
@@ -114,15 +114,15 @@ class State:
     # -- models, and who waits for them
 
     def callable_model(self, name: str, caller: Caller) -> Model:
-        """The row of a model that this key may call. Raises HttpError, the same for one that it may not as for one that
-        nobody has; so nothing that depends on the model is said before."""
+        """The row of a model that this key may call. Raises the same HttpError for a forbidden as for a nonexistent
+        model, so callers must send nothing that depends on the model before."""
         model = self.router.models.get(name)
         if model is None or not caller.sees(model) or not caller.may_use(name):
             raise self.unknown_model(name, caller)
         return model
 
     def unknown_model(self, name: str, caller: Caller | None) -> HttpError:
-        """Why a name that is not in the table cannot be called."""
+        """The error for a name that is not in the table."""
         base, at, version = name.partition("@")
         row = self.router.models.get(base) if at else None
         if row is None or caller is None or not caller.sees(row) or not caller.may_use(base):
@@ -131,7 +131,7 @@ class State:
         return errors.version_not_served(base, version, sorted(served))
 
     def next_try_s(self, name: str) -> float | None:
-        """In how many seconds the engines of a model are tried again, where that is too far away to wait for."""
+        """Seconds until the engines of a model are started again, if that is too long to wait."""
         model = self.router.models.get(name)
         trouble = None if model is None else model.trouble
         if model is None or trouble is None or any(replica.state == "open" for replica in model.replicas):
@@ -143,7 +143,7 @@ class State:
         self.on_change(False)
 
     def held(self, model: str) -> None:
-        """A request began to wait. The controller must hear at once: a sleeping model wakes on it."""
+        """A request began to wait. Report it at once, because the controller wakes a sleeping model for it."""
         self.on_change(self.holds.held(model) == 1)
 
     def ended(self, choice: Choice) -> None:
@@ -153,7 +153,7 @@ class State:
             asyncio.get_running_loop().call_soon(self.place_held, choice.model)
 
     def place_held(self, model: str) -> None:
-        """Let waiting requests go for as long as some replica takes them."""
+        """Place waiting requests while a replica takes them."""
         for _ in range(_PLACED_AT_ONCE):
             ticket = self.holds.first(model)
             if ticket is None:
@@ -182,7 +182,7 @@ class State:
 
 
 def _is_refusal(request: Request) -> bool:
-    """Of an inference route anything that was answered here, of a control route what was over a limit."""
+    """Count inference requests answered here, and control requests over a limit."""
     route = request.route
     if route is None or route.kind is not Kind.INFERENCE:
         return request.status == 429
@@ -200,7 +200,7 @@ def _token(path: str) -> bytes:
 
 
 def _tracing(endpoint: str, worker: str) -> Tracing:
-    # Here and not above: the SDK costs every start half a second, and most boxes export no traces.
+    # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
     from appliance.gateway.observe.tracing import Tracing
 
     return Tracing(endpoint, worker)

@@ -89,8 +89,8 @@ async def test_a_broken_new_pair_is_said_and_the_old_one_stays(
         box.gateway.sweep(time.monotonic() + 1000.0)
     assert await _serial(box.port) == 1
     (note,) = load_report(box.state)["notes"]
-    assert "not taken up, the old one stays" in note
-    assert sum("not taken up" in record.message for record in caplog.records) == 1, "once, and not every two seconds"
+    assert "cannot be loaded, the old one stays" in note
+    assert sum("cannot be loaded" in record.message for record in caplog.records) == 1, "once, not every two seconds"
     self_signed(tmp_path, days=90, number=3)
     box.gateway.reload()
     assert await _serial(box.port) == 3 and load_report(box.state)["notes"] == []
