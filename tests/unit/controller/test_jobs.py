@@ -134,6 +134,14 @@ async def test_an_embedding_model_cannot_be_tuned(control: Control):
         await control.sdk.fine_tuning.jobs.create(model="embedder", training_file=await control.upload())
 
 
+async def test_hyperparameters_have_a_size(control: Control):
+    """Two hundred jobs of 8 MB took the scheduler seconds in each of its rounds."""
+    with pytest.raises(openai.BadRequestError, match="at most 16384 are allowed"):
+        await control.sdk.fine_tuning.jobs.create(
+            model="starter", training_file=await control.upload(), hyperparameters={"lora_targets": ["a" * 20_000]}
+        )
+
+
 async def test_a_quantised_model_cannot_be_tuned(control: Control):
     insert_model(control.db, "awq", info={"quantized": True})
     with pytest.raises(openai.BadRequestError, match="quantised: they can be served, not trained"):
