@@ -43,6 +43,8 @@ class Limits:
     stored_response_bytes: int = 4 * MIB
     # Copies of them that wait for an unreachable controller.
     response_copies_bytes: int = 64 * MIB
+    # Of that, what the copies of one owner may be.
+    owner_copies_bytes: int = 16 * MIB
     json_depth: int = 128
     # Weight of all values in one body, counted before parsing: a list or object 12, a string 4, another value 1.
     json_weight: int = 1 << 19

@@ -265,7 +265,9 @@ class InferenceHandler(Placement):
 
     def _check_room(self, transcript: Transcript, body: bytes) -> None:
         """Call before the response object is created, because the object says whether it is stored."""
-        if transcript.stores and not self.copies.has_room(len(transcript.input) + len(body)):
+        caller = self.request.caller
+        owner = "" if caller is None else caller.owner
+        if transcript.stores and not self.copies.has_room(owner, len(transcript.input) + len(body)):
             transcript.stores = False
             self.state.metrics.events["responses_not_stored"] += 1
 
@@ -273,7 +275,7 @@ class InferenceHandler(Placement):
         """After a complete answer, send a copy of what must be stored to the controller."""
         caller = self.request.caller
         if transcript.final and transcript.stores and caller is not None:
-            self.copies.add(transcript.copy(caller.id))
+            self.copies.add(caller.owner, transcript.copy(caller.id))
         transcript.final = b""
 
     def _relay(self, body: bytes, done: bool) -> None:

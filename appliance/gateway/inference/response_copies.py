@@ -2,7 +2,8 @@
 
 The client's answer does not wait for a copy: it goes out in the same event loop turn. Copies go in batches, the next
 one once the controller has acknowledged the last; while it is unreachable they wait here, up to
-`response_copies_bytes`. A response beyond that is not stored, and its object says so. The controller stores a copy that
+`response_copies_bytes`, those of one owner up to `owner_copies_bytes`. A response beyond that is not stored, and its
+object says so. The controller stores a copy that
 arrives twice (it died before it acknowledged it) once.
 """
 
@@ -28,25 +29,31 @@ MAX_REFUSALS = 3
 
 
 class ResponseCopies(UpstreamListener):
-    """The copies of one gateway. Invariant: `_bytes` is the size of all copies in `_waiting` and `_flying`."""
+    """The copies of one gateway, each with its owner. Invariant: `_bytes` is the size of all copies in `_waiting` and
+    `_flying`, and `_owners` that of each owner's."""
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._waiting: deque[bytes] = deque()
-        self._flying: list[bytes] = []
+        self._waiting: deque[tuple[str, bytes]] = deque()
+        self._flying: list[tuple[str, bytes]] = []
         self._bytes = 0
+        self._owners: dict[str, int] = {}
         self._conn: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._sent_s = 0.0
         self._next_s = 0.0
         self._refusals = 0
 
-    def has_room(self, nbytes: int) -> bool:
-        return self._bytes + nbytes <= self._state.limits.response_copies_bytes
+    def has_room(self, owner: str, nbytes: int) -> bool:
+        limits = self._state.limits
+        if self._owners.get(owner, 0) + nbytes > limits.owner_copies_bytes:
+            return False
+        return self._bytes + nbytes <= limits.response_copies_bytes
 
-    def add(self, copy: bytes) -> None:
-        self._waiting.append(copy)
+    def add(self, owner: str, copy: bytes) -> None:
+        self._waiting.append((owner, copy))
         self._bytes += len(copy)
+        self._owners[owner] = self._owners.get(owner, 0) + len(copy)
         if self._next_s <= time.monotonic():
             self._send()
 
@@ -85,11 +92,11 @@ class ResponseCopies(UpstreamListener):
             self._failed(str(result))
             return
         size = 0
-        while self._waiting and (not self._flying or size + len(self._waiting[0]) <= BATCH_BYTES):
-            copy = self._waiting.popleft()
-            self._flying.append(copy)
-            size += len(copy)
-        body = b"[%b]" % b",".join(self._flying)
+        while self._waiting and (not self._flying or size + len(self._waiting[0][1]) <= BATCH_BYTES):
+            one = self._waiting.popleft()
+            self._flying.append(one)
+            size += len(one[1])
+        body = b"[%b]" % b",".join([copy for _, copy in self._flying])
         self._conn, self._sent_s = result, time.monotonic()
         head = wire.own_head(PATH, self._state.new_request_id(), len(body), self._state.token)
         result.start(self, b"%b%b" % (head, body))
@@ -108,7 +115,13 @@ class ResponseCopies(UpstreamListener):
             refused = len(self._flying)
             log.error("%d answered responses are not stored: the controller answered %d", refused, conn.status)
             self._state.metrics.events["responses_not_stored"] += refused
-        self._bytes -= sum(map(len, self._flying))
+        for owner, copy in self._flying:
+            self._bytes -= len(copy)
+            left = self._owners[owner] - len(copy)
+            if left:
+                self._owners[owner] = left
+            else:
+                del self._owners[owner]
         self._flying = []
         self._refusals, self._next_s = 0, 0.0
         self._send()

@@ -241,6 +241,8 @@ def measure_regex(name: str, pattern: str) -> tuple[int, int]:
             written[-1][1] += last[1] * (times - 1) if times > 1 else 0
             last = [last[0], last[1] * max(1, times)]
         else:
+            if pattern.startswith(("[]", "[^]"), at):
+                raise _empty_class(name)
             at = _atom_end(pattern, at)
             last = [1, 1]
             written[-1][0] += 1
@@ -269,9 +271,7 @@ def _atom_end(pattern: str, at: int) -> int:
         return at + 2
     if pattern[at] != "[":
         return at + 1
-    at += 2 if pattern[at + 1 : at + 2] == "^" else 1
-    if pattern[at : at + 1] == "]":
-        at += 1
+    at += 1
     while at < len(pattern) and pattern[at] != "]":
         at += 2 if pattern[at] == "\\" else 1
     return at + 1
@@ -282,6 +282,16 @@ def _too_complex(name: str, what: str, limit: int) -> HttpError:
         f"`{name}` is too complex: {what}, at most {limit} are allowed. Ask for a simpler form.",
         param=name.partition(".")[0],
         code="structure_too_complex",
+    )
+
+
+def _empty_class(name: str) -> HttpError:
+    # Parsers take the `]` for a member or for the end: what follows would be measured as one and run as the other.
+    return errors.bad_request(
+        f"`{name}`: a regular expression has a class that begins with `[]` or `[^]`, which parsers read differently, "
+        "expected one with members. Write `\\]` for the character in it, or `[\\s\\S]` for any character.",
+        param=name.partition(".")[0],
+        code="unsupported_parameter",
     )
 
 

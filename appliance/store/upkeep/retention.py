@@ -1,7 +1,7 @@
 """Deletes what is older than it has to be kept, in bounded chunks, so that no write waits long for one.
 
-Rows are written in the order of time. So each deletion looks at the oldest rows alone and costs the same however many
-there are.
+Each deletion finds the oldest rows by an index on their time and costs the same however many there are. Their order in
+the table says nothing: rows written while the clock was ahead, or long unfinished ones, come before older ones.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ _FINISHED = ", ".join(f"'{phase}'" for phase in sorted(FINISHED_PHASES))
 _LIVE = ", ".join(f"'{status}'" for status in UNFINISHED_BATCH)
 
 
-def _head(table: str, condition: str) -> Drop:
-    """Deletes those of the first rows of a table that meet the condition, in which ?2 is the moment."""
+def _oldest(table: str, time: str, condition: str = "1") -> Drop:
+    """Deletes the rows of a table that meet the condition, those with the earliest `time` first."""
 
     def drop(db: Database, before_s: float, limit: int) -> int:
         return db.execute(
-            f"DELETE FROM {table} WHERE seq IN (SELECT seq FROM {table} ORDER BY seq LIMIT ?1) AND {condition}",
+            f"DELETE FROM {table} WHERE seq IN (SELECT seq FROM {table} WHERE {time} < ?2 AND {condition}"
+            f" ORDER BY {time} LIMIT ?1)",
             [limit, before_s],
         ).rowcount
 
     return drop
 
 
-audit = _head("audit", "created_s < ?2")
-handovers = _head("handovers", "ended_s < ?2")
-operations = _head("operations", "ended_s < ?2 AND state != 'running'")
-device_time = _head("device_time", "to_s < ?2")
-batches = _head("batches", f"created_s < ?2 AND status NOT IN ({_LIVE})")
+audit = _oldest("audit", "created_s")
+handovers = _oldest("handovers", "ended_s")
+operations = _oldest("operations", "ended_s", "state != 'running'")
+device_time = _oldest("device_time", "to_s")
+batches = _oldest("batches", "created_s", f"status NOT IN ({_LIVE})")
 
 
 def owners(db: Database, table: str) -> list[str]:

@@ -138,7 +138,7 @@ async def test_hyperparameters_have_a_size(control: Control):
     """Two hundred jobs of 8 MB took the scheduler seconds in each of its rounds."""
     with pytest.raises(openai.BadRequestError, match="at most 16384 are allowed"):
         await control.sdk.fine_tuning.jobs.create(
-            model="starter", training_file=await control.upload(), hyperparameters={"lora_targets": ["a" * 20_000]}
+            model="starter", training_file=await control.upload(), hyperparameters={"lora_targets": "a" * 20_000}
         )
 
 

@@ -247,3 +247,26 @@ def test_by_default_only_copies_and_reports_of_long_work_go():
         "batches_per_owner",
         "audit_rows_per_key",
     }
+
+
+def test_rows_written_while_the_clock_was_ahead_keep_no_later_ones(tmp_path: Path):
+    with Database(tmp_path / "appliance.db") as db, db.transaction():
+        for n in range(CHUNK):
+            audit.insert(db, AuditRow(f"ahead_{n}", None, "a.b", "", "done", "", NOW_S + DAY_S))
+            batches.insert(db, BatchRow(f"live_{n}", "/v1/x", "file-x", 1.0, 1.0, status="in_progress"))
+        audit.insert(db, AuditRow("old", None, "a.b", "", "done", "", 1.0))
+        batches.insert(db, BatchRow("ended", "/v1/x", "file-x", 1.0, 1.0, status="completed"))
+        assert drops.audit(db, NOW_S, CHUNK) == 1 and drops.batches(db, NOW_S, CHUNK) == 1
+        assert db.execute("SELECT count(*) FROM audit").fetchone()[0] == CHUNK
+
+
+def test_what_was_kept_long_enough_is_found_by_an_index(tmp_path: Path):
+    with Database(tmp_path / "appliance.db") as db:
+        seen: list[str] = []
+        execute = db.execute
+        db.execute = lambda sql, parameters=(): (seen.append(sql), execute(sql, parameters))[1]  # type: ignore
+        for drop in (drops.audit, drops.handovers, drops.operations, drops.device_time, drops.batches):
+            drop(db, NOW_S, CHUNK)
+        for sql in seen:
+            plan = [row["detail"] for row in execute(f"EXPLAIN QUERY PLAN {sql}", [1, 1.0])]
+            assert not any(step.startswith("SCAN") or "TEMP B-TREE" in step for step in plan), (sql, plan)

@@ -447,7 +447,7 @@ def test_forms_that_people_ask_for_pass(number: int) -> None:
         ("a{3}", (1, 2)),
         ("(ab){3}c{2}", (2, 5)),
         ("(a{10}){10}", (2, 99)),
-        ("[^]a-z{9}]{5}", (1, 4)),
+        (r"[^\]a-z{9}]{5}", (1, 4)),
         (r"\{5}", (0, 0)),
         (r"\d{5}", (1, 4)),
         ("a{,5}", (1, 4)),
@@ -463,6 +463,15 @@ def test_forms_that_people_ask_for_pass(number: int) -> None:
 )
 def test_what_a_regular_expression_repeats_is_read_off(pattern: str, measured: tuple[int, int]) -> None:
     assert measure_regex("x", pattern) == measured
+
+
+@pytest.mark.parametrize("pattern", ["[^].{1,2000}]", "[].{1,2000}]", "x[^]b{3}]", "([^])"])
+def test_a_class_that_parsers_read_differently_is_refused_by_name(pattern: str):
+    """xgrammar ends `[^]` at once; measured as one class, the repeats behind it were none."""
+    schema = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "string", "pattern": pattern}}}
+    for asked in (chat(structured_outputs={"regex": pattern}), chat(response_format=schema)):
+        error = refusal(CHAT, asked)
+        assert (error.status, error.code) == (400, "unsupported_parameter") and "[^]" in error.message
 
 
 def test_tools_that_nobody_would_run_are_refused_by_name():

@@ -183,6 +183,20 @@ async def test_what_has_no_room_to_wait_is_said_not_to_be_stored(start_box: Star
     assert len(await stored(box)) == 1
 
 
+async def test_copies_of_one_owner_that_wait_leave_the_others_room(start_box: Start) -> None:
+    box = await start_box(limits={"owner_copies_bytes": 700})
+    await box.engine("e0", answer_response)
+    box.serve("m", "e0")
+    copies, asked = box.gateway.copies, {"model": "m", "input": "x"}
+    said = [json.loads((await box.ask("POST", URL, asked)).body)["store"] for _ in range(2)]
+    assert said == [True, False]
+    assert copies.has_room("another", 700) and not copies.has_room("another", 701)
+    await box.control(Controller())
+    assert len(await stored(box)) == 1
+    await box.until(lambda: not copies.delivering)
+    assert json.loads((await box.ask("POST", URL, asked)).body)["store"]  # there is room again once they are away
+
+
 async def test_an_answer_too_large_to_be_stored_passes_as_it_is(start_box: Start) -> None:
     box = await start_box(limits={"stored_response_bytes": 1000, "buffered_response_bytes": 1000})
     long = answer("x" * 500_000)
