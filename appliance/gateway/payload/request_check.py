@@ -324,11 +324,13 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
         return 1
     name = "input" if route.name == "embeddings" else "prompt"
     value = data.get(name)
-    if name == "input" and value is None and isinstance(data.get("messages"), list):
-        if not all(isinstance(message, dict) for message in data["messages"]):
+    if name == "input" and data.get("messages") is not None:
+        # Beside an input, too: the engine reads them in any case.
+        if not isinstance(data["messages"], list) or not all(isinstance(message, dict) for message in data["messages"]):
             raise _bad("messages", data["messages"], "an array of objects")
         check_messages(data["messages"], limits)
-        return 1
+        if value is None:
+            return 1
     if isinstance(value, str):
         return 1
     if not isinstance(value, list) or not value:

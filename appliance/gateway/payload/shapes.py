@@ -68,13 +68,30 @@ _MEASURED: Final = frozenset(
         "tools",
         "functions",
         "system",
-        "response_format",
-        "structured_outputs",
-        "text",
-        "output_config",
         "chat_template_kwargs",
     }
 )
+_FORMS: Final = frozenset({"response_format", "structured_outputs", "text", "output_config"})
+_LARGEST_TOKEN: Final = (1 << 32) - 1
+# What check_messages looks at by name, and what clients send that no type of an engine has.
+_MESSAGE_OWN: Final = frozenset({"role", "content", "tool_calls"})
+_IGNORED: Final = frozenset(
+    {
+        "annotations",
+        "cache_control",
+        "citations",
+        "created",
+        "finish_reason",
+        "id",
+        "index",
+        "parsed",
+        "provider_specific_fields",
+        "reasoning_details",
+        "thinking_blocks",
+        "weight",
+    }
+)
+_PART_OWN: Final = frozenset({"image_url", "input_audio", "audio_url", "file", "source", "input", "content"})
 # At 13 µs each, the most that was measured.
 _OTHER_VALUES: Final = 2048
 _MESSAGE_TEXTS: Final = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
@@ -115,12 +132,13 @@ def check_messages(messages: list[Any], limits: Limits) -> None:
         role = message.get("role")
         if not isinstance(role, str) or role not in _MESSAGE_ROLES:
             odd.add(role)
-        for name in _MESSAGE_TEXTS:
-            if not _text_or_none(message, name):
-                odd.add(message[name])
-        for name in _MESSAGE_OBJECTS:
-            value = message.get(name)
-            if value is not None and not (isinstance(value, dict) and len(value) <= _FEW):
+        for name, value in message.items():
+            if value is None or name in _MESSAGE_OWN or name in _IGNORED:
+                continue
+            if name in _MESSAGE_TEXTS:
+                if not isinstance(value, str):
+                    odd.add(value)
+            elif name not in _MESSAGE_OBJECTS or not isinstance(value, dict) or not _all_texts(value):
                 odd.add(value)
         calls = message.get("tool_calls")
         if isinstance(calls, list):
@@ -168,7 +186,7 @@ def check_others(data: dict[str, Any]) -> None:
     values = 0
     for name, value in data.items():
         if isinstance(value, list | dict) and name not in _MEASURED:
-            values += _values(value, _OTHER_VALUES)
+            values += _beside_schemas(value) if name in _FORMS else _values(value, _OTHER_VALUES)
             if values > _OTHER_VALUES:
                 raise _too_many(name, "values", values, _OTHER_VALUES)
 
@@ -191,7 +209,16 @@ def same_kind(values: list[Any]) -> bool:
 
 def _numbers(values: list[Any]) -> bool:
     for value in values:
-        if type(value) is not int:
+        if type(value) is not int or value < 0 or value > _LARGEST_TOKEN:
+            return False
+    return True
+
+
+def _all_texts(value: dict[str, Any]) -> bool:
+    if len(value) > _FEW:
+        return False
+    for inner in value.values():
+        if inner is not None and not isinstance(inner, str):
             return False
     return True
 
@@ -200,6 +227,11 @@ def _known_part(part: dict[str, Any]) -> bool:
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _PARTS:
         return False
+    for name, value in part.items():
+        if value is None or isinstance(value, str | bool) or name in _PART_OWN:
+            continue
+        if name not in _IGNORED or (isinstance(value, list | dict) and _values(value, _FEW) > _FEW):
+            return False
     if kind in _TEXT_OF:
         return isinstance(part.get(_TEXT_OF[kind]), str)
     if kind in _OBJECT_OF:
@@ -263,6 +295,23 @@ def _values(root: Any, most: int) -> int:
         if isinstance(node, dict):
             found += len(node)
             stack.extend(node.values())
+        elif isinstance(node, list):
+            found += len(node)
+            stack.extend(node)
+    return found
+
+
+def _beside_schemas(form: Any) -> int:
+    """Values of a form of answers, as far as the most that may be, without those of its JSON schema: structure.py
+    measures that."""
+    found, stack = 0, [form]
+    while stack and found <= _OTHER_VALUES:
+        node = stack.pop()
+        if isinstance(node, dict):
+            found += len(node)
+            for name, value in node.items():
+                if name != "schema" and not (name == "json" and isinstance(value, dict)):
+                    stack.append(value)
         elif isinstance(node, list):
             found += len(node)
             stack.extend(node)

@@ -65,7 +65,18 @@ def check_structure(data: dict[str, Any], limits: Limits) -> None:
                         budget.schema(f"tools.{place}.{name}", function[name])
 
 
+_FORMATS: Final = frozenset({"text", "json_object", "json_schema", "structural_tag"})
+
+
 def _format(name: str, wanted: Any, budget: _Budget) -> None:
+    # Without a type that it knows an engine holds a format against all that it has.
+    kind = wanted.get("type", "json_schema" if name.startswith("output") else None) if isinstance(wanted, dict) else ""
+    if isinstance(wanted, dict) and not (isinstance(kind, str) and kind in _FORMATS):
+        raise errors.bad_request(
+            f"Invalid value for `{name}.type`; expected one of {', '.join(sorted(_FORMATS))}.",
+            param=f"{name}.type",
+            code="invalid_value",
+        )
     if not isinstance(wanted, dict):
         return  # the engine says what it expects
     kind = wanted.get("type")

@@ -492,6 +492,20 @@ def test_functions_of_the_older_kind_are_refused_instead_of_forgotten():
 MANY = 50_000
 ODD = {
     "tokens that are no tokens": (COMPLETIONS, {"model": "m", "prompt": [1, *[1.5] * MANY]}),
+    "tokens below zero": (COMPLETIONS, {"model": "m", "prompt": [-1] * MANY}),
+    "lists of tokens below zero": (COMPLETIONS, {"model": "m", "prompt": [[-1]] * MANY}),
+    "tokens past any vocabulary": (COMPLETIONS, {"model": "m", "prompt": [1 << 32] * MANY}),
+    "a form without a type": (CHAT, {"response_format": {"triggers": [1] * MANY, "structures": [1] * MANY}}),
+    "a form with more than its schema": (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "b": [1] * MANY}}},
+    ),
+    "tools of messages": (CHAT, {"messages": [{"role": "user", "content": "a", "task": 1, "tools": [1] * 20}] * 1000}),
+    "objects of messages": (CHAT, {"messages": [{"role": "user", "content": "a", "audio": {"a": [1]}}] * 1000}),
+    "odd fields of parts": (
+        MESSAGES,
+        {"content": [{"type": "text", "text": "a", "tool_use_id": [1], "name": [1], "source": [1]}] * 1000},
+    ),
     "tokens that are null": (COMPLETIONS, {"model": "m", "prompt": [1, *[None] * MANY]}),
     "texts and tokens": (COMPLETIONS, {"model": "m", "prompt": ["a", *[1] * MANY]}),
     "lists of other things": (COMPLETIONS, {"model": "m", "prompt": [[1], *[["a"]] * MANY]}),
@@ -529,6 +543,7 @@ def test_what_an_engine_would_hold_against_all_its_types_is_refused(name: str) -
 def test_what_clients_send_beside_the_known_fields_passes() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     answer = {"role": "assistant", "content": None, "refusal": None, "audio": None, "annotations": []}
+    answer |= {"provider_specific_fields": {"a": [1, 2]}, "index": 0, "created": 5, "function_call": None}
     turns = [
         {"role": "system", "content": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}]},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]},
@@ -549,3 +564,11 @@ def test_what_clients_send_beside_the_known_fields_passes() -> None:
     assert check_body(MESSAGES, orjson.dumps(body), LIMITS).model == "m"
     tokens = {"model": "m", "prompt": list(range(4000))}
     assert check_body(COMPLETIONS, orjson.dumps(tokens), LIMITS).model == "m"
+
+
+def test_messages_are_looked_at_beside_an_input_too() -> None:
+    """Nobody did; the engine took 6 s for 200 KB of them, and answered."""
+    messages = [{"role": "user", "content": [1] * 1000}]
+    assert refusal(EMBEDDINGS, {"model": "m", "input": "a", "messages": messages}).param == "messages"
+    assert refusal(EMBEDDINGS, {"model": "m", "messages": messages}).param == "messages"
+    assert refusal(EMBEDDINGS, {"model": "m", "messages": "x"}).param == "messages"
