@@ -27,6 +27,7 @@ from weights.format.files import sync_directory
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import decode_name, encode_name
+from weights.format.tool_template import with_tools
 from weights.tiers import copies
 from weights.tiers.directory import DirectoryTier
 from weights.tiers.record import Name
@@ -176,6 +177,8 @@ class ModelLibrary:
             warnings = list(facts.warnings)
             if facts.chat_template is not None:
                 warning = try_template(facts.chat_template)
+                if (shown := with_tools(facts.chat_template)) != facts.chat_template:
+                    try_template(str(shown))  # what engines and ranks render
                 warnings += [warning] if warning else []
             facts = replace(facts, warnings=tuple(warnings))
             report(done, files.nbytes, "bytes", "computing checksums")

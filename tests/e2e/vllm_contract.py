@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.processes.lifeline import Lifeline
+from tests.e2e import union_scan
 
 
 def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
@@ -144,6 +145,7 @@ def _claims():
         made = chat.ChatCompletionResponseStreamChoice(index=0, delta=delta, token_ids=ids)
         yield f"a chunk with the token ids {ids} has {names}", made.model_dump(exclude_unset=True).keys() == names
     yield from _fields_judged()
+    yield from union_scan.scan()
     yield (
         "grammars are compiled by threads of a pool",
         "self.executor.submit(self._create_grammar, request)"

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 Record = dict[str, Any]
+# Templates may take the square of their number, and no context holds as many.
+MOST_MESSAGES = 8192
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MESSAGE_KEYS = {
@@ -94,6 +96,8 @@ def check_chat(record: Record) -> Record:
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRecord("'messages' must be a list with at least one message")
+    if len(messages) > MOST_MESSAGES:
+        raise BadRecord(f"has {len(messages)} messages, at most {MOST_MESSAGES} are allowed in one example")
     checked = [_message(index, _with_tool_call(index, message)) for index, message in enumerate(messages)]
     if not any(m["role"] == "assistant" for m in checked):
         raise BadRecord("has no assistant message, so there is nothing to learn")

@@ -27,7 +27,7 @@ class OwnerBounds(BaseModel):
     """Batches that have not ended."""
     jobs: int = Field(200, ge=0)
     """Fine-tuning jobs that have not ended."""
-    models: int = Field(500, ge=0)
+    models: int = Field(200, ge=0)
     """Fine-tuned models; each job that has not ended counts as one."""
     model_bytes: int = Field(1024 * GIB, ge=0)
     """Of all versions of fine-tuned models; past it no new job begins."""

@@ -411,3 +411,11 @@ def test_a_template_that_runs_away_only_for_some_conversations_is_refused(librar
     template = "{% if " + when + " %}" + loop + "{% endif %}{{ messages[0].content }}"
     with pytest.raises(TemplateRefused, match="CPU|RANGE|Range|range"):
         library.import_path(checkpoints.write(tmp_path / "slow", template=template))
+
+
+def test_the_trial_renders_what_engines_render(library, tmp_path):
+    """Templates that know no tools are served with a way to show them, by whose words a template can tell the two."""
+    loop = "{% for a in range(40000) %}{% for b in range(40000) %}{% endfor %}{% endfor %}"
+    template = "{% if holder is defined %}" + loop + "{% endif %}{{ messages[0].content }}"
+    with pytest.raises(TemplateRefused):
+        library.import_path(checkpoints.write(tmp_path / "slow", template=template))

@@ -140,3 +140,8 @@ def test_rows_in_the_older_form_of_calls_become_tool_calls():
     assert (answer["role"], answer["tool_call_id"]) == ("tool", "call_1")
     with pytest.raises(BadRecord, match="both 'tools' and 'functions'"):
         check_chat(row | {"tools": chat["tools"]})
+
+
+def test_an_example_has_so_many_messages():
+    with pytest.raises(BadRecord, match="has 8193 messages, at most 8192"):
+        check_chat({"messages": [{"role": "user", "content": "a"}] * 8193})
