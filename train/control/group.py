@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 # Exceptions that mean "another rank is gone": never the root cause.
 _SYMPTOMS = ("DistBackendError", "DistNetworkError", "DistStoreError", "RuntimeError", "ConnectionError")
 _OWN_RANK_GRACE_S = 0.5
-_INTERNAL_EVENTS = ("ready", "done", "fatal")
 
 
 class Host(Protocol):

@@ -1,4 +1,5 @@
-"""Admits a request by its head: identifies the key, checks its scopes, and decides whether to read the body. Pure."""
+"""Rules by which a request is admitted from its head: which key it names (as a hash, which the dispatcher looks up),
+whether its scopes suffice, and whether its body is read. Pure."""
 
 from __future__ import annotations
 
