@@ -12,6 +12,7 @@ import json
 import math
 import resource
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ MAGIC = b"GGUF"
 _FIXED_BYTES = 2 << 30  # torch, transformers and one tensor in float32
 _HEADER_BYTES = 4 << 30  # for reading what is in the file: names, vocabulary, shapes
 _AVAILABLE_SHARE = 0.9
+_HEADER_CPU_S, _PARAMETERS_PER_CPU_S = 300, 1_000_000  # converting takes 0.1 s for as many
+_MOST_SIZE = 1 << 20
 
 
 class _Refused(Exception):
@@ -41,14 +44,21 @@ def main(file: Path, out: Path) -> None:
     sys.stdout = sys.stderr  # where libraries that print may print to
     available = _available_bytes()
     _limit_memory(min(available, _HEADER_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (_HEADER_CPU_S, resource.getrlimit(resource.RLIMIT_CPU)[1]))
     try:
         parameters = _parameters(file)
         needed = 2 * 2 * parameters + _FIXED_BYTES  # bfloat16, once as read and once in the model
         if needed > _AVAILABLE_SHARE * available:
             _say("done", needed_bytes=needed, available_bytes=available)
             return
-        _limit_memory(available)
-        _say("done", **_convert(file, out))
+        _limit_memory(min(int(_AVAILABLE_SHARE * available), 2 * needed))
+        cpu_s = _HEADER_CPU_S + parameters // _PARAMETERS_PER_CPU_S
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        with tempfile.TemporaryDirectory(dir=out.parent) as alone:
+            # Of the directory that the file lies in nothing else is read: transformers would take its tokenizer_config,
+            # with code in it, for the model's.
+            (Path(alone) / file.name).symlink_to(file.resolve())
+            _say("done", **_convert(Path(alone) / file.name, out))
     except _Refused as error:
         _say("done", refused=str(error))
 
@@ -70,7 +80,31 @@ def _parameters(file: Path) -> int:
     if found[1] not in ("", "model"):
         raise _Refused(f"holds a {found[1]!r}, not a model")
     _check_architecture(found[0])
+    _check_shape(reader, found[0])
     return count
+
+
+def _check_shape(reader: Any, architecture: str) -> None:
+    """The model is built from the header: what that claims must be there as tensors. A file of 2 KB that claimed three
+    million layers kept an import busy for hours."""
+    names = {tensor.name: tensor for tensor in reader.tensors}
+    blocks = {name.split(".")[1] for name in names if name.startswith("blk.")}
+    embedding = names.get("token_embd.weight")
+    if embedding is None:
+        raise _Refused("has no tensor token_embd.weight")
+    width, vocabulary = (int(size) for size in embedding.shape[:2])
+    for key, most in (("block_count", len(blocks)), ("embedding_length", width), ("vocab_size", vocabulary)):
+        field = reader.get_field(f"{architecture}.{key}")
+        if field is not None and int(field.contents()) > most:
+            raise _Refused(f"claims {key} {int(field.contents())}, its tensors have {most}")
+    for key in ("feed_forward_length", "attention.head_count", "attention.key_length", "expert_count"):
+        field = reader.get_field(f"{architecture}.{key}")
+        sizes = field.contents() if field is not None else 0
+        if max(sizes if isinstance(sizes, list) else [sizes], default=0) > _MOST_SIZE:
+            raise _Refused(f"claims {key} {sizes}, at most {_MOST_SIZE} is believed")
+    tokens = reader.get_field("tokenizer.ggml.tokens")
+    if tokens is not None and len(tokens.data) > vocabulary:
+        raise _Refused(f"has {len(tokens.data)} tokens for {vocabulary} embeddings")
 
 
 def _check_architecture(name: str) -> None:
@@ -94,9 +128,13 @@ def _convert(file: Path, out: Path) -> dict[str, Any]:
     modeling_gguf_pytorch_utils.tqdm = _told  # its only sign of progress
     place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**place)
+        tokenizer = AutoTokenizer.from_pretrained(**place, trust_remote_code=False)
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            **place, **_head_size(file), dtype=torch.bfloat16, output_loading_info=True
+            **place,
+            **_head_size(file),
+            dtype=torch.bfloat16,
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     except (ValueError, KeyError, IndexError, NotImplementedError, RuntimeError, TypeError) as error:
         raise _Refused(f"cannot be read by transformers: {type(error).__name__}: {str(error)[:300]}") from error

@@ -71,7 +71,7 @@ class Quotas:
             retry=True,
         )
         self._files(key_id, bounds)
-        self._bytes(key_id, bounds, input_bytes)
+        self._bytes(key_id, bounds, holdings.ANSWERS_PER_INPUT * input_bytes)
 
     def check_names(self, caller: Principal) -> None:
         """More names that can be called, or more owners who may call them: the gateways get all in one table, and what

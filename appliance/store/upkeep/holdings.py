@@ -11,13 +11,20 @@ _LIVE_PHASES = ("validating", "queued", "running", "suspended")
 assert not FINISHED_PHASES.intersection(_LIVE_PHASES)
 
 
+FILES_OF_BATCH, ANSWERS_PER_INPUT = 2, 3
+
+
 def _one_of(values: tuple[str, ...]) -> str:
     return ", ".join(f"'{value}'" for value in values)
 
 
 def files(db: Database, key_id: str) -> tuple[int, int]:
-    """Number and bytes."""
-    return _number_and_bytes(db, f"files WHERE {_OF}", key_id)
+    """Number and bytes, with those that unfinished batches are going to make: two files each, and answers that are
+    longer than their lines (an error is three times as long as a short one)."""
+    number, size = _number_and_bytes(db, f"files WHERE {_OF}", key_id)
+    inputs = f"SELECT input_file_id FROM batches WHERE status IN ({_one_of(UNFINISHED_BATCH)}) AND {_OF}"
+    unfinished, more = _number_and_bytes(db, f"files JOIN ({inputs}) ON input_file_id = files.id", key_id)
+    return number + FILES_OF_BATCH * unfinished, size + ANSWERS_PER_INPUT * more
 
 
 def uploads(db: Database, key_id: str) -> tuple[int, int]:

@@ -184,7 +184,8 @@ async def test_the_input_of_a_batch_outlasts_its_expiry_until_the_batch_has_ende
 
 
 async def test_uploads_batches_jobs_and_background_are_bounded(control: Control):
-    ann, ben = caller(control.db, "ann"), caller(control.db, "ben")
+    # A batch under way counts as the two files that it makes.
+    ann, ben = caller(control.db, "ann"), caller(control.db, "ben", bounds={"files": 4})
     assert [(await upload(control, ann, 1)).status_code for _ in range(2)] == [200, 200]
     assert refused(await upload(control, ann, 1), 429, "uploads")
 
@@ -403,3 +404,18 @@ def test_models_that_jobs_made_are_bounded_by_number_and_bytes(control: Control,
     with pytest.raises(ApiError, match="hold 1000000 of at most 1000000 bytes") as found:
         quotas.check_job(callers["ben"])
     assert found.value.param == "model_bytes"
+
+
+async def test_batches_under_way_hold_the_place_of_their_answers(control: Control, db: Database) -> None:
+    """All that were admitted at once were checked against the same room: thirty times the bound was written."""
+    ann = caller(db, "ann", bounds={"batches": 32, "files": 100, "file_bytes": 20 * len(LINE)})
+    made = await file(control, ann, LINE, "batch")
+    batch = {"input_file_id": made.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    answers = [await control.http.post("/v1/batches", headers=ann, json=batch) for _ in range(10)]
+    assert sum(answer.status_code == 200 for answer in answers) == 6  # 1 + 6 x 3 of 20 lines, and 3 more do not fit
+    assert refused_as(answers[-1], 413, "file_bytes")
+
+
+def refused_as(answer: httpx.Response, status: int, bound: str) -> bool:
+    error = answer.json().get("error", {})
+    return (answer.status_code, error.get("code"), error.get("param")) == (status, "limit_reached", bound)

@@ -111,3 +111,29 @@ def test_an_unknown_architecture_names_those_that_are_known():
         convert._check_architecture("rwkv6")
     for known in ("llama", "qwen2moe", "gpt-oss", "gemma3"):
         convert._check_architecture(known)
+
+
+def test_nothing_beside_the_file_is_read(library, tmp_path):
+    """A tokenizer_config.json beside it made transformers ask whether to run its code."""
+    folder = tmp_path / "hostile"
+    folder.mkdir()
+    file = gguf_files.write(folder / "m.gguf", gguf_files.model("llama"), "llama")
+    (folder / "tokenizer_config.json").write_text(
+        '{"auto_map": {"AutoTokenizer": ["x.T", null]}, "tokenizer_class": "T"}'
+    )
+    (folder / "x.py").write_text("raise SystemExit(3)")
+    made = library.import_model(str(file))
+    assert not (made.path / "x.py").exists() and "auto_map" not in (made.path / "tokenizer_config.json").read_text()
+
+
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "vocab_size"])
+def test_a_header_that_claims_more_than_there_are_tensors_is_refused(tmp_path, key):
+    """2 KB that claimed three million layers kept an import busy for hours."""
+    made = gguf_files.model("llama")
+    field = {"block_count": "num_hidden_layers", "embedding_length": "hidden_size", "vocab_size": "vocab_size"}[key]
+    honest = getattr(made.config, field)
+    names = made.config.num_hidden_layers
+    setattr(made.config, field, 3_000_000)
+    file = gguf_files.write(tmp_path / "m.gguf", made, "llama", blocks=names)
+    with pytest.raises(convert._Refused, match=f"claims {key} 3000000, its tensors have {honest}"):
+        convert._parameters(file)

@@ -47,8 +47,9 @@ def model(family: str, **more: Any) -> Any:
     return made
 
 
-def write(path: Path, made: Any, family: str, **fields: Any) -> Path:
-    """fields: more string fields of the header, or tensors."""
+def write(path: Path, made: Any, family: str, blocks: int | None = None, **fields: Any) -> Path:
+    """blocks: those that have tensors, where the header says otherwise. fields: more string fields of the header, or
+    tensors."""
     arch = FAMILIES[family][0]
     config = made.config
     writer = gguf.GGUFWriter(path, arch)
@@ -75,7 +76,7 @@ def write(path: Path, made: Any, family: str, **fields: Any) -> Path:
     for name, value in fields.items():
         if name not in tensors:
             writer.add_string(name, value)
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), blocks or config.num_hidden_layers)
     for name, tensor in made.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
