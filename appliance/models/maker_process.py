@@ -21,11 +21,7 @@ Report = Callable[[float, float | None, str, str], None]
 
 
 class MakerFailed(Exception):
-    """The process ended without a result. code: its exit status; output: the end of what it wrote to stderr."""
-
-    def __init__(self, code: int, output: str):
-        super().__init__(f"ended with code {code}: {output}")
-        self.code, self.output = code, output
+    """The process ended without a result; the text has its exit status and the end of what it wrote to stderr."""
 
 
 def make_starter(out: Path, minutes: float, report: Report) -> dict[str, Any]:
@@ -92,7 +88,7 @@ def _run(module: str, options: Sequence[str], on_event: Callable[[dict[str, Any]
             process.stdout.close()
         errors.seek(0)
         if process.returncode != 0 or result is None:
-            raise MakerFailed(process.returncode, errors.read().strip()[-1000:])
+            raise MakerFailed(f"ended with code {process.returncode}: {errors.read().strip()[-1000:]}")
     return result
 
 

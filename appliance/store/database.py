@@ -62,6 +62,11 @@ def counting_changes() -> Iterator[Changes]:
         _CHANGES.reset(token)
 
 
+def sql_list(words: Iterable[str]) -> str:
+    """Words of the code itself, never of a request, for `IN (...)`."""
+    return ", ".join(f"'{word}'" for word in words)
+
+
 def json_column(**kwargs: Any) -> Any:
     """A dataclass field that is stored as JSON text (NULL stays None)."""
     return dataclasses.field(metadata={"json": True}, **kwargs)

@@ -252,10 +252,8 @@ class HostMemory:
         return usage.pool_bytes, self._store.evictable_bytes()
 
     def _forget(self, now_s: float) -> None:
-        self._wanted = {model: (n, at_s) for model, (n, at_s) in self._wanted.items() if now_s - at_s < WANTED_FOR_S}
-        self._waiting_jobs = {
-            job: (n, at_s) for job, (n, at_s) in self._waiting_jobs.items() if now_s - at_s < WANTED_FOR_S
-        }
+        self._wanted = _asked_lately(self._wanted, now_s)
+        self._waiting_jobs = _asked_lately(self._waiting_jobs, now_s)
         self._barren = {kind: until_s for kind, until_s in self._barren.items() if until_s > now_s}
         while self._starting and now_s - self._starting[0][0] >= STARTING_FOR_S:
             self._starting.popleft()
@@ -309,3 +307,8 @@ class HostMemory:
 
     def _of_others(self) -> str:
         return "" if self._others is None else f", other programs hold {gb(self._others)}"
+
+
+def _asked_lately(asked: Mapping[str, tuple[int, float]], now_s: float) -> dict[str, tuple[int, float]]:
+    """By name: bytes, and when they were last asked for."""
+    return {name: (needed, at_s) for name, (needed, at_s) in asked.items() if now_s - at_s < WANTED_FOR_S}

@@ -43,17 +43,17 @@ def main(file: Path, out: Path) -> None:
     die_with_parent()
     sys.stdout = sys.stderr  # where libraries that print may print to
     available = _available_bytes()
-    _limit_memory(min(available, _HEADER_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (_HEADER_CPU_S, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    _limit(memory_bytes=min(available, _HEADER_BYTES), cpu_s=_HEADER_CPU_S)
     try:
         parameters = _parameters(file)
         needed = 2 * 2 * parameters + _FIXED_BYTES  # bfloat16, once as read and once in the model
         if needed > _AVAILABLE_SHARE * available:
             _say("done", needed_bytes=needed, available_bytes=available)
             return
-        _limit_memory(min(int(_AVAILABLE_SHARE * available), 2 * needed))
-        cpu_s = _HEADER_CPU_S + parameters // _PARAMETERS_PER_CPU_S
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        _limit(
+            memory_bytes=min(int(_AVAILABLE_SHARE * available), 2 * needed),
+            cpu_s=_HEADER_CPU_S + parameters // _PARAMETERS_PER_CPU_S,
+        )
         with tempfile.TemporaryDirectory(dir=out.parent) as alone:
             # Of the directory that the file lies in nothing else is read: transformers would take its tokenizer_config,
             # with code in it, for the model's.
@@ -126,12 +126,13 @@ def _convert(file: Path, out: Path) -> dict[str, Any]:
 
     logging.set_verbosity_error()
     modeling_gguf_pytorch_utils.tqdm = _told  # its only sign of progress
+    reader = _reader(file)
     place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**place, trust_remote_code=False)
         model, loaded = AutoModelForCausalLM.from_pretrained(
             **place,
-            **_head_size(file),
+            **_head_size(reader),
             dtype=torch.bfloat16,
             output_loading_info=True,
             trust_remote_code=False,
@@ -141,7 +142,7 @@ def _convert(file: Path, out: Path) -> dict[str, Any]:
     if wrong := sorted({*loaded["missing_keys"], *map(str, loaded["mismatched_keys"])}):
         raise _Refused(f"has no fitting tensor for {', '.join(wrong[:3])} ({len(wrong)} in all); is it damaged?")
     _scale_gemma(model.config)
-    scaled = next((tensor for tensor in _reader(file).tensors if tensor.name == "rope_freqs.weight"), None)
+    scaled = next((tensor for tensor in reader.tensors if tensor.name == "rope_freqs.weight"), None)
     if scaled is not None:
         model.config.rope_parameters = _llama3_rope(model.config, [float(factor) for factor in scaled.data.ravel()])
     # It is no quantised model any more; the quantiser would refuse to save it.
@@ -153,12 +154,11 @@ def _convert(file: Path, out: Path) -> dict[str, Any]:
     return {"parameters": model.num_parameters(), "architecture": model.config.model_type}
 
 
-def _head_size(file: Path) -> dict[str, int]:
+def _head_size(reader: Any) -> dict[str, int]:
     """The size of a head where transformers takes a default instead of the file's: Qwen3's other sizes than 128."""
     from transformers import CONFIG_MAPPING
     from transformers.integrations import GGUF_CONFIG_MAPPING
 
-    reader = _reader(file)
     arch = reader.get_field("general.architecture").contents()
     length = reader.get_field(f"{arch}.attention.key_length")
     name = {"qwen3moe": "qwen3_moe"}.get(arch, arch)
@@ -223,9 +223,10 @@ def _available_bytes() -> int:
     return psutil.virtual_memory().available
 
 
-def _limit_memory(nbytes: int) -> None:
-    """Of what this process allocates; files that it maps do not count (setrlimit(2), RLIMIT_DATA)."""
-    resource.setrlimit(resource.RLIMIT_DATA, (int(nbytes), resource.getrlimit(resource.RLIMIT_DATA)[1]))
+def _limit(*, memory_bytes: int, cpu_s: int) -> None:
+    """Of this process. memory_bytes: what it allocates; files that it maps do not count (setrlimit(2), RLIMIT_DATA)."""
+    for kind, most in ((resource.RLIMIT_DATA, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
+        resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
 
 
 if __name__ == "__main__":

@@ -191,7 +191,6 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
 
 # A chat request with only numbers, these fields and messages needs no further checks.
 _PLAIN_TEXT: Final = frozenset({"model", "stream", "user"})
-_EMBEDDING_TOKENS: Final = 65_536
 _PLAIN_FIELDS: Final = frozenset({"role", "content", "name"})
 _PLAIN_ROLES: Final = frozenset({"system", "developer", "user", "assistant"})
 _PLAIN_NUMBERS: Final = frozenset(
@@ -351,6 +350,9 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
             )
         return 1
     return len(value)
+
+
+_EMBEDDING_TOKENS: Final = 65_536
 
 
 def _few_tokens(given: int) -> None:

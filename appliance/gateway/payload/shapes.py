@@ -186,7 +186,7 @@ def check_others(data: dict[str, Any]) -> None:
     values = 0
     for name, value in data.items():
         if isinstance(value, list | dict) and name not in _MEASURED:
-            values += _beside_schemas(value) if name in _FORMS else _values(value, _OTHER_VALUES)
+            values += _values(value, _OTHER_VALUES, schemas=name not in _FORMS)
             if values > _OTHER_VALUES:
                 raise _too_many(name, "values", values, _OTHER_VALUES)
 
@@ -291,28 +291,17 @@ def check_items(items: list[Any], limits: Limits) -> None:
         raise _odd("input", odd)
 
 
-def _values(root: Any, most: int) -> int:
-    """Number of values in an item, at any depth, up to `most`."""
+def _values(root: Any, most: int, schemas: bool = True) -> int:
+    """Number of values in an item, at any depth, up to `most`. schemas: with those of JSON schemas in it, which
+    structure.py measures in the forms of answers."""
     found, stack = 0, [root]
     while stack and found <= most:
         node = stack.pop()
         if isinstance(node, dict):
             found += len(node)
-            stack.extend(node.values())
-        elif isinstance(node, list):
-            found += len(node)
-            stack.extend(node)
-    return found
-
-
-def _beside_schemas(form: Any) -> int:
-    """Values of a form of answers, as far as the most that may be, without those of its JSON schema: structure.py
-    measures that."""
-    found, stack = 0, [form]
-    while stack and found <= _OTHER_VALUES:
-        node = stack.pop()
-        if isinstance(node, dict):
-            found += len(node)
+            if schemas:
+                stack.extend(node.values())
+                continue
             for name, value in node.items():
                 if name != "schema" and not (name == "json" and isinstance(value, dict)):
                     stack.append(value)

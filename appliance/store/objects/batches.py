@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from appliance.store.database import Database, Page, owned_by
+from appliance.store.database import Database, Page, owned_by, sql_list
 from appliance.store.rows import UNFINISHED_BATCH, BatchRow
 
-_UNFINISHED = ", ".join(f"'{status}'" for status in UNFINISHED_BATCH)
+_UNFINISHED = sql_list(UNFINISHED_BATCH)
 
 
 def insert(db: Database, row: BatchRow) -> None:

@@ -5,11 +5,11 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 
 from __future__ import annotations
 
-from appliance.store.database import Database, Page, owned_by
+from appliance.store.database import Database, Page, owned_by, sql_list
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import UNFINISHED_BATCH, FileRow
 
-_UNFINISHED_BATCH = ", ".join(f"'{status}'" for status in UNFINISHED_BATCH)
+_UNFINISHED_BATCH = sql_list(UNFINISHED_BATCH)
 
 
 def insert(db: Database, row: FileRow) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.store.database import Database
+from appliance.store.database import Database, sql_list
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_RESPONSE
 
 # A key that is not in the table (the box of a test) is an owner of its own.
@@ -10,19 +10,14 @@ _OF = "key_id IN (SELECT ?1 UNION SELECT id FROM keys WHERE owner = (SELECT owne
 _LIVE_PHASES = ("validating", "queued", "running", "suspended")
 assert not FINISHED_PHASES.intersection(_LIVE_PHASES)
 
-
 FILES_OF_BATCH, ANSWERS_PER_INPUT = 2, 3
-
-
-def _one_of(values: tuple[str, ...]) -> str:
-    return ", ".join(f"'{value}'" for value in values)
 
 
 def files(db: Database, key_id: str) -> tuple[int, int]:
     """Number and bytes, with those that unfinished batches are going to make: two files each, and answers that are
     longer than their lines (an error is three times as long as a short one)."""
     number, size = _number_and_bytes(db, f"files WHERE {_OF}", key_id)
-    inputs = f"SELECT input_file_id FROM batches WHERE status IN ({_one_of(UNFINISHED_BATCH)}) AND {_OF}"
+    inputs = f"SELECT input_file_id FROM batches WHERE status IN ({sql_list(UNFINISHED_BATCH)}) AND {_OF}"
     unfinished, more = _number_and_bytes(db, f"files JOIN ({inputs}) ON input_file_id = files.id", key_id)
     return number + FILES_OF_BATCH * unfinished, size + ANSWERS_PER_INPUT * more
 
@@ -39,7 +34,7 @@ def responses(db: Database, key_id: str) -> tuple[int, int]:
 
 def background(db: Database, key_id: str) -> tuple[int, int]:
     """Number and bytes of responses that are still to be answered."""
-    return _number_and_bytes(db, f"responses WHERE status IN ({_one_of(UNFINISHED_RESPONSE)}) AND {_OF}", key_id)
+    return _number_and_bytes(db, f"responses WHERE status IN ({sql_list(UNFINISHED_RESPONSE)}) AND {_OF}", key_id)
 
 
 def shrink_responses(db: Database, key_id: str, number: int, size: int) -> int:
@@ -49,7 +44,7 @@ def shrink_responses(db: Database, key_id: str, number: int, size: int) -> int:
     gone = []
     if have > number or have_bytes > size:
         rows = db.execute(
-            f"SELECT id, bytes FROM responses WHERE status NOT IN ({_one_of(UNFINISHED_RESPONSE)}) AND {_OF}"
+            f"SELECT id, bytes FROM responses WHERE status NOT IN ({sql_list(UNFINISHED_RESPONSE)}) AND {_OF}"
             " ORDER BY used_s, seq",
             [key_id],
         )
@@ -64,12 +59,12 @@ def shrink_responses(db: Database, key_id: str, number: int, size: int) -> int:
 
 def batches(db: Database, key_id: str) -> int:
     """Number of unfinished batches."""
-    return _number(db, f"batches WHERE status IN ({_one_of(UNFINISHED_BATCH)}) AND {_OF}", key_id)
+    return _number(db, f"batches WHERE status IN ({sql_list(UNFINISHED_BATCH)}) AND {_OF}", key_id)
 
 
 def jobs(db: Database, key_id: str) -> int:
     """Number of unfinished jobs."""
-    return _number(db, f"jobs WHERE phase IN ({_one_of(_LIVE_PHASES)}) AND {_OF}", key_id)
+    return _number(db, f"jobs WHERE phase IN ({sql_list(_LIVE_PHASES)}) AND {_OF}", key_id)
 
 
 def models(db: Database, key_id: str) -> tuple[int, int]:

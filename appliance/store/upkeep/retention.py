@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from appliance.store.database import Database
+from appliance.store.database import Database, sql_list
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH
 
 # (db, before_s, limit) -> how many went. Fewer than `limit` means that nothing more is that old.
 Drop = Callable[[Database, float, int], int]
 
-_FINISHED = ", ".join(f"'{phase}'" for phase in sorted(FINISHED_PHASES))
-_LIVE = ", ".join(f"'{status}'" for status in UNFINISHED_BATCH)
+_FINISHED = sql_list(sorted(FINISHED_PHASES))
+_LIVE = sql_list(UNFINISHED_BATCH)
 
 
 def _oldest(table: str, time: str, condition: str = "1") -> Drop:

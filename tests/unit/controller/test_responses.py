@@ -211,8 +211,8 @@ async def test_pages_of_a_long_conversation_are_all_its_items_once_in_either_ord
     assert empty["data"] == [] and empty["has_more"] and empty["first_id"] is None
 
 
-async def test_a_page_parses_the_turns_that_it_is_in_and_no_others(control: Control, monkeypatch: pytest.MonkeyPatch):
-    """All of a long conversation was parsed for each page, 6.6 s on the loop that answers everybody."""
+async def forty_turns(control: Control, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A conversation; what is returned gets the ids of its turns as their items are parsed."""
     await send(control, *(copy(n, f"q{n}", text=f"a{n}", previous=n - 1 or None) for n in range(1, 41)))
     parsed: list[str] = []
     seen = response_items.listed
@@ -222,6 +222,12 @@ async def test_a_page_parses_the_turns_that_it_is_in_and_no_others(control: Cont
         return seen(row, answered=answered)
 
     monkeypatch.setattr("appliance.controller.openai.response_routes.listed", listed)
+    return parsed
+
+
+async def test_a_page_parses_the_turns_that_it_is_in_and_no_others(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """All of a long conversation was parsed for each page, 6.6 s on the loop that answers everybody."""
+    parsed = await forty_turns(control, monkeypatch)
     url = f"/v1/responses/{name(40)}/input_items"
     first = (await control.http.get(url, params={"limit": 3})).json()
     assert parsed == [name(40), name(39), name(38)] and first["has_more"]
@@ -233,15 +239,7 @@ async def test_a_page_parses_the_turns_that_it_is_in_and_no_others(control: Cont
 
 async def test_a_cursor_that_stands_in_every_turn_parses_few_of_them(control: Control, monkeypatch: pytest.MonkeyPatch):
     """`after=type` parsed a whole conversation: whoever asks chooses what the turns are searched for."""
-    await send(control, *(copy(n, f"q{n}", text=f"a{n}", previous=n - 1 or None) for n in range(1, 41)))
-    parsed: list[str] = []
-    seen = response_items.listed
-
-    def listed(row: Any, *, answered: bool) -> Any:
-        parsed.append(row.id)
-        return seen(row, answered=answered)
-
-    monkeypatch.setattr("appliance.controller.openai.response_routes.listed", listed)
+    parsed = await forty_turns(control, monkeypatch)
     url = f"/v1/responses/{name(40)}/input_items"
     for cursor in ("type", "message", "e", "user"):
         parsed.clear()
