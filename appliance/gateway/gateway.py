@@ -6,7 +6,6 @@ One sweep, a few times a second, does the time-driven work of all connections; t
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import ssl
 import time
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from appliance.gateway.core import errors
-from appliance.gateway.core.config import GatewayConfig, Limits
+from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.inference.response_copies import ResponseCopies
 from appliance.gateway.routing.holds import Refusal
 from appliance.gateway.routing.table import Table
@@ -113,12 +112,6 @@ class Gateway:
         state.keys = dict(table.keys)
         state.tables_applied += 1
         state.spending.apply(table.keys.values())
-        known = {f.name: type(getattr(self.config.limits, f.name)) for f in dataclasses.fields(Limits)}
-        changed = {name: known[name](value) for name, value in table.limits.items() if name in known}
-        limits = dataclasses.replace(self.config.limits, **changed)
-        if limits != state.limits:
-            state.limits = limits
-        state.router.max_inflight = state.limits.replica_inflight
         state.router.apply(table.models)
         state.comparison.apply(table.models)
         state.metrics.forget_models(state.router.models)

@@ -125,8 +125,6 @@ class DeploymentRow:
     max_replicas None: as many as the box's settings allow. idle_sleep_s: one replica stays awake for so long after the
     last request, then it sleeps; None: asleep only when the devices are wanted elsewhere. ttft_p95_s, tpot_p95_ms:
     targets for the time to the first token and per further token; None: none.
-    failures, failed_reason, not_before_s: not used any more; what fails is known to the scheduler alone, so that a
-    restart tries everything again.
     """
 
     model: str
@@ -138,9 +136,6 @@ class DeploymentRow:
     idle_sleep_s: float | None = None
     ttft_p95_s: float | None = None
     tpot_p95_ms: float | None = None
-    failures: int = 0
-    failed_reason: str = ""
-    not_before_s: float = 0.0
     options: dict[str, Any] = json_column(default_factory=dict)
 
 
@@ -149,8 +144,8 @@ class CanaryRow:
     """A version that takes `share` (0 to 1) of its model's requests and is compared with `before`, the active one.
 
     auto: promoted or rolled back without being asked to. watch_s: how long it is watched before it is promoted, and
-    min_requests of each version. reason: why it ended. failed_reason: not used any more. compared: what
-    was known of both versions when it ended.
+    min_requests of each version. reason: why it ended. compared: what was known of both versions when it
+    ended.
     """
 
     model: str
@@ -163,7 +158,6 @@ class CanaryRow:
     min_requests: int = 50
     state: Literal["running", "promoted", "rolled_back"] = "running"
     reason: str = ""
-    failed_reason: str = ""
     ended_s: float | None = None
     compared: dict[str, Any] | None = json_column(default=None)
 
@@ -213,8 +207,6 @@ class JobRow:
     deadline_s: float | None = None
     preemptible: int = 1
     held: int = 0
-    failures: int = 0
-    not_before_s: float = 0.0
     devices: list[str] = json_column(default_factory=list)
     snapshot: dict[str, Any] | None = json_column(default=None)
     step: int = 0

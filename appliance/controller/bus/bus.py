@@ -86,7 +86,6 @@ class Bus:
         self._models_sent: dict[str, Any] = {}
         self.table_bytes, self.is_table_too_long = 0, False
         self._keys: dict[str, Any] = {}
-        self._limits: dict[str, Any] = {}
         self._degraded: list[str] = []
         self._line = b""
         self._gateways: set[_Gateway] = set()
@@ -136,11 +135,6 @@ class Bus:
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
         if keys != self._keys:
             self._keys = keys
-            self._next_generation()
-
-    def set_limits(self, limits: dict[str, Any]) -> None:
-        if limits != self._limits:
-            self._limits = limits
             self._next_generation()
 
     def set_degraded(self, names: list[str]) -> None:
@@ -358,7 +352,6 @@ class Bus:
             "audiences": list(places),
             "models": rows,
             "keys": self._keys,
-            "limits": self._limits,
         }
         return orjson.dumps(table, option=orjson.OPT_APPEND_NEWLINE)
 

@@ -57,7 +57,6 @@ class Table:
     generation: int
     models: tuple[Model, ...]
     keys: Mapping[str, Caller]
-    limits: Mapping[str, int | float]
     refused: tuple[str, ...] = ()
 
 
@@ -70,7 +69,6 @@ def parse_table(data: Mapping[str, Any], *, default_hold_s: float) -> Table:
         raise TableInvalid(f"generation: {generation!r} given, expected an integer")
     models = _object(data.get("models", {}), "models")
     keys = _object(data.get("keys", {}), "keys")
-    limits = _object(data.get("limits", {}), "limits")
     refused: list[str] = []
     audiences = _audiences(data.get("audiences"))
     rows: list[Model] = []
@@ -89,7 +87,6 @@ def parse_table(data: Mapping[str, Any], *, default_hold_s: float) -> Table:
         generation,
         tuple(rows),
         callers,
-        {k: v for k, v in limits.items() if isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < 1e15},
         tuple(refused),
     )
 

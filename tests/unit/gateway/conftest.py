@@ -189,7 +189,7 @@ class Box:
 
     def table(self) -> dict[str, Any]:
         self.generation += 1
-        return {"type": "table", "generation": self.generation, "models": self.models, "keys": self.keys, "limits": {}}
+        return {"type": "table", "generation": self.generation, "models": self.models, "keys": self.keys}
 
     def limit(self, key: str = KEY, **limits: Any) -> None:
         """Give a key other limits in the table."""

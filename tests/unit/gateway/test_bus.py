@@ -15,7 +15,7 @@ from appliance.gateway.bus import BusClient
 from appliance.gateway.core.errors import TableInvalid
 from appliance.gateway.routing.table import parse_table
 
-from .conftest import Box, Start, chat, request_bytes
+from .conftest import Box, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, chat_answer
 
 
@@ -179,19 +179,6 @@ async def test_line_that_is_not_json_costs_the_connection_not_the_table(box: Box
     await bus.push(b"{nonsense\n")
     await asyncio.wait_for(bus.connected.wait(), 10)
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
-
-
-async def test_limits_of_the_table_override_the_config(start_box: Start) -> None:
-    box = await start_box()
-    await box.engine("e0")
-    box.serve("m", "e0")
-    table = box.table()
-    box.gateway.apply(parse_table({**table, "limits": {"n": 2, "unknown": 3, "keepalive_s": 1}}, default_hold_s=1.0))
-    assert (await box.ask("POST", "/v1/chat/completions", chat(n=3))).status == 400
-    assert (await box.ask("POST", "/v1/chat/completions", chat(n=2))).status == 200
-    assert box.state.limits.keepalive_s == 1.0
-    box.apply()
-    assert (await box.ask("POST", "/v1/chat/completions", chat(n=3))).status == 200
 
 
 GOOD_REPLICA = {"id": "e", "socket": "/s", "state": "open"}

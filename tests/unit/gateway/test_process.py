@@ -86,7 +86,6 @@ class Running:
                 "keys": {digest: {"id": "k", "name": "k", "scopes": ["inference", "fine_tuning", "admin"]}}
                 if keys
                 else {},
-                "limits": {},
             }
         )
         await self.bus.report(generation=self.generation)

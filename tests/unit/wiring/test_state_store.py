@@ -106,11 +106,8 @@ def test_after_a_restart_nothing_counts_as_running(states, add_job, db):
     assert jobs.get(db, "ftjob-saved").phase == "suspended"
 
 
-def test_what_failed_before_a_restart_is_not_held_against_what_is_tried_after_it(states, add_model, db, refreshed):
+def test_trouble_of_a_model_is_told_to_the_gateways_and_kept_by_the_loop_alone(states, add_model, db, refreshed):
     add_model()
-    deployments.update(db, "starter", failed_reason="v1: no memory", failures=3, not_before_s=1e12)  # of an older box
-    (view,) = states.load().deployments
-    assert view.not_before_s == 0.0 and view.failed == ""
     trouble = Trouble("starter", "v1", "the engine does not start", "own", 3, 3, 1e12, True)
     states.model_trouble("starter", trouble)
     assert refreshed == [1], "the gateways are told"
