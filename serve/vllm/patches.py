@@ -37,7 +37,7 @@ from runtime.processes.kernel import die_with_parent
 from serve.cpu import gloo_device
 from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
-from serve.vllm import answer_version, forced_calls, grammar_threads, stream_chunks
+from serve.vllm import answer_version, embedding_requests, forced_calls, grammar_threads, stream_chunks
 from serve.vllm.fingerprint_pass import run_fingerprint
 
 SEGMENT_NAME_BYTES = 8
@@ -93,6 +93,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
     grammar_threads.no_outlines(backend_outlines)
     forced_calls.apply()
+    embedding_requests.apply()
     # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
     stream_chunks.apply()
 

@@ -139,20 +139,22 @@ def scan() -> Iterator[tuple[str, bool]]:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-    from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest
+    from vllm.entrypoints.pooling.embed import protocol as embed
 
     from appliance.gateway.core.config import Limits
     from appliance.gateway.core.errors import HttpError
     from appliance.gateway.core.routes import resolve
     from appliance.gateway.payload.fields import FIELDS
     from appliance.gateway.payload.request_check import check_body
+    from serve.vllm import embedding_requests
 
+    embedding_requests.apply()
     models = {
         "chat.completions": ChatCompletionRequest,
         "completions": CompletionRequest,
         "responses": ResponsesRequest,
         "messages": AnthropicMessagesRequest,
-        "embeddings": EmbeddingRequest,
+        "embeddings": embed.EmbeddingRequest,
     }
     tried, passed = 0, 0
     for route, model in models.items():
@@ -169,4 +171,10 @@ def scan() -> Iterator[tuple[str, bool]]:
             except ValidationError as error:
                 if error.error_count() > MOST_ERRORS:
                     yield f"{route}: {what} passes the gateway and has {error.error_count()} mismatches", False
+    tokens = {"model": "m", "input": [1] * 100_000, "encoding_format": "none such"}
+    try:
+        TypeAdapter(embed.EmbeddingRequest).validate_python(tokens)
+        yield "an unknown encoding is refused", False
+    except ValidationError as error:
+        yield f"tokens are not read as messages, too: {error.error_count()} mismatches", error.error_count() < 20
     yield f"of {tried} bodies {passed} passed the gateway: the scan looks at something", tried > 2000 and passed > 100

@@ -338,11 +338,7 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
     if not same_kind(value):
         raise _bad(name, value, "a string, or an array of strings alone, tokens alone or token arrays alone")
     if isinstance(value[0], int):
-        if name == "input":
-            _few_tokens(len(value))
         return 1
-    if name == "input" and isinstance(value[0], list):
-        _few_tokens(sum(len(tokens) for tokens in value))
     if name == "input":
         if len(value) > limits.embedding_inputs:
             raise errors.bad_request(
@@ -350,20 +346,6 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
             )
         return 1
     return len(value)
-
-
-_EMBEDDING_TOKENS: Final = 65_536
-
-
-def _few_tokens(given: int) -> None:
-    # An engine reads an embedding's tokens as a union of two requests: 12 µs and 5 KB each, where a prompt's take 0.04.
-    if given > _EMBEDDING_TOKENS:
-        raise errors.bad_request(
-            f"{given} tokens given, at most {_EMBEDDING_TOKENS} are allowed in one request; send texts, or several "
-            "requests.",
-            param="input",
-            code="too_many_values",
-        )
 
 
 def _cache_salt(salt: Any) -> str:
