@@ -1,10 +1,10 @@
 """Mode `auto` against the best constant split in hindsight, on traffic that nobody tuned to.
 
-The best constant is the split with most training among those whose share of requests in time is at least 99 %, or, where
-that cannot be had, what all devices together reach. A row says what `auto` trained over what that split trained, and
+The best constant is the split with most training among those whose share of requests in time is at least 99 %, or,
+where that cannot be had, what all devices together reach. A row says what `auto` trained over what that split trained, and
 both shares in time.
 
-    python benchmarks/auto_regret.py [--only NAME ...] [--seeds 1 2 3] [--drawn N] [--hours 1] [--devices 8] [--json FILE]
+    python benchmarks/auto_regret.py [--only NAME ...] [--seeds 1 2 3] [--drawn N] [--hours 1] [--devices 8]
 
 --drawn adds N kinds whose every parameter is drawn from the seed.
 """
@@ -90,7 +90,8 @@ def main() -> None:
     for n in range(args.drawn):
         kinds[f"drawn {n}"] = drawn(random.Random(args.seeds[0] * 1_000_003 + n), args.devices)
     print(
-        f"{'kind':32}{'seed':>5}{'requests':>9}{'in time':>9}{'hours':>8}{'moves/h':>9}{'best':>6}{'':>9}{'':>8}{'ratio':>8}"
+        f"{'kind':32}{'seed':>5}{'requests':>9}{'in time':>9}{'hours':>8}{'moves/h':>9}{'best':>6}{'in time':>9}"
+        f"{'hours':>8}{'ratio':>8}"
     )
     rows = []
     for name, kind in kinds.items():

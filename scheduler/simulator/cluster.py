@@ -16,7 +16,6 @@ from collections import deque
 from scheduler.simulator.engine import Engine, EngineModel, Served
 from scheduler.simulator.trace import Requests
 
-
 PENDING_TO_TOTAL = 16
 """A prompt token that stands before a first token weighs as much as this many tokens in all."""
 

@@ -18,8 +18,9 @@ def load_report(state: State) -> dict[str, Any]:
     """The load report of the bus.
 
     last_request_s: Unix time, None before the first; ttft_p95_s, tpot_p95_s: of the last minute, None without requests.
-    arrived_*, first_tokens: since `started_s`; arrived_prompts and first_tokens by bucket of size and of time. waiting_prompt_tokens: of requests without a first token, as far as visible:
-    non-streaming requests only while they are held.
+    arrived_*, first_tokens: since `started_s`; arrived_prompts and first_tokens by bucket of size and of time.
+    waiting_prompt_tokens: of requests without a first token, as far as visible: non-streaming requests only while they
+    are held.
     """
     now = time.monotonic()
     unix_offset_s = time.time() - now

@@ -59,9 +59,9 @@ def test_a_coarse_clock_is_seen_and_its_arrivals_are_spread() -> None:
     assert few.clock_s == 0.0, "one request at each stamp: they may be that far apart"
 
 
-def waits_s(requests: Requests, opens_s: float, model: EngineModel = EngineModel()) -> list[float]:
+def waits_s(requests: Requests, opens_s: float, model: EngineModel | None = None) -> list[float]:
     """Times to first token with one engine from the start and a second from `opens_s` on."""
-    cluster = Cluster(requests, model)
+    cluster = Cluster(requests, model or EngineModel())
     cluster.start("a")
     cluster.open("a")
     cluster.advance(opens_s)
