@@ -12,6 +12,7 @@ from appliance.controller.devices import node_sizes
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
 from runtime.devices.kinds import HOST
+from scheduler.core.config import SchedulerConfig
 from train.methods.method import Method
 from train.methods.methods import DEFAULT
 from train.plan.estimate import ModelShape
@@ -32,6 +33,7 @@ def box_facts(context: ControllerContext) -> BoxFacts:
         device_memory_bytes=min((d["memory_bytes"] for d in devices), default=0),
         store_budget_bytes=budget,
         host_memory_bytes=now["memory"].get("host_bytes"),
+        asleep_per_device=now["memory"].get("asleep_per_device", SchedulerConfig().max_asleep_per_device),
         store_room_bytes=room if room is not None else (budget or 0) - (now["memory"]["used_bytes"] or 0),
     )
 
