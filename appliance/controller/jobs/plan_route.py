@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -71,9 +72,8 @@ def _known(context: ControllerContext, name: str) -> Resolved:
 
 def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
     base = _known(context, body.model)
-    verdict = capacity.serve(
-        shape_of(base), base.version.bytes, body.replicas, body.tensor_parallel, box_facts(context)
-    )
+    size = partial(context.sizes.size, base.model, base.version)
+    verdict = capacity.serve(size, base.version.bytes, body.replicas, body.tensor_parallel, box_facts(context))
     return {
         "object": "plan",
         "kind": "serve",
