@@ -25,8 +25,8 @@ UNSUPPORTED = (
         "Huawei Ascend NPUs",
         Path("/dev/davinci_manager"),
         "there is no kind of device for them (runtime/devices/), torch needs the package torch_npu and vLLM the "
-        "plug-in vllm-ascend, which pins another vLLM than the box's, and loading in place and sleep rest on vLLM's own "
-        "worker",
+        "plug-in vllm-ascend, which pins another vLLM than the box's, and loading in place and sleep rest on vLLM's "
+        "own worker",
     ),
 )
 

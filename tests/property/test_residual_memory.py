@@ -38,7 +38,8 @@ def test_no_device_keeps_more_sleepers_than_the_bound(kind, bound, devices):
         for n, held in enumerate(devices)
     )
     deployments = tuple(
-        DeploymentView(r.model, "v1", demand=Demand(last_request_s=float(n))) for n, r in enumerate(replicas)
+        DeploymentView(r.model, "v1", demand=Demand(last_request_s=float(n)), tensor_parallel=len(r.devices))
+        for n, r in enumerate(replicas)
     )
     box = tuple(Device(f"n0/{n}", "n0", n, kind, memory_bytes=80 * GIB) for n in range(4))
     made = plan(Snapshot(Policy("auto"), box, deployments=deployments, replicas=replicas), 1e6, config)
