@@ -20,6 +20,7 @@ from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.interfaces.signals import Signals
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models.capacity import BoxFacts
+from appliance.controller.models.engine_sizes import EngineSizes
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
@@ -105,7 +106,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         background=background,
     )
     spending = Spending(db, signals.keys_changed)
-    routing = BusRouting(bus, db, config.gateway.holds.hold_s, config.serve.max_model_len, loop.trouble)
+    sizes = EngineSizes(db, config.serve, devices[0])
+    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.context, loop.trouble)
     lines = SocketEngines(
         bus,
         config.controller,
@@ -118,7 +120,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(db, store, make_levels(config.weights, paths), jobs_dir=paths.jobs)
     back = TierReturn(tiers)
-    provider = VersionProvider(db, store, back, config, devices[0])
+    provider = VersionProvider(db, store, back, config, devices[0], sizes)
     flow = TierFlow(db, tiers, owner=paths.box_id, is_held=provider.holds, background=background)
     adapters = AdapterSource(paths.adapter_socket, db, store, back)
     hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
@@ -176,6 +178,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         key_sink=bus,
         tiers=tiers,
         batch_engines=lines,
+        sizes=sizes,
         adapter_rank_limit=provider.adapter_rank_limit,
         load=bus.load,
         models_shared=signals.models_changed,

@@ -134,6 +134,7 @@ WITHOUT_TORCH = (
     "runtime/devices/kinds.py",
     "serve/core/config.py",
     "serve/core/errors.py",
+    "serve/core/shape.py",
     "serve/core/sizing.py",
     "serve/core/spec.py",
     "serve/engine/replica.py",
@@ -288,6 +289,8 @@ def test_the_command_line_is_a_thin_client():
         and module not in ("appliance",)
         # The simulator is no client: it runs what decides, which imports neither Ray nor torch (checked above).
         and not (path.name == "simulate.py" and top(module) == "scheduler")
+        # Nor is a plan for a model and devices that no box has.
+        and not module.startswith("appliance.controller.jobs.planned")
     }
     # `up` resolves the configuration before it starts anything.
     assert wrong == {"appliance/cli/box/box.py imports appliance.config"} | {

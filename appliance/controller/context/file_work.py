@@ -41,9 +41,15 @@ class FileWork:
                 del self._waiting[owner], self._turns[owner]
 
     async def check(
-        self, owner: str, path: Path, chat_path: Path | None = None, method: Method = DEFAULT
+        self,
+        owner: str,
+        path: Path,
+        chat_path: Path | None = None,
+        method: Method = DEFAULT,
+        tokenizer: Path | None = None,
     ) -> DataReport:
-        """Check a training file; with `chat_path`, also write it there in the method's format. Raises OSError."""
-        if path.stat().st_size >= APART_FROM_BYTES:
-            return await self.run(owner, check_apart, path, chat_path, method.name)
+        """Check a training file; with `chat_path`, also write it there in the method's format; with `tokenizer`, the
+        directory of a model, count its tokens. Raises OSError."""
+        if tokenizer is not None or path.stat().st_size >= APART_FROM_BYTES:
+            return await self.run(owner, check_apart, path, chat_path, method.name, tokenizer)
         return await self.run(owner, check_training_file, path, chat_path=chat_path, convert=method.convert)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
+from appliance.store.rows import ModelRow, VersionRow
 from scheduler.core.workload import Policy
+from serve.core.sizing import EngineSize
 
 PolicyName = Literal["serve", "train", "split", "auto"]
 
@@ -185,6 +187,19 @@ class KeySink(Protocol):
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
         """keys: SHA-256 in hex -> {"id", "name", "scopes"} and those of "models", "requests_per_minute",
         "tokens_per_minute", "spent_until_s" that limit the key; replaces the previous set."""
+
+
+class EngineSizer(Protocol):
+    """What an engine of a model takes and how long its context is, as it would be started now."""
+
+    def size(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int | None = None) -> EngineSize:
+        """version: None takes the active one. tensor_parallel: None takes the deployment's. Bytes are per device."""
+
+    def context(self, model: ModelRow, version: VersionRow | None = None) -> int | None:
+        """Tokens that one request may have; None if the model does not say."""
+
+    def asleep_bytes(self, model: ModelRow, version: VersionRow | None) -> int:
+        """Host memory of one that sleeps, on logical CPU devices."""
 
 
 class TierPort(Protocol):

@@ -10,10 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from appliance.controller.access.naming import SUFFIX_RULE, is_suffix
 from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.controller.jobs import devices
-from appliance.store.rows import FileRow
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
-from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 
 MAX_METADATA_PAIRS = 16
@@ -164,19 +162,6 @@ def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
 def method(request: JobCreate) -> Method:
     """The requested method, which `check` has found to be supported."""
     return METHODS[request.method.type] if request.method else DEFAULT
-
-
-def resolve(
-    how: Method, given: dict[str, Any], file: FileRow, model: auto.ModelStats, max_devices: int
-) -> dict[str, Any]:
-    """Fields of a TrainSpec for this data and model. Raises train.plan.errors.InvalidHyperparameter."""
-    report = file.report or {}
-    dataset = auto.DatasetStats(
-        n_examples=max(1, report.get("n_examples", 1)),
-        n_tokens=max(1, report.get("n_tokens_estimate", 1)),
-        longest_example_tokens=max(1, report.get("longest_example_tokens", 1)),
-    )
-    return how.resolve(given, dataset, model, max_devices)
 
 
 def refused(error: InvalidHyperparameter, where: str) -> BadRequest:

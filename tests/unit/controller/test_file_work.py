@@ -61,8 +61,8 @@ def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(tmp_pat
 async def test_large_files_are_checked_apart_when_they_come_and_when_a_job_takes_them(control: Control, monkeypatch):
     apart: list[Path] = []
 
-    def seen(path: Path, chat_path: Path | None, method: str):
-        assert method == "supervised"
+    def seen(path: Path, chat_path: Path | None, method: str, tokenizer: Path | None):
+        assert method == "supervised" and tokenizer is None
         apart.append(path)
         return check_training_file(path, chat_path=chat_path)
 

@@ -20,7 +20,8 @@ from scheduler.devices.discovery import discover_devices
 from scheduler.devices.health import failing
 from scheduler.devices.readings import DeviceReadings
 from serve.core.config import EngineConfig
-from serve.core.sizing import engine_settings
+from serve.core.shape import ServedShape
+from serve.core.sizing import engine_size
 from serve.core.spec import ReplicaSpec
 from serve.vllm.arguments import engine_arguments, engine_environment
 from train.plan import auto
@@ -87,17 +88,16 @@ def test_a_third_kind_is_found_before_the_host_and_watched(abacus):
 def test_a_third_kind_is_planned_for(abacus):
     box = BoxFacts(8, "abacus", 64 * GIB, None, 0)
     assert box.room_per_device(1) == 64 * GIB and box.room_per_rank(1) < 64 * GIB
-    settings = engine_settings(
+    size = engine_size(
         EngineConfig(),
+        ServedShape(16 * GIB, context=4096),
         task="generate",
         arch="LlamaForCausalLM",
-        max_position_embeddings=4096,
-        weight_bytes=16 * GIB,
         tensor_parallel=1,
         device_kind="abacus",
         device_memory_bytes=64 * GIB,
     )
-    assert settings["dtype"] == "bfloat16" and settings["kv_cache_bytes"] > 30 * GIB
+    assert size.dtype == "bfloat16" and size.memory.kv_cache_bytes > 30 * GIB
     model = auto.ModelStats(10**9, 8192, "abacus")
     fields = auto.resolve({}, auto.DatasetStats(100, 100_000, 400), model, 8)
     assert fields["max_length"] == 4096
