@@ -36,7 +36,9 @@ class OnHost:
 
 
 def ignored():
-    nothing = lambda *_, **__: None  # noqa: E731 - one line for each of the runner's neighbours
+    def nothing(*_, **__):
+        pass
+
     return SimpleNamespace(
         add_request=nothing, remove_request=nothing, apply_staged_writes=nothing, append_block_ids=nothing
     )
