@@ -154,7 +154,8 @@ class BusRouting:
         load = self._bus.load()
         rates = [row.prefill_tokens_per_s for row in self._rows(load, model) if row.prefill_tokens_per_s]
         arrived = {name: load.arrived[name] for name in self._served_by(model) if name in load.arrived}
-        return Traffic(arrived, min(rates, default=None))
+        awake = sum(served.owner == model and served.state == "open" for served in self._replicas.values())
+        return Traffic(arrived, min(rates, default=None), awake)
 
     def _rows(self, load: Load, model: str) -> list[ModelLoad]:
         return [load.models[name] for name in self._served_by(model) if name in load.models]
