@@ -205,9 +205,7 @@ async def test_kill_9_of_the_api_process_takes_the_core_with_it(engine_box, repl
     assert group_pids(pid) == []
 
 
-async def test_a_core_that_hangs_is_avoided_then_ended_as_if_it_had_died(
-    engine_box, replicas
-):
+async def test_a_core_that_hangs_is_avoided_then_ended_as_if_it_had_died(engine_box, replicas):
     spec = engine_box.spec("hung-core", engine_box.version("a", seed=1))
     replica = replicas(EngineConfig(hung_idle_s=12))
     pid = (await replica.start(spec))["pid"]
