@@ -145,10 +145,8 @@ class DeviceKind(ABC):
 
     def locked_buffer(self, elements: int) -> Any:
         """Return a float32 tensor (elements,) in memory of the host that copies to and from the device run at full rate
-        with, and beside the processor where they are asked not to block."""
-        import torch
-
-        return torch.empty(elements, dtype=torch.float32)
+        with, and beside the processor where they are asked not to block. Only of kinds that lock pages."""
+        raise NotImplementedError(f"{self.title}: locked_buffer")
 
     def mark(self) -> Callable[[], None]:
         """Return a function, for any thread, that waits for the work that this thread has submitted by now."""
