@@ -129,6 +129,8 @@ WITHOUT_TORCH = (
     "train/data/formats.py",
     "train/control/group.py",
     "train/control/rank_host.py",
+    "train/data/preferences.py",
+    "train/methods/dpo.py",
     "train/methods/supervised.py",
     "train/methods/methods.py",
     "runtime/devices/kinds.py",

@@ -1,4 +1,4 @@
-"""Check an uploaded data file before any device is taken, and rewrite it as chat JSONL. No torch; bounded memory.
+"""Check an uploaded data file before any device is taken, and rewrite it for the run. No torch; bounded memory.
 
 A hostile file costs no more than a good one: lines are read with a limit, JSON arrays are cut into their elements
 over a memory map, and every element is parsed alone by orjson, which is strict UTF-8 and strict JSON, and refuses
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from train.data.formats import BadRecord, Record, conversation, shape_of
+from train.data.formats import BadRecord, Record, shape_of, to_chat
 
 MAX_EXAMPLE_BYTES = 16 * 2**20
 MAX_DEPTH = 64
@@ -44,8 +44,8 @@ _NOT_SPACE = re.compile(rb"[^ \t\r\n]")
 
 @dataclass
 class DataReport:
-    """What is in a data file. `errors` has the first MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; counting
-    stops at MAX_COUNTED_ERRORS."""
+    """What is in a data file; the longest example is measured by the longest of its sequences. `errors` has the first
+    MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; counting stops at MAX_COUNTED_ERRORS."""
 
     shape: str = "empty"
     n_examples: int = 0
@@ -71,13 +71,14 @@ def check_training_file(
     *,
     chat_path: str | Path | None = None,
     max_example_bytes: int = MAX_EXAMPLE_BYTES,
-    convert: Convert = conversation,
+    convert: Convert = to_chat,
 ) -> DataReport:
-    """Read the whole file once and report on it; with `chat_path`, also write it there as chat JSONL (mode 0600).
+    """Read the whole file once and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
     The shape of the first readable record is the shape of the file; a record of another shape is an error. `convert`
-    (a training method's) makes what is written of a record, None if the record is only checked. The chat file exists
-    afterwards only if the report is `ok` and its records were converted. Raises OSError if the file is unreadable.
+    (train.methods: a method's, or that of all) makes what is written of a record, None if there is nothing to write.
+    The chat file exists afterwards only if the report is `ok` and its records were converted. Raises OSError if the
+    file is unreadable.
     """
     report = DataReport()
     partial = Path(f"{chat_path}.partial") if chat_path else None
@@ -119,12 +120,12 @@ def _example(report: DataReport, raw: bytes | BadRecord, output: BinaryIO | None
     if shape != report.shape:
         raise BadRecord(f"has the shape {shape!r}, but the file began with {report.shape!r}")
     made = convert(record, shape)
-    tokens = _estimate_tokens(made) if made and "messages" in made else int(len(raw) / _BYTES_PER_TOKEN)
+    sequences = [_estimate_tokens(chat) for chat in made.get("sequences", (made,))] if made else [0]
     if output and made is not None:
         output.write(orjson.dumps(made) + b"\n")
     report.n_examples += 1
-    report.n_tokens_estimate += tokens
-    report.longest_example_tokens = max(report.longest_example_tokens, tokens)
+    report.n_tokens_estimate += sum(sequences)
+    report.longest_example_tokens = max(report.longest_example_tokens, *sequences)
     return made is not None
 
 

@@ -10,7 +10,7 @@ head whole and 1 / t of the rest):
     buffers      4 R for one reduction of R = min(T, 50 M) elements (train.run.engine)
     activations  tokens x layers x (25 h + 8 f) elements' bytes at b = 2, h the hidden size and f the width of the MLP
                  that one token passes; with activation checkpointing tokens x (2 h layers + one whole layer)
-                 and the chunk of fp32 logits (train.methods.supervised_objective); under tensor parallelism
+                 and the chunk of fp32 logits (train.methods.packed_objective); under tensor parallelism
                  17 h + (8 h + 8 f) / t
     host memory  with offloading: the optimizer's 12 T / N, and what the processor's step works with: in ZeRO-3 8 T / N
                  (gradients as they arrive and those of the step), in ZeRO-1 and 2 (4 + b) T / N (gradients of the step,
@@ -33,7 +33,7 @@ from typing import Any
 
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed 0.19.8's stage3_max_live_parameters
 BUCKET_ELEMENTS = 50_000_000  # train.run.engine.MAX_BUCKET_ELEMENTS; not imported: this file must load without torch
-LOGITS_BYTES = 64 * 2**20  # train.methods.supervised_objective.CHUNK_BYTES
+LOGITS_BYTES = 64 * 2**20  # train.methods.packed_objective.CHUNK_BYTES
 # Of a GPU, beside all of the above: CUDA's context, buffers of NCCL and cuBLAS, what torch's allocator cannot use.
 GPU_RESERVE_BYTES = 4 * 2**30
 OPTIMIZER_BYTES = 12  # per trained parameter: master, exp_avg, exp_avg_sq

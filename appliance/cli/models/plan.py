@@ -10,8 +10,18 @@ from appliance.cli import formats, output
 from appliance.cli.command import Session, box_command, given, group
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import CommandFailed
-from appliance.cli.jobs.request import FULL, LORA_RANK, MAX_LENGTH, SET, TENSOR_PARALLEL, ZERO_STAGE
-from appliance.cli.jobs.submit import auto_or_number, with_pairs
+from appliance.cli.jobs.methods import METHOD, NO_OWN, OWN, with_methods
+from appliance.cli.jobs.request import (
+    FULL,
+    LORA_RANK,
+    MAX_LENGTH,
+    SET,
+    TENSOR_PARALLEL,
+    ZERO_STAGE,
+    auto_or_number,
+)
+from appliance.cli.jobs.submit import with_pairs
+from train.methods.methods import DEFAULT
 
 app = group("Would it fit? An estimate before anything is started.")
 
@@ -48,13 +58,16 @@ def serve(
     "appliance plan job --model llama-8b --full --zero-stage 3 --devices 4",
     "appliance plan job --model llama-8b --tensor-parallel 4 --zero-stage 2",
     "appliance plan job --model llama-8b --lora-rank 16 --max-length 8192 --set micro_batch=2",
+    "appliance plan job --model llama-8b --method dpo --lora-rank 16   rows of two sequences: twice the activations",
     "",
     _FOOT,
     name="job",
 )
+@with_methods
 def job(
     session: Session,
     model: Annotated[str, typer.Option("--model", help="The model to begin from.", autocompletion=complete_models)],
+    method: METHOD = DEFAULT.name,
     devices: Annotated[
         int | None, typer.Option("--devices", metavar="N", min=1, help="At most so many. Default: all of the box.")
     ] = None,
@@ -68,6 +81,7 @@ def job(
     tensor_parallel: TENSOR_PARALLEL = None,
     max_length: MAX_LENGTH = None,
     set_: SET = None,
+    own: OWN = NO_OWN,
 ) -> None:
     """Memory of a fine-tuning job: weights, gradients, optimizer and activations per device, snapshot and result."""
     chosen = given(
@@ -77,9 +91,11 @@ def job(
         zero_stage=zero_stage,
         max_length=max_length,
         tensor_parallel=tensor_parallel,
+        **own,
     )
     hyperparameters = with_pairs(chosen, set_ or [])
-    _answer(session, {"job": given(model=model, hyperparameters=hyperparameters, devices=devices, examples=examples_)})
+    asked = given(model=model, method=method, hyperparameters=hyperparameters, devices=devices, examples=examples_)
+    _answer(session, {"job": asked})
 
 
 def _answer(session: Session, body: dict[str, Any]) -> None:

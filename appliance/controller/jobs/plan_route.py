@@ -11,7 +11,7 @@ from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
 from appliance.controller.jobs.fit import box_facts, job_verdict, shape_of
-from appliance.controller.jobs.requests import Hyperparameters, Name, refused
+from appliance.controller.jobs.requests import Hyperparameters, Name, refused, supported
 from appliance.controller.models import capacity
 from runtime.devices.kinds import kind_of
 from train.methods.methods import DEFAULT
@@ -31,11 +31,12 @@ class ServePlan(BaseModel):
 
 
 class JobPlan(BaseModel):
-    """examples: number in the training file, for resolving "auto"."""
+    """method: as a job's `method.type`. examples: number in the training file, for resolving "auto"."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: Name
+    method: Name = DEFAULT.name
     hyperparameters: Hyperparameters = Field(default_factory=dict)
     devices: Count | None = None
     examples: Count = TYPICAL_EXAMPLES
@@ -85,7 +86,7 @@ def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
 
 
 def _job(context: ControllerContext, body: JobPlan) -> dict[str, Any]:
-    base = _known(context, body.model)
+    base, method = _known(context, body.model), supported(body.method, "job.method")
     facts = box_facts(context)
     most = min(body.devices or facts.node_devices, facts.node_devices)
     stats = auto.ModelStats(
@@ -96,13 +97,13 @@ def _job(context: ControllerContext, body: JobPlan) -> dict[str, Any]:
         computes_bf16=kind_of(facts.device_kind).computes_bf16(),
         tensor_slices=shape_of(base).tensor_slices,
     )
-    dataset = auto.DatasetStats(body.examples, 200 * body.examples, 400)
+    dataset = auto.DatasetStats(body.examples, 200 * method.sequences * body.examples, 400)
     try:
-        fields = DEFAULT.resolve(body.hyperparameters, dataset, stats, most)
+        fields = method.resolve(body.hyperparameters, dataset, stats, most)
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
     sizes = auto.allowed_sizes(fields["batch_size"], most, fields["micro_batch"], fields["tensor_parallel"])
-    verdict = job_verdict(context, base, fields, sizes)
+    verdict = job_verdict(context, base, fields, sizes, method)
     chosen = (
         "full",
         "lora_rank",
@@ -119,6 +120,7 @@ def _job(context: ControllerContext, body: JobPlan) -> dict[str, Any]:
         "object": "plan",
         "kind": "job",
         "model": base.name,
-        "hyperparameters": {name: fields[name] for name in chosen},
+        "method": method.name,
+        "hyperparameters": fields.get("options", {}) | {name: fields[name] for name in chosen},
         **verdict.as_dict(),
     }

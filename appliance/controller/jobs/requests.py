@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -10,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from appliance.controller.access.naming import SUFFIX_RULE, is_suffix
 from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.controller.jobs import devices
-from appliance.store.rows import FileRow
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
 from train.plan import auto
@@ -84,13 +84,8 @@ class JobCreate(_Strict):
 
 def check(request: JobCreate) -> None:
     """Checks beyond types. Raises BadRequest."""
-    if request.method is not None and request.method.type not in METHODS:
-        known = " and ".join(f"'{name}'" for name in METHODS)
-        raise BadRequest(
-            f"The method '{request.method.type}' is not supported yet; {known} {'is' if len(METHODS) == 1 else 'are'}.",
-            param="method.type",
-            code="unsupported_method",
-        )
+    if request.method is not None:
+        supported(request.method.type, "method.type")
     if request.suffix is not None and not is_suffix(request.suffix):
         raise BadRequest(
             f"Invalid value for 'suffix': {shown(request.suffix)} was given, expected {SUFFIX_RULE}.",
@@ -99,6 +94,18 @@ def check(request: JobCreate) -> None:
         )
     devices.check(request.min_devices, request.max_devices, request.allowed_sizes)
     check_metadata(request.metadata)
+
+
+def supported(name: str, param: str) -> Method:
+    """Raises BadRequest."""
+    if name not in METHODS:
+        known = " and ".join(f"'{name}'" for name in METHODS)
+        raise BadRequest(
+            f"The method {shown(name)} is not supported yet; {known} {'is' if len(METHODS) == 1 else 'are'}.",
+            param=param,
+            code="unsupported_method",
+        )
+    return METHODS[name]
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
@@ -167,10 +174,11 @@ def method(request: JobCreate) -> Method:
 
 
 def resolve(
-    how: Method, given: dict[str, Any], file: FileRow, model: auto.ModelStats, max_devices: int
+    how: Method, given: dict[str, Any], report: Mapping[str, Any] | None, model: auto.ModelStats, max_devices: int
 ) -> dict[str, Any]:
-    """Fields of a TrainSpec for this data and model. Raises train.plan.errors.InvalidHyperparameter."""
-    report = file.report or {}
+    """Fields of a TrainSpec for data with this report (train.data.check.DataReport) and this model. Raises
+    train.plan.errors.InvalidHyperparameter."""
+    report = report or {}
     dataset = auto.DatasetStats(
         n_examples=max(1, report.get("n_examples", 1)),
         n_tokens=max(1, report.get("n_tokens_estimate", 1)),

@@ -1,4 +1,4 @@
-"""Validates a job between "created" and "queued": copies its data, converts it to chat JSONL and checks it, before any
+"""Validates a job between "created" and "queued": copies its data, converts it for its method and checks it, before any
 device is taken.
 
 The job gets its own copy, so deleting the uploaded file later does not stop it. Safe to run again after a crash: the
@@ -8,6 +8,7 @@ phase stays "validating" until everything is on disk.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ class JobValidation:
             warnings += [f"{held_out.filename}: {text}" for text in held_out_report.warnings]
         stats, device_count = self.facts(context, base)
         most = min(row.max_devices or device_count, device_count)
-        resolved = requests.resolve(method_of(row.method), row.hyperparameters, training, stats, most)
+        resolved = requests.resolve(method_of(row.method), row.hyperparameters, asdict(report), stats, most)
         return resolved, warnings, report.n_examples
 
     def _file(self, file_id: str) -> FileRow:

@@ -137,7 +137,8 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     stats, device_count = JobValidation.facts(context, base)
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
-        resolved = requests.resolve(method, given, training, stats, min(body.max_devices or device_count, device_count))
+        most = min(body.max_devices or device_count, device_count)
+        resolved = requests.resolve(method, given, training.report, stats, most)
     except InvalidHyperparameter as error:
         raise requests.refused(error, where) from error
     row = JobRow(
