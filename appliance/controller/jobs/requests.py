@@ -35,10 +35,12 @@ class MethodBlock(_Strict):
 
 
 class MethodChoice(_Strict):
-    """Accepts blocks of the methods not chosen without reading them, as OpenAI does. The names are OpenAI's;
-    train.methods.methods lists which of them the box has."""
+    """Accepts blocks of the methods not chosen without reading them, as OpenAI does. The declared names are OpenAI's;
+    train.methods.methods lists which of them the box has, and its own (`check` refuses any others)."""
 
-    type: Literal["supervised", "dpo", "reinforcement"]
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Name
     supervised: MethodBlock | None = None
     dpo: dict[str, Any] | None = None
     reinforcement: dict[str, Any] | None = None
@@ -86,6 +88,12 @@ def check(request: JobCreate) -> None:
     """Checks beyond types. Raises BadRequest."""
     if request.method is not None:
         supported(request.method.type, "method.type")
+        for name in (request.method.model_extra or {}).keys() - METHODS.keys():
+            raise BadRequest(
+                f"Unrecognized request argument supplied: method.{name[:64]}.",
+                param=f"method.{name[:64]}",
+                code="unknown_parameter",
+            )
     if request.suffix is not None and not is_suffix(request.suffix):
         raise BadRequest(
             f"Invalid value for 'suffix': {shown(request.suffix)} was given, expected {SUFFIX_RULE}.",

@@ -41,7 +41,7 @@ def test_a_set_is_opened_again_without_its_tokenizer(tmp_path, packing, method):
 
     first, again = opened(lambda: encoder), opened(refused)
     lengths = np.diff(first._offsets).reshape(-1, sides).sum(1)
-    assert first.n_examples == 40 == len(lengths)
+    assert first.n_examples == len(lengths)
     expected = plan_packs(lengths, 64 * sides, packing=packing)
     assert len(again.packs) == len(expected)
     for number, pack in enumerate(expected):
