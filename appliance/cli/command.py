@@ -35,10 +35,17 @@ EVERY = Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, hel
 class Session:
     """The box that a command talks to, and the form of its answer."""
 
-    client: Client
+    box_client: Client | None  # None: the command needs no box
     format: Format
     box_file: BoxFile | None  # None: a box named by URL
     api_key: str | None
+
+    @property
+    def client(self) -> Client:
+        """Raises BadUsage."""
+        if self.box_client is None:
+            raise BadUsage("this needs a box, and the options given need none")
+        return self.box_client
 
     @property
     def as_json(self) -> bool:
@@ -81,12 +88,14 @@ def examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def box_command(app: typer.Typer, *lines: str, name: str | None = None) -> Callable[[Command], Command]:
+def box_command(
+    app: typer.Typer, *lines: str, name: str | None = None, boxless: str | None = None
+) -> Callable[[Command], Command]:
     """Adds a command to `app` that talks to a box (see `_for_box`). `lines` are its examples; `name` is its own if its
-    function cannot have it."""
+    function cannot have it; `boxless` is the parameter with which it needs no box."""
 
     def add(command: Command) -> Command:
-        return app.command(name or command.__name__, epilog=examples(*lines))(_for_box(command))
+        return app.command(name or command.__name__, epilog=examples(*lines))(_for_box(command, boxless))
 
     return add
 
@@ -104,7 +113,7 @@ def seconds_given(option: str, text: str) -> float:
     return seconds
 
 
-def _for_box(command: Command) -> Command:
+def _for_box(command: Command, boxless: str | None) -> Command:
     """Adds --url, --api-key, --data-dir and -o. The command gets a Session as its first argument."""
     signature = inspect.signature(command, eval_str=True)
     own = list(signature.parameters.values())[1:]
@@ -129,7 +138,10 @@ def _for_box(command: Command) -> Command:
         output_format: Format,
         **options: Any,
     ) -> None:
-        command(open_session(ctx, url, api_key, data_dir, output_format), **options)
+        if boxless is not None and options.get(boxless) is not None:
+            command(Session(None, output_format, None, None), **options)
+        else:
+            command(open_session(ctx, url, api_key, data_dir, output_format), **options)
 
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + added
     setattr(with_session, "__signature__", signature.replace(parameters=parameters))  # noqa: B010 typing knows no such attribute

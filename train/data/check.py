@@ -30,11 +30,14 @@ MAX_REASON_CHARACTERS = 300
 # process: 16 MiB of "[]," do so for 3 s and take 570 MiB.
 MAX_BRACKETS, MAX_COMMAS = 100_000, 1_000_000
 MIN_EXAMPLES = 10
+# Examples whose tokens are counted, from the first on; those after them are estimated, corrected by what the first say.
+COUNTED_EXAMPLES = 2000
 
 _BYTES_PER_TOKEN = 3.5  # English text under a common byte-pair vocabulary; only an estimate is made from it
 _TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
 
 Convert = Callable[[Record, str], Record | None]
+Count = Callable[[Record], list[int]]
 
 # One match runs up to the next bracket outside a string. Possessive (Python 3.11): no backtracking, so the time is
 # linear in what is scanned, whatever the bytes are.
@@ -45,7 +48,8 @@ _NOT_SPACE = re.compile(rb"[^ \t\r\n]")
 @dataclass
 class DataReport:
     """What is in a data file; the longest example is measured by the longest of its sequences. `errors` has the first
-    MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; counting stops at MAX_COUNTED_ERRORS."""
+    MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; counting stops at MAX_COUNTED_ERRORS. Tokens are counted or
+    estimated, see `check_training_file`."""
 
     shape: str = "empty"
     n_examples: int = 0
@@ -72,15 +76,18 @@ def check_training_file(
     chat_path: str | Path | None = None,
     max_example_bytes: int = MAX_EXAMPLE_BYTES,
     convert: Convert = to_chat,
+    count: Count | None = None,
 ) -> DataReport:
     """Read the whole file once and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
     The shape of the first readable record is the shape of the file; a record of another shape is an error. `convert`
     (train.methods: a method's, or that of all) makes what is written of a record, None if there is nothing to write.
-    The chat file exists afterwards only if the report is `ok` and its records were converted. Raises OSError if the
-    file is unreadable.
+    `count` gives the tokens of each sequence of a converted record, BadRecord if the model's chat template refuses it;
+    without it they are estimated. The chat file exists afterwards only if the report is `ok` and its records were
+    converted. Raises OSError if the file is unreadable.
     """
     report = DataReport()
+    tokens = _Tokens(count)
     partial = Path(f"{chat_path}.partial") if chat_path else None
     written = False
     output = os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") if partial else None
@@ -88,7 +95,7 @@ def check_training_file(
         with open(path, "rb") as file:
             for line, raw in _examples(file, max_example_bytes):
                 try:
-                    written = _example(report, raw, output, convert)
+                    written = _example(report, raw, output, convert, tokens)
                 except BadRecord as bad:
                     report.add_error(line, str(bad))
                     if report.n_errors >= MAX_COUNTED_ERRORS:
@@ -109,7 +116,32 @@ def check_training_file(
     return report
 
 
-def _example(report: DataReport, raw: bytes | BadRecord, output: BinaryIO | None, convert: Convert) -> bool:
+class _Tokens:
+    """Tokens of records: those of the first are counted where there is something that can, the others estimated."""
+
+    def __init__(self, count: Count | None):
+        self._count = count
+        self._counted, self._tokens, self._estimated = 0, 0, 0
+
+    def of(self, made: Record | None) -> list[int]:
+        """Of each sequence of a converted record. Raises BadRecord."""
+        if made is None:
+            return [0]
+        estimates = [_estimate_tokens(chat) for chat in made.get("sequences", (made,))]
+        if self._count is None:
+            return estimates
+        if self._counted == COUNTED_EXAMPLES:
+            return [int(estimate * self._tokens / max(1, self._estimated)) for estimate in estimates]
+        tokens = self._count(made)
+        self._counted += 1
+        self._tokens += sum(tokens)
+        self._estimated += sum(estimates)
+        return tokens
+
+
+def _example(
+    report: DataReport, raw: bytes | BadRecord, output: BinaryIO | None, convert: Convert, tokens_of: _Tokens
+) -> bool:
     """Whether it was converted."""
     if isinstance(raw, BadRecord):
         raise raw
@@ -120,7 +152,7 @@ def _example(report: DataReport, raw: bytes | BadRecord, output: BinaryIO | None
     if shape != report.shape:
         raise BadRecord(f"has the shape {shape!r}, but the file began with {report.shape!r}")
     made = convert(record, shape)
-    sequences = [_estimate_tokens(chat) for chat in made.get("sequences", (made,))] if made else [0]
+    sequences = tokens_of.of(made)
     if output and made is not None:
         output.write(orjson.dumps(made) + b"\n")
     report.n_examples += 1

@@ -1,5 +1,6 @@
-"""Runs `train.data.check` of a large file in its own process: `python -m train.methods.check_process METHOD FILE
-[CHAT_FILE]`, METHOD being `-` as long as no job says which.
+"""Runs `train.data.check` in its own process: `python -m train.methods.check_process METHOD FILE [--chat FILE]
+[--tokenizer DIR]`, METHOD being `-` as long as no job says which. With a tokenizer it counts tokens as the ranks will,
+through the model's chat template.
 
 JSON parsing and bracket matching block all other threads of a process: for most of a second with one 16 MiB example.
 This process prints the report as JSON, runs at low priority, ends with its parent, and is killed beyond its CPU and
@@ -8,6 +9,7 @@ memory limits.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -17,8 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from runtime.processes.kernel import die_with_parent
-from train.data.check import DataReport, check_training_file
-from train.methods.methods import convert, method_of
+from train.data.check import Count, DataReport, check_training_file
+from train.methods.method import Method
+from train.methods.methods import DEFAULT, convert, method_of
 
 # An 8 GiB file of chats takes some minutes of CPU.
 CPU_S, MEMORY_BYTES = 3600, 4 << 30
@@ -26,11 +29,14 @@ _NICENESS = 10
 ANY = "-"
 
 
-def check_apart(path: Path, chat_path: Path | None = None, method: str = ANY) -> DataReport:
-    """As `check_training_file` with the method's conversion, or that of all methods. A file that takes more than
-    the limits is a bad one. Raises OSError."""
-    chat = [str(chat_path)] if chat_path else []
-    command = [sys.executable, "-m", "train.methods.check_process", method, str(path), *chat]
+def check_apart(
+    path: Path, chat_path: Path | None = None, method: str = ANY, tokenizer: Path | None = None
+) -> DataReport:
+    """As `check_training_file` with the method's conversion or that of all methods, and counting if there is a
+    tokenizer (the directory of a model). A file that takes more than the limits is a bad one. Raises OSError."""
+    options = {"--chat": chat_path, "--tokenizer": tokenizer}
+    given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
+    command = [sys.executable, "-m", "train.methods.check_process", method, str(path), *given]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     try:
         found = json.loads(done.stdout)
@@ -51,9 +57,34 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))  # not AS: a large array is mapped whole
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    method, path, *chat = sys.argv[1:]
-    how = convert if method == ANY else method_of(method).convert
-    print(json.dumps(asdict(check_training_file(path, chat_path=chat[0] if chat else None, convert=how))))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("method")
+    parser.add_argument("path")
+    parser.add_argument("--chat")
+    parser.add_argument("--tokenizer")
+    asked = parser.parse_args()
+    method = DEFAULT if asked.method == ANY else method_of(asked.method)
+    how = convert if asked.method == ANY else method.convert
+    count = _counter(method, asked.tokenizer) if asked.tokenizer else None
+    report = check_training_file(asked.path, chat_path=asked.chat, convert=how, count=count)
+    print(json.dumps(asdict(report)))
+
+
+def _counter(method: Method, tokenizer: str) -> Count | None:
+    """None for a model whose tokenizer or chat template cannot be used: the ranks will say so in their own words."""
+    # Here torch is not there: transformers needs it for models alone, and it costs most of the time of the import.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    from transformers import AutoTokenizer
+
+    from train.data.chat import ChatEncoder
+    from train.plan.errors import UnsupportedModel
+
+    try:
+        encoder = ChatEncoder(AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False))
+    except (OSError, ValueError, UnsupportedModel):
+        return None
+    return lambda record: [len(tokens) for tokens, _ in method.encode(encoder, record)]
 
 
 if __name__ == "__main__":

@@ -66,9 +66,11 @@ class Method(ABC):
         self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
     ) -> dict[str, Any]:
         """Fields of a TrainSpec. Raises InvalidHyperparameter for an unknown name or a value out of range."""
-        # A row has room for max_length tokens of each sequence of an example.
-        rows = replace(dataset, n_tokens=max(1, dataset.n_tokens // self.sequences))
-        return auto.resolve(hyperparameters, rows, model, max_devices, own=self.own_hyperparameters)
+        return auto.resolve(hyperparameters, self.rows(dataset), model, max_devices, own=self.own_hyperparameters)
+
+    def rows(self, dataset: DatasetStats) -> DatasetStats:
+        """`dataset` in units of `max_length`: a row has room for that many tokens of each sequence of an example."""
+        return replace(dataset, n_tokens=max(1, dataset.n_tokens // self.sequences))
 
     def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:
         """Read `options` into `fields["options"]` (TrainSpec.options, plain JSON values). A subclass may override

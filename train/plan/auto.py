@@ -6,7 +6,7 @@ The rules for "auto" are ours (OpenAI does not publish its own); each stands bes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class ModelStats:
     """Of the base model and the devices. `max_position_embeddings` is its context in tokens.
 
     adapter_max_rank: the largest LoRA rank that engines serve beside this base without merging; 0: none.
-    computes_bf16: see runtime.devices. tensor_slices: `train.plan.estimate.ModelShape.tensor_slices`.
+    computes_bf16: see runtime.devices. tensor_slices, hidden: as in `train.plan.estimate.ModelShape`.
     """
 
     n_parameters: int
@@ -43,6 +43,19 @@ class ModelStats:
     adapter_max_rank: int = 0
     computes_bf16: bool = True
     tensor_slices: int = 0
+    hidden: int = 0
+
+
+def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
+    """Optimizer steps of a run with these fields of a TrainSpec, about: packing leaves some room unused."""
+    return fields["n_epochs"] * max(1, math.ceil(_sequences(dataset, fields) / fields["batch_size"]))
+
+
+def _sequences(dataset: DatasetStats, fields: Mapping[str, Any]) -> float:
+    """Of one epoch."""
+    if not fields["packing"]:
+        return float(dataset.n_examples)
+    return min(float(dataset.n_examples), dataset.n_tokens / fields["max_length"])
 
 
 def resolve(
@@ -55,7 +68,7 @@ def resolve(
 
     fields["tensor_parallel"] = _tensor_parallel(given, model, max_devices)
     fields["full"] = _full(given, model, fields)
-    fields["lora_rank"] = given.integer("lora_rank", 1, 1024, auto=16)
+    fields["lora_rank"] = _lora_rank(given, model)
     fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
     fields["lora_dropout"] = given.number("lora_dropout", 0, 0.9, auto=0.0)
     fields["lora_targets"] = tuple(given.names("lora_targets"))
@@ -164,6 +177,21 @@ def _full(given: Given, model: ModelStats, fields: dict) -> bool:
     return given.flag("full", auto=not lora_asked and small)
 
 
+def _lora_rank(given: Given, model: ModelStats) -> int:
+    # A rank beyond the model's width trains more than all weights would. One beyond what engines take would be
+    # published merged, a hundred times as large and no adapter any more: only where that is asked for in words.
+    widest = min(1024, model.hidden or 1024)
+    rank = given.integer("lora_rank", 1, widest, auto=min(16, widest))
+    most = model.adapter_max_rank
+    if most and rank > most and given.value("lora_publish", "auto") != "merged":
+        expected = (
+            f"a whole number from 1 to {most}, which engines serve as an adapter ([serve] adapter_max_rank), or more "
+            "with lora_publish 'merged', which makes a whole model of it"
+        )
+        raise InvalidHyperparameter("lora_rank", rank, expected)
+    return rank
+
+
 def _lora_publish(given: Given, model: ModelStats, fields: dict) -> str:
     # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
     refusal = None
@@ -173,8 +201,6 @@ def _lora_publish(given: Given, model: ModelStats, fields: dict) -> str:
         refusal = "'merged': engines of this base take no adapters"
     elif not all(target.endswith("_proj") for target in fields["lora_targets"]):
         refusal = "'merged': engines take adapters of the layers named *_proj only"
-    elif fields["lora_rank"] > model.adapter_max_rank:
-        refusal = f"'merged', or a lora_rank of at most {model.adapter_max_rank} (serve.adapter_max_rank)"
     publish = given.choice("lora_publish", ("adapter", "merged"), auto="merged" if refusal else "adapter")
     if publish == "adapter" and refusal:
         raise InvalidHyperparameter("lora_publish", publish, refusal)

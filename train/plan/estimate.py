@@ -106,6 +106,31 @@ class ModelShape:
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
+def parameters_of(config: Mapping[str, Any]) -> int:
+    """Parameters of a decoder with gated MLPs and grouped attention, from its config.json; 0 if that does not say.
+
+    Counted as transformers builds them: embeddings and head, per layer four projections, three matrices of each expert
+    with their router, two norms. Norms of queries and keys and further biases are below a thousandth and left out.
+    """
+    text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
+    shape = ModelShape.from_config(config, 0)
+    heads, width = text.get("num_attention_heads"), text.get("intermediate_size")
+    sizes = (shape.hidden, shape.layers, shape.vocab, heads, width)
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return 0
+    hidden, queries, keys = shape.hidden, heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = 2 * hidden * (queries + keys) + (queries + 2 * keys if config.get("attention_bias") else 0)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((n for name in names if isinstance(n := text.get(name), int) and n > 0), 0)
+    mlp = 3 * hidden * width
+    if experts:
+        each = text.get("moe_intermediate_size") or width
+        shared = text.get("shared_expert_intermediate_size") or 0
+        mlp = 3 * hidden * (experts * each + shared) + hidden * experts
+    outside = shape.vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return outside + shape.layers * (attention + mlp + 2 * hidden) + hidden
+
+
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """Bytes one rank holds on its device; `offloaded_bytes` of them lie in host memory instead, where offloading takes
@@ -178,8 +203,10 @@ def snapshot_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
 
 
 def version_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
-    """Of the published model, merged where LoRA was trained."""
-    return ELEMENT_BYTES[fields.get("serve_dtype", "bf16")] * shape.n_parameters
+    """Of what the job publishes: an adapter, or a whole model."""
+    adapter = not fields["full"] and fields.get("lora_publish") == "adapter"
+    elements = trained_parameters(shape, fields) if adapter else shape.n_parameters
+    return ELEMENT_BYTES[fields.get("serve_dtype", "bf16")] * elements
 
 
 def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:

@@ -77,7 +77,7 @@ app = group("API keys: who may use the box over the network. Commands on the box
     "appliance key create --name alice",
     "appliance key create --name ops --scope admin",
     "appliance key create --name dashboard --scope read            sees status, queue and usage, changes nothing",
-    "appliance key create --name prometheus --scope metrics        GET /metrics alone",
+    "appliance key create --name prometheus --scope metrics        may read the metrics, nothing else",
     "appliance key create --name alice-laptop --owner alice        sees what alice's first key made",
     "appliance key create --name trial --model starter --requests-per-minute 60 --tokens-per-day 100000",
     "export OPENAI_API_KEY=$(appliance key create --name ci -o json | jq -r .key)",
@@ -89,7 +89,9 @@ def create(
     scope: Annotated[
         list[str] | None,
         typer.Option(
-            "--scope", help="inference, fine_tuning, read, metrics or admin; repeatable. Default: the first two."
+            "--scope",
+            help="inference, fine_tuning, read, metrics or admin; repeatable. Default: the first two; with --model the "
+            "first alone.",
         ),
     ] = None,
     owner: Annotated[

@@ -100,7 +100,7 @@ def refuse_bad(answer: dict[str, Any]) -> None:
     """Raises CommandFailed with line numbers and reasons when the box found bad lines; says what else it noticed."""
     details = answer.get("status_details")
     if answer.get("status") == "error":
-        reasons = (details or "no reason given").replace("; ", "\n  ")
+        reasons = _details(answer).replace("\n", "\n  ") if details else "no reason given"
         raise CommandFailed(f"{answer['filename']} cannot be trained on ({answer['id']}):\n  {reasons}")
     if details:
         output.say(f"note: {details}")
@@ -114,7 +114,12 @@ def _fields(answer: dict[str, Any]) -> Any:
         ("bytes", f"{answer['bytes']:,}"),
         ("created", formats.moment(answer["created_at"])),
         ("status", answer["status"]),
+        *((("why", _details(answer)),) if answer.get("status_details") else ()),
     )
+
+
+def _details(answer: dict[str, Any]) -> str:
+    return answer["status_details"].replace("; line ", "\nline ").replace(": line ", ":\nline ", 1)
 
 
 def _table(answer: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import typer
 from appliance.cli.command import Command
 from appliance.cli.errors import BadUsage
 from appliance.cli.jobs.request import auto_or_number
-from train.methods.methods import METHODS
+from train.methods.methods import DEFAULT, METHODS
 
 METHOD = Annotated[
     str,
@@ -24,6 +24,7 @@ METHOD = Annotated[
         autocompletion=lambda: list(METHODS),
     ),
 ]
+USUAL = DEFAULT.name
 OWN = Mapping[str, Any]  # hyperparameters that the chosen method alone has
 NO_OWN: OWN = MappingProxyType({})
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import time
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from appliance.cli.errors import BadUsage
 from appliance.cli.formats import seconds_of
 
+_SHAPES = "auto or a number"
+EPOCHS = Annotated[str | None, typer.Option("--epochs", metavar="N", help=f"{_SHAPES}; passes over the data")]
+BATCH_SIZE = Annotated[
+    str | None, typer.Option("--batch-size", metavar="N", help=f"{_SHAPES}; sequences per step, over all devices")
+]
+LEARNING_RATE = Annotated[str | None, typer.Option("--learning-rate-multiplier", metavar="X", help=_SHAPES)]
 LORA_RANK = Annotated[int | None, typer.Option("--lora-rank", metavar="R", help="Train adapters of this rank.")]
 FULL = Annotated[
     bool | None, typer.Option("--full/--lora", help="Train every weight, or adapters. Default: by the model's size.")
@@ -21,6 +27,12 @@ TENSOR_PARALLEL = Annotated[
     int | None, typer.Option("--tensor-parallel", metavar="N", min=1, help="Devices that share one copy of the model.")
 ]
 MAX_LENGTH = Annotated[int | None, typer.Option("--max-length", metavar="TOKENS")]
+PUBLISH = Annotated[
+    Literal["end", "epoch"] | None,
+    typer.Option(
+        "--publish", help="epoch: a version of the model after each epoch, which the next one replaces. Default: end."
+    ),
+]
 SET = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other hyperparameter; repeatable.")
 ]

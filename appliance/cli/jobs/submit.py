@@ -15,16 +15,20 @@ from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage
 from appliance.cli.jobs import file as files
 from appliance.cli.jobs.follow import end_well, print_logs, wait_for_end
-from appliance.cli.jobs.methods import METHOD, NO_OWN, OWN, with_methods
+from appliance.cli.jobs.methods import METHOD, NO_OWN, OWN, USUAL, with_methods
 from appliance.cli.jobs.request import (
+    BATCH_SIZE,
     DEADLINE,
+    EPOCHS,
     FULL,
+    LEARNING_RATE,
     LORA_RANK,
     MAX_DEVICES,
     MAX_LENGTH,
     MIN_DEVICES,
     PREEMPTIBLE,
     PRIORITY,
+    PUBLISH,
     SET,
     SIZES,
     TENSOR_PARALLEL,
@@ -32,9 +36,6 @@ from appliance.cli.jobs.request import (
     auto_or_number,
     device_fields,
 )
-from train.methods.methods import DEFAULT
-
-_SHAPES = "auto or a number"
 
 app = group("The making of fine-tuning jobs; `appliance job` takes this command in.")
 
@@ -47,11 +48,12 @@ app = group("The making of fine-tuning jobs; `appliance job` takes this command 
     "appliance job submit --model llama-1b --file train.jsonl --full --zero-stage 2 --max-length 2048",
     "appliance job submit --model llama-8b --file train.jsonl --tensor-parallel 2 --zero-stage 2",
     "appliance job submit --model starter --method dpo --file pairs.jsonl --beta 0.1 --lora-rank 16",
+    "appliance job submit --model starter --file train.jsonl --epochs 3 --publish epoch   a version after each",
     "appliance job submit --model starter --file train.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible",
     "",
     "Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,",
     "learning_rate, warmup_ratio, weight_decay, max_grad_norm, gradient_accumulation, micro_batch, packing,",
-    "activation_checkpointing, offload, publish, snapshot_every_s, step_patience_s.",
+    "activation_checkpointing, offload, snapshot_every_s, step_patience_s.",
 )
 @with_methods
 def submit(
@@ -61,22 +63,17 @@ def submit(
     validation_file: Annotated[
         str | None, typer.Option("--validation-file", metavar="PATH|FILE_ID", help="Data to measure the loss on.")
     ] = None,
-    method: METHOD = DEFAULT.name,
+    method: METHOD = USUAL,
     suffix: Annotated[str | None, typer.Option("--suffix", help="Part of the new model's name.")] = None,
-    epochs: Annotated[
-        str | None, typer.Option("--epochs", metavar="N", help=f"{_SHAPES}; passes over the data")
-    ] = None,
-    batch_size: Annotated[
-        str | None, typer.Option("--batch-size", metavar="N", help=f"{_SHAPES}; sequences per step, over all devices")
-    ] = None,
-    learning_rate_multiplier: Annotated[
-        str | None, typer.Option("--learning-rate-multiplier", metavar="X", help=_SHAPES)
-    ] = None,
+    epochs: EPOCHS = None,
+    batch_size: BATCH_SIZE = None,
+    learning_rate_multiplier: LEARNING_RATE = None,
     lora_rank: LORA_RANK = None,
     full: FULL = None,
     zero_stage: ZERO_STAGE = None,
     tensor_parallel: TENSOR_PARALLEL = None,
     max_length: MAX_LENGTH = None,
+    publish: PUBLISH = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
     set_: SET = None,
     metadata: Annotated[
@@ -103,13 +100,14 @@ def submit(
         zero_stage=zero_stage,
         tensor_parallel=tensor_parallel,
         max_length=max_length,
+        publish=publish,
         **own,
     )
     hyperparameters = with_pairs(chosen, set_ or [])
     body = given(
         model=model,
-        training_file=_file_id(session, "--file", file),
-        validation_file=_file_id(session, "--validation-file", validation_file) if validation_file else None,
+        training_file=file_id(session, "--file", file),
+        validation_file=file_id(session, "--validation-file", validation_file) if validation_file else None,
         suffix=suffix,
         seed=seed,
         metadata=dict(_pairs("--metadata", metadata or [])) or None,
@@ -133,7 +131,7 @@ def submit(
     print_logs(session, job["id"], follow=True)
 
 
-def _file_id(session: Session, option: str, given: str) -> str:
+def file_id(session: Session, option: str, given: str) -> str:
     """The id of an uploaded file, or of one that is uploaded now. Raises BadUsage and CommandFailed."""
     path = Path(given).expanduser()
     if path.is_file():

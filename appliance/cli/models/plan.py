@@ -6,13 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
-from appliance.cli import formats, output
+from appliance.cli import formats, output, paths
 from appliance.cli.command import Session, box_command, given, group
 from appliance.cli.complete import models as complete_models
-from appliance.cli.errors import CommandFailed
-from appliance.cli.jobs.methods import METHOD, NO_OWN, OWN, with_methods
+from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.jobs.methods import METHOD, NO_OWN, OWN, USUAL, with_methods
 from appliance.cli.jobs.request import (
+    BATCH_SIZE,
+    EPOCHS,
     FULL,
+    LEARNING_RATE,
     LORA_RANK,
     MAX_LENGTH,
     SET,
@@ -20,8 +23,7 @@ from appliance.cli.jobs.request import (
     ZERO_STAGE,
     auto_or_number,
 )
-from appliance.cli.jobs.submit import with_pairs
-from train.methods.methods import DEFAULT
+from appliance.cli.jobs.submit import file_id, with_pairs
 
 app = group("Would it fit? An estimate before anything is started.")
 
@@ -54,27 +56,49 @@ def serve(
 
 @box_command(
     app,
-    "appliance plan job --model llama-8b                    what 'auto' would choose",
+    "appliance plan job --model llama-8b --file train.jsonl           what the job would choose, its tokens counted",
     "appliance plan job --model llama-8b --full --zero-stage 3 --devices 4",
-    "appliance plan job --model llama-8b --tensor-parallel 4 --zero-stage 2",
-    "appliance plan job --model llama-8b --lora-rank 16 --max-length 8192 --set micro_batch=2",
     "appliance plan job --model llama-8b --method dpo --lora-rank 16   rows of two sequences: twice the activations",
+    "appliance plan job --model llama-8b --file file-abc123 --lora-rank 16 --set micro_batch=2",
+    "appliance plan job --config llama-3.3-70b --devices 8 --device-kind h100 --full      needs no box",
+    "appliance plan job --config ./Qwen2.5-7B-Instruct --devices 2 --device-kind 48gb     a directory with config.json",
     "",
     _FOOT,
     name="job",
+    boxless="config",
 )
 @with_methods
 def job(
     session: Session,
-    model: Annotated[str, typer.Option("--model", help="The model to begin from.", autocompletion=complete_models)],
-    method: METHOD = DEFAULT.name,
+    model: Annotated[
+        str | None, typer.Option("--model", help="The model to begin from.", autocompletion=complete_models)
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option("--file", metavar="PATH|FILE_ID", help="Training data, whose tokens are counted; it is not kept."),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            metavar="DIR|FILE|NAME",
+            help="In place of --model: a config.json, its directory, or a published model's name or size (70b).",
+        ),
+    ] = None,
+    device_kind: Annotated[
+        str | None, typer.Option("--device-kind", metavar="KIND", help="With --config: h100, a100, 48gb …")
+    ] = None,
+    method: METHOD = USUAL,
     devices: Annotated[
         int | None, typer.Option("--devices", metavar="N", min=1, help="At most so many. Default: all of the box.")
     ] = None,
     examples_: Annotated[
-        int, typer.Option("--examples", metavar="N", min=1, help="Of the training file; 'auto' depends on it.")
-    ] = 1000,
-    batch_size: Annotated[str | None, typer.Option("--batch-size", metavar="N", help="auto or a number")] = None,
+        int | None,
+        typer.Option("--examples", metavar="N", min=1, help="Without --file: so many of 200 tokens. Default: 1000."),
+    ] = None,
+    epochs: EPOCHS = None,
+    batch_size: BATCH_SIZE = None,
+    learning_rate_multiplier: LEARNING_RATE = None,
     lora_rank: LORA_RANK = None,
     full: FULL = None,
     zero_stage: ZERO_STAGE = None,
@@ -83,9 +107,11 @@ def job(
     set_: SET = None,
     own: OWN = NO_OWN,
 ) -> None:
-    """Memory of a fine-tuning job: weights, gradients, optimizer and activations per device, snapshot and result."""
+    """What a fine-tuning job would choose, and its memory per device; the job that follows chooses the same."""
     chosen = given(
+        n_epochs=auto_or_number("--epochs", epochs),
         batch_size=auto_or_number("--batch-size", batch_size),
+        learning_rate_multiplier=auto_or_number("--learning-rate-multiplier", learning_rate_multiplier),
         lora_rank=lora_rank,
         full=full,
         zero_stage=zero_stage,
@@ -94,12 +120,62 @@ def job(
         **own,
     )
     hyperparameters = with_pairs(chosen, set_ or [])
-    asked = given(model=model, method=method, hyperparameters=hyperparameters, devices=devices, examples=examples_)
-    _answer(session, {"job": asked})
+    if (model is None) == (config is None):
+        raise BadUsage("give either --model (one of the box) or --config (any other)")
+    if file is not None and examples_ is not None:
+        raise BadUsage("--file has its examples; --examples is for a plan without one")
+    if config is not None:
+        if file is not None:
+            raise BadUsage("--file needs the model's tokenizer, so a model of the box (--model); give --examples N")
+        _show(session, _without_box(config, device_kind, devices, method, hyperparameters, examples_))
+        return
+    if device_kind is not None:
+        raise BadUsage("--device-kind goes with --config; the devices of the box are known")
+    body = given(model=model, method=method, hyperparameters=hyperparameters, devices=devices, examples=examples_)
+    if file is None:
+        _answer(session, {"job": body})
+        return
+    uploaded = file_id(session, "--file", file)
+    try:
+        _answer(session, {"job": body | {"training_file": uploaded}})
+    finally:
+        if uploaded != file:
+            session.client.delete(paths.file(uploaded))
+
+
+def _without_box(
+    config: str,
+    device_kind: str | None,
+    devices: int | None,
+    method: str,
+    hyperparameters: dict[str, Any],
+    examples: int | None,
+) -> dict[str, Any]:
+    """Raises BadUsage."""
+    # Fenced: it would double the time of every other command's `--help`.
+    from appliance.controller.jobs.planned import MEMORY_BYTES, BadShape, plan_imagined
+
+    if device_kind is None:
+        kinds = ", ".join(MEMORY_BYTES)
+        raise BadUsage(f"--config needs --device-kind: one of {kinds}, or the memory of each, such as 48gb")
+    try:
+        return plan_imagined(
+            config,
+            hyperparameters,
+            devices=devices or 8,
+            device_kind=device_kind,
+            examples=examples,
+            method=method,
+        )
+    except BadShape as error:
+        raise BadUsage(str(error)) from error
 
 
 def _answer(session: Session, body: dict[str, Any]) -> None:
-    plan = session.client.send("POST", "/admin/v1/plan", body=body)
+    _show(session, session.client.send("POST", "/admin/v1/plan", body=body))
+
+
+def _show(session: Session, plan: dict[str, Any]) -> None:
     session.show(plan, _table)
     if not plan["fits"]:
         raise CommandFailed("it does not fit")
@@ -115,10 +191,15 @@ def _table(plan: dict[str, Any]) -> Any:
     offload = numbers.get("offload", {"host_bytes": 0})
     away = _sizes(offload) if offload["host_bytes"] else []
     about = [("model", plan["model"]), ("devices", numbers["devices"])]
-    chosen = ", ".join(f"{name} {value}" for name, value in plan.get("hyperparameters", {}).items())
+    chosen = ", ".join(f"{name} {_short(value)}" for name, value in plan.get("hyperparameters", {}).items())
     verdict = plan["waits"] or ("fits" if plan["fits"] else "does not fit")
     if plan["kind"] == "job":
-        about += [("with", chosen), ("may run on", f"{formats.or_dash(plan['sizes'])} devices")]
+        about += [
+            ("data", _data(plan["data"])),
+            ("with", chosen),
+            ("steps", plan["data"]["steps"]),
+            ("may run on", f"{formats.or_dash(plan['sizes'])} devices"),
+        ]
     return output.stack(
         output.fields(*about),
         output.above("On each device", output.fields(*rows)),
@@ -129,6 +210,15 @@ def _table(plan: dict[str, Any]) -> Any:
         "Instead: " + "; ".join(plan["instead"]) if plan["instead"] else None,
         verdict,
     )
+
+
+def _short(value: Any) -> str:
+    return f"{value:.2g}" if isinstance(value, float) else str(value).lower()
+
+
+def _data(data: dict[str, Any]) -> str:
+    found = f"{data['examples']:,} examples, {data['tokens']:,} tokens, the longest {data['longest_example_tokens']:,}"
+    return found if data["counted"] else f"assumed: {found}; --file counts yours"
 
 
 def _sizes(numbers: dict[str, int | None]) -> list[tuple[str, object]]:

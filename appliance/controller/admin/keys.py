@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Field
 
-from appliance.controller.access.naming import CallableName, OwnerName
+from appliance.controller.access.naming import CallableName, OwnerName, model_of
 from appliance.controller.admin import views
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.runner import BatchRunner
@@ -20,7 +21,7 @@ from appliance.controller.jobs import claims, pauses
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import Priority
 from appliance.store.errors import DuplicateRow
-from appliance.store.objects import batches, jobs
+from appliance.store.objects import batches, jobs, models
 from appliance.store.records import keys, session_keys
 from appliance.store.rows import KeyRow
 
@@ -78,8 +79,8 @@ class KeyLimits(BaseModel):
 
 
 class KeyCreate(KeyLimits):
-    """owner: owns what the key creates, and its share of the devices counts the key's jobs; default: the key's own
-    name."""
+    """scopes: default inference and fine_tuning, of a key with `models` inference alone. owner: owns what the key
+    creates, and its share of the devices counts the key's jobs; default: the key's own name."""
 
     name: OwnerName
     scopes: Annotated[list[str], Field(min_length=1, max_length=8)] | None = None
@@ -96,7 +97,8 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
 
     @router.post("/keys")
     async def create(body: KeyCreate, caller: Caller) -> dict[str, Any]:
-        scopes = body.scopes or DEFAULT_SCOPES
+        # A key for certain models is for using them; who may also train says so.
+        scopes = body.scopes or (DEFAULT_SCOPES if body.models is None else [INFERENCE])
         unknown = [scope for scope in scopes if scope not in keys.SCOPES]
         if unknown:
             raise BadRequest(
@@ -110,6 +112,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
                 param="owner" if body.owner else "name",
                 code="invalid_value",
             )
+        _refuse_unknown(context, body.models)
         limits = body.columns()
         try:
             with db.transaction():
@@ -131,6 +134,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
         row = keys.find(db, id_or_name)
         if row is None or row.revoked_s is not None:
             raise NotFound(f"No live key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
+        _refuse_unknown(context, body.models, known=row.models or ())
         limits = body.columns()
         with db.transaction():
             keys.update(db, row.id, **limits)
@@ -165,6 +169,17 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
             runner.poke(batch_id)  # it checks itself that its key is revoked
         context.scheduler.nudge(f"{row.id} was revoked")
         return views.key(row) | {"stopped": stopped}
+
+
+def _refuse_unknown(context: ControllerContext, names: list[str] | None, known: Collection[str] = ()) -> None:
+    """known: on the key already; such a model may have gone since. Raises BadRequest."""
+    for name in names or ():
+        if name not in known and models.find(context.db, model_of(context.db, name)) is None:
+            raise BadRequest(
+                f"The model {shown(name)} does not exist on this box; `appliance model list` shows those that do.",
+                param="models",
+                code="model_not_found",
+            )
 
 
 def _pause_jobs(context: ControllerContext, key: KeyRow) -> list[str]:

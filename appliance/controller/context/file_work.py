@@ -41,11 +41,16 @@ class FileWork:
                 del self._waiting[owner], self._turns[owner]
 
     async def check(
-        self, owner: str, path: Path, chat_path: Path | None = None, method: Method | None = None
+        self,
+        owner: str,
+        path: Path,
+        chat_path: Path | None = None,
+        method: Method | None = None,
+        tokenizer: Path | None = None,
     ) -> DataReport:
         """Check a training file, for a method once a job names one; with `chat_path`, also write it there in the
-        method's format. Raises OSError."""
-        if path.stat().st_size >= APART_FROM_BYTES:
-            return await self.run(owner, check_apart, path, chat_path, method.name if method else ANY)
+        method's format; with `tokenizer`, the directory of a model, count its tokens. Raises OSError."""
+        if tokenizer is not None or path.stat().st_size >= APART_FROM_BYTES:
+            return await self.run(owner, check_apart, path, chat_path, method.name if method else ANY, tokenizer)
         how = method.convert if method else convert
         return await self.run(owner, check_training_file, path, chat_path=chat_path, convert=how)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from appliance.controller.devices.node_sizes import NodeSizes
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.store.rows import JobRow
 from train.plan import auto
+
+
+class Wished(Protocol):
+    """What was asked of devices: a JobRow, or a plan for one."""
+
+    @property
+    def min_devices(self) -> int | None: ...
+    @property
+    def max_devices(self) -> int | None: ...
+    @property
+    def asked_sizes(self) -> list[int] | None: ...
 
 
 def bounds(row: JobRow, device_count: int) -> tuple[int, int, tuple[int, ...]]:
@@ -50,7 +61,7 @@ def check_room(min_devices: int | None, asked_sizes: list[int] | None, nodes: No
         )
 
 
-def sizes(row: JobRow, resolved: dict[str, Any], device_count: int) -> tuple[list[int], list[int]]:
+def sizes(row: Wished, resolved: dict[str, Any], device_count: int) -> tuple[list[int], list[int]]:
     """(sizes that divide the work of a step, the requested ones among them; [] if there is none)."""
     least = row.min_devices or 1
     most = row.max_devices or max([device_count, least, *(row.asked_sizes or [])])
@@ -60,7 +71,7 @@ def sizes(row: JobRow, resolved: dict[str, Any], device_count: int) -> tuple[lis
     return by_batch, [s for s in by_batch if s >= least and (row.asked_sizes is None or s in row.asked_sizes)]
 
 
-def check_sizes(row: JobRow, resolved: dict[str, Any], nodes: NodeSizes) -> list[int]:
+def check_sizes(row: Wished, resolved: dict[str, Any], nodes: NodeSizes) -> list[int]:
     """The requested sizes that divide the work of a step, including those that only a node yet to join could provide.
     Raises BadRequest when there is none, or none for the known nodes."""
     by_batch, fitting = sizes(row, resolved, nodes.largest)

@@ -1,19 +1,15 @@
-"""Checks whether a job fits this box: the box's resources, the shape of a model, and the verdict on both."""
+"""What a verdict on a job is made from: the box's resources and the shape of a model."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from appliance.controller.access.naming import Resolved
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
-from appliance.controller.models import capacity
-from appliance.controller.models.capacity import BoxFacts, Verdict
+from appliance.controller.models.capacity import BoxFacts
 from runtime.devices.kinds import HOST
-from train.methods.method import Method
-from train.methods.methods import DEFAULT
 from train.plan.estimate import ModelShape
 
 MAX_CONFIG_BYTES = 4 * 2**20
@@ -43,10 +39,3 @@ def shape_of(base: Resolved) -> ModelShape:
         if path is not None and path.is_file() and path.stat().st_size <= MAX_CONFIG_BYTES:
             return ModelShape.from_config(json.loads(path.read_text()), base.model.params)
     return ModelShape(base.model.params)
-
-
-def job_verdict(
-    context: ControllerContext, base: Resolved, fields: dict[str, Any], sizes: list[int], method: Method = DEFAULT
-) -> Verdict:
-    """The verdict on a job with these TrainSpec fields at any of these world sizes."""
-    return capacity.job(shape_of(base), fields, sizes, box_facts(context), method)

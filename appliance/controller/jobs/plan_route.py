@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
-from appliance.controller.jobs.fit import box_facts, job_verdict, shape_of
-from appliance.controller.jobs.requests import Hyperparameters, Name, refused, supported
+from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.jobs import settings
+from appliance.controller.jobs.fit import box_facts, shape_of
+from appliance.controller.jobs.planned import planned, typical
+from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
-from runtime.devices.kinds import kind_of
-from train.methods.methods import DEFAULT
+from train.methods.method import Method
+from train.methods.methods import DEFAULT, METHODS
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 
 Count = Annotated[int, Field(ge=1, le=65536)]
-TYPICAL_EXAMPLES = 1000
 
 
 class ServePlan(BaseModel):
@@ -31,15 +34,17 @@ class ServePlan(BaseModel):
 
 
 class JobPlan(BaseModel):
-    """method: as a job's `method.type`. examples: number in the training file, for resolving "auto"."""
+    """training_file: whose tokens are counted; else `examples` of typical length are assumed, on which "auto" depends.
+    devices: the most that it may have."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: Name
-    method: Name = DEFAULT.name
     hyperparameters: Hyperparameters = Field(default_factory=dict)
     devices: Count | None = None
-    examples: Count = TYPICAL_EXAMPLES
+    training_file: Name | None = None
+    examples: Count | None = None
+    method: Literal[tuple(METHODS)] = DEFAULT.name  # type: ignore[valid-type]
 
 
 class PlanRequest(BaseModel):
@@ -53,17 +58,17 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the route to the admin router."""
 
     @router.post("/plan")
-    async def plan(body: PlanRequest) -> dict[str, Any]:
+    async def plan(body: PlanRequest, caller: Caller) -> dict[str, Any]:
         if (body.serve is None) == (body.job is None):
             raise BadRequest("Give either 'serve' or 'job'.", param="serve", code="invalid_value")
-        return _serve(context, body.serve) if body.serve else _job(context, body.job)  # type: ignore[arg-type]
+        return _serve(context, body.serve) if body.serve else await _job(context, body.job, caller)  # type: ignore[arg-type]
 
 
 def _known(context: ControllerContext, name: str) -> Resolved:
     base = resolve(context.db, name)
     if base is None:
         raise NotFound(
-            f"The model {shown(name)} does not exist on this box; GET /v1/models lists those that do.",
+            f"The model {shown(name)} does not exist on this box; `appliance model list` shows those that do.",
             param="model",
             code="model_not_found",
         )
@@ -85,42 +90,33 @@ def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
     }
 
 
-def _job(context: ControllerContext, body: JobPlan) -> dict[str, Any]:
-    base, method = _known(context, body.model), supported(body.method, "job.method")
-    facts = box_facts(context)
-    most = min(body.devices or facts.node_devices, facts.node_devices)
-    stats = auto.ModelStats(
-        base.model.params,
-        base.model.max_model_len or 2048,
-        facts.device_kind,
-        adapter_max_rank=context.adapter_rank_limit(base.model),
-        computes_bf16=kind_of(facts.device_kind).computes_bf16(),
-        tensor_slices=shape_of(base).tensor_slices,
-    )
-    dataset = auto.DatasetStats(body.examples, 200 * method.sequences * body.examples, 400)
+async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> dict[str, Any]:
+    base = _known(context, body.model)
+    method = METHODS[body.method]
+    dataset = typical(body.examples, method)
+    if body.training_file is not None:
+        dataset = await _counted(context, base, body.training_file, method, caller)
+    wish = settings.Wish(max_devices=body.devices)
     try:
-        fields = method.resolve(body.hyperparameters, dataset, stats, most)
+        chosen = settings.choose_on_box(context, base, method, body.hyperparameters, dataset, wish)
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
-    sizes = auto.allowed_sizes(fields["batch_size"], most, fields["micro_batch"], fields["tensor_parallel"])
-    verdict = job_verdict(context, base, fields, sizes, method)
-    chosen = (
-        "full",
-        "lora_rank",
-        "zero_stage",
-        "precision",
-        "offload",
-        "activation_checkpointing",
-        "batch_size",
-        "micro_batch",
-        "max_length",
-        "tensor_parallel",
+    verdict = settings.verdict_on_box(context, base, chosen, method)
+    return planned(base.name, method, chosen, dataset, verdict, counted=body.training_file is not None)
+
+
+async def _counted(
+    context: ControllerContext, base: Resolved, file_id: str, method: Method, caller: Principal
+) -> auto.DatasetStats:
+    """What the job's validation would find in the file. Raises BadRequest and NotFound."""
+    row = storage.known_file(context, file_id, caller, "training_file")
+    report = await context.file_work.check(
+        row.owner, context.files_dir / row.id, method=method, tokenizer=settings.tokenizer_of(context, base)
     )
-    return {
-        "object": "plan",
-        "kind": "job",
-        "model": base.name,
-        "method": method.name,
-        "hyperparameters": fields.get("options", {}) | {name: fields[name] for name in chosen},
-        **verdict.as_dict(),
-    }
+    if report.ok and (reason := method.refuses(report.shape)) is not None:
+        report.add_error(1, reason)
+    if not report.ok:
+        raise BadRequest(
+            f"The file {row.id} has {storage.summary(report)}", param="training_file", code="invalid_training_file"
+        )
+    return settings.dataset_of(report)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -13,7 +12,6 @@ from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.controller.jobs import devices
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
-from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 
 MAX_METADATA_PAIRS = 16
@@ -179,20 +177,6 @@ def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
 def method(request: JobCreate) -> Method:
     """The requested method, which `check` has found to be supported."""
     return METHODS[request.method.type] if request.method else DEFAULT
-
-
-def resolve(
-    how: Method, given: dict[str, Any], report: Mapping[str, Any] | None, model: auto.ModelStats, max_devices: int
-) -> dict[str, Any]:
-    """Fields of a TrainSpec for data with this report (train.data.check.DataReport) and this model. Raises
-    train.plan.errors.InvalidHyperparameter."""
-    report = report or {}
-    dataset = auto.DatasetStats(
-        n_examples=max(1, report.get("n_examples", 1)),
-        n_tokens=max(1, report.get("n_tokens_estimate", 1)),
-        longest_example_tokens=max(1, report.get("longest_example_tokens", 1)),
-    )
-    return how.resolve(given, dataset, model, max_devices)
 
 
 def refused(error: InvalidHyperparameter, where: str) -> BadRequest:

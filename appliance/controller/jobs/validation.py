@@ -1,4 +1,4 @@
-"""Validates a job between "created" and "queued": copies its data, converts it for its method and checks it, before any
+"""Validates a job between "created" and "queued": copies its data, converts it to chat JSONL and checks it, before any
 device is taken.
 
 The job gets its own copy, so deleting the uploaded file later does not stop it. Safe to run again after a crash: the
@@ -8,31 +8,23 @@ phase stays "validating" until everything is on disk.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from appliance.controller.access.model_access import base_of
-from appliance.controller.access.naming import Resolved
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import node_sizes
 from appliance.controller.files import storage
-from appliance.controller.jobs import data, requests
+from appliance.controller.jobs import data, settings
 from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs.events import add_message, fail
-from appliance.controller.jobs.fit import job_verdict, shape_of
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import jobs
 from appliance.store.rows import FileRow, JobRow
-from runtime.devices.kinds import HOST, kind_of
 from train.data.check import DataReport
 from train.methods.methods import method_of
-from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 
 _LINES_AS_EVENTS = 20
-DEFAULT_CONTEXT_TOKENS = 2048
 
 
 class InvalidData(Exception):
@@ -49,23 +41,6 @@ class JobValidation:
     def __init__(self, context: ControllerContext):
         self._context = context
         self._tasks: dict[str, asyncio.Task[None]] = {}
-
-    @staticmethod
-    def facts(context: ControllerContext, base: Resolved) -> tuple[auto.ModelStats, int]:
-        """Inputs of `train.plan.auto` about base model and box: (stats, the most devices a job can have)."""
-        model = base.model
-        devices = context.scheduler.status()["devices"]
-        kind = devices[0]["kind"] if devices else HOST.name
-        stats = auto.ModelStats(
-            n_parameters=model.params,
-            max_position_embeddings=model.max_model_len or DEFAULT_CONTEXT_TOKENS,
-            device_kind=kind,
-            computes_bf16=kind_of(kind).computes_bf16(),
-            tensor_slices=shape_of(base).tensor_slices,
-            # Training on an adapter uses merged weights below it, which no engine serves.
-            adapter_max_rank=0 if base.version.meta.get("adapter") else context.adapter_rank_limit(model),
-        )
-        return stats, max(1, node_sizes.known(context).largest)
 
     def start(self, job_id: str) -> None:
         task = self._context.background.keep(f"validation: {job_id}", partial(self._run, job_id))
@@ -93,7 +68,9 @@ class JobValidation:
         if row is None or row.phase != "validating":
             return  # deleted, or started again after its end was written
         try:
-            resolved, warnings, examples = await self._validate(row)
+            report, warnings = await self._validate(row)
+            if self._still_validating(job_id):
+                self._queue(row, report, warnings)
         except InvalidData as error:
             if self._still_validating(job_id):
                 with db.transaction():
@@ -118,9 +95,6 @@ class JobValidation:
             if self._still_validating(job_id):
                 fail(db, job_id, "internal_error", f"Validation failed: {type(error).__name__}: {error}")
             raise
-        else:
-            if self._still_validating(job_id):
-                self._queue(row, resolved, warnings, examples)
         if (ended := jobs.find(db, job_id)) is None or ended.finished:
             data.remove(context, job_id)
         context.scheduler.nudge(f"{job_id} was validated")
@@ -130,7 +104,7 @@ class JobValidation:
         row = jobs.find(self._context.db, job_id)
         return row is not None and row.phase == "validating"
 
-    async def _validate(self, row: JobRow) -> tuple[dict[str, Any], list[str], int]:
+    async def _validate(self, row: JobRow) -> tuple[DataReport, list[str]]:
         context = self._context
         base = base_of(context.db, row)
         if base is None:
@@ -138,16 +112,14 @@ class JobValidation:
         training = self._file(row.training_file)
         folder = context.jobs_dir / row.id
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        report = await self._convert(row, "training_file", training, folder / "train.jsonl")
+        tokenizer = settings.tokenizer_of(context, base)
+        report = await self._convert(row, "training_file", training, folder / "train.jsonl", tokenizer)
         warnings = [f"{training.filename}: {text}" for text in report.warnings]
         if row.validation_file is not None:
             held_out = self._file(row.validation_file)
-            held_out_report = await self._convert(row, "validation_file", held_out, folder / "valid.jsonl")
+            held_out_report = await self._convert(row, "validation_file", held_out, folder / "valid.jsonl", tokenizer)
             warnings += [f"{held_out.filename}: {text}" for text in held_out_report.warnings]
-        stats, device_count = self.facts(context, base)
-        most = min(row.max_devices or device_count, device_count)
-        resolved = requests.resolve(method_of(row.method), row.hyperparameters, asdict(report), stats, most)
-        return resolved, warnings, report.n_examples
+        return report, warnings
 
     def _file(self, file_id: str) -> FileRow:
         # Ignores the expiry: a file that was valid when the job was created stays valid while its bytes are here.
@@ -156,34 +128,37 @@ class JobValidation:
             raise _Gone(f"the file {file_id} was deleted")
         return row
 
-    async def _convert(self, row: JobRow, param: str, file: FileRow, target: Path) -> DataReport:
+    async def _convert(
+        self, row: JobRow, param: str, file: FileRow, target: Path, tokenizer: Path | None
+    ) -> DataReport:
         method = method_of(row.method)
-        report = await self._context.file_work.check(row.owner, self._context.files_dir / file.id, target, method)
+        source = self._context.files_dir / file.id
+        report = await self._context.file_work.check(row.owner, source, target, method, tokenizer)
         if report.ok and (reason := method.refuses(report.shape)) is not None:
             report.add_error(1, reason)
         if not report.ok:
             raise InvalidData(param, file.id, report)
         return report
 
-    def _queue(self, row: JobRow, resolved: dict[str, Any], warnings: list[str], examples: int) -> None:
+    def _queue(self, row: JobRow, report: DataReport, warnings: list[str]) -> None:
         context, db = self._context, self._context.db
-        row = jobs.get(db, row.id)  # a user may have changed it in the meantime
+        row, method = jobs.get(db, row.id), method_of(row.method)  # a user may have changed it in the meantime
         base = base_of(context.db, row)
-        assert base is not None, "resolved a moment ago, on the same thread"
+        if base is None:
+            raise _Gone(f"the model {row.model} was deleted, or is not shared with the job's owner any more")
+        chosen = settings.choose_on_box(context, base, method, row.hyperparameters, settings.dataset_of(report), row)
         # From here on: a job that waits would otherwise train a version that was made after it was asked for.
-        resolved = {**resolved, "base_version": base.version.version}
-        _, device_count = self.facts(context, base)
-        by_batch, sizes = job_devices.sizes(row, resolved, device_count)
-        if not sizes:
+        resolved = {**chosen.resolved, "base_version": base.version.version}
+        if not chosen.sizes:
             fail(
                 db,
                 row.id,
                 "invalid_devices",
-                job_devices.no_size(resolved, by_batch),
+                job_devices.no_size(resolved, chosen.by_batch),
                 "allowed_sizes" if row.asked_sizes else "min_devices",
             )
             return
-        verdict = job_verdict(context, base, resolved, sizes, method_of(row.method))
+        verdict = settings.verdict_on_box(context, base, chosen, method)
         if not verdict.fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
             fail(db, row.id, "insufficient_memory", " ".join(verdict.problems) + instead)
@@ -193,6 +168,7 @@ class JobValidation:
         with db.transaction():
             for text in warnings:
                 add_message(db, row.id, text, level="warn")
+            examples = report.n_examples
             add_message(db, row.id, f"Files validated, {examples} training examples, moving job to queued state")
             jobs.update(db, row.id, resolved=resolved, allowed_sizes=sizes)
             jobs.set_phase(db, row.id, "queued", reason="waiting for devices")

@@ -20,7 +20,7 @@ from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
-from appliance.controller.jobs import claims, data, devices, requests
+from appliance.controller.jobs import claims, data, devices, requests, settings
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import JobCreate
 from appliance.controller.jobs.validation import JobValidation
@@ -28,6 +28,8 @@ from appliance.controller.jobs.wanted import ask, known_job
 from appliance.store.ids import new_id
 from appliance.store.objects import files, job_records, jobs
 from appliance.store.rows import FileRow, JobRow
+from train.data.check import DataReport
+from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 
 ROUTE = "fine_tuning.jobs"
@@ -110,7 +112,7 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     base = resolve(context.db, body.model) if caller_may_use(context.db, caller, body.model) else None
     if base is None:
         raise NotFound(
-            f"The model {shown(body.model)} does not exist on this box; GET /v1/models lists those that do.",
+            f"The model {shown(body.model)} does not exist on this box; `appliance model list` shows those that do.",
             param="model",
             code="model_not_found",
         )
@@ -134,14 +136,15 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     method = requests.method(body)
     nodes = node_sizes.known(context)
     devices.check_room(body.min_devices, body.allowed_sizes, nodes)
-    stats, device_count = JobValidation.facts(context, base)
+    asked_sizes = sorted(set(body.allowed_sizes)) if body.allowed_sizes else None
+    wish = settings.Wish(body.min_devices, body.max_devices, asked_sizes)
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
-        most = min(body.max_devices or device_count, device_count)
-        resolved = requests.resolve(method, given, training.report, stats, most)
+        chosen = settings.choose_on_box(context, base, method, given, _seen(training), wish)
     except InvalidHyperparameter as error:
         raise requests.refused(error, where) from error
-    row = JobRow(
+    devices.check_sizes(wish, chosen.resolved, nodes)
+    return JobRow(
         id=new_id("ftjob-"),
         key_id=caller.key_id,
         model=body.model,
@@ -156,7 +159,7 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
         priority=body.priority,
         min_devices=body.min_devices,
         max_devices=body.max_devices,
-        asked_sizes=sorted(set(body.allowed_sizes)) if body.allowed_sizes else None,
+        asked_sizes=asked_sizes,
         deadline_s=body.deadline_s,
         preemptible=int(body.preemptible),
         held=int(body.held),
@@ -165,8 +168,13 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
         created_s=time.time(),
         reason="the training file is being validated",
     )
-    devices.check_sizes(row, resolved, nodes)
-    return row
+
+
+def _seen(file: FileRow) -> auto.DatasetStats:
+    """What the check at the file's upload saw, without a tokenizer."""
+    report = file.report or {}
+    names = ("n_examples", "n_tokens_estimate", "longest_example_tokens")
+    return settings.dataset_of(DataReport(**{name: report[name] for name in names if name in report}))
 
 
 def _data_file(context: ControllerContext, file_id: str, param: str, caller: Principal) -> FileRow:

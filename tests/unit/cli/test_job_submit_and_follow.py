@@ -10,8 +10,9 @@ import pytest
 
 from appliance.cli import operations
 from appliance.cli.jobs.follow import event_line
-from tests.unit.cli.conftest import openai_error
+from tests.unit.cli.conftest import openai_error, run
 from tests.unit.cli.test_tables_and_json import make_job
+from tests.unit.controller.conftest import chat_lines
 
 JOB = "/v1/fine_tuning/jobs/ftjob-1"
 
@@ -97,6 +98,23 @@ def test_submit_sends_what_was_asked(prepared, tmp_path):
             },
         },
     }
+
+
+def test_a_plan_counts_a_file_and_keeps_nothing_of_it(box, tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(chat_lines(20))
+    text = box.run("plan", "job", "--model", "starter", "--file", str(path)).stdout
+    assert "20 examples" in text and "assumed" not in text
+    assert json.loads(box.run("file", "list", "-o", "json").stdout)["data"] == []
+    assert "assumed: 1,000 examples" in box.run("plan", "job", "--model", "starter").stdout
+
+
+def test_a_plan_for_what_is_not_here_needs_no_box():
+    done = run("plan", "job", "--config", "70b", "--devices", "8", "--device-kind", "h100", "--lora-rank", "16")
+    assert done.exit_code == 0 and "may run on  4, 8 devices" in done.stdout
+    assert run("plan", "job", "--config", "70b", "--device-kind", "h100", "--full").exit_code == 1
+    for wrong in (("--config", "70b"), ("--config", "x", "--device-kind", "h100")):
+        assert run("plan", "job", *wrong).exit_code == 2
 
 
 def test_a_plan_says_what_offloading_puts_into_host_memory(box):

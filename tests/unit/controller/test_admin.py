@@ -278,3 +278,16 @@ async def test_status_says_what_gateways_have_to_say_and_when_their_certificate_
     for wrong in ({"notes": "text"}, {"notes": [7]}, {"certificate_expires_s": "soon"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             report("g", **wrong)
+
+
+async def test_a_key_for_a_model_that_is_not_there_is_refused(control: Control):
+    wrong = await ask(control, "POST", "/keys", 400, json={"name": "bob", "models": ["starter", "nosuch"]})
+    assert "'nosuch'" in wrong["error"]["message"] and wrong["error"]["param"] == "models"
+    made = await ask(control, "POST", "/keys", json={"name": "bob", "models": ["starter"]})
+    assert made["scopes"] == ["inference"], "for using one model: training was not asked for"
+    asked = {"name": "eve", "models": ["starter"], "scopes": ["inference", "fine_tuning"]}
+    assert (await ask(control, "POST", "/keys", json=asked))["scopes"] == ["inference", "fine_tuning"]
+    assert (await ask(control, "POST", "/keys", json={"name": "joe"}))["scopes"] == ["inference", "fine_tuning"]
+    await ask(control, "PATCH", "/keys/bob", 400, json={"models": ["nosuch"]})
+    models.delete(control.db, "starter")
+    await ask(control, "PATCH", "/keys/bob", json={"models": ["starter"]})

@@ -55,19 +55,29 @@ def test_numbers_and_extras_pass_through():
 def test_lora_publishes_an_adapter_where_engines_take_it():
     served = dataclasses.replace(SMALL, adapter_max_rank=32)
     assert resolve({"lora_rank": 8}, GSM8K, served, 8)["lora_publish"] == "adapter"
-    assert resolve({"lora_rank": 64}, GSM8K, served, 8)["lora_publish"] == "merged"
+    asked = {"lora_rank": 64, "lora_publish": "merged"}
+    assert resolve(asked, GSM8K, served, 8)["lora_publish"] == "merged"
     assert resolve({"lora_rank": 8}, GSM8K, SMALL, 8)["lora_publish"] == "merged"
     assert resolve({}, GSM8K, served, 8)["lora_publish"] == "merged"  # full
     merged = resolve({"lora_publish": "merged"}, GSM8K, served, 8)
     assert merged["lora_publish"] == "merged" and not merged["full"]
     for given, model, reason in (
-        ({"lora_rank": 64}, served, "at most 32"),
+        ({"lora_rank": 64}, served, "from 1 to 32, which engines serve"),
         ({}, SMALL, "take no adapters"),
         ({"full": True}, served, "full"),
         ({"lora_targets": "q_proj, lm_head"}, served, "_proj"),
     ):
         with pytest.raises(InvalidHyperparameter, match=reason):
             resolve(given | {"lora_publish": "adapter"}, GSM8K, model, 8)
+
+
+def test_a_rank_that_no_engine_serves_or_wider_than_the_model_is_refused():
+    narrow = dataclasses.replace(SMALL, hidden=576)
+    for model, rank in ((dataclasses.replace(narrow, adapter_max_rank=32), 33), (narrow, 999)):
+        with pytest.raises(InvalidHyperparameter, match="from 1 to") as caught:
+            resolve({"lora_rank": rank}, GSM8K, model, 8)
+        assert caught.value.param == "lora_rank"
+    assert resolve({"lora_rank": 576}, GSM8K, narrow, 8)["lora_publish"] == "merged"
 
 
 def test_gradient_accumulation_fixes_batch_or_micro_batch():

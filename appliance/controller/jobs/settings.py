@@ -1,0 +1,131 @@
+"""Chooses the settings of a job from model, data and box: one function, asked at the door, by the validation and by
+`plan job`, so that a plan and the job that follows cannot differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance.controller.access.naming import Resolved
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import node_sizes
+from appliance.controller.jobs import devices
+from appliance.controller.jobs.fit import box_facts, shape_of
+from appliance.controller.models import capacity
+from appliance.controller.models.capacity import BoxFacts, Verdict
+from appliance.store.objects import models
+from runtime.devices.kinds import HOST, kind_of
+from train.data.check import DataReport
+from train.methods.method import Method
+from train.plan import auto
+from train.plan.estimate import ModelShape
+
+DEFAULT_CONTEXT_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """resolved: fields of a TrainSpec. by_batch: numbers of devices that divide the work of a step; sizes: those of
+    them that were asked for."""
+
+    resolved: dict[str, Any]
+    by_batch: list[int]
+    sizes: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a request says of devices, as a JobRow does."""
+
+    min_devices: int | None = None
+    max_devices: int | None = None
+    asked_sizes: list[int] | None = None
+
+
+def of_model(context: ControllerContext, base: Resolved) -> auto.ModelStats:
+    """What `train.plan.auto` asks of a base model and of the box."""
+    found = context.scheduler.status()["devices"]
+    # Training on an adapter uses merged weights below it, which no engine serves.
+    rank = 0 if base.version.meta.get("adapter") else context.adapter_rank_limit(base.model)
+    kind = found[0]["kind"] if found else HOST.name
+    return of_shape(shape_of(base), base.model.max_model_len, kind, rank)
+
+
+def of_shape(
+    shape: ModelShape,
+    context_tokens: int | None,
+    device_kind: str,
+    adapter_max_rank: int,
+    computes_bf16: bool | None = None,
+) -> auto.ModelStats:
+    """computes_bf16: None asks the devices of this machine."""
+    return auto.ModelStats(
+        n_parameters=shape.n_parameters,
+        max_position_embeddings=context_tokens or DEFAULT_CONTEXT_TOKENS,
+        device_kind=device_kind,
+        adapter_max_rank=adapter_max_rank,
+        computes_bf16=kind_of(device_kind).computes_bf16() if computes_bf16 is None else computes_bf16,
+        tensor_slices=shape.tensor_slices,
+        hidden=shape.hidden,
+    )
+
+
+def dataset_of(report: DataReport) -> auto.DatasetStats:
+    return auto.DatasetStats(
+        n_examples=max(1, report.n_examples),
+        n_tokens=max(1, report.n_tokens_estimate),
+        longest_example_tokens=max(1, report.longest_example_tokens),
+    )
+
+
+def choose(
+    method: Method,
+    given: dict[str, Any],
+    dataset: auto.DatasetStats,
+    model: auto.ModelStats,
+    wish: devices.Wished,
+    device_count: int,
+) -> Settings:
+    """device_count: of the largest node. Raises train.plan.errors.InvalidHyperparameter."""
+    most = min(wish.max_devices or device_count, device_count)
+    resolved = method.resolve(given, dataset, model, most)
+    by_batch, sizes = devices.sizes(wish, resolved, device_count)
+    return Settings(resolved, by_batch, sizes)
+
+
+def choose_on_box(
+    context: ControllerContext,
+    base: Resolved,
+    method: Method,
+    given: dict[str, Any],
+    dataset: auto.DatasetStats,
+    wish: devices.Wished,
+) -> Settings:
+    """As `choose`, on this box."""
+    device_count = max(1, node_sizes.known(context).largest)
+    return choose(method, given, dataset, of_model(context, base), wish, device_count)
+
+
+def verdict(shape: ModelShape, settings: Settings, box: BoxFacts, method: Method) -> Verdict:
+    """Whether it fits, at which of the sizes; `settings` has at least one."""
+    return capacity.job(shape, settings.resolved, settings.sizes, box, method)
+
+
+def verdict_on_box(context: ControllerContext, base: Resolved, settings: Settings, method: Method) -> Verdict:
+    return verdict(shape_of(base), settings, box_facts(context), method)
+
+
+def tokenizer_of(context: ControllerContext, base: Resolved) -> Path | None:
+    """The directory whose tokenizer and chat template ranks will use; None while its files are elsewhere. That of an
+    adapter is its base's."""
+    version, below = base.version, base.version.meta.get("adapter")
+    if below is not None:
+        found = models.find_version(context.db, below["base"], below["base_version"])
+        if found is None:
+            return None
+        version = found
+    for folder in (version.disk_path, version.shm_path):
+        if folder and Path(folder, "tokenizer.json").is_file():
+            return Path(folder)
+    return None

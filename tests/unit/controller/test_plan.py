@@ -1,0 +1,106 @@
+"""A plan and the job that follows choose the same, from the same count of the same file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from appliance.controller.jobs import planned
+from appliance.store.objects import jobs, models
+from tests.train_support.tiny import tokenizer
+from tests.unit.controller.conftest import ADMIN, Control, chat_lines
+from train.plan.estimate import parameters_of
+from train.plan.known_shapes import SHAPES, shape_named
+
+BILLION = 10**9
+
+
+async def ask(control: Control, **job):
+    return await control.http.post("/admin/v1/plan", json={"job": {"model": "starter"} | job}, headers=ADMIN)
+
+
+@pytest.mark.parametrize("given", [{}, {"lora_rank": 8}, {"batch_size": 4, "n_epochs": 2}])
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+async def test_a_plan_chooses_what_the_job_gets(control: Control, tmp_path: Path, given, with_tokenizer):
+    if with_tokenizer:
+        tokenizer().save_pretrained(tmp_path / "v1")
+        models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "v1"))
+    file_id = await control.upload(chat_lines(40))
+    told = (await ask(control, training_file=file_id, hyperparameters=given)).json()
+    method = {"type": "supervised", "supervised": {"hyperparameters": given}}
+    row = jobs.get(control.db, await control.job(training_file=file_id, method=method))
+    assert row.resolved is not None and told["hyperparameters"].items() <= row.resolved.items()
+    assert told["sizes"] == row.allowed_sizes
+    assert told["data"]["counted"] and told["data"]["examples"] == 40
+
+
+async def test_tokens_are_counted_through_the_models_own_template(control: Control, tmp_path: Path):
+    """A template that puts a long system message before every example makes more of them than the file's bytes tell."""
+    wordy = "{% for m in messages %}" + "You are a helpful fox. " * 20 + "{{ m['content'] }}{% endfor %}"
+    tokenizer(wordy).save_pretrained(tmp_path / "v1")
+    file_id = await control.upload()
+    guessed = (await ask(control, training_file=file_id)).json()["data"]
+    models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "v1"))
+    counted = (await ask(control, training_file=file_id)).json()["data"]
+    assert counted["tokens"] > 3 * guessed["tokens"] and counted["longest_example_tokens"] > 80
+
+
+async def test_a_plan_on_a_bad_or_unknown_file_says_so(control: Control):
+    bad = await control.upload(b"{}\n" * 3)
+    answer = await ask(control, training_file=bad)
+    assert answer.status_code == 400 and "line 1" in answer.json()["error"]["message"]
+    assert (await ask(control, training_file="file-none")).status_code == 404
+    assumed = (await ask(control)).json()["data"]
+    assert not assumed["counted"] and assumed["examples"] == 1000
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [
+        ("llama-3.1-8b", 8.03),
+        ("meta-llama/Llama-3.3-70B-Instruct", 70.55),
+        ("Qwen/Qwen2.5-7B-Instruct", 7.62),
+        ("qwen3-0.6b", 0.596),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", 46.7),
+        ("Qwen/Qwen3-30B-A3B", 30.5),
+        ("70b", 70.55),
+    ],
+)
+def test_shapes_have_as_many_parameters_as_their_publishers_say(name: str, billions: float):
+    assert parameters_of(shape_named(name)) == pytest.approx(billions * BILLION, rel=0.003)
+
+
+def test_seventy_billion_on_eight_gpus_without_one():
+    full = planned.plan_imagined("70b", {"full": True}, devices=8, device_kind="h100")
+    assert not full["fits"] and any("LoRA" in text for text in full["instead"])
+    lora = planned.plan_imagined("70b", {"lora_rank": 16}, devices=8, device_kind="h100")
+    assert lora["fits"] and lora["sizes"][-1] == 8
+    host = lora["numbers"]["host"]
+    assert host["version_bytes"] < BILLION, "what a LoRA job publishes is an adapter"
+
+
+def test_a_config_may_be_a_file_or_its_directory(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2.5-7b"]))
+    for given in (tmp_path, tmp_path / "config.json"):
+        plan = planned.plan_imagined(str(given), {}, devices=2, device_kind="80gb")
+        assert plan["fits"] and not plan["hyperparameters"]["full"]
+
+
+@pytest.mark.parametrize(
+    "config, kind, said",
+    [
+        ("no-such-model", "h100", "the known ones are"),
+        ("70b", "h10", "h100"),
+        ("{}", "h100", "hidden_size"),
+        ("[]", "h100", "no JSON object"),
+        ("not json", "h100", "cannot be read"),
+    ],
+)
+def test_what_is_not_known_is_named_with_what_is(tmp_path: Path, config: str, kind: str, said: str):
+    if config[0] in "{[n" and config != "no-such-model":
+        (tmp_path / "config.json").write_text(config)
+        config = str(tmp_path)
+    with pytest.raises(planned.BadShape, match=said):
+        planned.plan_imagined(config, {}, devices=8, device_kind=kind)
