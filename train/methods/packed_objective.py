@@ -16,8 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from train.data.packing import Row
-
-CHUNK_BYTES = 64 * 2**20  # of fp32 logits at a time
+from train.methods.head_gradient import HeadGradient, chunk_rows
 
 # What some architectures do to logits or hidden states around the head; they go through their own forward.
 _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -74,7 +73,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, labels):
         log_probs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         log_sums = torch.empty_like(log_probs)
-        for part in chunks(hidden, weight):
+        for part in _chunks(hidden, weight):
             logits = (hidden[part] @ weight.t()).float()
             log_sums[part] = torch.logsumexp(logits, dim=-1)
             log_probs[part] = logits.gather(1, labels[part, None])[:, 0] - log_sums[part]
@@ -86,23 +85,21 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, labels, log_sums = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden) if need_hidden else None
-        weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
-        for part in chunks(hidden, weight):
+        rows = chunk_rows(hidden, weight.shape[0])
+        weight_grad = HeadGradient(hidden, weight.shape[0], rows) if need_weight else None
+        for part in _chunks(hidden, weight):
             grad = (hidden[part] @ weight.t()).float().sub_(log_sums[part, None]).exp_().neg_()  # minus the softmax
             target = labels[part, None]
             grad.scatter_add_(1, target, torch.ones_like(target, dtype=grad.dtype))
-            grad = grad.mul_(upstream[part, None]).to(hidden.dtype)
+            grad = grad.mul_(upstream[part, None])
+            grad = grad.to(hidden.dtype) if weight_grad is None else weight_grad.add(grad)
             if hidden_grad is not None:
                 torch.mm(grad, weight, out=hidden_grad[part])
-            if weight_grad is not None:
-                weight_grad += grad.t() @ hidden[part]
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None
+        return hidden_grad, None if weight_grad is None else weight_grad.total(), None
 
 
-def chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
-    """Rows of `hidden` (n, width) whose logits take CHUNK_BYTES at most in float32."""
-    n, vocabulary = hidden.shape[0], weight.shape[0]
-    rows = max(1, min(n, CHUNK_BYTES // (4 * vocabulary)))
+def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
+    n, rows = hidden.shape[0], chunk_rows(hidden, weight.shape[0])
     return [slice(start, min(n, start + rows)) for start in range(0, n, rows)]
 
 

@@ -14,7 +14,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from runtime.devices.kinds import in_host_memory
-from train.methods.packed_objective import PackedObjective, chunks
+from train.methods.head_gradient import HeadGradient, chunk_rows
+from train.methods.packed_objective import PackedObjective
 
 
 class SupervisedObjective(PackedObjective):
@@ -45,14 +46,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, scale):
-        parts = chunks(hidden, weight)
+        n, vocabulary = hidden.shape[0], weight.shape[0]
+        rows = chunk_rows(hidden, vocabulary)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden) if need_hidden else None
-        weight_grad = None
+        weight_grad = HeadGradient(hidden, vocabulary, rows) if need_weight else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for rows in parts:
-            part = hidden[rows]
-            target = labels[rows, None]
+        for start in range(0, n, rows):
+            part = hidden[start : start + rows]
+            target = labels[start : start + rows, None]
             logits = (part @ weight.t()).float()
             log_sum = torch.logsumexp(logits, dim=-1, keepdim=True)
             total += (log_sum - logits.gather(1, target)).sum()
@@ -60,16 +62,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             grad = logits.sub_(log_sum).exp_()  # softmax, in place of the logits
             grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=grad.dtype))
-            grad = grad.mul_(scale).to(hidden.dtype)
+            grad = grad.mul_(scale)
+            grad = grad.to(hidden.dtype) if weight_grad is None else weight_grad.add(grad)
             if need_hidden:
-                torch.mm(grad, weight, out=hidden_grad[rows])
-            if need_weight:
-                made = grad.t() @ part
-                # More than one chunk: add in float32, or the small late ones would be rounded away.
-                weight_grad = (
-                    made if len(parts) == 1 else made.float() if weight_grad is None else weight_grad.add_(made)
-                )
-        ctx.save_for_backward(hidden_grad, weight_grad if weight_grad is None else weight_grad.to(weight.dtype))
+                torch.mm(grad, weight, out=hidden_grad[start : start + rows])
+        ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.total())
         return total * scale
 
     @staticmethod

@@ -17,7 +17,7 @@ from train.data.chat import ChatEncoder
 from train.data.formats import BadRecord
 from train.data.packing import StepPlan, build_row
 from train.data.token_set import open_token_set
-from train.methods import packed_objective
+from train.methods import head_gradient
 from train.methods.dpo import METHOD as DPO
 from train.methods.dpo import RATE_SHARE
 from train.methods.packed_objective import LogProbHead, to_batch
@@ -203,10 +203,11 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path, mon
         prepare(spec, silent, ControlSignals(), Progress(), left["snapshot_path"])
 
 
-@pytest.mark.parametrize("chunk_bytes", [packed_objective.CHUNK_BYTES, 4 * 50 * 3])
+@pytest.mark.parametrize("rows, held", [(1000, 1000), (3, 1000), (3, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probabilities_and_their_gradients_are_exact(monkeypatch, chunk_bytes, dtype):
-    monkeypatch.setattr(packed_objective, "CHUNK_BYTES", chunk_bytes)
+def test_log_probabilities_and_their_gradients_are_exact(monkeypatch, rows, held, dtype):
+    monkeypatch.setattr(head_gradient, "HOST_LOGITS_BYTES", 4 * 50 * rows)
+    monkeypatch.setattr(head_gradient, "held_rows", lambda n, *_: min(n, held))
     torch.manual_seed(0)
     head = LogProbHead(16, 50, bias=False, dtype=dtype)
     hidden, labels = torch.randn(11, 16, dtype=dtype, requires_grad=True), torch.randint(0, 50, (11,))
