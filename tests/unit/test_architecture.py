@@ -129,6 +129,8 @@ WITHOUT_TORCH = (
     "train/data/formats.py",
     "train/control/group.py",
     "train/control/rank_host.py",
+    "train/data/preferences.py",
+    "train/methods/dpo.py",
     "train/methods/supervised.py",
     "train/methods/methods.py",
     "runtime/devices/kinds.py",
@@ -291,6 +293,8 @@ def test_the_command_line_is_a_thin_client():
         and not (path.name == "simulate.py" and top(module) == "scheduler")
         # Nor is a plan for a model and devices that no box has.
         and not module.startswith("appliance.controller.jobs.planned")
+        # The table of training methods has the options that commands show; it imports no torch (WITHOUT_TORCH).
+        and not (name_of(path) == "appliance/cli/jobs/methods.py" and module.startswith("train.methods.methods"))
     }
     # `up` resolves the configuration before it starts anything.
     assert wrong == {"appliance/cli/box/box.py imports appliance.config"} | {
