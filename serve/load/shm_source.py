@@ -214,7 +214,7 @@ class _MappedFile:
 
     def locked_runs(self, start: int, end: int) -> list[tuple[int, int]] | None:
         runs: list[tuple[int, int]] = []
-        index = max(0, bisect_right(self._locked, (start, math.inf)) - 1)
+        index = max(0, bisect_right(self._locked, start, key=lambda run: run[0]) - 1)
         while start < end:
             if index == len(self._locked) or not self._locked[index][0] <= start < self._locked[index][1]:
                 return None
