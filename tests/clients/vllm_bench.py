@@ -10,7 +10,6 @@ import sys
 
 from report import BASE_URL, MODEL, tried
 
-
 RUN = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
