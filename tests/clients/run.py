@@ -45,12 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return any(troubles.values())
     box = Box(folder / "box", options.port)
     box.up()
+    surprises: list[str] = []
     try:
-        rows = [_tried(client, folder, box, troubles[client.name]) for client in chosen]
+        for client in chosen:
+            row = _tried(client, folder, box, troubles[client.name])
+            table.put(table.drawn(table.record([row])))
+            surprises += _surprises(client, row)
     finally:
         box.down()
-    table.put(table.drawn(table.record(rows)))
-    return any(_surprises(client, row) for client, row in zip(chosen, rows, strict=True))
+    return bool(surprises)
 
 
 class Box:
