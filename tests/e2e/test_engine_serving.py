@@ -111,10 +111,10 @@ async def shapes_of_other_apis(socket_path, sdk):
     ask = [{"role": "user", "content": "hello"}]
     begun = [*ask, {"role": "assistant", "content": "Well"}]
     transport = httpx.AsyncHTTPTransport(uds=socket_path)
-    async with httpx.AsyncClient(transport=transport, base_url="http://engine/v1/messages", timeout=60) as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=60) as http:
 
         async def post(path="", **body):
-            answer = await http.post(path, json={"model": "starter", **body})
+            answer = await http.post(f"/v1/messages{path}", json={"model": "starter", **body})
             assert answer.status_code == 200, answer.text
             return answer
 
