@@ -119,8 +119,7 @@ async def shapes_of_other_apis(socket_path, sdk):
             return answer
 
         counted = [(await post("/count_tokens", messages=messages)).json()["input_tokens"] for messages in (ask, begun)]
-        thinking = {"type": "enabled", "budget_tokens": 1024}
-        told = (await post(messages=begun, max_tokens=1025, thinking=thinking, stop_sequences=["e", " "])).json()
+        told = (await post(messages=begun, max_tokens=3)).json()
         assert told["id"].startswith("msg_") and told["type"] == "message"
         usage = told["usage"]
         assert (
