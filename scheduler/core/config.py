@@ -27,7 +27,7 @@ class SchedulerConfig(BaseModel):
     may change; beyond it, the number stays."""
     proved_hold_max_s: Seconds = 1800.0
     """Replicas wanted back before their release had paid off are kept, each time twice as long; at most this long."""
-    job_pause_s: Seconds = 3.0
+    job_pause_s: Seconds = 3.8
     """What a change of size costs a running job: from the last step before it to the first step after it."""
     reaction_s: Seconds = 1.2
     """Time from the decision to move a device from training to serving until an engine on it answers."""
