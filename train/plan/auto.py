@@ -94,6 +94,7 @@ def resolve(
     fields["max_grad_norm"] = given.number("max_grad_norm", 0, 1e6, auto=1.0)
     fields["publish"] = given.choice("publish", ("end", "epoch"), auto="end")
     fields["serve_dtype"] = _serve_dtype(given)
+    fields["general_questions"] = given.flag("general_questions", auto=True)
     _refuse_pipeline_parallel(given)
     fields["snapshot_every_s"] = given.maybe_number("snapshot_every_s", 0, 86400)
     fields["step_patience_s"] = given.number("step_patience_s", 0, 86400, auto=0.1)
