@@ -59,7 +59,10 @@ class BoxSettings(_Section):
     port: int = Field(8000, ge=0, le=65535, description="TCP port of the endpoint")
     devices: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
-        description="'auto': every NVIDIA GPU, else 8 logical CPU devices; a number: so many logical CPU devices",
+        description="'auto': every GPU, else 8 logical CPU devices; a number: so many logical CPU devices",
+    )
+    untried_devices: bool = Field(
+        False, description="also use devices of a kind that the box has never run on (AMD GPUs), at your own risk"
     )
     numa_bind: bool = Field(
         True,
@@ -96,6 +99,11 @@ class GatewaySettings(_Section):
     access_log: bool = Field(True, description="a line per request in logs/access.log")
     tls_cert_path: str | None = Field(None, description="PEM file; with tls_key_path the endpoint speaks TLS")
     tls_key_path: str | None = Field(None, description="PEM file, readable by the box alone")
+    cors_origins: list[str] = Field(
+        [],
+        description="of web pages whose scripts may call the box from a browser, such as `https://chat.example.org`; "
+        "`*`: any page; each still needs a key",
+    )
     shutdown_s: float = Field(30.0, gt=0, description="that running requests get to finish when the box stops")
     prefix_cache_shared: bool = Field(
         False,

@@ -20,6 +20,7 @@ from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.interfaces.signals import Signals
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models.capacity import BoxFacts
+from appliance.controller.models.engine_sizes import EngineSizes
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
@@ -45,6 +46,7 @@ from appliance.wiring.scheduler_port import LoopPort
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from appliance.wiring.version_provider import VersionProvider
 from runtime.background_tasks import BackgroundTasks
+from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Demand, DeploymentView
 from scheduler.devices.discovery import discover_devices
@@ -90,7 +92,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     db = Database(paths.database)
     db.keep_reserve(config.controller.database_reserve_bytes)
     store = _open_store(config, paths)
-    devices = discover_devices(config.box.devices)
+    devices = discover_devices(config.box.devices, untried=config.box.untried_devices)
     background, signals = BackgroundTasks(), Signals()
     loop = SchedulerLoop(SystemClock(), config.scheduler)
 
@@ -105,7 +107,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         background=background,
     )
     spending = Spending(db, signals.keys_changed)
-    routing = BusRouting(bus, db, config.gateway.holds.hold_s, config.serve.max_model_len, loop.trouble)
+    sizes = EngineSizes(db, config.serve, devices[0])
+    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.context, loop.trouble)
     lines = SocketEngines(
         bus,
         config.controller,
@@ -118,7 +121,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(db, store, make_levels(config.weights, paths), jobs_dir=paths.jobs)
     back = TierReturn(tiers)
-    provider = VersionProvider(db, store, back, config, devices[0])
+    provider = VersionProvider(db, store, back, config, devices[0], sizes)
     flow = TierFlow(db, tiers, owner=paths.box_id, is_held=provider.holds, background=background)
     adapters = AdapterSource(paths.adapter_socket, db, store, back)
     hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
@@ -130,7 +133,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     nodes = Nodes(node_config_of(config, paths, devices), signals.node_changed)
     effects = RayEffects(nodes, routing, provider, runs, config.serve)
     health = DeviceWatch(db, nodes.readings, config.scheduler, loop.nudge)
-    admission = JobAdmission(db, store, _facts(devices, store))
+    admission = JobAdmission(db, store, _facts(devices, store, config.scheduler))
     means = Means(
         engine_bytes=provider.host_bytes,
         job_bytes=admission.host_bytes,
@@ -164,7 +167,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     loop.connect(effects, states, journal, memory.admits)
 
     # What the routes need of all this.
-    box_status = BoxStatus(loop, effects, bus, store, memory, floor, config.scheduler.bounds())
+    bounds, asleep = config.scheduler.bounds(), config.scheduler.max_asleep_per_device
+    box_status = BoxStatus(loop, effects, bus, store, memory, floor, bounds, asleep)
     context = ControllerContext(
         db=db,
         files_dir=paths.files,
@@ -176,6 +180,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         key_sink=bus,
         tiers=tiers,
         batch_engines=lines,
+        sizes=sizes,
         adapter_rank_limit=provider.adapter_rank_limit,
         load=bus.load,
         models_shared=signals.models_changed,
@@ -244,6 +249,13 @@ def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
     return store
 
 
-def _facts(devices: tuple[Device, ...], store: WeightStore) -> BoxFacts:
+def _facts(devices: tuple[Device, ...], store: WeightStore, config: SchedulerConfig) -> BoxFacts:
     memory_bytes = min(device.memory_bytes for device in devices)
-    return BoxFacts(len(devices), devices[0].kind, memory_bytes, store.budget_bytes, store.room_bytes())
+    return BoxFacts(
+        len(devices),
+        devices[0].kind,
+        memory_bytes,
+        store.budget_bytes,
+        store.room_bytes(),
+        asleep_per_device=config.max_asleep_per_device,
+    )

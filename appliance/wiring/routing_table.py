@@ -14,7 +14,7 @@ from appliance.store.database import Database
 from appliance.store.objects import adapters, job_records, models
 from appliance.store.objects.adapters import AdapterRow
 from appliance.store.records import canaries, deployments, session_keys
-from appliance.store.rows import CanaryRow
+from appliance.store.rows import CanaryRow, ModelRow
 from appliance.wiring.demand_learning import Traffic
 from scheduler.core.failures import Trouble
 from scheduler.core.workload import Demand
@@ -62,12 +62,12 @@ class BusRouting:
         bus: Bus,
         db: Database,
         hold_s: float,
-        max_model_len: int | None = None,
+        context: Callable[[ModelRow], int | None] = lambda row: row.max_model_len,
         trouble: Callable[[str, str], Trouble | None] = lambda model, version: None,
     ):
-        """max_model_len: token limit of the box's engines; None: each model's own context. trouble: what keeps engines
-        of a model's version from starting."""
-        self._bus, self._db, self._hold_s, self._max_model_len = bus, db, hold_s, max_model_len
+        """context: tokens that a request to a model's engines may have, None if the model does not say. trouble: what
+        keeps engines of a model's version from starting."""
+        self._bus, self._db, self._hold_s, self._context = bus, db, hold_s, context
         self._trouble = trouble
         self._replicas: dict[str, _Served] = {}
         self._said: set[str] = set()  # names already logged as unusable at the gateways
@@ -107,7 +107,7 @@ class BusRouting:
             host = row.adapter.host if row.adapter is not None else row.pins
             if host is not None:
                 self._guests.setdefault(host, []).append(name)
-        contexts = {row.id: row.max_model_len for row in models.list_callable(self._db)}
+        contexts = {row.id: self._context(row) for row in models.list_callable(self._db)}
         contexts |= {row.name: contexts.get(row.model) for row in job_records.list_checkpoints(self._db)}
         contexts |= {row.name: contexts.get(row.model) for row in canaries.list_running(self._db)}
         audiences = models.audiences(self._db)
@@ -115,7 +115,7 @@ class BusRouting:
             {
                 name: self._model(name, row)
                 | {
-                    "max_model_len": self._context(contexts.get(row.pins or name)),
+                    "max_model_len": contexts.get(row.pins or name),
                     "owners": self._owners(audiences.get(row.of, [])),
                 }
                 for name, row in names.items()
@@ -154,7 +154,8 @@ class BusRouting:
         load = self._bus.load()
         rates = [row.prefill_tokens_per_s for row in self._rows(load, model) if row.prefill_tokens_per_s]
         arrived = {name: load.arrived[name] for name in self._served_by(model) if name in load.arrived}
-        return Traffic(arrived, min(rates, default=None))
+        awake = sum(served.owner == model and served.state == "open" for served in self._replicas.values())
+        return Traffic(arrived, min(rates, default=None), awake)
 
     def _rows(self, load: Load, model: str) -> list[ModelLoad]:
         return [load.models[name] for name in self._served_by(model) if name in load.models]
@@ -199,10 +200,6 @@ class BusRouting:
             log.error("the model %r cannot be called: its name or version is not printable ASCII", name)
         self._said = odd
         return {name: row for name, row in found.items() if name not in odd} if odd else found
-
-    def _context(self, model_tokens: int | None) -> int | None:
-        # Same rule as serve.core.sizing for the engine.
-        return min(filter(None, (self._max_model_len, model_tokens)), default=None)
 
     def _model(self, name: str, row: _Callable) -> dict[str, Any]:
         replicas = [

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from appliance.config import BoxConfig
-from appliance.controller.access.naming import resolve
-from appliance.controller.models.capacity import CPU_ENGINE_BYTES
+from appliance.controller.access.naming import Resolved, resolve
+from appliance.controller.interfaces.ports import EngineSizer
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
+from appliance.store.records import deployments
 from appliance.store.rows import ModelRow
 from appliance.tiers.restore import TierReturn
 from runtime.devices.kinds import kind_of
 from scheduler.core.inventory import Device
-from serve.core.sizing import CPU_KV_BYTES, adapter_rank_limit, engine_settings
+from serve.core.sizing import adapter_rank_limit, engine_settings
 from weights.format.errors import WeightsError
 from weights.memory.store import Lease, StoredVersion, WeightStore
 from weights.tiers.record import Name
@@ -34,8 +35,11 @@ class VersionProvider:
     and its wake reloads it.
     """
 
-    def __init__(self, db: Database, store: WeightStore, back: TierReturn, config: BoxConfig, device: Device):
+    def __init__(
+        self, db: Database, store: WeightStore, back: TierReturn, config: BoxConfig, device: Device, sizes: EngineSizer
+    ):
         self._db, self._store, self._back = db, store, back
+        self._sizes = sizes
         self._config, self._device = config, device
         self._leases: dict[str, tuple[str, Lease]] = {}
         self._reading: dict[tuple[str, str], asyncio.Task[Path]] = {}
@@ -75,10 +79,13 @@ class VersionProvider:
 
     def _owner(self, name: str) -> ModelRow:
         """The model behind a public name: itself, or for a checkpoint's name the model of the checkpoint."""
+        return self._found(name).model
+
+    def _found(self, name: str) -> Resolved:
         found = resolve(self._db, name)
         if found is None:
             raise LookupError(f"there is no model {name} on this box any more")
-        return found.model
+        return found
 
     def _hold(self, name: str, stored: StoredVersion) -> None:
         old = self._leases.get(name)
@@ -105,17 +112,10 @@ class VersionProvider:
             self._leases.pop(known)[1].release()
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
-        row = self._owner(model)
-        settings = engine_settings(
-            self._config.serve,
-            task=row.task,
-            arch=row.arch,
-            max_position_embeddings=row.max_model_len,
-            weight_bytes=row.bytes,
-            tensor_parallel=tensor_parallel,
-            device_kind=self._device.kind,
-            device_memory_bytes=self._device.memory_bytes,
-        )
+        found = self._found(model)
+        row = found.model
+        size = self._sizes.size(row, found.version, tensor_parallel)
+        settings = engine_settings(self._config.serve, size, task=row.task, arch=row.arch)
         if settings.get("adapter_slots"):
             paths = BoxPaths.of(Path(self._config.box.data_dir))
             settings["adapter_roots"] = (str(self._store.root / "adapters"), str(paths.models))
@@ -127,16 +127,16 @@ class VersionProvider:
     def host_bytes(self, model: str) -> int:
         """Host memory that one more engine of this model takes: the process, its version unless already in shared
         memory, and on logical CPU devices its own copy of the weights and the KV cache."""
-        try:
-            row = self._owner(model)
-        except LookupError:
-            return 0  # its start will report the error
         found = resolve(self._db, model)
-        version = found.version.version if found is not None else row.active_version
-        shared = 0 if self._store.find("version", row.id, version) is not None else row.bytes
+        if found is None:
+            return 0  # its start will report the error
+        row, version = found.model, found.version
+        shared = 0 if self._store.find("version", row.id, version.version) is not None else row.bytes
         if not kind_of(self._device.kind).on_host:
             return shared + GPU_ENGINE_BYTES
-        return shared + row.bytes + (self._config.serve.kv_cache_bytes or CPU_KV_BYTES) + CPU_ENGINE_BYTES
+        deployment = deployments.find(self._db, row.id)
+        devices = deployment.tensor_parallel if deployment is not None else 1
+        return shared + devices * self._sizes.size(row, version, devices).memory.device_bytes
 
     def adapter_rank_limit(self, row: ModelRow) -> int:
         """The largest LoRA rank that engines of this model accept; 0: none."""

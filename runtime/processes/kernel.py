@@ -79,7 +79,12 @@ def held_bytes(pid: int) -> int:
 
 
 def group_pids(pgid: int) -> list[int]:
-    """Pids of the living (not zombie) processes of a group, from /proc."""
+    """Pids of the living processes of a group, from /proc.
+
+    A process lives as long as one of its threads does. The kernel shows a process as a zombie once its first thread
+    has ended, but memory and open files, a GPU's among them, are given back when the last one ends. A killed process
+    with a hundred threads (CUDA, NCCL, torch) is in that state for a while.
+    """
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -88,13 +93,14 @@ def group_pids(pgid: int) -> list[int]:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(fields[2]) == pgid and fields[0] != "Z":
+        # The thread count of a zombie includes its first thread (proc_pid_stat(5), fields 3, 5 and 20).
+        if int(fields[2]) == pgid and (fields[0] != "Z" or int(fields[17]) > 1):
             found.append(int(entry.name))
     return sorted(found)
 
 
 def group_alive(pgid: int) -> bool:
-    """Whether the group has a process that is not a zombie. It tries a kernel call first, because walking /proc is
+    """Whether the group has a living process. It tries a kernel call first, because walking /proc is
     slow."""
     try:
         os.killpg(pgid, 0)

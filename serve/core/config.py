@@ -12,8 +12,14 @@ class EngineConfig(BaseModel):
 
     max_replicas: int = Field(2, ge=1, description="replicas a model may have, unless its deployment says otherwise")
     max_num_seqs: int = Field(64, ge=1, description="requests an engine runs at once; more wait in its queue")
-    max_model_len: int | None = Field(None, ge=1, description="tokens; None: the model's own context")
-    kv_cache_bytes: int | None = Field(None, ge=1, description="per device; None: what weights and a reserve leave")
+    max_model_len: int | None = Field(
+        None, ge=1, description="tokens; None: the model's own context, or as much of it as the KV cache holds"
+    )
+    kv_cache_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="per device; None: on a GPU what weights and a reserve leave, on a CPU one whole context",
+    )
     gpu_memory_fraction: float = Field(0.92, gt=0, le=1, description="of a GPU that one engine may use")
     start_timeout_s: float = Field(
         600.0,

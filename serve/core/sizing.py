@@ -1,15 +1,31 @@
-"""Computes an engine's memory from the sizes of the model and the device, so that vLLM gets explicit numbers.
+"""Computes what an engine takes of its devices and how long its context is, from the sizes of the model and the device.
 
-By default vLLM takes a fraction of the device (or of NUMA node 0 on a CPU). The meaning of that fraction differs
-between vLLM versions, and it ignores other engines and training on the same device.
+One estimate for everybody who asks: the engine's command line, plans, placement and admission. vLLM gets explicit
+numbers, because by default it takes a fraction of the device (or of NUMA node 0 on a CPU), whose meaning differs
+between its versions and which ignores other engines and training on the same device.
+
+On the CPU, with b bytes per element of the dtype that computes, V tokens in the vocabulary, h hidden and f of the MLP
+that one token passes:
+
+    weights      b P (as stored if quantised), and b V h more where the head is tied to the embedding, because the head
+                 is packed for the matrix kernels and the embedding stays plain
+    adapters     slots x rank x sum of the in and out of all linear layers x b, allocated at the start
+    KV cache     2 x layers x heads x head size x b per token, for one whole context at least
+    activations  a batch of BATCHED_TOKENS tokens, and the sampling of max_num_seqs rows of V numbers
+    process      PROCESS_BYTES for the frontend and its core, WORKER_BYTES for each further worker, TOKENIZER_BYTES per
+                 token of the vocabulary; this much stays while the engine sleeps
+
+The constants are measured by benchmarks/engine_memory.py, whose table stands in benchmarks/results.md.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from runtime.devices.kinds import kind_of
 from serve.core.config import EngineConfig
+from serve.core.shape import ServedShape
 
 CPU_KV_BYTES = 256 * 2**20
 LEAST_KV_BYTES = 64 * 2**20
@@ -22,6 +38,15 @@ ADAPTER_ARCHITECTURES = frozenset(
 # 1-4 GiB.
 GPU_RESERVE_BYTES = 4 * 2**30
 
+PROCESS_BYTES = 285_000_000
+WORKER_BYTES = 190_000_000
+TOKENIZER_BYTES = 1_600
+BATCHED_TOKENS = 2048  # vLLM 0.32's default on a CPU (EngineArgs.get_batch_defaults)
+BATCH_ELEMENTS_H, BATCH_ELEMENTS_F = 16, 4  # per token of a batch, times hidden and MLP width
+SAMPLING_BYTES = 40  # per row and token of the vocabulary: logits, sorted values and indexes, their sums
+CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 128, 16
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
 
 def adapter_rank_limit(config: EngineConfig, *, task: str, arch: str) -> int:
     """Return the largest adapter rank that engines of this model accept; 0: they accept no adapters."""
@@ -33,49 +58,144 @@ class ModelTooLarge(ValueError):
     """The weights leave no room for a KV cache on this device."""
 
 
-def engine_settings(
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes that an engine takes of each of its devices under full load. On a GPU `engine_bytes` is a reserve for all
+    that is neither weights nor KV cache."""
+
+    weights_bytes: int
+    adapters_bytes: int
+    kv_cache_bytes: int
+    activations_bytes: int
+    engine_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSize:
+    """An engine as it would be started. max_model_len: its context in tokens, None where the model does not say.
+    shortened: why the context is shorter than asked for or the model's own, "" if it is not. problem: why it cannot be
+    started, "" if it can."""
+
+    memory: EngineMemory
+    dtype: str
+    max_model_len: int | None
+    kv_tokens: int | None
+    shortened: str = ""
+    problem: str = ""
+
+
+def engine_size(
     config: EngineConfig,
+    shape: ServedShape,
     *,
     task: str,
     arch: str,
-    max_position_embeddings: int | None,
-    weight_bytes: int,
     tensor_parallel: int,
     device_kind: str,
     device_memory_bytes: int,
-) -> dict[str, Any]:
-    """Return the fields of a ReplicaSpec that follow from model and device.
+    dtype: str | None = None,
+    kv_cache_dtype: str | None = None,
+) -> EngineSize:
+    """Size an engine over `tensor_parallel` devices of `device_memory_bytes` each.
 
-    `weight_bytes` is for the whole model, of which each of `tensor_parallel` devices holds a part; the returned
-    `kv_cache_bytes` is per device. Raises ModelTooLarge.
+    dtype: None takes the one that the device computes in. kv_cache_dtype: None keeps keys and values in `dtype`. All
+    bytes of the result are per device.
     """
+    kind = kind_of(device_kind)
+    dtype = dtype or ("bfloat16" if kind.computes_bf16() else "float32")
+    memory = _without_kv(config, shape, task, arch, tensor_parallel, dtype, on_host=kind.on_host)
+    kv_element = 1 if (kv_cache_dtype or "").startswith("fp8") else ELEMENT_BYTES[dtype]
+    block_bytes = shape.kv_elements_per_token(tensor_parallel) * kv_element
+    block_tokens = CPU_BLOCK_TOKENS if kind.on_host else GPU_BLOCK_TOKENS
+    block_bytes *= block_tokens
+    wanted = min(filter(None, (config.max_model_len, shape.context)), default=None)
+    # One block more than a sequence fills: vLLM keeps one that no request gets.
+    whole = (-(-wanted // block_tokens) + 1) * block_bytes if wanted else 0
+
+    problem = ""
+    if config.kv_cache_bytes is not None:
+        kv = config.kv_cache_bytes
+    elif kind.on_host:
+        # A share of the host for each device; a longer context does not get more, it is shortened.
+        kv = max(CPU_KV_BYTES, min(whole, device_memory_bytes))
+    else:
+        kv = int(device_memory_bytes * config.gpu_memory_fraction) - memory.device_bytes
+        if kv < LEAST_KV_BYTES:
+            problem = (
+                f"{memory.weights_bytes} bytes of weights per device and {GPU_RESERVE_BYTES} in reserve leave {kv} "
+                f"bytes of {device_memory_bytes} for the KV cache, at least {LEAST_KV_BYTES} are needed: "
+                "raise the deployment's tensor_parallel"
+            )
+            kv = LEAST_KV_BYTES
+    kv_tokens = (kv // block_bytes - 1) * block_tokens if block_bytes else None
+    shortened, length = "", wanted
+    if wanted and kv_tokens is not None and kv_tokens < wanted:
+        length = kv_tokens
+        shortened = (
+            f"its KV cache of {kv / 1e6:,.0f} MB holds {max(0, kv_tokens):,} of {wanted:,} tokens, "
+            f"{whole / 1e6:,.0f} MB would hold all"
+        )
+        if length < block_tokens:
+            problem = problem or f"{shortened}: raise kv_cache_bytes or the number of devices"
+            length = None
+    sized = EngineMemory(**{**asdict(memory), "kv_cache_bytes": kv})
+    return EngineSize(sized, dtype, length, kv_tokens, shortened, problem)
+
+
+def engine_settings(
+    config: EngineConfig,
+    size: EngineSize,
+    *,
+    task: str,
+    arch: str,
+) -> dict[str, Any]:
+    """Return the fields of a ReplicaSpec that follow from an engine's size. Raises ModelTooLarge."""
+    if size.problem:
+        raise ModelTooLarge(size.problem)
     rank = adapter_rank_limit(config, task=task, arch=arch)
     adapters = {
         "adapter_slots": config.adapter_slots,
         "adapter_max_rank": rank,
         "adapters_resident": max(config.adapters_resident, config.adapter_slots),
     }
-    longest = min(filter(None, (config.max_model_len, max_position_embeddings)), default=None)
     return {
         "task": task,
-        "dtype": "bfloat16" if kind_of(device_kind).computes_bf16() else "float32",
-        "max_model_len": longest,
+        "dtype": size.dtype,
+        "max_model_len": size.max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        "kv_cache_bytes": config.kv_cache_bytes
-        or _kv_bytes(weight_bytes // tensor_parallel, device_kind, device_memory_bytes, config.gpu_memory_fraction),
+        "kv_cache_bytes": size.memory.kv_cache_bytes,
         "gpu_memory_fraction": config.gpu_memory_fraction,
         **(adapters if rank else {}),
     }
 
 
-def _kv_bytes(weight_bytes: int, device_kind: str, device_memory_bytes: int, fraction: float) -> int:
-    if kind_of(device_kind).on_host:
-        return CPU_KV_BYTES
-    left = int(device_memory_bytes * fraction) - weight_bytes - GPU_RESERVE_BYTES
-    if left < LEAST_KV_BYTES:
-        raise ModelTooLarge(
-            f"{weight_bytes} bytes of weights per device and {GPU_RESERVE_BYTES} in reserve leave {left} bytes of "
-            f"{device_memory_bytes} for the KV cache, at least {LEAST_KV_BYTES} are needed: "
-            "raise the deployment's tensor_parallel"
-        )
-    return left
+def asleep_bytes(shape: ServedShape, tensor_parallel: int = 1) -> int:
+    """Host memory of an engine on the CPU that sleeps: its processes without weights and KV cache."""
+    further = WORKER_BYTES * tensor_parallel if tensor_parallel > 1 else 0
+    return PROCESS_BYTES + further + TOKENIZER_BYTES * shape.vocab
+
+
+def _without_kv(
+    config: EngineConfig, shape: ServedShape, task: str, arch: str, shards: int, dtype: str, *, on_host: bool
+) -> EngineMemory:
+    element = ELEMENT_BYTES[dtype]
+    if not on_host:
+        return EngineMemory(-(-shape.stored_bytes // shards), 0, 0, 0, GPU_RESERVE_BYTES)
+    weights = shape.stored_bytes if shape.quantized or not shape.n_parameters else shape.n_parameters * element
+    if shape.tied:
+        weights += shape.vocab * shape.hidden * element
+    rank = adapter_rank_limit(config, task=task, arch=arch)
+    adapters = config.adapter_slots * rank * shape.lora_sides * element
+    batch = BATCHED_TOKENS * (BATCH_ELEMENTS_H * shape.hidden + BATCH_ELEMENTS_F * shape.ffn) * element
+    rows = config.max_num_seqs * shape.vocab * SAMPLING_BYTES if task == "generate" else 0
+    return EngineMemory(
+        -(-weights // shards),
+        -(-adapters // shards),
+        0,
+        batch // shards + rows // shards,
+        -(-asleep_bytes(shape, shards) // shards),
+    )

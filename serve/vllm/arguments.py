@@ -108,6 +108,7 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
         "--disable-uvicorn-access-log",
         "--no-enable-log-requests",
         "--disable-fastapi-docs",
+        "--enable-prompt-tokens-details",
     ]
     if kind_of(spec.kind).on_host:
         args += ["--enforce-eager", "--worker-cls", CPU_WORKER, "--scheduler-cls", CPU_SCHEDULER]

@@ -37,7 +37,7 @@ from runtime.processes.kernel import die_with_parent
 from serve.cpu import gloo_device
 from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
-from serve.vllm import answer_version, embedding_requests, forced_calls, grammar_threads, stream_chunks
+from serve.vllm import answer_shapes, answer_version, embedding_requests, forced_calls, grammar_threads, stream_chunks
 from serve.vllm.fingerprint_pass import run_fingerprint
 
 SEGMENT_NAME_BYTES = 8
@@ -88,6 +88,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     shared_memory._SHM_SAFE_NAME_LENGTH = len(segment_prefix) + 1 + 2 * SEGMENT_NAME_BYTES
     multiproc_executor.get_file_store_init_method = functools.partial(_rendezvous_file, segment_prefix)
 
+    answer_shapes.apply()
     # An answer names the version that computed it.
     answer_version.apply()
     StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)

@@ -191,7 +191,7 @@ def _outlines_gets_nothing() -> bool:
 def _fields_judged():
     """Each field of the engine's request models is accepted, bounded or refused by the gateway: a new one is refused
     until somebody has judged it, and this says so."""
-    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -204,9 +204,11 @@ def _fields_judged():
         ("completions", CompletionRequest),
         ("responses", ResponsesRequest),
         ("messages", AnthropicMessagesRequest),
+        ("messages.count_tokens", AnthropicCountTokensRequest),
         ("embeddings", EmbeddingCompletionRequest),
         ("embeddings", EmbeddingChatRequest),
     ):
         unjudged = sorted(set(model.model_fields) - set(FIELDS[route]))
         yield f"the gateway has judged every field of {model.__name__}: {unjudged} are new", not unjudged
-        yield f"{model.__name__} takes a cache_salt", "cache_salt" in model.model_fields
+        counts = model is AnthropicCountTokensRequest  # it leaves nothing in a cache
+        yield f"{model.__name__} takes a cache_salt", counts or "cache_salt" in model.model_fields

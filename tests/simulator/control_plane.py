@@ -21,11 +21,14 @@ from appliance.controller.interfaces.ports import (
     Report,
     VersionPaths,
 )
+from appliance.controller.models.engine_sizes import EngineSizes
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
+from scheduler.core.inventory import Device
 from scheduler.core.workload import Policy
+from serve.core.config import EngineConfig
 
 
 class SimulatedScheduler:
@@ -249,6 +252,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         key_sink=RecordingKeySink(),
         tiers=SimulatedTiers(),
         batch_engines=SimulatedEngines(),
+        sizes=EngineSizes(db, EngineConfig(), Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)),
         config=ControllerConfig(**config),
         box={"id": "0123abcd", "version": "0.1.0", "url": "http://127.0.0.1:8000", "data_dir": str(folder)},
     )

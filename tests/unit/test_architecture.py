@@ -106,7 +106,7 @@ MOST_FILES, MOST_LINES = 16, 2_700
 FENCES = {
     "ray": {"scheduler/ray/", "appliance/controller/main.py"},
     # Kinds of devices import it in the methods that compute, and never before: LATE.
-    "torch": {"train/", "serve/", "weights/format/torch_views.py", "runtime/devices/cuda.py"},
+    "torch": {"train/", "serve/", "weights/format/torch_views.py", "runtime/devices/torch_cuda.py"},
     "vllm": {"serve/"},
     "deepspeed": {"train/"},
     "transformers": {"train/"},
@@ -134,6 +134,7 @@ WITHOUT_TORCH = (
     "runtime/devices/kinds.py",
     "serve/core/config.py",
     "serve/core/errors.py",
+    "serve/core/shape.py",
     "serve/core/sizing.py",
     "serve/core/spec.py",
     "serve/engine/replica.py",

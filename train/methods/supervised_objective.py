@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 
 from runtime.devices.kinds import in_host_memory
 from train.data.packing import Row
-
-CHUNK_BYTES = 64 * 2**20  # of fp32 logits at a time
+from train.methods.head_gradient import HeadGradient, chunk_rows
 
 # What some architectures do to logits or hidden states around the head; they go through their own forward.
 _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -70,10 +69,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, scale):
         n, vocabulary = hidden.shape[0], weight.shape[0]
-        rows = max(1, min(n, CHUNK_BYTES // (4 * vocabulary)))
+        rows = chunk_rows(hidden, vocabulary)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden) if need_hidden else None
-        weight_grad = None
+        weight_grad = HeadGradient(hidden, vocabulary, rows) if need_weight else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, n, rows):
             part = hidden[start : start + rows]
@@ -85,14 +84,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             grad = logits.sub_(log_sum).exp_()  # softmax, in place of the logits
             grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=grad.dtype))
-            grad = grad.mul_(scale).to(hidden.dtype)
+            grad = grad.mul_(scale)
+            grad = grad.to(hidden.dtype) if weight_grad is None else weight_grad.add(grad)
             if need_hidden:
                 torch.mm(grad, weight, out=hidden_grad[start : start + rows])
-            if need_weight:
-                made = grad.t() @ part
-                # More than one chunk: add in float32, or the small late ones would be rounded away.
-                weight_grad = made if n <= rows else made.float() if weight_grad is None else weight_grad.add_(made)
-        ctx.save_for_backward(hidden_grad, weight_grad if weight_grad is None else weight_grad.to(weight.dtype))
+        ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.total())
         return total * scale
 
     @staticmethod

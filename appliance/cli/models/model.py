@@ -223,7 +223,7 @@ def _one(model: dict[str, Any]) -> Any:
         ("architecture", model["arch"]),
         ("parameters", formats.count(model["params"])),
         ("size", formats.size(model["bytes"])),
-        ("context", f"{formats.or_dash(model.get('max_model_len'))} tokens"),
+        ("context", _context(model)),
         ("source", formats.or_dash(model.get("source"))),
         ("for", _for_whom(model)),
         ("state", model["state"] + (f": {model['message']}" if model.get("message") else "")),
@@ -245,6 +245,11 @@ def _one(model: dict[str, Any]) -> Any:
     )
     last = model.get("canary")
     return output.stack(about, versions, canary_fields(last) if last else None)
+
+
+def _context(model: dict[str, Any]) -> str:
+    note = model.get("context_note")
+    return f"{formats.or_dash(model.get('max_model_len'))} tokens" + (f": {note}" if note else "")
 
 
 def _for_whom(model: dict[str, Any]) -> str:

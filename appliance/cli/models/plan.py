@@ -166,6 +166,8 @@ def _table(plan: dict[str, Any]) -> Any:
     numbers = plan["numbers"]
     device, host = numbers["device"], numbers["host"]
     rows = _sizes({name: device[name] for name in device if name.endswith("_bytes") and name not in _ELSEWHERE})
+    if numbers.get("max_model_len"):
+        rows.append(("context", f"{numbers['max_model_len']:,} tokens"))
     if device.get("kv_cache_tokens"):
         rows.append(("KV cache holds", f"{device['kv_cache_tokens']:,} tokens"))
     rows.append(("per device", f"{formats.size(device['device_bytes'])} of {formats.size(device['room_bytes'])}"))

@@ -83,7 +83,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
     async def list_models() -> dict[str, Any]:
         status = context.scheduler.status()
         states = ModelStates(db, status)
-        data = [views.model(db, row, status, states, context.tiers) for row in models.list_all(db)]
+        data = [views.model(db, row, status, states, context.tiers, context.sizes) for row in models.list_all(db)]
         return {"object": "list", "data": data}
 
     @router.post("/models/import", status_code=202)
@@ -164,7 +164,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
         last = canaries.find(db, name)
         shown_canary = compared.view(last, time.time()) if last else None
         status = context.scheduler.status()
-        shown_model = views.model(db, known(name), status, ModelStates(db, status), context.tiers)
+        shown_model = views.model(db, known(name), status, ModelStates(db, status), context.tiers, context.sizes)
         return shown_model | {"canary": shown_canary}
 
     @router.delete("/models/{name:path}")

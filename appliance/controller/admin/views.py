@@ -6,7 +6,7 @@ from typing import Any
 
 from appliance.controller.http.views import job_phase, job_status
 from appliance.controller.interfaces.model_states import ModelStates
-from appliance.controller.interfaces.ports import SchedulerStatus, TierPort
+from appliance.controller.interfaces.ports import EngineSizer, SchedulerStatus, TierPort
 from appliance.controller.jobs import claims, forgetting
 from appliance.store.database import Database
 from appliance.store.objects import models
@@ -73,10 +73,14 @@ def key(row: KeyRow) -> dict[str, Any]:
     }
 
 
-def model(db: Database, row: ModelRow, status: SchedulerStatus, states: ModelStates, tiers: TierPort) -> dict[str, Any]:
-    """`adapter`: {"base", "base_version", "rank", "host"} if the active version is one; the engines of `host` serve it.
+def model(
+    db: Database, row: ModelRow, status: SchedulerStatus, states: ModelStates, tiers: TierPort, sizes: EngineSizer
+) -> dict[str, Any]:
+    """`max_model_len`: the context of its engines; `context_note`: why that is less than the model's own, else "".
+    `adapter`: {"base", "base_version", "rank", "host"} if the active version is one; the engines of `host` serve it.
     `message`: why its engines fail, None if they do not."""
     found = deployments.find(db, row.id)
+    size = sizes.size(row, None)
     return {
         "name": row.id,
         "kind": row.kind,
@@ -86,7 +90,8 @@ def model(db: Database, row: ModelRow, status: SchedulerStatus, states: ModelSta
         "bytes": row.bytes,
         "base": row.base,
         "active_version": row.active_version,
-        "max_model_len": row.max_model_len,
+        "max_model_len": size.max_model_len,
+        "context_note": size.problem or size.shortened,
         "source": row.source,
         "job_id": row.job_id,
         "created_s": row.created_s,

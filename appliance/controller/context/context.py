@@ -14,7 +14,7 @@ from appliance.controller.access.spending import key_table
 from appliance.controller.bus.load import Load
 from appliance.controller.context.file_work import FileWork
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.ports import BatchEngines, KeySink, ModelOps, SchedulerPort, TierPort
+from appliance.controller.interfaces.ports import BatchEngines, EngineSizer, KeySink, ModelOps, SchedulerPort, TierPort
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
 from runtime.background_tasks import BackgroundTasks
@@ -39,6 +39,7 @@ class ControllerContext:
     key_sink: KeySink
     tiers: TierPort
     batch_engines: BatchEngines
+    sizes: EngineSizer
     adapter_rank_limit: Callable[[ModelRow], int] = lambda _: 0
     load: Callable[[], Load] = Load
     config: ControllerConfig = field(default_factory=ControllerConfig)

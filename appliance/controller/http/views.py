@@ -128,14 +128,16 @@ def permission_object(row: PermissionRow) -> dict[str, Any]:
     }
 
 
-def model_object(resolved: Resolved, states: ModelStates) -> dict[str, Any]:
-    """OpenAI's object, plus the box's fields: what the model does now, and why if it does not serve."""
+def model_object(resolved: Resolved, states: ModelStates, context: int | None) -> dict[str, Any]:
+    """OpenAI's object, plus the box's fields: its context in tokens, what the model does now, and why if it does not
+    serve."""
     made_s = resolved.version.created_s if resolved.checkpoint or resolved.pinned else resolved.model.created_s
     return {
         "id": resolved.name,
         "object": "model",
         "created": int(made_s),
         "owned_by": resolved.model.owned_by,
+        "max_model_len": context,
         "state": states.word(resolved.name),
         "state_details": states.message(resolved.name),
     }

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
+from appliance.store.rows import ModelRow, VersionRow
 from scheduler.core.workload import Policy
+from serve.core.sizing import EngineSize
 
 PolicyName = Literal["serve", "train", "split", "auto"]
 
@@ -36,12 +38,12 @@ class ReplicaStatus(TypedDict):
 
 class SchedulerStatus(TypedDict):
     """`memory` is {"budget_bytes", "used_bytes", "room_bytes"} of the weight store, the last what a reservation could
-    get now, and "host_bytes", the host's total; `handover` the id of the one in progress; `notes` for users (why
-    something waits or was abandoned); `serving_floor` devices that serving keeps if a mode sets no number; `bounds` the
-    dwell times (s) and the resulting limit on hand-overs per hour; `queue` jobs in order, each {"id", "position",
-    "phase", "devices", "reason" (a Slurm reason code or None), "message" (a sentence)}; `plan_s` duration of the last
-    plan; `troubles` the models whose engines fail, each {"model", "version", "reason", "message" (a sentence),
-    "not_before_s" (of the next try), "tries", "lasting"}."""
+    get now, "host_bytes", the host's total, and "asleep_per_device", the engines that may sleep on one; `handover` the
+    id of the one in progress; `notes` for users (why something waits or was abandoned); `serving_floor` devices that
+    serving keeps if a mode sets no number; `bounds` the dwell times (s) and the resulting limit on hand-overs per hour;
+    `queue` jobs in order, each {"id", "position", "phase", "devices", "reason" (a Slurm reason code or None), "message"
+    (a sentence)}; `plan_s` duration of the last plan; `troubles` the models whose engines fail, each {"model",
+    "version", "reason", "message" (a sentence), "not_before_s" (of the next try), "tries", "lasting"}."""
 
     devices: list[DeviceStatus]
     replicas: list[ReplicaStatus]
@@ -185,6 +187,19 @@ class KeySink(Protocol):
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
         """keys: SHA-256 in hex -> {"id", "name", "scopes"} and those of "models", "requests_per_minute",
         "tokens_per_minute", "spent_until_s" that limit the key; replaces the previous set."""
+
+
+class EngineSizer(Protocol):
+    """What an engine of a model takes and how long its context is, as it would be started now."""
+
+    def size(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int | None = None) -> EngineSize:
+        """version: None takes the active one. tensor_parallel: None takes the deployment's. Bytes are per device."""
+
+    def context(self, model: ModelRow, version: VersionRow | None = None) -> int | None:
+        """Tokens that one request may have; None if the model does not say."""
+
+    def asleep_bytes(self, model: ModelRow, version: VersionRow | None) -> int:
+        """Host memory of one that sleeps, on logical CPU devices."""
 
 
 class TierPort(Protocol):

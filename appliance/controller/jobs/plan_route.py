@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -13,7 +14,7 @@ from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import settings
-from appliance.controller.jobs.fit import box_facts, shape_of
+from appliance.controller.jobs.fit import box_facts
 from appliance.controller.jobs.planned import planned, typical
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
@@ -77,9 +78,8 @@ def _known(context: ControllerContext, name: str) -> Resolved:
 
 def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
     base = _known(context, body.model)
-    verdict = capacity.serve(
-        shape_of(base), base.version.bytes, body.replicas, body.tensor_parallel, box_facts(context)
-    )
+    size = partial(context.sizes.size, base.model, base.version)
+    verdict = capacity.serve(size, base.version.bytes, body.replicas, body.tensor_parallel, box_facts(context))
     return {
         "object": "plan",
         "kind": "serve",

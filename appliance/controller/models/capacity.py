@@ -6,21 +6,20 @@ show them in decimal units (1 GB is 10^9 bytes), like all user-visible texts of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
 from runtime.devices.kinds import kind_of
+from scheduler.core.config import SchedulerConfig
 from serve.core.config import EngineConfig
-from serve.core.sizing import CPU_KV_BYTES, GPU_RESERVE_BYTES, LEAST_KV_BYTES
+from serve.core.sizing import EngineSize
 from train.methods.method import Method
 from train.methods.methods import DEFAULT
 from train.plan import estimate
 from train.plan.estimate import ModelShape
 
-# An engine without weights and KV cache: Python, torch and vLLM's own buffers, forked from the warm parent (measured).
-CPU_ENGINE_BYTES = 400_000_000
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
 
 
@@ -29,7 +28,8 @@ class BoxFacts:
     """devices: how many, all alike. device_memory_bytes: of one; logical CPU devices share the host's, so each of a
     few may use more. store_budget_bytes: of shared memory for weights, None without a limit. store_room_bytes: how much
     of it a new reservation could get now. node_devices: of the largest node, the limit for a job or one engine; 0: no
-    such limit. host_memory_bytes: of one node, None if unknown."""
+    such limit. host_memory_bytes: of one node, None if unknown. asleep_per_device: sleeping engines that may keep
+    memory of one."""
 
     devices: int
     device_kind: str
@@ -38,6 +38,7 @@ class BoxFacts:
     store_room_bytes: int
     node_devices: int = 0
     host_memory_bytes: int | None = None
+    asleep_per_device: int = SchedulerConfig().max_asleep_per_device
 
     @property
     def on_host(self) -> bool:
@@ -51,8 +52,8 @@ class BoxFacts:
 
     def room_per_rank(self, ranks: int) -> int:
         """Bytes that weights, states and activations of a job may take on each of its devices."""
-        reserve = 0 if self.on_host else estimate.GPU_RESERVE_BYTES
-        return self.room_per_device(ranks) - reserve
+        residual = estimate.residual_bytes(self.device_kind, self.device_memory_bytes, self.asleep_per_device)
+        return self.room_per_device(ranks) - residual
 
     def takes(self, memory: estimate.RankMemory) -> int:
         """Bytes that a rank takes of its device: a logical CPU device has the host's memory, so offloading saves
@@ -98,6 +99,7 @@ def job(
     It needs memory on the devices for its ranks, host memory for what it offloads, and room in the store for its
     result. A snapshot that does not fit the store goes to disk, which only costs time.
     """
+    fields = {**fields, "device_kind": box.device_kind}
     memory = {size: method.rank_memory(shape, fields, size) for size in sizes}
     fitting = tuple(size for size in sizes if box.holds(memory[size], size))
     version, snapshot = estimate.version_bytes(shape, fields), estimate.snapshot_bytes(shape, fields)
@@ -186,26 +188,17 @@ class _Offload:
 
 
 def serve(
-    shape: ModelShape,
-    weight_bytes: int,
-    replicas: int,
-    tensor_parallel: int,
-    box: BoxFacts,
-    kv_cache_bytes: int | None = None,
+    sizes: Callable[[int], EngineSize], weight_bytes: int, replicas: int, tensor_parallel: int, box: BoxFacts
 ) -> Verdict:
     """`replicas` engines of a model of `weight_bytes`, each over `tensor_parallel` devices.
 
-    kv_cache_bytes: per device, as configured; None takes the default on CPU and what is left on a GPU.
+    sizes: an engine over so many devices, as it would be started.
     """
-    problems, instead = [], []
+    problems, instead, warnings = [], [], []
     used = replicas * tensor_parallel
     room = box.room_per_worker(used)
-    reserve = CPU_ENGINE_BYTES if box.on_host else GPU_RESERVE_BYTES
-    weights = -(-weight_bytes // tensor_parallel)
-    if kv_cache_bytes is None:
-        left = room - weights - reserve
-        kv_cache_bytes = CPU_KV_BYTES if box.on_host else max(left, LEAST_KV_BYTES)
-    needed = weights + reserve + kv_cache_bytes
+    size = sizes(tensor_parallel)
+    memory, needed = size.memory, size.memory.device_bytes
     widest = box.node_devices or box.devices
     if tensor_parallel > widest:
         problems.append(
@@ -217,37 +210,41 @@ def serve(
         )
         if box.devices // tensor_parallel:
             instead.append(f"{_replicas(box.devices // tensor_parallel)} over {_devices(tensor_parallel)} each")
-    if needed > room:
+    if needed > room or size.problem:
+        parts = [
+            f"weights {gb(memory.weights_bytes)}",
+            f"KV cache {gb(memory.kv_cache_bytes)}",
+            *([f"adapters {gb(memory.adapters_bytes)}"] if memory.adapters_bytes else []),
+            *([f"activations {gb(memory.activations_bytes)}"] if memory.activations_bytes else []),
+            f"the engine itself {gb(memory.engine_bytes)}",
+        ]
         problems.append(
-            f"A replica needs {gb(needed)} on each of {_devices(tensor_parallel)} (weights {gb(weights)}, KV cache "
-            f"{gb(kv_cache_bytes)}, the engine itself {gb(reserve)}); there are {gb(room)}."
+            f"A replica needs {gb(needed)} on each of {_devices(tensor_parallel)} ({', '.join(parts)}); "
+            f"there are {gb(room)}."
+            if needed > room
+            else f"An engine cannot be started: {size.problem}."
         )
-        instead += _other_serving(weight_bytes, reserve, kv_cache_bytes, replicas, tensor_parallel, box)
+        instead += _other_serving(sizes, replicas, tensor_parallel, box)
+    if size.shortened and not size.problem:
+        warnings.append(f"The context is {size.max_model_len:,} tokens: {size.shortened}.")
     budget = box.store_budget_bytes
     if budget is not None and weight_bytes > budget:
         problems.append(
             f"The weights take {gb(weight_bytes)} of shared memory; the store's budget is {gb(budget)} "
             "(weights.budget_bytes)."
         )
-    staged = budget is None or 2 * weight_bytes <= budget
-    warnings = (
-        ()
-        if staged
-        else (
-            f"A second version ({gb(weight_bytes)}) does not fit beside this one in the store's {gb(budget or 0)}: the "
-            "old one must be on disk before a new one is published.",
+    if budget is not None and 2 * weight_bytes > budget:
+        warnings.append(
+            f"A second version ({gb(weight_bytes)}) does not fit beside this one in the store's {gb(budget)}: the "
+            "old one must be on disk before a new one is published."
         )
-    )
-    per_token = shape.kv_bytes_per_token // tensor_parallel
     numbers = {
         "devices": used,
         "device": {
-            "weights_bytes": weights,
-            "kv_cache_bytes": kv_cache_bytes,
-            "engine_bytes": reserve,
+            **asdict(memory),
             "device_bytes": needed,
             "room_bytes": room,
-            "kv_cache_tokens": kv_cache_bytes // per_token if per_token else None,
+            "kv_cache_tokens": size.kv_tokens,
         },
         "host": {
             "version_bytes": weight_bytes,
@@ -255,8 +252,10 @@ def serve(
             "room_bytes": box.store_room_bytes,
             "budget_bytes": budget,
         },
+        "max_model_len": size.max_model_len,
+        "dtype": size.dtype,
     }
-    return Verdict(not problems, tuple(problems), tuple(instead), numbers, "", warnings)
+    return Verdict(not problems, tuple(problems), tuple(instead), numbers, "", tuple(warnings))
 
 
 def _smaller_jobs(
@@ -305,21 +304,22 @@ def _fitting(
 
 
 def _other_serving(
-    weight_bytes: int, reserve: int, kv_bytes: int, replicas: int, tensor_parallel: int, box: BoxFacts
+    sizes: Callable[[int], EngineSize], replicas: int, tensor_parallel: int, box: BoxFacts
 ) -> Iterator[str]:
-    kv_bytes = kv_bytes if box.on_host else min(kv_bytes, LEAST_KV_BYTES)
-    for fewer in range(replicas - 1, 0, -1):
-        used = fewer * tensor_parallel
-        if used <= box.devices and weight_bytes // tensor_parallel + reserve + kv_bytes <= box.room_per_worker(used):
-            yield f"{_replicas(fewer)} over {_devices(tensor_parallel)} each"
-            break
+    def fits(count: int, devices: int) -> bool:
+        size = sizes(devices)
+        within = size.memory.device_bytes <= box.room_per_worker(count * devices)
+        return count * devices <= box.devices and within and not size.problem
+
+    fewer = next((n for n in range(replicas - 1, 0, -1) if fits(n, tensor_parallel)), None)
+    if fewer is not None:
+        yield f"{_replicas(fewer)} over {_devices(tensor_parallel)} each"
     if box.on_host:
         return  # tensor parallelism divides memory that logical devices share anyway
     for wider in TENSOR_PARALLEL_SIZES:
-        if tensor_parallel < wider <= box.devices:
-            if weight_bytes // wider + reserve + kv_bytes <= box.room_per_worker(wider):
-                yield f"{_replicas(min(replicas, box.devices // wider))} over {_devices(wider)} each"
-                break
+        if tensor_parallel < wider <= box.devices and fits(min(replicas, box.devices // wider), wider):
+            yield f"{_replicas(min(replicas, box.devices // wider))} over {_devices(wider)} each"
+            break
 
 
 def _parts(memory: estimate.RankMemory, box: BoxFacts) -> str:

@@ -47,12 +47,12 @@ def routes(context: ControllerContext) -> APIRouter:
         usable = usable_models(db, caller.key_id)
         found = [resolve(db, name) for name in names if usable is None or name in usable]
         states = ModelStates(db, context.scheduler.status())
-        return {"object": "list", "data": [_shown(db, item, caller, states) for item in found if item]}
+        return {"object": "list", "data": [_shown(context, item, caller, states) for item in found if item]}
 
     @router.get("/{name:path}", dependencies=[Depends(needs(INFERENCE, FINE_TUNING, READ))])
     async def retrieve(name: str, caller: Caller) -> dict[str, Any]:
         found = usable_model(context, name, caller)
-        return _shown(db, found, caller, ModelStates(db, context.scheduler.status()))
+        return _shown(context, found, caller, ModelStates(db, context.scheduler.status()))
 
     @router.delete("/{name:path}", dependencies=[Depends(needs(FINE_TUNING))])
     async def delete(name: str, caller: Caller) -> dict[str, Any]:
@@ -125,10 +125,11 @@ def _audience(db: Database, model: ModelRow) -> dict[str, Any]:
     }
 
 
-def _shown(db: Database, found: Resolved, caller: Principal, states: ModelStates) -> dict[str, Any]:
+def _shown(context: ControllerContext, found: Resolved, caller: Principal, states: ModelStates) -> dict[str, Any]:
     """OpenAI's object; for its owner and admins also the owner and whom it is shared with."""
     own = caller.viewer in (None, found.model.owner)
-    return views.model_object(found, states) | (_audience(db, found.model) if own else {})
+    shown_model = views.model_object(found, states, context.sizes.context(found.model, found.version))
+    return shown_model | (_audience(context.db, found.model) if own else {})
 
 
 def _refuse_unless_own(model: ModelRow, caller: Principal, verb: str) -> None:

@@ -21,7 +21,8 @@ class Request:
     replica, model_version: its last placement, empty before; the version as the engine names it, once it answers.
     stream_events: SSE events relayed. trace: its W3C traceparent, empty without one. spans: only if traces are
     exported. estimated_tokens: charged to its key's allowance; tokens: its cost as the engine reported it.
-    rate_headers: the answer's headers about that allowance. use: its key's usage; counted: as open, streams: as a
+    rate_headers: the answer's headers about that allowance; more_headers: what else its head asks for
+    (http/answer_headers.py). head_only: the answer has no body. use: its key's usage; counted: as open, streams: as a
     stream. asked: its maximum cost. sent_s: when an engine got it; left_after_s: how long an engine had computed when
     the client left or its key was revoked, 0 otherwise; unread: the client had stopped reading by then. refused_model:
     the model it named, once known to exist.
@@ -49,6 +50,8 @@ class Request:
     trace: bytes = b""
     estimated_tokens: int = 0
     rate_headers: Pairs = ()
+    more_headers: Pairs = ()
+    head_only: bool = False
     counted: bool = False
     streams: bool = False
     sent_s: float = 0.0
@@ -60,14 +63,23 @@ class Request:
 
     def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes], version: str) -> None:
         self.method = method
-        self.target = target
-        self.path = target.partition(b"?")[0]
+        self.set_target(target)
         self.headers = headers
         self.version = version
         self.chunks: list[bytes] = []
         self.tokens = Tokens()
         self.refusal: HttpError | None = None
         self.spans: Spans | None = None
+
+    def set_target(self, target: bytes) -> None:
+        """target: path and query."""
+        self.target = target
+        self.path = target.partition(b"?")[0]
+
+    @property
+    def answer_headers(self) -> Pairs:
+        """Headers of any answer to it, refused or not."""
+        return [*self.rate_headers, *self.more_headers] if self.more_headers else self.rate_headers
 
     @property
     def trace_id(self) -> str:

@@ -116,7 +116,10 @@ class Relay(ControllerCall):
                 self._fail(error)
         elif body or done:
             self._send_head(conn)
-            self._write(body, done)
+            if self.request.head_only:
+                self._end_at_head()
+            else:
+                self._write(body, done)
 
     def _broken_off(self) -> None:
         self._fail(
@@ -143,17 +146,26 @@ class Relay(ControllerCall):
         self._chunked = length is None and not bodyless and request.version == "1.1"
         extra = wire.controller_response_headers(conn.headers)
         extra.append((b"x-content-type-options", b"nosniff"))
+        extra += request.more_headers
+        no_body = bodyless or request.head_only
         client.write(
             wire.response_head(
                 conn.status,
                 request.request_id,
                 length=None if bodyless or length is None else int(length),
                 chunked=self._chunked,
-                close=not client.will_keep_alive or (length is None and not self._chunked and not bodyless),
+                close=not client.will_keep_alive or (length is None and not self._chunked and not no_body),
                 processing_s=request.first_byte_s - request.received_s,
                 extra=extra,
             )
         )
+
+    def _end_at_head(self) -> None:
+        """HEAD was asked for. The rest of the controller's answer, which may be an endless stream, is not read."""
+        client, self.client = self.client, None
+        assert client is not None
+        self._drop()
+        client.finished(keep_alive=True)
 
     def _write(self, body: bytes, done: bool) -> None:
         client = self.client

@@ -7,6 +7,7 @@ import ipaddress
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from appliance.gateway.core.errors import ConfigInvalid
 
 MIB = 1 << 20
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._\-\[\]:]+\Z|null\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ class GatewayConfig:
     log_path: str | None = None
     access_log: bool = True
     otlp_endpoint: str | None = None
+    # Of pages whose scripts may read answers: "https://chat.example.org"; "*": any. Empty: none.
+    cors_origins: tuple[str, ...] = ()
     stores_responses: bool = True
     # False: prefix cache entries serve only requests of the owner that created them.
     prefix_cache_shared: bool = False
@@ -132,6 +136,12 @@ class GatewayConfig:
             raise ConfigInvalid("tls_cert_path and tls_key_path: one given, expected both or neither")
         if config.otlp_endpoint is not None and not config.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigInvalid(f"otlp_endpoint: {config.otlp_endpoint!r} given, expected an http or https URL")
+        for origin in config.cors_origins:
+            if origin != "*" and not _ORIGIN.match(origin):
+                raise ConfigInvalid(
+                    f"cors_origins: {origin!r} given, expected an origin as browsers send it, such as "
+                    "'https://chat.example.org' or 'http://localhost:3000', in small letters and without a path, or '*'"
+                )
         for name in ("controller_socket", "bus_socket"):
             # sun_path holds 108 bytes with its terminating NUL.
             if len(os.fsencode(getattr(config, name))) > 107:
@@ -195,6 +205,8 @@ def _checked(name: str, kind: str, value: Any) -> Any:
     if value is None and kind.endswith("| None"):
         return None
     kind = kind.removesuffix("| None").strip()
+    if kind == "tuple[str, ...]" and isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        return tuple(value)
     if kind == "str" and isinstance(value, str):
         return value
     if kind == "bool" and isinstance(value, bool):

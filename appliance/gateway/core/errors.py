@@ -12,6 +12,7 @@ it retries 408, 409, 429 and 5xx, obeys Retry-After up to 120 s and `x-should-re
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import orjson
@@ -234,6 +235,8 @@ def from_upstream(status: int, body: bytes) -> HttpError:
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         message, param, code = error["message"], error.get("param"), error.get("code")
         kind = error.get("type")
+        if _MISMATCHES.match(message):
+            message, param = _mismatch(message)
         known = isinstance(code, str) or (code is None and isinstance(kind, str) and kind.endswith("_error"))
         return HttpError(
             status,
@@ -265,6 +268,42 @@ def _code_from_message(status: int, message: str) -> str | None:
     if "maximum context length" in message or "max_model_len" in message:
         return "context_length_exceeded"
     return None
+
+
+# How vLLM lists what does not fit its types: a line for each type that a value was held against.
+_MISMATCHES = re.compile(r"[0-9]+ validation errors?:\n")
+_MISMATCH = re.compile(r"'type': '(?P<type>[^']*)', 'loc': '(?P<loc>[^']*)', 'msg': (?P<msg>'[^']*'|\"[^\"]*\")")
+# That a value is not of one type is no fault where another type fits but for something else.
+_OTHER_TYPE = ("_type", "literal_error", "model_attributes_type")
+_MESSAGE_CHARS = 2000
+
+
+def _mismatch(message: str) -> tuple[str, str | None]:
+    """One sentence and the parameter in OpenAI's form (`messages[0].content`), out of vLLM's list."""
+    found = [match.groupdict() for match in _MISMATCH.finditer(message[: 64 * 1024])]
+    if not found:
+        return message[:_MESSAGE_CHARS], None
+    told = next((one for one in found if not one["type"].endswith(_OTHER_TYPE)), found[0])
+    param = _param(told["loc"])
+    same = [one["msg"][1:-1] for one in found if _param(one["loc"]) == param]
+    what = "; or ".join(dict.fromkeys(same if told is found[0] else [told["msg"][1:-1]]))
+    if told["type"] == "missing":
+        return f"You must provide the parameter `{param}`.", param
+    return f"Invalid value for `{param}`: {what}."[:_MESSAGE_CHARS], param
+
+
+def _param(location: str) -> str:
+    """'body.messages.0.ChatCompletionUserMessageParam.content' as 'messages[0].content': without names of types."""
+    parts = ""
+    for part in location.split("."):
+        if part.isdigit():
+            parts += f"[{part}]"
+        elif re.fullmatch(r"[a-z][a-z0-9_]*", part) and part not in _NO_FIELDS:
+            parts += f".{part}" if parts else part
+    return parts
+
+
+_NO_FIELDS = frozenset({"body", "str", "int", "float", "bool", "list", "dict"})
 
 
 def _validation(detail: list[Any]) -> tuple[str]:

@@ -10,6 +10,7 @@ from appliance.gateway.core import errors
 
 INFERENCE, FINE_TUNING, ADMIN, READ, METRICS = "inference", "fine_tuning", "admin", "read", "metrics"
 RESPONSES, INPUT_TOKENS = "responses", "responses.input_tokens"
+MESSAGES, COUNT_TOKENS = "messages", "messages.count_tokens"
 
 
 class Kind(enum.Enum):
@@ -17,6 +18,7 @@ class Kind(enum.Enum):
     CONTROL = "control"
     HEALTH = "health"
     METRICS = "metrics"
+    PREFLIGHT = "preflight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,22 @@ EXACT: dict[bytes, Route] = {
         _inference("/v1/completions", "completions", "generate", _DONE),
         _inference("/v1/responses", RESPONSES, "generate", None),
         _inference("/v1/responses/input_tokens", INPUT_TOKENS, "generate", None, "/v1/responses/render"),
-        _inference("/v1/messages", "messages", "generate", b'"type":"message_stop"}\n\n'),
+        _inference("/v1/messages", MESSAGES, "generate", b'"type":"message_stop"}\n\n'),
+        _inference("/v1/messages/count_tokens", COUNT_TOKENS, "generate", None),
         _inference("/v1/embeddings", "embeddings", "embed", None),
         Route("health", Kind.HEALTH, _GET, frozenset(), b"/health"),
         Route("metrics", Kind.METRICS, _GET, frozenset({ADMIN, READ, METRICS}), b"/metrics"),
     )
 }
+
+# What a browser asks before a page's request; any URL, since the request itself is checked when it comes.
+PREFLIGHT = Route("preflight", Kind.PREFLIGHT, frozenset({b"OPTIONS"}), frozenset())
+_ANTHROPIC = b"/v1/messages"
+
+
+def is_anthropic(path: bytes) -> bool:
+    """Whether a URL is one of Anthropic's API, whose answers have its shapes and headers."""
+    return path.startswith(_ANTHROPIC) and path[len(_ANTHROPIC) : len(_ANTHROPIC) + 1] in (b"", b"/")
 
 
 def _control(
@@ -129,9 +141,21 @@ CONTROL: tuple[Route, ...] = (
 
 # No dot segments, no empty segments, no backslash, neither plain nor percent-encoded: the path that is
 # checked here must be the path that the controller routes.
+_SLASHES = re.compile(rb"//+")
 _UNSAFE_PATH = re.compile(
     rb"(?:/|%2f)(?:\.|%2e){1,2}(?:/|%2f|$)|//|\\|%5c|%0[0-9a-f]|%1[0-9a-f]|%7f|[^\x21-\x7e]", re.IGNORECASE
 )
+
+
+def plain_target(target: bytes) -> bytes:
+    """A request's target without the empty segments and the last slash of its path, which base URLs with one slash too
+    many bring; what is checked and what the controller routes is what this returns."""
+    path, mark, query = target.partition(b"?")
+    if path.find(b"//") >= 0:
+        path = _SLASHES.sub(b"/", path)
+    if path.endswith(b"/") and len(path) > 1:
+        path = path[:-1]
+    return b"%b%b%b" % (path, mark, query)
 
 
 def resolve(method: bytes, path: bytes) -> Route:
@@ -143,7 +167,8 @@ def resolve(method: bytes, path: bytes) -> Route:
     if route is None:
         route = _below(method, path)
     if method not in route.methods:
-        allowed = b", ".join(sorted(route.methods)).decode()
+        reads = {b"HEAD"} if b"GET" in route.methods else set()
+        allowed = b", ".join(sorted(route.methods | reads)).decode()
         raise errors.method_not_allowed(_shown(method), _shown(path), allowed)
     return route
 

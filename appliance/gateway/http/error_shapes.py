@@ -1,4 +1,4 @@
-"""Formats errors for clients: OpenAI's object on every route except Anthropic's `/v1/messages`. Pure.
+"""Formats errors for clients: OpenAI's object on every route except Anthropic's, `/v1/messages` and below. Pure.
 
 Anthropic's shape and types after https://docs.anthropic.com/en/api/errors: {"type": "error", "error": {"type",
 "message"}, "request_id"}; what is 503 elsewhere is 529 `overloaded_error` there. Both SDKs retry both.
@@ -10,9 +10,9 @@ import orjson
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.routes import is_anthropic
 from appliance.gateway.http import wire
 
-_ANTHROPIC = b"/v1/messages"
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -24,36 +24,35 @@ _TYPES = {
 }
 
 
-def shaped(
-    error: HttpError, request: Request | None, request_id: bytes
-) -> tuple[int, bytes, list[tuple[bytes, bytes]]]:
-    """Status, body and further headers. request: None if its head could not be read."""
-    if request is None or request.path != _ANTHROPIC:
-        return error.status, error.body(), []
+def shaped(error: HttpError, request: Request | None, request_id: bytes) -> tuple[int, bytes]:
+    """Status and body. request: None if its head could not be read."""
+    if request is None or not is_anthropic(request.path):
+        return error.status, error.body()
     status = 529 if error.status == 503 else error.status
-    return status, _anthropic(error, status, request_id), [(b"request-id", request_id)]
+    return status, _anthropic(error, status, request_id)
 
 
 def error_response(error: HttpError, request: Request | None, request_id: bytes, *, close: bool) -> bytes:
     """The error as a whole response; records its status in the request."""
-    status, body, headers = shaped(error, request, request_id)
+    status, body = shaped(error, request, request_id)
+    headers = wire.error_headers(error)
     if request is not None:
         request.status = status
-        headers += request.rate_headers
+        headers += request.answer_headers
     head = wire.response_head(
         status,
         request_id,
         content_type=b"application/json",
         length=len(body),
         close=close,
-        extra=[*wire.error_headers(error), *headers],
+        extra=headers,
     )
     return head + body
 
 
 def event(error: HttpError, request: Request) -> bytes:
     """The error as an event of a stream."""
-    if request.path != _ANTHROPIC:
+    if not is_anthropic(request.path):
         return b"data: %b\n\n" % error.body()
     status = 529 if error.status == 503 else error.status
     return b"event: error\ndata: %b\n\n" % _anthropic(error, status, request.request_id)

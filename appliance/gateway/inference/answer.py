@@ -46,10 +46,10 @@ class Answer:
 
     def begin_stream(self, version: bytes | None) -> None:
         self.sse = True
-        self._head(SSE, None, version, (*_SSE_HEADERS, *self.request.rate_headers))
+        self._head(SSE, None, version, (*_SSE_HEADERS, *self.request.answer_headers))
 
     def begin_body(self, content_type: bytes, length: int | None, version: bytes | None) -> None:
-        self._head(content_type, length, version, tuple(self.request.rate_headers))
+        self._head(content_type, length, version, tuple(self.request.answer_headers))
 
     def _head(self, content_type: bytes, length: int | None, version: bytes | None, extra: Pairs) -> None:
         client = self.client
@@ -143,7 +143,7 @@ class Answer:
                 version,
                 now_s - request.received_s,
                 body,
-                extra=request.rate_headers,
+                extra=request.answer_headers,
                 close=not client.will_keep_alive,
             )
         )

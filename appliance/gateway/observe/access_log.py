@@ -63,7 +63,7 @@ class AccessLog:
         who = (
             "" if caller is None else caller.id,
             request.path,
-            request.method,
+            b"HEAD" if request.head_only else request.method,
             request.model,
             request.model_version,
             request.replica,

@@ -62,12 +62,14 @@ class Refused(Rule):
             )
 
 
-class FunctionTools(Items):
+class OwnTools(Items):
     """Tools that the client runs. The server has none of its own, and an engine would leave others out in silence.
-    named: their type must be given, because the engine knows fifteen and would hold a tool without one against all."""
+    kind: their type. named: it must be given, because the engine knows fifteen and would hold a tool without one
+    against all."""
 
-    def __init__(self, most: int, chars: int, named: bool) -> None:
+    def __init__(self, most: int, chars: int, kind: str, named: bool) -> None:
         super().__init__(most, chars)
+        self.kind = kind
         self.named = named
 
     def check(self, name: str, value: Any) -> None:
@@ -76,10 +78,10 @@ class FunctionTools(Items):
             return
         for place, tool in enumerate(value):
             kind = tool.get("type") if isinstance(tool, dict) else None
-            if kind != "function" and (self.named or kind is not None):
+            if kind != self.kind and (self.named or kind is not None):
                 given = f"the type '{kind[:64]}'" if isinstance(kind, str) else "no type"
                 raise errors.bad_request(
-                    f"{name}[{place}] has {given}; this server takes tools of type 'function', which your program "
+                    f"{name}[{place}] has {given}; this server takes tools of type '{self.kind}', which your program "
                     "runs, and runs none itself.",
                     param=f"{name}[{place}].type",
                     code="unsupported_tool",
@@ -89,6 +91,8 @@ class FunctionTools(Items):
 PASSES: Final = Rule()
 # The engine searches every sequence for each of these texts at every step.
 _WORDS: Final = Items(64, 256)
+# As many as OpenAI takes, and engines.
+_STOPS: Final = Items(4, 256)
 # One number per named token of the vocabulary, in a separate table for each request.
 _TOKENS: Final = Items(1024)
 _COUNTS: Final = "tokens are counted by the events of a stream, which this would change"
@@ -138,7 +142,7 @@ _SAMPLING: Final[dict[str, Rule]] = {
         PASSES,
     ),
     "logit_bias": _TOKENS,
-    "stop": _WORDS,
+    "stop": _STOPS,
     "stop_token_ids": _WORDS,
     "watermarking": Refused(_UNUSED),
     "request_id": Refused(_ENGINES),
@@ -186,8 +190,9 @@ _TOKENWISE: Final[dict[str, Rule]] = {
 
 # OpenAI takes as many.
 _TOOLS: Final = Items(128, 512)
-_FUNCTION_TOOLS: Final = FunctionTools(128, 512, False)
-_NAMED_TOOLS: Final = FunctionTools(128, 512, True)
+_FUNCTION_TOOLS: Final = OwnTools(128, 512, "function", False)
+_NAMED_TOOLS: Final = OwnTools(128, 512, "function", True)
+_CUSTOM_TOOLS: Final = OwnTools(128, 512, "custom", False)
 _KWARGS: Final = Items(64, 4096)
 
 FIELDS: Final[dict[str, dict[str, Rule]]] = {
@@ -301,8 +306,8 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
             PASSES,
         ),
         "metadata": Items(16, 512),
-        "stop_sequences": _WORDS,
-        "tools": _TOOLS,
+        "stop_sequences": _STOPS,
+        "tools": _CUSTOM_TOOLS,
         "chat_template_kwargs": _KWARGS,
         "container": Refused(_UNUSED),
         "mcp_servers": Refused("this server fetches nothing"),
@@ -346,6 +351,9 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
     },
 }
 FIELDS["responses.input_tokens"] = FIELDS["responses"]
+FIELDS["messages.count_tokens"] = {
+    name: rule for name, rule in FIELDS["messages"].items() if name not in ("max_tokens", "stream")
+}
 
 
 def check_fields(route: str, data: dict[str, Any]) -> None:

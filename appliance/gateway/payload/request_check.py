@@ -17,12 +17,14 @@ import orjson
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES, Route
+from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, MESSAGES, RESPONSES, Route
 from appliance.gateway.payload.body_weight import check_weight
 from appliance.gateway.payload.continuation import CHAT, Continuation, continuation_of
 from appliance.gateway.payload.fields import check_fields
 from appliance.gateway.payload.nesting import walk
 from appliance.gateway.payload.shapes import (
+    ANTHROPIC_ROLES,
+    MESSAGE_ROLES,
     check_items,
     check_messages,
     check_others,
@@ -160,7 +162,7 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
         check_system(data["system"])
     fields = data.keys()
     for key in fields & number_rules.keys():
-        if data[key] is not None:
+        if data[key] is not None and not (key == "max_tokens" and _only_echo(route, data)):
             _number(key, data[key], *number_rules[key])
     if "chat_template_kwargs" in data:
         _template_kwargs(data["chat_template_kwargs"])
@@ -182,7 +184,7 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     checked = Checked(model, bool(stream), completion, sequences, body_bytes // 4, beginning)
     checked.asks_usage, checked.continuation = asks_usage, continuation
     checked.cache_salt = _cache_salt(data.get("cache_salt"))
-    if route.task == "embed" or route.name == INPUT_TOKENS:
+    if route.task == "embed" or route.name in (INPUT_TOKENS, COUNT_TOKENS):
         checked.asked.completion_tokens = 0
     if route.name == RESPONSES or route.name == INPUT_TOKENS:
         checked.transcript = transcript_of(data, counts=route.name == INPUT_TOKENS)
@@ -286,6 +288,12 @@ def _number(name: str, value: Any, kind: type, low: Any, high: Any) -> None:
         raise _bad(name, value, f"{what} from {low} to {high}")
 
 
+def _only_echo(route: Route, data: dict[str, Any]) -> bool:
+    """Whether a completion asks for its prompt alone, and the probabilities of its tokens."""
+    asked = data["max_tokens"]
+    return route.name == "completions" and data.get("echo") is True and type(asked) is int and asked == 0
+
+
 def _template_kwargs(kwargs: Any) -> None:
     if kwargs is None:
         return
@@ -307,13 +315,13 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
             _number("logprobs", logprobs, int, 0, limits.top_logprobs)
     elif logprobs is not None and not isinstance(logprobs, bool):
         raise _bad("logprobs", logprobs, "true or false")
-    if route.name in ("chat.completions", "messages"):
+    if route.name in (CHAT, MESSAGES, COUNT_TOKENS):
         messages = data.get("messages")
         if not isinstance(messages, list) or not messages:
             raise _bad("messages", messages, "a non-empty array of messages")
         if not all(isinstance(message, dict) for message in messages):
             raise _bad("messages", messages, "an array of objects")
-        check_messages(messages, limits)
+        check_messages(messages, limits, MESSAGE_ROLES if route.name == CHAT else ANTHROPIC_ROLES)
         return 1
     if route.name == RESPONSES or route.name == INPUT_TOKENS:
         items = data.get("input")
@@ -328,7 +336,7 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
         # Beside an input, too: the engine reads them in any case.
         if not isinstance(data["messages"], list) or not all(isinstance(message, dict) for message in data["messages"]):
             raise _bad("messages", data["messages"], "an array of objects")
-        check_messages(data["messages"], limits)
+        check_messages(data["messages"], limits, MESSAGE_ROLES)
         if value is None:
             return 1
     if isinstance(value, str):

@@ -45,7 +45,10 @@ _ANNOTATIONS: Final = frozenset({"file_citation", "url_citation", "container_fil
 # Fields that are always texts, and may be null in an item but not in a file part.
 _CALL_TEXTS: Final = ("id", "namespace", "name")
 _FILE_TEXTS: Final = ("file_data", "file_url", "filename")
-_MESSAGE_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+MESSAGE_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+ANTHROPIC_ROLES: Final = frozenset({"system", "user", "assistant"})
+# Of an engine's forms of Anthropic's messages; what a tool in them would cost is not measured.
+_TOOL_CHANGES: Final = frozenset({"tool_addition", "tool_removal"})
 _MESSAGE_OBJECTS: Final = ("audio", "function_call")
 _FEW: Final = 16
 # The one field that says what a part of this type is.
@@ -115,23 +118,37 @@ class _Odd:
             raise _odd(self._name, self._found)
 
 
-def check_messages(messages: list[Any], limits: Limits) -> None:
-    """Of chat and of Anthropic's messages. Raises HttpError 400."""
+def check_messages(messages: list[Any], limits: Limits, roles: frozenset[str]) -> None:
+    """Of chat and of Anthropic's messages. roles: that there are. Raises HttpError 400."""
     if len(messages) > limits.messages:
         raise _too_many("messages", "messages", len(messages), limits.messages)
     parts, odd = 0, _Odd("messages", _ODD_PARTS, _ODD_VALUES)
-    for message in messages:
-        content = message.get("content")
+    for place, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or role not in roles:
+            raise _wrong_role(place, role, roles)
+        if content is None and role != "function" and not (role == "assistant" and _says_something(message)):
+            raise errors.bad_request(
+                f"Invalid value for `messages[{place}].content`: null given, expected a string or an array of parts; "
+                "only a message of the assistant that has something else, such as tool calls, goes without.",
+                param=f"messages[{place}].content",
+                code="invalid_type",
+            )
         if isinstance(content, list):
             parts += len(content)
             for part in content:
+                kind = part.get("type") if isinstance(part, dict) else None
+                if isinstance(kind, str) and kind in _TOOL_CHANGES:
+                    raise errors.bad_request(
+                        f"`messages[{place}].content` has a part of type '{kind}', which this server does not "
+                        "take: name all tools in `tools`.",
+                        param=f"messages[{place}].content",
+                        code="unsupported_parameter",
+                    )
                 if not isinstance(part, dict) or not _known_part(part):
                     odd.add(part)
         elif content is not None and not isinstance(content, str):
             odd.add(content)
-        role = message.get("role")
-        if not isinstance(role, str) or role not in _MESSAGE_ROLES:
-            odd.add(role)
         for name, value in message.items():
             if value is None or name in _MESSAGE_OWN or name in _IGNORED:
                 continue
@@ -150,6 +167,14 @@ def check_messages(messages: list[Any], limits: Limits) -> None:
             odd.add(calls)
     if parts > limits.messages:
         raise _too_many("messages", "parts of messages", parts, limits.messages)
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    """Whether a message without content has anything else."""
+    for name, value in message.items():
+        if name != "role" and value is not None:
+            return True
+    return False
 
 
 def check_tools(tools: list[Any]) -> None:
@@ -415,6 +440,15 @@ def _told(parts: Any) -> bool:
     if not isinstance(parts, list):
         return False
     return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
+
+
+def _wrong_role(place: int, role: Any, roles: frozenset[str]) -> HttpError:
+    shown = f"'{role[:64]}'" if isinstance(role, str) else "null" if role is None else type(role).__name__
+    return errors.bad_request(
+        f"Invalid value for `messages[{place}].role`: {shown} given, expected one of {', '.join(sorted(roles))}.",
+        param=f"messages[{place}].role",
+        code="invalid_value",
+    )
 
 
 def _too_many(name: str, what: str, given: int, limit: int) -> HttpError:

@@ -14,6 +14,8 @@ import orjson
 # Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
 _USAGE: Final = b'"usage":'
 _PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens": ?([0-9]+)')
+# Anthropic's `input_tokens` are those that no cache had.
+_CACHED: Final = re.compile(rb'"(?:cache_read|cache_creation)_input_tokens": ?([0-9]+)')
 _COMPLETION: Final = re.compile(rb'"(?:completion|output)_tokens": ?([0-9]+)')
 FINISHED: Final = b'"finish_reason":"'
 _NO_CHOICES: Final = b'"choices":[],'
@@ -37,7 +39,7 @@ class Tokens:
             return
         prompt, completion = _PROMPT.search(body, at), _COMPLETION.search(body, at)
         if prompt is not None:
-            self.prompt = int(prompt[1])
+            self.prompt = int(prompt[1]) + sum(int(found[1]) for found in _CACHED.finditer(body, at))
         if completion is not None:
             self.completion = int(completion[1])
 

@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from typing import Final
 
 from appliance.gateway.access.admission import body_limit, check_scopes
-from appliance.gateway.access.request import Request
+from appliance.gateway.access.request import Pairs, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import Kind, resolve
+from appliance.gateway.core.routes import PREFLIGHT, Kind, plain_target, resolve
 from appliance.gateway.http import wire
+from appliance.gateway.http.answer_headers import answer_headers, is_preflight, preflight_headers
 from appliance.gateway.http.error_shapes import error_response
 from appliance.gateway.routing.table import Caller
 from appliance.gateway.server.dispatch import Dispatch
@@ -129,9 +130,15 @@ class ClientConnection(Receiver):
         request.received_s = now
         self._window_start_s = self._body_since_s = now
         self._window_bytes = 0
+        origins = self._state.config.cors_origins
         try:
             request.request_id = wire.accepted_request_id(request.headers) or self._state.new_request_id()
-            request.route = resolve(request.method, request.path)
+            request.set_target(plain_target(request.target))
+            request.more_headers = answer_headers(request, origins)
+            if request.method == b"HEAD":
+                request.method, request.head_only = b"GET", True
+            preflight = is_preflight(request, origins)
+            request.route = PREFLIGHT if preflight else resolve(request.method, request.path)
             self._dispatch.admit(request)
         except HttpError as error:
             request.refusal = error
@@ -198,7 +205,9 @@ class ClientConnection(Receiver):
             self.answer_error(request.refusal)
             return
         assert request.route is not None
-        if request.route.kind is not Kind.HEALTH:
+        if request.route.kind is Kind.PREFLIGHT:
+            self._answer_head(204, preflight_headers(request))
+        elif request.route.kind is not Kind.HEALTH:
             request.received_s = time.monotonic()
             try:
                 self.active = self._dispatch.handler(self, request)
@@ -218,9 +227,22 @@ class ClientConnection(Receiver):
         assert request is not None
         request.status = status
         head = wire.response_head(
-            status, request.request_id, content_type=content_type, length=len(body), close=not self.will_keep_alive
+            status,
+            request.request_id,
+            content_type=content_type,
+            length=len(body),
+            close=not self.will_keep_alive,
+            extra=request.answer_headers,
         )
-        self.write(b"%b%b" % (head, body))
+        self.write(head if request.head_only else b"%b%b" % (head, body))
+        self.finished(keep_alive=True)
+
+    def _answer_head(self, status: int, headers: Pairs) -> None:
+        request = self.active_request
+        assert request is not None
+        request.status = status
+        extra = [*headers, *request.answer_headers]
+        self.write(wire.response_head(status, request.request_id, close=not self.will_keep_alive, extra=extra))
         self.finished(keep_alive=True)
 
     def answer_error(self, error: HttpError) -> None:
@@ -229,7 +251,7 @@ class ClientConnection(Receiver):
         assert request is not None
         close = error.close or not self.will_keep_alive
         data = error_response(error, request, request.request_id, close=close)
-        if request.method == b"HEAD":
+        if request.head_only:
             data = data[: data.index(b"\r\n\r\n") + 4]
         self.write(data)
         self.finished(keep_alive=not error.close)

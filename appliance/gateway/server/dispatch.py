@@ -31,7 +31,7 @@ class Dispatch:
         """Check everything that a request's head determines. Raises HttpError."""
         state, route = self._state, request.route
         assert route is not None
-        if route.kind is not Kind.HEALTH:
+        if route.kind is not Kind.HEALTH and route.kind is not Kind.PREFLIGHT:
             digest = key_digest(request.headers)
             if state.generation < 0:
                 raise errors.unavailable("The gateway has no routing table yet. Please retry.", "starting", 2)

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from appliance.gateway.core.errors import from_upstream
+from appliance.gateway.payload.usage import Tokens
+
 from .conftest import Box, Response, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest
 
@@ -74,3 +77,106 @@ async def test_a_stream_that_breaks_ends_with_anthropics_event(box: Box) -> None
     error = json.loads(data.removeprefix(b"data: "))
     assert kind == b"event: error" and error["type"] == "error" and error["error"]["type"] == "api_error"
     assert error["request_id"] == response.headers["x-request-id"]
+
+
+# --- Anthropic's routes, answered well
+
+
+async def test_a_good_answer_names_its_request_as_anthropic_does(box: Box) -> None:
+    wire = await box.connect()
+    seen = set()
+    for stream in (False, False, True):
+        await wire.send(request_bytes("POST", URL, message(stream=stream)))
+        answer = await wire.response()
+        assert answer.status == 200 and answer.headers["request-id"] == answer.headers["x-request-id"]
+        seen.add(answer.headers["request-id"])
+    assert len(seen) == 3
+    other = await box.ask("POST", "/v1/chat/completions", chat())
+    assert "request-id" not in other.headers
+
+
+async def test_tokens_are_counted_by_the_engine_and_paid_for(box: Box) -> None:
+    asked: list[str] = []
+
+    async def counts(request: UpstreamRequest, reply: Reply) -> None:
+        asked.append(request.target)
+        await reply.json({"input_tokens": 7})
+
+    box.engines["e0"].script = counts
+    key = "x-api-key: sk-test-inference\r\nanthropic-version: 2023-06-01\r\n"
+    answer = await box.ask("POST", URL + "/count_tokens", chat(system="s"), key=None, headers=key)
+    assert (answer.status, json.loads(answer.body)) == (200, {"input_tokens": 7})
+    assert asked == [URL + "/count_tokens"]
+    (row,) = box.state.spending.meter.take()
+    assert row["key"] == "key_inference" and row["prompt_tokens"] > 0 and row["completion_tokens"] == 0
+    for field in ("stream", "max_tokens"):
+        told(await box.ask("POST", URL + "/count_tokens", chat(**{field: 1})), 400, "invalid_request_error")
+    told(await box.ask("POST", URL + "/count_tokens", chat(), key="sk-test-tuning"), 403, "permission_error")
+    told(await box.ask("GET", URL + "/nothing"), 404, "not_found_error")
+
+
+def test_what_a_cache_had_is_part_of_the_prompt() -> None:
+    usage = b'"usage":{"input_tokens":5,"output_tokens":30,"cache_creation_input_tokens":128,'
+    tokens = Tokens()
+    tokens.read(b"{" + usage + b'"cache_read_input_tokens":16}}')
+    assert (tokens.prompt, tokens.completion) == (149, 30)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "system", "content": [{"type": "tool_addition", "tool": {"a": "b"}}]}]},
+            "messages[0].content",
+        ),
+        ({"stop_sequences": ["a", "b", "c", "d", "e"]}, "stop_sequences"),
+    ],
+)
+async def test_what_an_engine_would_read_otherwise_is_refused_by_name(
+    box: Box, more: dict[str, Any], param: str
+) -> None:
+    assert f"`{param}`" in (
+        error := told(await box.ask("POST", URL, message() | more), 400, "invalid_request_error")
+    ) or (param.removesuffix(".type") in error)
+
+
+# --- engines' lists of what does not fit
+
+STOPS = (
+    "2 validation errors:\n"
+    "  {'type': 'string_type', 'loc': 'body.stop', 'msg': 'Input should be a valid string', 'input': '<list>'}\n"
+    "  {'type': 'too_long', 'loc': 'body.stop', 'msg': 'List should have at most 4 items after validation, not 5', "
+    "'input': '<list>', 'ctx': {'field_type': 'List', 'max_length': 4, 'actual_length': 5}}"
+)
+AT = "body.messages.0.ChatCompletionUserMessageParam.content"
+CONTENT = (
+    "3 validation errors:\n"
+    f"  {{'type': 'string_type', 'loc': '{AT}.str', 'msg': 'Input should be a valid string', 'input': '7'}}\n"
+    f"  {{'type': 'list_type', 'loc': '{AT}', 'msg': 'Input should be a valid list', 'input': '7'}}\n"
+    "  {'type': 'literal_error', 'loc': 'body.messages.0.X.role', 'msg': \"Input should be 'x'\", 'input': 'user'}"
+)
+MISSING = (
+    "1 validation error:\n  {'type': 'missing', 'loc': 'body.max_tokens', 'msg': 'Field required', 'input': '<d>'}"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "param", "message"),
+    [
+        (STOPS, "stop", "Invalid value for `stop`: List should have at most 4 items after validation, not 5."),
+        (
+            CONTENT,
+            "messages[0].content",
+            "Invalid value for `messages[0].content`: Input should be a valid string; or Input should be a valid list.",
+        ),
+        (MISSING, "max_tokens", "You must provide the parameter `max_tokens`."),
+        ("2 validation errors:\nnothing that we know", None, "2 validation errors:\nnothing that we know"),
+    ],
+)
+def test_one_sentence_and_openais_param(text: str, param: str | None, message: str) -> None:
+    body = {"error": {"message": text, "type": "Bad Request", "param": "body.x", "code": 400}}
+    error = from_upstream(400, json.dumps(body).encode())
+    assert (error.message, error.param, error.kind) == (message, param, "invalid_request_error")

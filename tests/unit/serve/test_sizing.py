@@ -1,25 +1,56 @@
-"""How much memory an engine gets."""
+"""How much memory an engine gets, and how long its context is."""
 
 import pytest
 
+from runtime.devices import kinds
 from serve.core.config import EngineConfig
-from serve.core.sizing import CPU_KV_BYTES, GPU_RESERVE_BYTES, ModelTooLarge, engine_settings
+from serve.core.shape import ServedShape
+from serve.core.sizing import (
+    CPU_KV_BYTES,
+    GPU_RESERVE_BYTES,
+    ModelTooLarge,
+    asleep_bytes,
+    engine_settings,
+    engine_size,
+)
 
 GIB = 2**30
+# SmolLM2-135M-Instruct's config.json, as far as it is read here.
+SMOL = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+SMOL_PARAMETERS = 134_515_008
 
 
-def settings(config=None, **kw):
+def smol(**changes):
+    return ServedShape.from_config({**SMOL, **changes}, 2 * SMOL_PARAMETERS, SMOL_PARAMETERS)
+
+
+def size(config=None, shape=None, **kw):
     given = {
         "task": "generate",
         "arch": "LlamaForCausalLM",
-        "max_position_embeddings": 2048,
-        "weight_bytes": 16 * GIB,
         "tensor_parallel": 1,
         "device_kind": "cuda",
         "device_memory_bytes": 80 * GIB,
         **kw,
     }
-    return engine_settings(config or EngineConfig(), **given)
+    return engine_size(config or EngineConfig(), shape or ServedShape(16 * GIB, context=2048), **given)
+
+
+def on_cpu(config=None, shape=None, **kw):
+    return size(config, shape or smol(), **{"device_kind": "cpu", "device_memory_bytes": 3 * GIB, **kw})
+
+
+def settings(config=None, task="generate", arch="LlamaForCausalLM", **kw):
+    return engine_settings(config or EngineConfig(), size(config, task=task, arch=arch, **kw), task=task, arch=arch)
 
 
 def test_a_gpu_engine_gets_what_weights_and_reserve_leave():
@@ -31,19 +62,73 @@ def test_a_gpu_engine_gets_what_weights_and_reserve_leave():
 
 def test_a_model_that_leaves_no_room_is_refused_with_the_remedy():
     with pytest.raises(ModelTooLarge, match="raise the deployment's tensor_parallel"):
-        settings(weight_bytes=70 * GIB)
+        settings(shape=ServedShape(70 * GIB))
 
 
 def test_the_configuration_wins_over_the_arithmetic():
     assert settings(EngineConfig(kv_cache_bytes=GIB))["kv_cache_bytes"] == GIB
-    assert settings(device_kind="cpu")["kv_cache_bytes"] == CPU_KV_BYTES
 
 
 def test_the_shorter_of_model_and_configuration_is_the_context():
     assert settings()["max_model_len"] == 2048
     assert settings(EngineConfig(max_model_len=512))["max_model_len"] == 512
     assert settings(EngineConfig(max_model_len=4096))["max_model_len"] == 2048
-    assert settings(max_position_embeddings=None)["max_model_len"] is None
+    assert settings(shape=ServedShape(GIB))["max_model_len"] is None
+
+
+def test_on_a_cpu_the_cache_holds_one_whole_context_in_the_dtype_that_computes():
+    """256 MB for every model: one of 8,192 tokens in float32 did not start."""
+    for dtype, element in (("bfloat16", 2), ("float32", 4)):
+        one = on_cpu(dtype=dtype)
+        per_token = 2 * 30 * 3 * 64 * element
+        assert one.max_model_len == 8192 and not one.shortened and not one.problem
+        assert one.memory.kv_cache_bytes == max(CPU_KV_BYTES, (8192 + 128) * per_token)
+        assert one.kv_tokens >= 8192
+    assert on_cpu(shape=smol(max_position_embeddings=512)).memory.kv_cache_bytes == CPU_KV_BYTES
+
+
+def test_a_context_that_does_not_fit_is_shortened_and_said():
+    little = on_cpu(EngineConfig(kv_cache_bytes=64 * 2**20), dtype="bfloat16")
+    assert little.max_model_len == little.kv_tokens and little.max_model_len % 128 == 0
+    assert little.max_model_len + 128 <= 64 * 2**20 // 23040
+    assert "holds 2,688 of 8,192 tokens, 192 MB would hold all" in little.shortened
+    long = on_cpu(shape=smol(max_position_embeddings=131_072 * 8), dtype="bfloat16")
+    assert long.memory.kv_cache_bytes == 3 * GIB and 0 < long.max_model_len < 131_072 * 8 and long.shortened
+    nothing = on_cpu(EngineConfig(kv_cache_bytes=2**20), dtype="bfloat16")
+    assert "raise kv_cache_bytes" in nothing.problem
+
+
+def test_what_a_head_tied_to_the_embedding_packs_counts_and_quantised_weights_count_as_stored():
+    tied, plain = on_cpu(dtype="float32"), on_cpu(shape=smol(tie_word_embeddings=False), dtype="float32")
+    assert plain.memory.weights_bytes == 4 * SMOL_PARAMETERS, "stored in bfloat16, computed in float32"
+    assert tied.memory.weights_bytes - plain.memory.weights_bytes == 4 * 49152 * 576
+    packed = ServedShape.from_config({**SMOL, "quantization_config": {}, "tie_word_embeddings": False}, 10, 40)
+    assert packed.quantized is False, "an empty one is none"
+    quantised = ServedShape.from_config({**SMOL, "quantization_config": {"bits": 4}}, 10**8, SMOL_PARAMETERS)
+    assert on_cpu(shape=quantised, dtype="float32").memory.weights_bytes == 10**8 + 4 * 49152 * 576
+
+
+def test_slots_of_adapters_are_counted_and_a_sleeping_engine_keeps_its_processes():
+    none, four = on_cpu(EngineConfig(adapter_slots=0)), on_cpu(EngineConfig(adapter_slots=4, adapter_max_rank=32))
+    assert none.memory.adapters_bytes == 0 and four.memory.adapters_bytes > 70_000_000
+    assert asleep_bytes(smol()) == none.memory.engine_bytes < none.memory.device_bytes / 2
+    assert on_cpu(tensor_parallel=2).memory.kv_cache_bytes == CPU_KV_BYTES
+
+
+def test_latent_attention_and_layers_without_a_cache():
+    latent = ServedShape.from_config({**SMOL, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 1, 1)
+    assert latent.kv_elements_per_token(8) == 30 * 576
+    mixed = ServedShape.from_config({**SMOL, "layer_types": ["linear_attention", "full_attention"] * 15}, 1, 1)
+    assert mixed.kv_elements_per_token(1) == 2 * 15 * 3 * 64
+    assert mixed.kv_elements_per_token(8) == 2 * 15 * 64, "each of eight workers keeps a copy of one head"
+    unknown = on_cpu(shape=ServedShape(10**8, 10**8, context=4096))
+    assert unknown.max_model_len == 4096 and unknown.kv_tokens is None and not unknown.problem
+
+
+def test_fp8_keys_and_values_take_half():
+    half = on_cpu(EngineConfig(kv_cache_bytes=GIB), dtype="bfloat16", kv_cache_dtype="fp8")
+    assert half.kv_tokens > 1.9 * on_cpu(EngineConfig(kv_cache_bytes=GIB), dtype="bfloat16").kv_tokens
+    assert kinds.kind_of("cpu").on_host
 
 
 def test_engines_take_adapters_where_every_layer_of_the_model_does():

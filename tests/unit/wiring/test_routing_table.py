@@ -144,7 +144,7 @@ async def test_a_model_whose_engines_fail_says_why_and_when_it_is_tried_next_to_
     add_model()
     add_adapter("ft:a")
     troubles = {"starter": Trouble("starter", "v1", "no memory", "own", 1, 1, 500.0, False)}
-    routing = BusRouting(bus, db, 60.0, None, lambda model, version: troubles.get(model) if version == "v1" else None)
+    routing = BusRouting(bus, db, 60.0, trouble=lambda model, version: troubles.get(model) if version == "v1" else None)
     routing.refresh()
     told = {"reason": "no memory", "next_try_s": 500.0, "hold_before_s": 10.0}
     assert bus.table["starter"]["trouble"] == told and bus.table["starter"]["hold_s"] == 60.0

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from appliance.config import BoxConfig
+from appliance.controller.models.engine_sizes import EngineSizes
 from appliance.store.objects import models
 from appliance.store.rows import ModelRow, VersionRow
 from appliance.wiring.version_provider import VersionProvider
+from scheduler.core.inventory import Device
 from tests.unit.weights.conftest import check, write
 from weights.memory.lease import take_lease
 from weights.memory.store import WeightStore
@@ -43,7 +45,7 @@ async def provider(db, store, back, flow, add_model):
     await flow.run_once("disk")
     store.evict(1 << 40)
     store.budget_bytes = store._evictor.budget_bytes = nbytes * 3 // 2
-    return VersionProvider(db, store, back, None, None)
+    return VersionProvider(db, store, back, None, None, None)
 
 
 async def test_what_a_sleeping_engine_served_makes_room_for_another_model(provider, store: WeightStore):
@@ -81,10 +83,14 @@ async def test_what_an_awake_engine_reads_does_not(provider, store: WeightStore)
 
 async def test_what_an_engine_takes_of_the_host_is_less_once_its_version_is_in_memory(provider, db, store):
     models.update(db, "starter", bytes=GB)
-    provider._config, provider._device = BoxConfig(), SimpleNamespace(kind="cpu")
-    assert provider.host_bytes("starter") == 2 * GB + 256 * 2**20 + 400_000_000  # in shared memory, and its own copy
+    device = Device("n0/0", "n0", 0, memory_bytes=3 * GB)
+    provider._config, provider._device = BoxConfig(), device
+    provider._sizes = EngineSizes(db, provider._config.serve, device)
+    own = provider._sizes.size(models.find(db, "starter"), None).memory
+    assert own.kv_cache_bytes == 256 * 2**20 and own.device_bytes > 500_000_000
+    assert provider.host_bytes("starter") == GB + own.device_bytes  # in shared memory, and its own copy
     await provider.in_memory("starter", "v1")
-    assert provider.host_bytes("starter") == GB + 256 * 2**20 + 400_000_000
+    assert provider.host_bytes("starter") == own.device_bytes
     provider._device = SimpleNamespace(kind="cuda")
     assert provider.host_bytes("starter") == 4 * 2**30 and provider.host_bytes("nobody") == 0
     provider.taken("starter")

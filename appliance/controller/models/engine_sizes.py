@@ -1,0 +1,75 @@
+"""Sizes the engines of this box's models: memory and context, for everybody who asks (plans, views, admission, the
+gateways' table, the engines themselves)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from appliance.store.database import Database
+from appliance.store.objects import models
+from appliance.store.records import deployments
+from appliance.store.rows import ModelRow, VersionRow
+from scheduler.core.inventory import Device
+from serve.core.config import EngineConfig
+from serve.core.shape import ServedShape
+from serve.core.sizing import EngineSize, asleep_bytes, engine_size
+
+MAX_CONFIG_BYTES = 4 * 2**20
+
+
+class EngineSizes:
+    """Implements `appliance.controller.interfaces.ports.EngineSizer`."""
+
+    def __init__(self, db: Database, engine: EngineConfig, device: Device):
+        self._db, self._engine, self._device = db, engine, device
+        self._shapes: dict[tuple[str, str], ServedShape] = {}
+
+    def size(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int | None = None) -> EngineSize:
+        """An engine of this version, over the devices of its deployment unless `tensor_parallel` says otherwise. An
+        adapter's is its base model's."""
+        model, version = self._served(model, version)
+        if tensor_parallel is None:
+            row = deployments.find(self._db, model.id)
+            tensor_parallel = row.tensor_parallel if row is not None else 1
+        return engine_size(
+            self._engine,
+            self._shape(model, version),
+            task=model.task,
+            arch=model.arch,
+            tensor_parallel=tensor_parallel,
+            device_kind=self._device.kind,
+            device_memory_bytes=self._device.memory_bytes,
+        )
+
+    def asleep_bytes(self, model: ModelRow, version: VersionRow | None) -> int:
+        """Host memory of an engine of this model that sleeps, on logical CPU devices."""
+        return asleep_bytes(self._shape(*self._served(model, version)))
+
+    def context(self, model: ModelRow, version: VersionRow | None = None) -> int | None:
+        """Tokens that one request may have, as its engine would be started; None if the model does not say."""
+        return self.size(model, version).max_model_len
+
+    def _served(self, model: ModelRow, version: VersionRow | None) -> tuple[ModelRow, VersionRow | None]:
+        if version is None and model.active_version is not None:
+            version = models.find_version(self._db, model.id, model.active_version)
+        adapter = version.meta.get("adapter") if version is not None else None
+        base = models.find(self._db, adapter["base"]) if adapter else None
+        if adapter is None or base is None:
+            return model, version
+        return base, models.find_version(self._db, base.id, adapter["base_version"])
+
+    def _shape(self, model: ModelRow, version: VersionRow | None) -> ServedShape:
+        """From the version's config.json; without its files only what the store knows of the model."""
+        bare = ServedShape(model.bytes, model.params, context=model.max_model_len)
+        if version is None:
+            return bare
+        key = (model.id, version.version)
+        if key not in self._shapes:
+            for folder in (version.disk_path, version.shm_path):
+                path = Path(folder, "config.json") if folder else None
+                if path is not None and path.is_file() and path.stat().st_size <= MAX_CONFIG_BYTES:
+                    config = json.loads(path.read_text())
+                    self._shapes[key] = ServedShape.from_config(config, version.bytes or model.bytes, model.params)
+                    break
+        return self._shapes.get(key, bare)

@@ -1,0 +1,38 @@
+"""What a client's script tells the runner: a line of JSON for each thing it tried.
+
+A script runs in an environment with its client alone; this file is beside it, and imports nothing but Python's own.
+"""
+
+import json
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+MODEL = os.environ["MODEL"]
+EMBEDDING_MODEL = os.environ.get("EMBEDDING_MODEL", "")
+BASE_URL = os.environ["OPENAI_BASE_URL"]
+KEY = os.environ["OPENAI_API_KEY"]
+QUESTION = "What is the capital of France? Answer in one sentence."
+CITY_SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def tried(**checks: Callable[[], Any]) -> None:
+    """Run each check, named like a column of the table (tests/clients/__main__.py); one that raises has failed."""
+    for name, check in checks.items():
+        try:
+            check()
+        except Exception as error:  # noqa: BLE001, whatever a client raises is its verdict
+            traceback.print_exc()
+            _say(check=name, failed=f"{type(error).__name__}: {error}"[:600])
+        else:
+            _say(check=name, failed="")
+
+
+def _say(**line: str) -> None:
+    print("\n@@" + json.dumps(line), flush=True)

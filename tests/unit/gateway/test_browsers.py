@@ -1,0 +1,165 @@
+"""What browsers and careless base URLs ask: cross-origin requests, HEAD, one slash too many."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from appliance.gateway.core.config import GatewayConfig
+from appliance.gateway.core.errors import ConfigInvalid
+from appliance.gateway.core.routes import plain_target
+
+from .conftest import Box, Start, chat, request_bytes
+from .upstreams import Reply, UpstreamRequest
+
+PAGE = "https://chat.example.org"
+FROM_PAGE = f"Origin: {PAGE}\r\n"
+PREFLIGHT = FROM_PAGE + (
+    "Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: authorization, x-stainless-os\r\n"
+)
+
+
+async def open_box(start_box: Start, *origins: str) -> Box:
+    box = await start_box(cors_origins=list(origins))
+    await box.engine("e0")
+    box.serve("m", "e0")
+    return box
+
+
+@pytest.mark.parametrize("target", ["/v1/chat/completions", "/v1/files", "/v1/messages", "/nowhere"])
+async def test_a_preflight_is_answered_without_a_key(start_box: Start, target: str) -> None:
+    box = await open_box(start_box, PAGE)
+    answer = await box.ask("OPTIONS", target, key=None, headers=PREFLIGHT)
+    assert answer.status == 204 and answer.body == b""
+    assert answer.headers["access-control-allow-origin"] == PAGE and answer.headers["vary"] == "origin"
+    assert answer.headers["access-control-allow-headers"] == "authorization, x-stainless-os"
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert "access-control-allow-credentials" not in answer.headers
+
+
+@pytest.mark.parametrize("origins", [(), ("https://other.example.org",)])
+async def test_a_page_that_is_not_named_learns_nothing(start_box: Start, origins: tuple[str, ...]) -> None:
+    box = await open_box(start_box, *origins)
+    assert (await box.ask("OPTIONS", "/v1/chat/completions", headers=PREFLIGHT)).status == 405
+    answer = await box.ask("POST", "/v1/chat/completions", chat(), headers=FROM_PAGE)
+    assert answer.status == 200 and not any(name.startswith("access-control") for name in answer.headers)
+
+
+async def test_a_page_reads_answers_streams_and_errors(start_box: Start) -> None:
+    box = await open_box(start_box, PAGE)
+
+    async def files(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json({"data": []})
+
+    await box.control(files)
+    for answer in (
+        await box.ask("POST", "/v1/chat/completions", chat(), headers=FROM_PAGE),
+        await box.ask("POST", "/v1/chat/completions", chat(stream=True), headers=FROM_PAGE),
+        await box.ask("POST", "/v1/chat/completions", chat(), key=None, headers=FROM_PAGE),
+        await box.ask("POST", "/v1/chat/completions", chat("nosuch"), headers=FROM_PAGE),
+        await box.ask("POST", "/v1/chat/completions", chat(n=0), headers=FROM_PAGE),
+        await box.ask("POST", "/v1/messages", chat("nosuch"), headers=FROM_PAGE),
+        await box.ask("GET", "/v1/files", headers=FROM_PAGE),
+        await box.ask("GET", "/nowhere", headers=FROM_PAGE),
+        await box.ask("GET", "/health", headers=FROM_PAGE),
+    ):
+        assert answer.headers["access-control-allow-origin"] == PAGE, answer.raw
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+async def test_two_pages_on_one_connection_are_told_apart(start_box: Start) -> None:
+    box = await open_box(start_box, PAGE)
+    wire = await box.connect()
+    for headers in (FROM_PAGE, FROM_PAGE, "", FROM_PAGE.replace("chat", "evil")):
+        await wire.send(request_bytes("POST", "/v1/chat/completions", chat(), headers=headers))
+        answer = await wire.response()
+        assert answer.headers.get("access-control-allow-origin") == (PAGE if headers == FROM_PAGE else None)
+
+
+async def test_any_page(start_box: Start) -> None:
+    box = await open_box(start_box, "*")
+    answer = await box.ask("POST", "/v1/chat/completions", chat(), headers=FROM_PAGE)
+    assert answer.headers["access-control-allow-origin"] == "*" and "vary" not in answer.headers
+
+
+@pytest.mark.parametrize("origin", ["chat.example.org", PAGE + "/", PAGE + "/path", "https://Chat.example.org", ""])
+def test_what_no_browser_would_send_is_no_origin(origin: str) -> None:
+    with pytest.raises(ConfigInvalid, match="cors_origins"):
+        GatewayConfig.from_mapping({"controller_socket": "/c", "bus_socket": "/b", "cors_origins": [origin]})
+
+
+async def test_headers_that_are_no_names_are_not_said_back(start_box: Start) -> None:
+    box = await open_box(start_box, PAGE)
+    odd = PREFLIGHT.replace("x-stainless-os", "x;y=<z>")
+    answer = await box.ask("OPTIONS", "/v1/files", key=None, headers=odd)
+    assert answer.status == 204 and "access-control-allow-headers" not in answer.headers
+
+
+# --- HEAD
+
+
+async def test_head_is_a_get_without_its_body(box: Box) -> None:
+    asked: list[str] = []
+
+    async def models(request: UpstreamRequest, reply: Reply) -> None:
+        asked.append(request.method)
+        await reply.json({"object": "list", "data": []})
+
+    await box.control(models)
+    wire = await box.connect()
+    for _ in range(2):
+        await wire.send(request_bytes("HEAD", "/v1/models"))
+        status, headers, _ = await wire.head()
+        assert status == 200 and int(headers["content-length"]) > 0
+    await wire.send(request_bytes("GET", "/v1/models"))
+    assert json.loads((await wire.response()).body)["data"] == []
+    assert asked == ["GET"] * 3
+
+
+async def test_head_needs_what_get_needs(box: Box) -> None:
+    for target, key, status in (
+        ("/v1/models", None, 401),
+        ("/v1/files", "sk-test-inference", 403),
+        ("/v1/chat/completions", "sk-test-inference", 405),
+        ("/nowhere", None, 404),
+    ):
+        wire = await box.connect()
+        await wire.send(request_bytes("HEAD", target, key=key))
+        assert (await wire.head())[0] == status
+        await wire.send(request_bytes("GET", "/health"))
+        assert (await wire.response()).status == 200  # no body lay in between
+
+
+# --- slashes
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        (b"/v1/models/", b"/v1/models"),
+        (b"//v1///models", b"/v1/models"),
+        (b"/v1/files/?limit=1//2", b"/v1/files?limit=1//2"),
+        (b"/", b"/"),
+        (b"//", b"/"),
+        (b"/v1/models/a%2F%2Fb", b"/v1/models/a%2F%2Fb"),
+    ],
+)
+def test_plain_targets(given: bytes, plain: bytes) -> None:
+    assert plain_target(given) == plain
+
+
+async def test_one_slash_too_many_reaches_the_same_routes(box: Box) -> None:
+    targets: list[str] = []
+
+    async def files(request: UpstreamRequest, reply: Reply) -> None:
+        targets.append(request.target)
+        await reply.json({"data": []})
+
+    await box.control(files)
+    for target in ("/v1/chat/completions/", "//v1/chat/completions", "/v1//chat/completions"):
+        assert (await box.ask("POST", target, chat())).status == 200
+    assert (await box.ask("GET", "/v1//files/?limit=1")).status == 200
+    assert targets == ["/v1/files?limit=1"]
+    assert (await box.ask("GET", "//v1/files/..//..//admin/v1/keys")).error["code"] == "unknown_url"
+    assert (await box.ask("GET", "//admin//v1/keys", key="sk-test-inference")).status == 403
