@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from runtime.processes.kernel import group_pids
+from serve.core.config import EngineConfig
 from serve.core.errors import EngineStartFailed, WrongState
 from tests.e2e.engine_support import client, greedy, rewrite
 from tests.front.collector import attributes, running_collector
@@ -202,6 +203,34 @@ async def test_kill_9_of_the_api_process_takes_the_core_with_it(engine_box, repl
     async with asyncio.timeout(10):
         await replica.wait_dead()
     assert group_pids(pid) == []
+
+
+async def test_a_core_that_hangs_is_avoided_then_ended_as_if_it_had_died(engine_box, replicas):
+    spec = engine_box.spec("hung-core", engine_box.version("a", seed=1))
+    replica = replicas(EngineConfig(hung_idle_s=12))
+    pid = (await replica.start(spec))["pid"]
+    assert (await replica.status())["silent"] is False
+    stream = await client(spec).completions.create(
+        model="starter", prompt="the", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    await anext(aiter(stream))
+    core = next(each for each in group_pids(pid) if each != pid)
+    os.kill(core, signal.SIGSTOP)
+    async with asyncio.timeout(30):
+        assert await replica.pulse_changed(False) is True
+    assert (await replica.status())["silent"] is True, "nobody waits for its answer any more"
+    async with asyncio.timeout(30):
+        assert "it hung" in (await replica.wait_dead())["exit"]
+    with pytest.raises((openai.OpenAIError, httpx.HTTPError)):
+        async for _ in stream:
+            pass
+    assert group_pids(pid) == []
+
+    await replica.start(spec)
+    assert (await replica.status())["silent"] is False
+    await replica.sleep()
+    async with asyncio.timeout(5):
+        await replica._child.call("pulse")  # asleep it gives a sign of life too
 
 
 @pytest.mark.parametrize("how", ["stop", "kill -9"])
