@@ -96,7 +96,41 @@ async def test_openai_surface_and_no_control_routes(engine_box, replicas):
         await sdk.completions.create(model="starter", prompt="x", n=65, max_tokens=1)
     with pytest.raises(openai.NotFoundError):
         await sdk.completions.create(model="someone-else", prompt="x", max_tokens=1)
+    await shapes_of_other_apis(spec.socket_path, sdk)
     await no_control_routes(spec.socket_path)
+
+
+async def shapes_of_other_apis(socket_path, sdk):
+    """What serve/vllm/answer_shapes.py makes of vLLM's."""
+    events = [
+        event.type
+        async for event in await sdk.responses.create(model="starter", input="x", max_output_tokens=2, stream=True)
+    ]
+    assert events[-1] == "response.incomplete"
+    cached = (await sdk.completions.create(model="starter", prompt="x", max_tokens=1)).usage.prompt_tokens_details
+    assert cached is not None and cached.cached_tokens == 0
+    ask = [{"role": "user", "content": "hello"}]
+    begun = [*ask, {"role": "assistant", "content": "Well"}]
+    transport = httpx.AsyncHTTPTransport(uds=socket_path)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=60) as http:
+
+        async def post(path="", **body):
+            answer = await http.post(f"/v1/messages{path}", json={"model": "starter", **body})
+            assert answer.status_code == 200, answer.text
+            return answer
+
+        counted = [(await post("/count_tokens", messages=messages)).json()["input_tokens"] for messages in (ask, begun)]
+        told = (await post(messages=begun, max_tokens=3)).json()
+        assert told["id"].startswith("msg_") and told["type"] == "message"
+        usage = told["usage"]
+        assert (
+            counted[1]
+            == usage["input_tokens"] + usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"]
+        )
+        # The answer begun goes on: neither its turn is closed nor another one opened.
+        assert counted[0] < counted[1] <= counted[0] + 4
+        streamed = (await post(messages=ask, max_tokens=2, stream=True)).text
+        assert '"id":"msg_' in streamed and streamed.endswith('data: {"type":"message_stop"}\n\n')
 
 
 async def no_control_routes(socket_path):

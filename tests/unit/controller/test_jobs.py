@@ -167,6 +167,26 @@ async def test_bad_data_fails_the_job_with_line_numbers_before_any_device(contro
     assert jobs.get(control.db, job_id).started_s is None
 
 
+async def test_an_error_says_three_lines_and_where_all_stand(control: Control):
+    file_id = await control.upload(chat_lines(3) + b"oops\n" * 120)
+    job_id = await control.job(training_file=file_id)
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    told = f"and 117 more (GET /v1/fine_tuning/jobs/{job_id}/errors)"
+    assert "120 bad example(s)" in job.error.message and told in job.error.message
+    assert "line 6" in job.error.message and "line 7" not in job.error.message
+    details = (await control.sdk.files.retrieve(file_id)).status_details
+    assert f"and 117 more (GET /v1/files/{file_id}/errors)" in details and "line 7" not in details
+    for url in (f"/v1/fine_tuning/jobs/{job_id}/errors", f"/v1/files/{file_id}/errors"):
+        found = (await control.http.get(url)).json()
+        assert found["total"] == 120 and found["has_more"] and len(found["data"]) == 100
+        first = found["data"][0]
+        assert first["object"] == "file.error" and first["line"] == 4 and "not valid JSON" in first["reason"]
+        assert [row["line"] for row in found["data"]] == list(range(4, 104))
+    good = await control.upload()
+    found = (await control.http.get(f"/v1/files/{good}/errors")).json()
+    assert found == {"object": "list", "data": [], "total": 0, "has_more": False}
+
+
 async def test_preference_data_is_not_for_supervised_tuning(control: Control):
     row = {
         "input": {"messages": [{"role": "user", "content": "hi"}]},
