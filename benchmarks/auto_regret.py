@@ -1,8 +1,8 @@
 """Mode `auto` against the best constant split in hindsight, on traffic that nobody tuned to.
 
 The best constant is the split with most training among those whose share of requests in time is at least 99 %, or,
-where that cannot be had, what all devices together reach. A row says what `auto` trained over what that split trained, and
-both shares in time.
+where that cannot be had, what all devices together reach. A row says what `auto` trained over what that split trained,
+and both shares in time.
 
     python benchmarks/auto_regret.py [--only NAME ...] [--seeds 1 2 3] [--drawn N] [--hours 1] [--devices 8]
 
