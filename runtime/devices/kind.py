@@ -143,6 +143,15 @@ class DeviceKind(ABC):
     def wait_for_copies(self, device: Any) -> None:  # noqa: B027
         """Wait for the work that this thread submitted to it."""
 
+    def locked_buffer(self, elements: int) -> Any:
+        """Return a float32 tensor (elements,) in memory of the host that copies to and from the device run at full rate
+        with, and beside the processor where they are asked not to block. Only of kinds that lock pages."""
+        raise NotImplementedError(f"{self.title}: locked_buffer")
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function, for any thread, that waits for the work that this thread has submitted by now."""
+        return lambda: None
+
     def copy_stream(self) -> AbstractContextManager[Any]:
         """Give this thread's copies their own stream in this context. In the compute stream a copy would wait for all
         kernels before it and delay all after it."""

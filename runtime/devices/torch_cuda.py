@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,6 +41,18 @@ class TorchCuda(DeviceKind):
         import torch
 
         torch.cuda.current_stream(device).synchronize()
+
+    def locked_buffer(self, elements: int) -> Any:
+        import torch
+
+        return torch.empty(elements, dtype=torch.float32, pin_memory=True)
+
+    def mark(self) -> Callable[[], None]:
+        import torch
+
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
 
     def copy_stream(self) -> AbstractContextManager[Any]:
         import torch

@@ -1,4 +1,4 @@
-"""The fingerprint's pass on the slot table of vLLM's runner for GPUs, whose slots are all taken when the pause begins."""
+"""The fingerprint's pass on the slot table of vLLM's runner for GPUs, all of whose slots are taken at the pause."""
 
 from __future__ import annotations
 

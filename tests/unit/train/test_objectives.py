@@ -8,7 +8,8 @@ from torch.nn import functional
 from tests.train_support.tiny import make_model_dir
 from train.data.packing import build_row
 from train.methods import head_gradient
-from train.methods.supervised_objective import SupervisedObjective, to_batch
+from train.methods.packed_objective import to_batch
+from train.methods.supervised_objective import SupervisedObjective
 from train.model.model import linear_layers, load_model
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
