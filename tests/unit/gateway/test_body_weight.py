@@ -574,6 +574,12 @@ def test_messages_are_looked_at_beside_an_input_too() -> None:
     assert refusal(EMBEDDINGS, {"model": "m", "messages": "x"}).param == "messages"
 
 
+def test_inputs_of_embeddings_are_not_padded() -> None:
+    asked = {"model": "m", "input": ["a"] * 2048}
+    assert refusal(EMBEDDINGS, {**asked, "padding": "max_length"}).param == "padding"
+    check_body(EMBEDDINGS, orjson.dumps({**asked, "padding": "do_not_pad"}), LIMITS)
+
+
 SLOW = {"type": "object", "properties": {"a": {"type": "string", "pattern": ".{1000}"}}, "required": ["a"]}
 FLAT = {"type": "function", "name": "f", "parameters": SLOW}
 ASKED = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
