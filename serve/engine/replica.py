@@ -142,9 +142,12 @@ class Replica:
                 "adapters": None,
                 "devices": list(spec.devices) if spec else [],
                 "node": spec.node if spec else "",
+                "settings": spec.settings if spec else "",
             }
         answer = await self._call("status", self._config.sleep_timeout_s)
-        return {**answer, "pid": self._child.pid, "devices": list(self._spec.devices), "node": self._spec.node}
+        spec = self._spec
+        known = {"devices": list(spec.devices), "node": spec.node, "settings": spec.settings}
+        return {**answer, "pid": self._child.pid, **known}
 
     async def stop(self) -> None:
         """End the engine and everything it started; does nothing without an engine."""
