@@ -5,7 +5,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 RUFF := $(PY) -m ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-property e2e soak bench sdk-conformance lint check map hooks lock sbom clean
+.PHONY: help setup demo test test-unit test-property e2e soak bench sdk-conformance clients lint check map hooks lock sbom clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -41,6 +41,9 @@ sdk-conformance: setup ## openai-python's own tests of our routes against a runn
 	@data=$$(mktemp -d) && $(VENV)/bin/appliance up --detach --data-dir "$$data" --port 8799 && code=0 && \
 	{ $(PY) -m tests.conformance --data-dir "$$data" || code=$$?; \
 	  $(VENV)/bin/appliance down --data-dir "$$data"; rm -rf "$$data"; exit $$code; }
+
+clients: setup ## real clients from the package registry against a box with a real model; writes docs/clients.md (half an hour)
+	@$(PY) -m tests.clients
 
 lint: setup ## ruff: its rules, and its format
 	$(RUFF) check .

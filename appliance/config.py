@@ -59,7 +59,10 @@ class BoxSettings(_Section):
     port: int = Field(8000, ge=0, le=65535, description="TCP port of the endpoint")
     devices: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
-        description="'auto': every NVIDIA GPU, else 8 logical CPU devices; a number: so many logical CPU devices",
+        description="'auto': every GPU, else 8 logical CPU devices; a number: so many logical CPU devices",
+    )
+    untried_devices: bool = Field(
+        False, description="also use devices of a kind that the box has never run on (AMD GPUs), at your own risk"
     )
     numa_bind: bool = Field(
         True,

@@ -121,7 +121,9 @@ if [ "$dry" = 0 ] && [ "$build" = cuda ]; then
     case $driver in
         '' | *[!0-9]*) ;;
         *) [ "$driver" -ge 580 ] ||
-            say "warning: NVIDIA driver $driver found; the CUDA 13 build of torch wants 580 or newer" ;;
+            die "NVIDIA driver $driver found; the CUDA 13 build needs 580 or newer, and a box refuses an older one." \
+                "Update it (Debian, Ubuntu: 'apt-get install nvidia-driver-580'), or install for the processors with" \
+                "APPLIANCE_BUILD=cpu" ;;
     esac
 fi
 

@@ -39,9 +39,11 @@ from appliance.nodes.certificate_authority import Authority, Unfit
 from appliance.nodes.enrolment import EnrolmentServer, Tokens, port_of
 from appliance.paths import BoxPaths, UnsafeFolder, write_secret
 from runtime.background_tasks import BackgroundTasks
+from runtime.devices.kind import DevicesRefused
 from runtime.logs import configure_logging
 from runtime.processes.kernel import tail
-from scheduler.devices.discovery import HEAD_NODE, discover_devices
+from scheduler.core.inventory import Device
+from scheduler.devices.discovery import HEAD_NODE, discover_devices, foreign_use
 from serve.core import segments
 
 log = logging.getLogger("appliance.boot.main")
@@ -146,6 +148,7 @@ class Box:
         self._clock, self._clock_of_ray = ClockWatch(), ClockWatch(LEAST_FOR_RAY_S)
         self.hopeless = ""
         self._ray_address = ""
+        self._devices: tuple[Device, ...] = ()
         self._ray = Supervised("ray", self._start_ray, self._on_ray_change, self._give_up)
         self._controller = Supervised("controller", self._start_controller, self._say, self._give_up)
         self._gateway = Supervised("gateway", self._start_gateway, self._say, self._give_up)
@@ -160,6 +163,12 @@ class Box:
         # Check before anything starts: without its port the box is useless, and its holder might answer for us.
         if reason := endpoint.why_not(self._config.box.host, self._config.box.port):
             raise BoxError(reason)
+        try:
+            self._devices = discover_devices(self._config.box.devices, untried=self._config.box.untried_devices)
+        except DevicesRefused as error:
+            raise BoxError(str(error)) from error
+        for words in foreign_use(self._devices):
+            self._say(words)
         self._paths.renew_gateway_token()
         self._say("starting Ray")
         await self._ray.begin()
@@ -225,10 +234,9 @@ class Box:
         return fault
 
     async def _start_ray(self) -> asyncio.subprocess.Process:
-        devices = discover_devices(self._config.box.devices)
         process, self._ray_address = await ray_head.start(
             self._paths,
-            [device.id for device in devices],
+            [device.id for device in self._devices],
             self._paths.logs / "ray.log",
             self._environment,
             self._config.box.start_timeout_s,

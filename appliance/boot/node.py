@@ -30,11 +30,12 @@ from appliance.nodes.certificate_authority import Credentials, Unfit
 from appliance.nodes.enrolment import NotEnrolled, enrol, port_of
 from appliance.paths import BoxPaths, UnsafeFolder
 from appliance.wiring.node_config import node_config_of
+from runtime.devices.kind import DevicesRefused
 from runtime.logs import configure_logging
 from runtime.processes.kernel import kill_group
 from runtime.tunnel import NodeCertificate
 from scheduler.core.errors import NodeNameTaken
-from scheduler.devices.discovery import discover_devices
+from scheduler.devices.discovery import discover_devices, foreign_use
 from serve.core import segments
 
 log = logging.getLogger("appliance.boot.node")
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             certificate = _enrolled(paths, options.head, options.token_path, options.name, config.box.node_address)
             return asyncio.run(_run(config, paths, options.head, options.name, certificate))
-        except (ray_head.RayStartError, NodeNameTaken, NotEnrolled, Unfit) as error:
+        except (ray_head.RayStartError, NodeNameTaken, NotEnrolled, Unfit, DevicesRefused) as error:
             log.error("this node did not join: %s", error)
             shutil.rmtree(paths.shm_root, ignore_errors=True)
             return 1
@@ -96,7 +97,9 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certifi
     segments.remove_below(paths.replica_sockets)
     shutil.rmtree(paths.worlds, ignore_errors=True)
     shutil.rmtree(paths.away_jobs, ignore_errors=True)
-    devices = discover_devices(config.box.devices, name)
+    devices = discover_devices(config.box.devices, name, config.box.untried_devices)
+    for words in foreign_use(devices):
+        log.warning("%s", words)
     timeout_s = config.box.start_timeout_s
     environment = ray_head.box_environment(paths, timeout_s, certificate)
     os.environ.update(environment)

@@ -47,6 +47,7 @@ from appliance.wiring.scheduler_port import LoopPort
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from appliance.wiring.version_provider import VersionProvider
 from runtime.background_tasks import BackgroundTasks
+from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Demand, DeploymentView
 from scheduler.devices.discovery import discover_devices
@@ -92,7 +93,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     db = Database(paths.database)
     db.keep_reserve(config.controller.database_reserve_bytes)
     store = _open_store(config, paths)
-    devices = discover_devices(config.box.devices)
+    devices = discover_devices(config.box.devices, untried=config.box.untried_devices)
     background, signals = BackgroundTasks(), Signals()
     loop = SchedulerLoop(SystemClock(), config.scheduler)
 
@@ -134,7 +135,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     nodes = Nodes(place, signals.node_changed)
     effects = RayEffects(nodes, routing, provider, runs, config.serve)
     health = DeviceWatch(db, nodes.readings, config.scheduler, loop.nudge)
-    admission = JobAdmission(db, store, _facts(devices, store))
+    admission = JobAdmission(db, store, _facts(devices, store, config.scheduler))
     means = Means(
         engine_bytes=provider.host_bytes,
         job_bytes=admission.host_bytes,
@@ -168,7 +169,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     loop.connect(effects, states, journal, memory.admits)
 
     # What the routes need of all this.
-    box_status = BoxStatus(loop, effects, bus, store, memory, floor, config.scheduler.bounds())
+    bounds, asleep = config.scheduler.bounds(), config.scheduler.max_asleep_per_device
+    box_status = BoxStatus(loop, effects, bus, store, memory, floor, bounds, asleep)
     context = ControllerContext(
         db=db,
         files_dir=paths.files,
@@ -250,6 +252,13 @@ def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
     return store
 
 
-def _facts(devices: tuple[Device, ...], store: WeightStore) -> BoxFacts:
+def _facts(devices: tuple[Device, ...], store: WeightStore, config: SchedulerConfig) -> BoxFacts:
     memory_bytes = min(device.memory_bytes for device in devices)
-    return BoxFacts(len(devices), devices[0].kind, memory_bytes, store.budget_bytes, store.room_bytes())
+    return BoxFacts(
+        len(devices),
+        devices[0].kind,
+        memory_bytes,
+        store.budget_bytes,
+        store.room_bytes(),
+        asleep_per_device=config.max_asleep_per_device,
+    )

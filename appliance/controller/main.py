@@ -90,6 +90,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     await parts.bus.start()
     await parts.nodes.connect()
     parts.health.began({device.node for device in parts.nodes.devices})
+    parts.health.found(parts.nodes.devices)
     there = await _observed(parts.effects)
     parts.states.after_restart(adopted={group.job_id for group in there.groups if group.ended is None})
 

@@ -16,7 +16,7 @@ RSS_EVERY_S = 5.0
 
 
 class BoxStatus:
-    """serving_floor, bounds: as configured."""
+    """serving_floor, bounds, asleep_per_device: as configured."""
 
     def __init__(
         self,
@@ -27,9 +27,10 @@ class BoxStatus:
         host: HostMemory,
         serving_floor: int,
         bounds: dict[str, Any],
+        asleep_per_device: int,
     ):
         self._loop, self._effects, self._bus, self._weights, self._host = loop, effects, bus, weights, host
-        self._serving_floor, self._bounds = serving_floor, bounds
+        self._serving_floor, self._bounds, self._asleep_per_device = serving_floor, bounds, asleep_per_device
         self._rss: dict[str, int] = {}
 
     async def read_memory(self) -> None:
@@ -54,6 +55,7 @@ class BoxStatus:
                 "room_bytes": self._weights.room_bytes(),
                 "host_bytes": host_memory_bytes(),
                 "host": self._host.status(),
+                "asleep_per_device": self._asleep_per_device,
             },
             "handover": str(now["handovers"][-1]) if now["handovers"] else None,
             "serving_floor": self._serving_floor,

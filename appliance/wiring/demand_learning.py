@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from appliance.controller.bus.load import Arrived
+from appliance.gateway.routing.canary_comparison import BUCKETS_PER_DOUBLING, SHORTEST_S
 from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.forecast import DemandForecast
-from scheduler.autoscale.standby import StandbyLearner, standby_costs
+from scheduler.autoscale.standby import Seen, StandbyLearner, standby_costs
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
 
@@ -24,10 +25,11 @@ LOOK_S = 0.25
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Traffic of one model and of the adapters on its engines. arrived: cumulative totals by name.
-    prefill_tokens_per_s: of one replica, None where unknown."""
+    prefill_tokens_per_s: of one replica, None where unknown. awake: replicas that answer now."""
 
     arrived: Mapping[str, Arrived] = field(default_factory=dict)
     prefill_tokens_per_s: float | None = None
+    awake: int = 0
 
 
 class DemandLearning:
@@ -73,8 +75,13 @@ class DemandLearning:
         deployment = replace(deployment, prefill_tokens_per_s=rate)
         learner = self._learner(deployment, deployment.ttft_target_s)
         if look:
-            asked = demand_.by_concurrency(deployment, self._config)
-            learner.seen(now_s, new.prompt_tokens / rate, new.requests, asked)
+            seen = Seen(
+                works_s=_works_s(new, rate),
+                asked=demand_.by_concurrency(deployment, self._config),
+                late=_found_late(new, deployment.ttft_target_s, rate),
+                awake=traffic.awake,
+            )
+            learner.seen(now_s, seen)
         return replace(deployment, standby=learner.best)
 
     def _rising(self, deployment: DeploymentView, traffic: Traffic, now_s: float, look: bool) -> DeploymentView:
@@ -103,10 +110,27 @@ class DemandLearning:
 
     def _new(self, arrived: Mapping[str, Arrived]) -> Arrived:
         """Arrivals since the last call."""
-        requests = prompt_tokens = 0
+        new = Arrived()
         for name, total in arrived.items():
-            before = self._counted.get(name, Arrived())
-            requests += total.requests - before.requests
-            prompt_tokens += total.prompt_tokens - before.prompt_tokens
+            new = new.plus(total.since(self._counted.get(name, Arrived())))
             self._counted[name] = total
-        return Arrived(requests, prompt_tokens)
+        return new
+
+
+def _works_s(new: Arrived, rate: float) -> list[float]:
+    """Seconds that one replica needs for each new prompt. The buckets give the sizes, the sum of tokens their scale."""
+    tokens = [
+        2 ** ((bucket - 0.5) / BUCKETS_PER_DOUBLING) for bucket, number in new.prompts.items() for _ in range(number)
+    ] or [1.0] * new.requests
+    scale = new.prompt_tokens / (sum(tokens) * rate) if tokens else 0.0
+    return [one * scale for one in tokens]
+
+
+def _found_late(new: Arrived, target_s: float, rate: float) -> int:
+    """Streams whose first token came after the target, less the prompts that no replica computes in that time."""
+    late = sum(
+        number
+        for bucket, number in new.first_tokens.items()
+        if SHORTEST_S * 2 ** ((bucket - 1) / BUCKETS_PER_DOUBLING) >= target_s
+    )
+    return max(late - sum(work_s > target_s for work_s in _works_s(new, rate)), 0)

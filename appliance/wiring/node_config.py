@@ -53,7 +53,7 @@ def device_environment(kind: str, caches: Path) -> dict[str, str]:
     env = {
         # Without this DeepSpeed asks CUDA for its devices, after which no forked rank can use them. And a box
         # configured for logical CPU devices on a machine with GPUs must train on the former.
-        "DS_ACCELERATOR": kind,
+        "DS_ACCELERATOR": kind_of(kind).accelerator,
         **fork_environment(),
     }
     if kind_of(kind).on_host:

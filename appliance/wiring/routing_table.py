@@ -38,6 +38,7 @@ class _Served:
     socket: str
     state: str  # "open" or "draining"
     takes_adapters: bool = True
+    avoided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,12 @@ class BusRouting:
     def offer_adapters(self, replica_id: str) -> None:
         """Its weights stayed the same: adapters may use it again."""
         self._change(replica_id, takes_adapters=True)
+
+    def avoid(self, replica_id: str, avoided: bool) -> None:
+        """Its engine gives no sign of life, or does so again: gateways prefer other replicas meanwhile."""
+        served = self._replicas.get(replica_id)
+        if served is not None and served.avoided != avoided:
+            self._change(replica_id, avoided=avoided)
 
     def is_open(self, replica_id: str) -> bool:
         served = self._replicas.get(replica_id)
@@ -154,7 +161,8 @@ class BusRouting:
         load = self._bus.load()
         rates = [row.prefill_tokens_per_s for row in self._rows(load, model) if row.prefill_tokens_per_s]
         arrived = {name: load.arrived[name] for name in self._served_by(model) if name in load.arrived}
-        return Traffic(arrived, min(rates, default=None))
+        awake = sum(served.owner == model and served.state == "open" for served in self._replicas.values())
+        return Traffic(arrived, min(rates, default=None), awake)
 
     def _rows(self, load: Load, model: str) -> list[ModelLoad]:
         return [load.models[name] for name in self._served_by(model) if name in load.models]
@@ -207,6 +215,7 @@ class BusRouting:
                 "socket": served.socket,
                 "version": row.version if row.adapter else served.version,
                 "state": served.state,
+                **({"avoid": True} if served.avoided else {}),
             }
             for replica_id, served in sorted(self._replicas.items())
             if _answers(served, name, row)

@@ -18,7 +18,8 @@ _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 class Cpu(DeviceKind):
-    name = "cpu"
+    name = torch_type = accelerator = HOST_MEMORY
+    title = "logical CPU device"
     on_host = True
     collectives = "gloo"
     locks_pages = False
@@ -32,7 +33,7 @@ class Cpu(DeviceKind):
     def parts(self, count: int) -> tuple[Found, ...]:
         """The host as `count` devices."""
         each_bytes = host_memory_bytes() // count
-        return tuple(Found(index, "logical CPU device", each_bytes) for index in range(count))
+        return tuple(Found(index, self.title, each_bytes) for index in range(count))
 
     def visibility(self, devices: Iterable[int | str]) -> dict[str, str]:
         return {}

@@ -1,24 +1,35 @@
-"""Finds and watches NVIDIA GPUs through NVML, and computes on them through torch's CUDA."""
+"""Finds and watches NVIDIA GPUs through NVML."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pynvml
 
-from runtime.devices.kind import DeviceKind, Found, Reading
+from runtime.devices.kind import DeviceKind, DevicesRefused, Found, Reading
+from runtime.devices.torch_cuda import TorchCuda
 
+LEAST_DRIVER = 580  # of CUDA 13, which the lock's torch and vLLM are built for; images/install.sh asks for it too
+NO_ANSWER = "does not answer"
 _WATCHED = pynvml.nvmlEventTypeXidCriticalError
 _CONTROL = Path("/dev/nvidiactl")
+_NO_DRIVER = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded, pynvml.NVMLError_NoPermission)
+_NOT_REPORTED = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission, pynvml.NVMLError_InvalidArgument)
+_EXCLUSIVE = {
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive process",
+    pynvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
+}
 
 
-class Cuda(DeviceKind):
+class Cuda(TorchCuda):
     name = "cuda"
-    collectives = "nccl"
+    title = "NVIDIA GPU"
+    hip = False
+    context_bytes = 2 * 2**30
+    asleep_bytes = 3 * 2**29
 
     def present(self) -> bool:
         return _CONTROL.exists()
@@ -27,13 +38,24 @@ class Cuda(DeviceKind):
         """Reads NUMA node and NVLink peers if the driver reports them (NVML API reference, nvmlDeviceGetP2PStatus)."""
         try:
             pynvml.nvmlInit()
-        except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded, pynvml.NVMLError_NoPermission):
+        except _NO_DRIVER:
             return ()
+        except pynvml.NVMLError as error:
+            raise DevicesRefused(_broken(error)) from error
         try:
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-            return tuple(_found(index, handles) for index in range(len(handles)))
+            _check_driver()
+            handles = [_handle_or_error(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            found = [_found(index, handles) for index in range(len(handles))]
         finally:
             pynvml.nvmlShutdown()
+        # A silent one is taken for one like the others: plans are made for devices that are alike.
+        alike_bytes = min((one.memory_bytes for one in found if one.memory_bytes), default=0)
+        if found and not alike_bytes:
+            raise DevicesRefused(
+                f"the driver names {len(found)} NVIDIA GPUs and none of them answers ({found[0].unfit}); "
+                f"`nvidia-smi` and `dmesg | grep -i xid` say more. {_ON_CPU}"
+            )
+        return tuple(one if one.memory_bytes else _silent(one, alike_bytes) for one in found)
 
     def visibility(self, devices: Iterable[int | str]) -> dict[str, str]:
         # NVML's numbers, not CUDA's default order, which puts the fastest first.
@@ -42,76 +64,137 @@ class Cuda(DeviceKind):
     def watch(self, devices: Mapping[int, str]) -> Callable[[], tuple[Reading, ...]]:
         return _Watch(devices).read
 
+    def foreign(self) -> dict[int, str]:
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            return {}
+        try:
+            handles = [_handle_or_error(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            told = {index: _processes(handle) for index, handle in enumerate(handles)}
+        finally:
+            pynvml.nvmlShutdown()
+        return {index: words for index, words in told.items() if words}
+
     def fork_environment(self) -> dict[str, str]:
         # Makes torch.cuda.is_available() query NVML instead of CUDA, which no forked process could use afterwards
         # ("Cannot re-initialize CUDA in forked subprocess").
         return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
+    def before_fork(self) -> None:
+        # DeepSpeed's accelerator keeps NVML open from its import on.
+        while True:
+            try:
+                pynvml.nvmlShutdown()
+            except pynvml.NVMLError:  # it counts its users, and this was the last
+                return
+
+    def after_fork(self) -> None:
+        # DeepSpeed asks NVML for free memory through the handle on the library that it opened before.
+        try:
+            pynvml.nvmlInit()
+        except _NO_DRIVER:
+            return
+
     def library_environment(self, caches: Path) -> dict[str, str]:
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_CACHE_PATH": str(caches / "cuda")}
 
-    def available(self) -> bool:
-        import torch
 
-        return torch.cuda.is_available()
-
-    def use(self, device: Any) -> None:
-        import torch
-
-        torch.cuda.set_device(device)
-
-    def synchronize(self, device: Any) -> None:
-        import torch
-
-        torch.cuda.synchronize(device)
-
-    def wait_for_copies(self, device: Any) -> None:
-        import torch
-
-        torch.cuda.current_stream(device).synchronize()
-
-    def copy_stream(self) -> AbstractContextManager[Any]:
-        import torch
-
-        if not torch.cuda.is_initialized():
-            return nullcontext()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.default_stream())
-        return torch.cuda.stream(stream)
-
-    def copy_seconds(self, index: int, nbytes: int, rounds: int) -> float:
-        import torch
-
-        source = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
-        target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{index}")
-        fastest_ms = float("inf")
-        for _ in range(rounds):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            target.copy_(source, non_blocking=True)
-            end.record()
-            end.synchronize()
-            fastest_ms = min(fastest_ms, begin.elapsed_time(end))
-        return fastest_ms / 1e3
+KIND: DeviceKind = Cuda()
+_ON_CPU = "To run on logical CPU devices meanwhile, set [box] devices to a number, such as 8."
 
 
-KIND = Cuda()
+def _broken(error: pynvml.NVMLError) -> str:
+    if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
+        return (
+            "the NVIDIA driver in the kernel and its library libnvidia-ml are of different versions, as after an "
+            f"update without a reboot: reboot, or reload the kernel module (`rmmod nvidia_uvm nvidia && modprobe "
+            f"nvidia`). {_ON_CPU}"
+        )
+    return f"NVML, the NVIDIA driver's library, does not start ({error}); `nvidia-smi` says more. {_ON_CPU}"
+
+
+def _check_driver() -> None:
+    version = _text(pynvml.nvmlSystemGetDriverVersion())
+    major = version.partition(".")[0]
+    if major.isdigit() and int(major) < LEAST_DRIVER:
+        raise DevicesRefused(
+            f"NVIDIA driver {version} is too old: the CUDA 13 libraries of this build need {LEAST_DRIVER} or newer, "
+            f"and every engine and rank would end at its start. Update the driver (Debian, Ubuntu: `apt-get install "
+            f"nvidia-driver-{LEAST_DRIVER}`). {_ON_CPU}"
+        )
+
+
+def _handle_or_error(index: int) -> Any:
+    try:
+        return pynvml.nvmlDeviceGetHandleByIndex(index)
+    except pynvml.NVMLError as error:
+        return error
 
 
 def _found(index: int, handles: list) -> Found:
     handle = handles[index]
-    return Found(
-        index=index,
-        name=pynvml.nvmlDeviceGetName(handle),
-        memory_bytes=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-        numa_node=_numa_node(_bus_id(pynvml.nvmlDeviceGetPciInfo(handle))),
-        linked=frozenset(other for other in range(len(handles)) if other != index and _linked(handle, handles[other])),
+    if isinstance(handle, pynvml.NVMLError):
+        return Found(index, "NVIDIA GPU", 0, unfit=f"{NO_ANSWER} ({handle})")
+    try:
+        return Found(
+            index=index,
+            name=_text(pynvml.nvmlDeviceGetName(handle)),
+            memory_bytes=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+            numa_node=_numa_node(_bus_id(pynvml.nvmlDeviceGetPciInfo(handle))),
+            linked=frozenset(n for n in range(len(handles)) if n != index and _linked(handle, handles[n])),
+            uuid=_uuid(handle),
+            unfit=unfit(handle),
+        )
+    except pynvml.NVMLError as error:
+        return Found(index, "NVIDIA GPU", 0, unfit=f"{NO_ANSWER} ({error})")
+
+
+def _silent(one: Found, memory_bytes: int) -> Found:
+    return Found(one.index, one.name, memory_bytes, unfit=one.unfit)
+
+
+def unfit(handle: Any) -> str:
+    """Why a GPU that answers must not be used; "" if it may be."""
+    mig = _ask(lambda: pynvml.nvmlDeviceGetMigMode(handle))
+    if mig and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
+        return "is cut by MIG, which the box does not use; `nvidia-smi -i N -mig 0` makes it whole"
+    mode = _ask(lambda: pynvml.nvmlDeviceGetComputeMode(handle))
+    if mode in _EXCLUSIVE:
+        return (
+            f"is in compute mode {_EXCLUSIVE[mode]}, in which an engine cannot sleep beside another; "
+            "`nvidia-smi -i N -c DEFAULT` changes that"
+        )
+    return ""
+
+
+def _processes(handle: Any) -> str:
+    if isinstance(handle, pynvml.NVMLError):
+        return ""
+    try:
+        found = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        used_bytes = pynvml.nvmlDeviceGetMemoryInfo(handle).used
+    except pynvml.NVMLError:
+        return ""
+    if not found:
+        return ""
+    shown = ", ".join(str(process.pid) for process in found[:4]) + (", …" if len(found) > 4 else "")
+    return (
+        f"is used by {len(found)} other process{'es' * (len(found) > 1)} (pid {shown}), {used_bytes / 1e9:.1f} GB of "
+        "its memory are taken: engines and ranks there will not find what was planned for them"
     )
 
 
-def _bus_id(pci) -> str:
-    raw = pci.busId if isinstance(pci.busId, str) else pci.busId.decode()
-    return raw.lower()[-12:]  # NVML writes the domain with 8 digits, sysfs with 4
+def _text(raw: str | bytes) -> str:
+    return raw if isinstance(raw, str) else raw.decode()
+
+
+def _uuid(handle: Any) -> str:
+    return _text(_ask(lambda: pynvml.nvmlDeviceGetUUID(handle)) or "")
+
+
+def _bus_id(pci: Any) -> str:
+    return _text(pci.busId).lower()[-12:]  # NVML writes the domain with 8 digits, sysfs with 4
 
 
 def _numa_node(bus: str) -> int | None:
@@ -122,9 +205,11 @@ def _numa_node(bus: str) -> int | None:
     return number if number >= 0 else None
 
 
-def _linked(handle, other) -> bool:
+def _linked(handle: Any, other: Any) -> bool:
     """Whether NVLink joins two GPUs, directly or through an NVSwitch. (With a switch, the remote address of a link
     names the switch and no GPU.)"""
+    if isinstance(other, pynvml.NVMLError):
+        return False
     try:
         status = pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
     except pynvml.NVMLError:
@@ -132,22 +217,38 @@ def _linked(handle, other) -> bool:
     return status == pynvml.NVML_P2P_STATUS_OK
 
 
+def _ask(question: Callable[[], Any]) -> Any:
+    """None if this kind of GPU does not report it."""
+    try:
+        return question()
+    except _NOT_REPORTED:
+        return None
+
+
 class _Watch:
-    """Reads on demand. The driver collects Xids from the first `read` on."""
+    """Reads on demand. The driver collects Xids from the first `read` on, of each GPU that answers then."""
 
     def __init__(self, devices: Mapping[int, str]):
         self._devices = dict(devices)
-        self._events = None
+        self._events: Any = None
 
     def read(self) -> tuple[Reading, ...]:
         """One reading per GPU."""
         if self._events is None:
             pynvml.nvmlInit()
-            self._events = pynvml.nvmlEventSetCreate()
+            events = pynvml.nvmlEventSetCreate()
             for index in self._devices:
-                self._ask(lambda index=index: pynvml.nvmlDeviceRegisterEvents(_handle(index), _WATCHED, self._events))
+                self._register(index, events)
+            self._events = events
         xids = self._new_xids()
         return tuple(self._reading(index, xids.get(index, ())) for index in self._devices)
+
+    @staticmethod
+    def _register(index: int, events: Any) -> None:
+        try:
+            pynvml.nvmlDeviceRegisterEvents(_handle(index), _WATCHED, events)
+        except pynvml.NVMLError:  # not reported by this GPU, or it is lost: its reading says so
+            return
 
     def _new_xids(self) -> dict[int, tuple[int, ...]]:
         found: dict[int, tuple[int, ...]] = {}
@@ -156,40 +257,40 @@ class _Watch:
                 event = pynvml.nvmlEventSetWait_v2(self._events, 0)
             except pynvml.NVMLError:  # usually the timeout: there is no other event
                 return found
-            index = pynvml.nvmlDeviceGetIndex(event.device)
+            try:
+                index = pynvml.nvmlDeviceGetIndex(event.device)
+            except pynvml.NVMLError:  # the GPU fell off the bus with this Xid: its reading says that it is lost
+                continue
             found[index] = (*found.get(index, ()), int(event.eventData))
 
     def _reading(self, index: int, xids: tuple[int, ...]) -> Reading:
         device_id, now_s = self._devices[index], time.time()
         try:
             handle = _handle(index)
-            temperature_c = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
-        except (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_NotFound, pynvml.NVMLError_Unknown) as error:
+            return self._answered(handle, device_id, now_s, xids)
+        except pynvml.NVMLError as error:
             return Reading(device_id, now_s, xids, lost=str(error))
+
+    @staticmethod
+    def _answered(handle: Any, device_id: str, now_s: float, xids: tuple[int, ...]) -> Reading:
         return Reading(
             device_id,
             now_s,
             xids,
-            ecc_uncorrected=self._ask(
+            ecc_uncorrected=_ask(
                 lambda: pynvml.nvmlDeviceGetTotalEccErrors(
                     handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
                 )
             ),
-            remap_failed=bool((self._ask(lambda: pynvml.nvmlDeviceGetRemappedRows(handle)) or (0, 0, 0, 0))[3]),
-            temperature_c=temperature_c,
-            slowdown_c=self._ask(
+            remap_failed=bool((_ask(lambda: pynvml.nvmlDeviceGetRemappedRows(handle)) or (0, 0, 0, 0))[3]),
+            temperature_c=_ask(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+            slowdown_c=_ask(
                 lambda: pynvml.nvmlDeviceGetTemperatureThreshold(handle, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
             ),
+            unfit=unfit(handle),
+            uuid=_uuid(handle),
         )
 
-    @staticmethod
-    def _ask(question):
-        """None if this kind of GPU does not report it."""
-        try:
-            return question()
-        except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission, pynvml.NVMLError_InvalidArgument):
-            return None
 
-
-def _handle(index: int):
+def _handle(index: int) -> Any:
     return pynvml.nvmlDeviceGetHandleByIndex(index)

@@ -17,19 +17,23 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Found:
     """One device of this machine. `index` is its number in the variables of `visibility`. `numa_node`: None if unknown.
-    `linked`: indexes of devices that it has a direct link to."""
+    `linked`: indexes of devices that it has a direct link to. `uuid`: the same over restarts, whatever its index is
+    then; "" if it has none. `unfit`: why it must not be used now; "" if it may be."""
 
     index: int
     name: str
     memory_bytes: int
     numa_node: int | None = None
     linked: frozenset[int] = frozenset()
+    uuid: str = ""
+    unfit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A device's health at `at_s` (Unix time). None: not reported. `xids`: NVIDIA error numbers that are new since the
-    previous reading. `lost`: why the device no longer answers."""
+    previous reading. `lost`: why the device no longer answers. `unfit`: why it must not be used although it answers.
+    `uuid`: as in `Found`."""
 
     device_id: str
     at_s: float
@@ -39,21 +43,41 @@ class Reading:
     temperature_c: int | None = None
     slowdown_c: int | None = None
     lost: str = ""
+    unfit: str = ""
+    uuid: str = ""
+
+
+class DevicesRefused(RuntimeError):
+    """This machine has devices that the box may not use; the message says why and what to do."""
 
 
 class DeviceKind(ABC):
-    """`name`: of the kind in specs, in the database and in the admin API, and of the device type in torch.
+    """One kind of device.
 
-    `on_host`: it computes on the host's processors in the host's memory. Such devices share both: offloading saves
-    nothing, a process that leaves a device keeps nothing on it, and a death indicates no hardware fault. `collectives`:
-    the torch.distributed backend for its ranks. `locks_pages`: copies to it run at full rate only
-    from page-locked memory of the host.
+    `name`: in specs, in the database and in the admin API. `title`: in sentences. `torch_type`: its device type in
+    torch, which several kinds may share (ROCm is "cuda" there). `accelerator`: its name in DeepSpeed. `collectives`:
+    the torch.distributed backend for its ranks. `on_host`: it computes on the host's processors in the host's memory.
+    Such devices share both: offloading saves nothing, a process that leaves a device keeps nothing on it, and a death
+    indicates no hardware fault. `locks_pages`: copies to it run at full rate only from page-locked memory of the host.
+    `context_bytes`: what one process takes of a device before its first tensor: context, collectives' buffers, math
+    libraries' workspaces. `asleep_bytes`: what a sleeping engine keeps of one. `untried`: of a kind that was written by
+    reading alone, what it lacks; a box refuses its devices unless told to try.
     """
 
     name: str
-    on_host: bool = False
+    title: str
+    torch_type: str
+    accelerator: str
     collectives: str
+    on_host: bool = False
     locks_pages: bool = True
+    context_bytes: int = 0
+    asleep_bytes: int = 0
+    untried: str = ""
+
+    def of_this_torch(self) -> bool:
+        """Whether this process's torch was built for it, among kinds that share a `torch_type`."""
+        return True
 
     @abstractmethod
     def present(self) -> bool:
@@ -61,7 +85,8 @@ class DeviceKind(ABC):
 
     @abstractmethod
     def probe(self) -> tuple[Found, ...]:
-        """Every such device of this machine, by index; empty without a driver."""
+        """Every such device of this machine, by index; empty without a driver. One that does not answer is among them,
+        with the reason. Raises DevicesRefused if none of them can be used."""
 
     @abstractmethod
     def visibility(self, devices: Iterable[int | str]) -> dict[str, str]:
@@ -88,8 +113,19 @@ class DeviceKind(ABC):
         Set on every machine."""
         return {}
 
+    def before_fork(self) -> None:  # noqa: B027
+        """Let go of what libraries opened of the driver while a process that will fork imported them: a file of a
+        device that every fork inherits keeps the driver from resetting the device."""
+
+    def after_fork(self) -> None:  # noqa: B027
+        """Open again, in a forked process, what `before_fork` let go."""
+
     def library_environment(self, caches: Path) -> dict[str, str]:
         """Variables that its own libraries need at import; their caches are below `caches`."""
+        return {}
+
+    def foreign(self) -> dict[int, str]:
+        """What processes hold of each device, in words, by index. Asked before the box starts any: they are others'."""
         return {}
 
     # -- in processes that compute: with torch -----------------------------------------------------------------
@@ -106,6 +142,15 @@ class DeviceKind(ABC):
 
     def wait_for_copies(self, device: Any) -> None:  # noqa: B027
         """Wait for the work that this thread submitted to it."""
+
+    def locked_buffer(self, elements: int) -> Any:
+        """Return a float32 tensor (elements,) in memory of the host that copies to and from the device run at full rate
+        with, and beside the processor where they are asked not to block. Only of kinds that lock pages."""
+        raise NotImplementedError(f"{self.title}: locked_buffer")
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function, for any thread, that waits for the work that this thread has submitted by now."""
+        return lambda: None
 
     def copy_stream(self) -> AbstractContextManager[Any]:
         """Give this thread's copies their own stream in this context. In the compute stream a copy would wait for all

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Protocol
 
-from runtime.devices import cpu, cuda
+from runtime.devices import cpu, cuda, rocm
 from runtime.devices.kind import DeviceKind
 
 HOST = cpu.KIND
-KINDS: dict[str, DeviceKind] = {kind.name: kind for kind in (cuda.KIND, HOST)}
+KINDS: dict[str, DeviceKind] = {kind.name: kind for kind in (cuda.KIND, rocm.KIND, HOST)}
 
 
 class UnknownDeviceKind(ValueError):
@@ -20,7 +20,7 @@ class UnknownDeviceKind(ValueError):
 
 
 class TorchDevice(Protocol):
-    """Protocol of torch.device, whose types are the names of kinds."""
+    """Protocol of torch.device."""
 
     @property
     def type(self) -> str: ...
@@ -36,7 +36,10 @@ def kind_of(name: str) -> DeviceKind:
 
 def of_torch(device: TorchDevice) -> DeviceKind:
     """Return the kind of a tensor's or a worker's device. Raises UnknownDeviceKind."""
-    return kind_of(device.type)
+    alike = [kind for kind in KINDS.values() if kind.torch_type == device.type]
+    if not alike:
+        raise UnknownDeviceKind(device.type)
+    return alike[0] if len(alike) == 1 else next((kind for kind in alike if kind.of_this_torch()), alike[0])
 
 
 def in_host_memory(device: TorchDevice) -> bool:
@@ -45,8 +48,8 @@ def in_host_memory(device: TorchDevice) -> bool:
 
 
 def hardware_first() -> list[DeviceKind]:
-    """All kinds, in the order in which they are looked for."""
-    return sorted(KINDS.values(), key=lambda kind: kind.on_host)
+    """All kinds, in the order in which they are looked for: those that nobody has tried after those that work."""
+    return sorted(KINDS.values(), key=lambda kind: (kind.on_host, bool(kind.untried)))
 
 
 def present() -> DeviceKind:
@@ -62,6 +65,12 @@ def available() -> DeviceKind:
 def fork_environment() -> dict[str, str]:
     """Those of every kind, because a library looks for devices of each kind, whatever the machine has."""
     return {name: value for kind in KINDS.values() for name, value in kind.fork_environment().items()}
+
+
+def before_fork() -> None:
+    """See DeviceKind. Of every kind, for the same reason."""
+    for kind in KINDS.values():
+        kind.before_fork()
 
 
 def copy_streams() -> ExitStack:

@@ -47,7 +47,9 @@ def by_concurrency(deployment: DeploymentView, config: SchedulerConfig) -> int:
 
 
 def by_rise(deployment: DeploymentView, config: SchedulerConfig) -> int:
-    """Replicas needed for the number of requests expected soon; 0 if it is not rising."""
+    """Replicas needed for the number of requests expected soon; 0 if it is not rising, or if their number is fixed."""
+    if _fixed(deployment) is not None:
+        return 0
     return ceil(deployment.demand.expected / _carried(deployment, config))
 
 
@@ -59,9 +61,19 @@ def _carried(deployment: DeploymentView, config: SchedulerConfig) -> float:
     return target
 
 
+def _fixed(deployment: DeploymentView) -> int | None:
+    """Replicas of a model in use whose traffic is served best by a constant number; None if the number moves."""
+    standby = deployment.standby
+    if standby is None or not standby.fixed or deployment.demand.last_request_s is None:
+        return None
+    return min(max(standby.replicas, deployment.floor_replicas), deployment.max_replicas)
+
+
 def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int:
     """Replicas that the present demand needs, without memory of earlier demand."""
     demand = deployment.demand
+    if (fixed := _fixed(deployment)) is not None:
+        return fixed
     count = by_concurrency(deployment, config)
     if deployment.prefill_tokens_per_s and deployment.ttft_target_s and demand.waiting_tokens:
         # Part of the target: the rest covers requests that arrive while a replica wakes.

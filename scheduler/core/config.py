@@ -27,7 +27,7 @@ class SchedulerConfig(BaseModel):
     may change; beyond it, the number stays."""
     proved_hold_max_s: Seconds = 1800.0
     """Replicas wanted back before their release had paid off are kept, each time twice as long; at most this long."""
-    job_pause_s: Seconds = 3.0
+    job_pause_s: Seconds = 3.8
     """What a change of size costs a running job: from the last step before it to the first step after it."""
     reaction_s: Seconds = 1.2
     """Time from the decision to move a device from training to serving until an engine on it answers."""
@@ -47,6 +47,8 @@ class SchedulerConfig(BaseModel):
     """How long a model that wants a replica waits for one of its own that is going to sleep, before starting anew."""
     max_resident_asleep: int = Field(8, ge=0)
     """Sleeping replicas kept as processes; the least recently used beyond this many are stopped."""
+    max_asleep_per_device: int = Field(2, ge=0)
+    """Of them, on one GPU: each keeps 1 to 2 GB of its memory, which plans for jobs leave free."""
 
     # --- doing
     drain_timeout_s: Seconds = 600.0

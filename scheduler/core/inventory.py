@@ -25,7 +25,7 @@ class Device:
 
     `id` is "<node>/<index>", `kind` a row of runtime.devices.kinds. `numa_node` is None if unknown. `nvlink_peers`
     names devices of the same node with a direct link. `health`: "ok"; "draining" (its holder must leave, because of a
-    cordon or because its node leaves).
+    cordon or because its node leaves). `uuid` and `unfit`: as in runtime.devices.kind.Found, when the node began.
     """
 
     id: str
@@ -38,6 +38,8 @@ class Device:
     nvlink_peers: frozenset[str] = frozenset()
     health: Health = "ok"
     health_reason: str = ""
+    uuid: str = ""
+    unfit: str = ""
 
     @property
     def usable(self) -> bool:

@@ -131,11 +131,13 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class Standby:
     """replicas: always awake. backlog_share: share of the latency target that a backlog may take before more are
-    woken; times: multiple of the replicas that the backlog needs."""
+    woken; times: multiple of the replicas that the backlog needs. fixed: neither more nor
+    fewer while the model is in use."""
 
     replicas: int
     backlog_share: float = PATIENT
     times: int = 1
+    fixed: bool = False
 
     def asked_by_backlog(self, backlog_s: float, target_s: float) -> int:
         """Replicas needed for a backlog of this many replica-seconds, without an upper bound."""

@@ -4,26 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from runtime.devices import kinds
-from runtime.devices.kind import DeviceKind, Found
+from runtime.devices import kinds, unsupported
+from runtime.devices.kind import DeviceKind, DevicesRefused, Found
 from scheduler.core.inventory import Device
 
 HEAD_NODE = "n0"
+ON_CPU = "To run on logical CPU devices, set [box] devices to a number, such as 8."
 
 
-def discover_devices(setting: str | int = "auto", node: str = HEAD_NODE) -> tuple[Device, ...]:
+def discover_devices(setting: str | int = "auto", node: str = HEAD_NODE, untried: bool = False) -> tuple[Device, ...]:
     """Devices of this node, by index.
 
     `setting`: "auto" takes every device of the first kind present (runtime.devices.kinds), which is 8 logical CPU
     devices on a machine with nothing else; a number creates that many logical CPU devices, so that a machine without
-    GPUs runs the same code.
+    GPUs runs the same code. `untried`: also devices of a kind that nobody has run the box on.
+
+    Raises DevicesRefused: devices that this box cannot use. It does not compute on the processors of such a machine
+    unless told to: its owner would find out by the speed.
     """
     if setting != "auto":
         return logical_devices(int(setting), node)
     for kind in kinds.hardware_first():
-        if devices := _devices(kind, kind.probe(), node):
-            return devices
+        if kind.on_host and (others := unsupported.found()):
+            raise DevicesRefused(f"{others[0].reason}. {ON_CPU}")
+        if found := kind.probe():
+            if kind.untried and not untried:
+                raise DevicesRefused(
+                    f"this machine has {len(found)} devices of kind {kind.title} ({found[0].name}), and "
+                    f"{kind.untried}. {ON_CPU} To try all the same, in an environment with such builds, set [box] "
+                    "untried_devices = true."
+                )
+            return _devices(kind, found, node)
     return ()
+
+
+def foreign_use(devices: tuple[Device, ...]) -> list[str]:
+    """A sentence for each device that other programs use already. Ask before the box has started anything."""
+    told = kinds.kind_of(devices[0].kind).foreign()
+    return [f"{device.id} ({device.name}) {told[device.index]}" for device in devices if device.index in told]
 
 
 def logical_devices(count: int, node: str = HEAD_NODE) -> tuple[Device, ...]:
@@ -42,6 +60,8 @@ def _devices(kind: DeviceKind, found: Iterable[Found], node: str) -> tuple[Devic
             memory_bytes=one.memory_bytes,
             numa_node=one.numa_node,
             nvlink_peers=frozenset(f"{node}/{other}" for other in one.linked),
+            uuid=one.uuid,
+            unfit=one.unfit,
         )
         for one in found
     )

@@ -1,13 +1,14 @@
 """Decides when a device must not be used any more: a pure function of its readings and of process deaths on it.
 
 Rules
-- At once: an Xid error that means hardware, a device that does not answer, a memory row that could not be remapped.
+- At once: an Xid error that means hardware, a device that does not answer or is set up so that the box cannot use it, a
+  memory row that could not be remapped.
 - At once: uncorrected ECC errors that were not there when the watch began.
 - Hotter than its slowdown temperature for `hot_for_s`: the cooling has failed, not the load.
 - `deaths` ranks or engines that died on it within `death_window_s`; one, while it is on trial. A job or model that
   died on more than one device in that time is at fault itself, and its deaths count against none.
-- Deaths, heat and silence may pass: such a device is tried again automatically after a time that doubles. Broken
-  hardware waits for a person.
+- Deaths, heat, silence and settings may pass: such a device is tried again automatically after a time that doubles.
+  Broken hardware waits for a person.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ def _told(told: tuple[Reading, ...], hot_for_s: float) -> Failure | None:
     last = told[-1]
     if last.lost:
         return Failure(f"does not answer any more ({last.lost})", may_pass=True)
+    if last.unfit:
+        return Failure(last.unfit, may_pass=True)
     xids = sorted({xid for reading in told for xid in reading.xids} - APPLICATION_XIDS)
     if xids:
         return Failure(f"reported Xid {', '.join(map(str, xids))}", may_pass=False)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from runtime.devices.kinds import kind_of
 from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.allocation import GroupPlan, ReplicaPlan
@@ -225,7 +226,8 @@ class DeviceAssignment:
                     counts[replica.model] += 1
 
     def let_sleep(self) -> None:
-        """Put all other living replicas to sleep; stop the least recently used ones beyond the bound."""
+        """Put all other living replicas to sleep; stop the least recently used ones beyond the bounds: of the box, and
+        of each device on which a sleeping engine keeps memory."""
         rest = [r for r in self.snapshot.replicas if r.id not in self.out and r.state != "dead"]
         for replica in rest:
             if replica.busy == "leaving":
@@ -238,5 +240,11 @@ class DeviceAssignment:
         bound = self.config.max_resident_asleep
         if self.snapshot.max_asleep is not None:
             bound = min(bound, self.snapshot.max_asleep)
-        for replica in rest[:bound]:
-            self.note_replica(replica, "asleep")
+        kinds = {device.id: kind_of(device.kind) for device in self.snapshot.devices}
+        on_device: Counter[str] = Counter()
+        for replica in rest:
+            keeps = [device for device in replica.devices if kinds[device].asleep_bytes]
+            if bound and all(on_device[device] < self.config.max_asleep_per_device for device in keeps):
+                self.note_replica(replica, "asleep")
+                on_device.update(keeps)
+                bound -= 1

@@ -56,6 +56,9 @@ class Routing(Protocol):
 
     def is_open(self, replica_id: str) -> bool: ...
 
+    def avoid(self, replica_id: str, avoided: bool) -> None:
+        """Prefer other replicas of its models, because its engine gives no sign of life; False ends that."""
+
     def close(self, replica_id: str) -> None:
         """Forget a replica that is gone."""
 
@@ -277,6 +280,16 @@ class Replicas:
     def _watch(self, replica_id: str, replica: Supervisor) -> None:
         if replica_id not in self._watchers:
             self._watchers[replica_id] = asyncio.create_task(self._wait_dead(replica_id, replica))
+            following = asyncio.create_task(self._follow_pulse(replica_id, replica), name=f"pulse of {replica_id}")
+            self._watchers[replica_id].add_done_callback(lambda _: following.cancel())
+
+    async def _follow_pulse(self, replica_id: str, replica: Supervisor) -> None:
+        """Let gateways prefer other replicas while its engine gives no sign of life. Its watcher tells of its end."""
+        silent = False
+        with contextlib.suppress(SupervisorDied, RayError):
+            while True:
+                silent = await replica.call("pulse_changed", silent)
+                self._routing.avoid(replica_id, silent)
 
     async def _wait_dead(self, replica_id: str, replica: Supervisor) -> Blame:
         """Wait for its death and report it; returns its blame."""

@@ -1,7 +1,9 @@
 """Simulates the gateway: routes requests to engines, holds them, and drives the simulation's clock.
 
-Requests go to the open replica with the fewest outstanding tokens, as in the gateway's router. Its affinity for warm
-prefixes is left out, because traces have no text. If no replica is open, requests are held up to `hold_s`.
+Requests go to the open replica with the least work before a first token, as in the gateway's router
+(`appliance.gateway.routing.router`, whose rule stands here a second time: neither may import the other). Its affinity
+for warm prefixes is left out, because traces have no text. If no replica is open, requests are held up to `hold_s`;
+when one opens, requests that have no first token yet move to it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,13 @@ from collections import deque
 
 from scheduler.simulator.engine import Engine, EngineModel, Served
 from scheduler.simulator.trace import Requests
+
+PENDING_TO_TOTAL = 16
+"""A prompt token that stands before a first token weighs as much as this many tokens in all."""
+
+
+def _weight(engine: Engine) -> int:
+    return engine.pending_tokens + engine.tokens // PENDING_TO_TOTAL
 
 
 class Cluster:
@@ -27,7 +36,6 @@ class Cluster:
         self.last_request_s: float | None = None
         self._engines: dict[str, Engine] = {}
         self._open: list[str] = []
-        self.arrived_tokens = 0
         self._next = 0
         self._due: list[tuple[float, str, int]] = []
         self._rng = random.Random(seed)
@@ -47,6 +55,26 @@ class Cluster:
         self._engines[replica_id].now_s = self.now_s
         while self.held and self._open:
             self._route(self.held.popleft())
+        self._move_to(replica_id)
+
+    def _move_to(self, replica_id: str) -> None:
+        """Move requests without a first token to a replica that has just opened, while they are served sooner there."""
+        to = self._engines[replica_id]
+        while True:
+            name = max(
+                (n for n in self._open if n != replica_id), key=lambda n: _weight(self._engines[n]), default=None
+            )
+            if name is None or not (busiest := self._engines[name]).waiting:
+                return
+            size = self.requests.prompt[busiest.waiting[0]]
+            sooner = to.pending_tokens + size <= busiest.pending_tokens - size
+            if not sooner and not (busiest.stuck and to.inflight + 1 < busiest.inflight):
+                return
+            for engine in (busiest, to):
+                engine.advance(self.now_s)
+            to.add(busiest.take_back())
+            self._schedule(name, busiest)
+            self._schedule(replica_id, to)
 
     def close(self, replica_id: str) -> None:
         if replica_id in self._open:
@@ -66,8 +94,12 @@ class Cluster:
         return held + sum(e.waiting_tokens for e in self._engines.values() if e.waiting)
 
     @property
+    def open_count(self) -> int:
+        return len(self._open)
+
+    @property
     def arrived(self) -> int:
-        """Number of requests that have arrived; `arrived_tokens` counts their prompt tokens."""
+        """Number of requests that have arrived."""
         return self._next
 
     @property
@@ -83,7 +115,7 @@ class Cluster:
         engines = self._engines
         name, engine = names[0], engines[names[0]]
         for other in names:
-            if engines[other].tokens < engine.tokens:
+            if _weight(engines[other]) < _weight(engine):
                 name, engine = other, engines[other]
         engine.advance(self.now_s)
         engine.add(request)
@@ -115,7 +147,6 @@ class Cluster:
                 continue
             request, self._next = self._next, self._next + 1
             self.last_request_s = self.now_s
-            self.arrived_tokens += self.requests.prompt[request]
             if self._open:
                 self._route(request)
             else:

@@ -125,6 +125,25 @@ class Engine:
     def waiting_tokens(self) -> int:
         return int(self._left) + self._queued
 
+    @property
+    def pending_tokens(self) -> int:
+        """Prompt tokens of requests without a first token, as a gateway counts them: whole prompts."""
+        return self._queued + (0 if self._prefill is None else self.requests.prompt[self._prefill])
+
+    @property
+    def stuck(self) -> bool:
+        """Whether requests wait although no prompt is computed: the cache has no room for the first of them."""
+        return bool(self.waiting) and self._prefill is None
+
+    def take_back(self) -> int:
+        """Remove the longest waiting request, which is not being computed, and return it."""
+        request = self.waiting.popleft()
+        self._queued -= self.requests.prompt[request]
+        self.tokens -= self.requests.prompt[request] + self.requests.output[request]
+        self._admit()
+        self.version += 1
+        return request
+
     def add(self, request: int) -> None:
         self.waiting.append(request)
         prompt = self.requests.prompt[request]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import StandbyLearner
+from scheduler.autoscale.standby import Seen, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, Standby
 from scheduler.loop.loop import SchedulerLoop
@@ -84,14 +84,32 @@ class Gateway:
         return max(wanted, deployment.standby.replicas) if deployment.standby else wanted
 
     def _learn(self, learner: StandbyLearner, deployment: DeploymentView, now_s: float) -> Standby:
-        arrived, tokens = self.cluster.arrived, self.cluster.arrived_tokens
-        assert deployment.prefill_tokens_per_s, "the engine model has a rate"
-        work_s, requests = (tokens - self._tokens) / deployment.prefill_tokens_per_s, arrived - self._arrived
-        self._arrived, self._tokens = arrived, tokens
-        return learner.seen(now_s, work_s, requests, demand_.by_concurrency(deployment, self.config))
+        cluster, rate = self.cluster, deployment.prefill_tokens_per_s
+        assert rate, "the engine model has a rate"
+        prompts, came = cluster.requests.prompt, range(self._arrived, cluster.arrived)
+        self._arrived = cluster.arrived
+        seen = Seen(
+            works_s=[prompts[n] / rate for n in came],
+            asked=demand_.by_concurrency(deployment, self.config),
+            late=self._found_late(now_s, learner.target_s, rate),
+            awake=cluster.open_count,
+        )
+        return learner.seen(now_s, seen)
+
+    def _found_late(self, now_s: float, target_s: float, rate: float) -> int:
+        """Requests whose target passed since the last report without a first token, but for those whose prompt alone
+        takes longer."""
+        requests, first_s, late = self.cluster.requests, self.cluster.served.first_token_s, 0
+        while self._judged < self.cluster.arrived:
+            n, due_s = self._judged, requests.arrival_s[self._judged] + target_s
+            if due_s >= now_s:
+                break
+            late += not 0 <= first_s[n] <= due_s and requests.prompt[n] <= target_s * rate
+            self._judged += 1
+        return late
 
     _arrived = 0
-    _tokens = 0
+    _judged = 0
 
     def _until_next_s(self, now_s: float, next_sample_s: float, over: bool) -> float:
         """Time of the next report: a multiple of the interval, more than one if nothing can happen before."""

@@ -226,9 +226,7 @@ def simulate(
     def progress_of(name: str) -> Callable[[float], None]:
         return lambda share: progress(f"{name}, {100 * share:.0f} % of {setup.requests.horizon_s / 3600:.1f} h")
 
-    shares = [setup.devices * n // 8 for n in range(9)] if setup.devices > 8 else list(range(setup.devices + 1))
-    if not static:
-        shares = []
+    shares = static_shares(setup.devices) if static else []
     with _running_splits(setup, shares, processes, progress_of) as split:
         figures = run_policy(setup, policy, progress_of(f"policy {policy.kind}"))
         progress("oracle")
@@ -260,6 +258,12 @@ def simulate(
         "static": splits,
     }
     return result, figures
+
+
+def static_shares(devices: int) -> list[int]:
+    """Devices that train in each static split that is tried: all of them up to 64 devices, then 64 steps."""
+    steps = min(devices, 64)
+    return [devices * n // steps for n in range(steps + 1)]
 
 
 @contextmanager

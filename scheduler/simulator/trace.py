@@ -19,6 +19,9 @@ from scheduler.core.errors import TraceError
 _MOST_TOKENS = 10_000_000
 """Of one prompt or output. More means that columns are swapped; one such request would take days to simulate."""
 
+_COARSE, _COARSE_S = 3, 0.5
+"""A clock is coarse if as many requests share a stamp in the mean, and stamps are at least this far apart."""
+
 _LONGEST_GAP_S = 31 * 86400.0
 """Between two requests. More means that a clock was wrong; the simulator would step through the gap by half minutes."""
 
@@ -40,6 +43,37 @@ class Requests:
     def horizon_s(self) -> float:
         """From the first arrival to the last."""
         return self.arrival_s[-1] if self.arrival_s else 0.0
+
+    @property
+    def clock_s(self) -> float:
+        """Resolution of the arrivals if they were stamped by a coarse clock, else 0.
+
+        Some published traces stamp every few seconds, which makes bursts that never were: in one, ten requests at once
+        every 3 s, whose counts by stamp are those of independent arrivals.
+        """
+        stamps = sorted(set(self.arrival_s))
+        if len(self) < _COARSE * len(stamps) or len(stamps) < 3:
+            return 0.0
+        step_s = min(later - earlier for earlier, later in pairwise(stamps))
+        whole = all(abs(at_s / step_s - round(at_s / step_s)) < 0.01 for at_s in stamps)
+        return step_s if step_s >= _COARSE_S and whole else 0.0
+
+    def spread(self, seed: int = 0) -> Requests:
+        """The same requests, each at a random moment of its tick of the clock; unchanged if the clock is not coarse."""
+        clock_s, rng = self.clock_s, random.Random(seed)
+        if not clock_s:
+            return self
+        rows = sorted(
+            (at_s + rng.random() * clock_s, prompt, output)
+            for at_s, prompt, output in zip(self.arrival_s, self.prompt, self.output, strict=True)
+        )
+        first_s = rows[0][0]
+        return Requests(
+            array("d", (row[0] - first_s for row in rows)),
+            array("l", (row[1] for row in rows)),
+            array("l", (row[2] for row in rows)),
+            self.began_s,
+        )
 
     def later(self, by_s: float) -> Requests:
         """The same requests, each `by_s` seconds later; the tokens are shared."""

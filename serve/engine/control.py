@@ -117,6 +117,10 @@ class EngineControl:
             "adapters": None if self._adapters is None or state != "ready" else await self._adapters.report(),
         }
 
+    async def pulse(self) -> None:
+        """Returns once the core has answered, which it does between two steps, asleep too."""
+        await self.llm.engine_core.call_utility_async("shm_request_counts")
+
     async def unload_adapter(self, name: str) -> bool:
         """Unload the adapter `NAME@VERSION` once its requests have ended; False if this engine does not know it."""
         if self._adapters is None:

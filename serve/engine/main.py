@@ -134,7 +134,7 @@ def _handlers(
     loop = asyncio.get_running_loop()
 
     def on_loop(method: Callable[..., Any]) -> Callable[..., Future]:
-        alone = method.__name__ in ("status", "stop")  # they detect a dead core themselves
+        alone = method.__name__ in ("status", "pulse", "stop")  # they detect a dead core themselves
         return lambda **args: asyncio.run_coroutine_threadsafe(
             method(**args) if alone else while_alive(method(**args), dead, method.__name__), loop
         )
@@ -144,6 +144,7 @@ def _handlers(
 
     calls = (
         control.status,
+        control.pulse,
         control.swap,
         control.sleep,
         control.wake,

@@ -7,20 +7,25 @@ for an engine process, holds its lifeline, and forwards calls. The engine dies w
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from runtime.errors import ChildDied, ChildError, ChildTimeout
 from runtime.processes.child import Child
-from runtime.processes.kernel import life, tail
+from runtime.processes.kernel import group_vitals, life, tail
 from runtime.processes.oom import DiesAs, group_dies_as
 from serve.core import segments
 from serve.core.config import EngineConfig
 from serve.core.errors import BY_NAME, EngineFailed, EngineOutOfMemory, EngineStartFailed, ServeError, WrongState
 from serve.core.spec import ReplicaSpec
+from serve.engine.pulse import Pulse
 from serve.engine.start_errors import in_our_words
+
+log = logging.getLogger(__name__)
 
 ENTRY = "serve.engine.main:main"
 
@@ -34,7 +39,10 @@ class Replica:
         self._child: Child | None = None
         self._spec: ReplicaSpec | None = None
         self._state = "dead"
-        self._exit: dict[str, Any] | None = None
+        self._pulse: Pulse | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._hung = ""
+        self._last: dict[str, Any] | None = None  # what the engine answered to `status`
 
     async def start(self, spec: ReplicaSpec | dict[str, Any]) -> dict[str, Any]:
         """Fork an engine, load its version from shared memory and return when it serves.
@@ -56,7 +64,8 @@ class Replica:
             log_path=log_path,
             name=f"engine {spec.replica_id}",
         )
-        self._child, self._spec, self._state, self._exit = child, spec, "starting", None
+        self._child, self._spec, self._state = child, spec, "starting"
+        self._pulse, self._hung, self._last = None, "", None
         group_dies_as(DiesAs.ENGINE, child.pid)  # and processes it forks from now on
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
@@ -86,6 +95,13 @@ class Replica:
                 f"engine {spec.replica_id} ended during start{cause}; its log {log_path} ends with:\n{tail(log_path)}"
             )
         self._state = "ready"
+        self._pulse = Pulse(
+            lambda: child.call("pulse"),
+            lambda: group_vitals(child.pid),
+            self._config.hung_idle_s,
+            self._config.hung_busy_s,
+        )
+        self._watching = asyncio.create_task(self._end_if_hung(child, self._pulse), name=f"pulse of {child.name}")
         seconds = {**ready["seconds"], "fork_to_healthy": time.perf_counter() - began_s}
         return {"pid": child.pid, "seconds": seconds, "fingerprint": ready["fingerprint"]}
 
@@ -126,7 +142,8 @@ class Replica:
         return await self._call("fingerprint", self._config.sleep_timeout_s)
 
     async def status(self) -> dict[str, Any]:
-        """Return EngineControl.status plus `pid`, `devices` and `node`; the state of a dead engine is "dead"."""
+        """Return EngineControl.status plus `pid`, `devices`, `node`, and whether it is `silent`, in which case the rest
+        is what it said last; the state of a dead engine is "dead"."""
         if self._child is None or not self._child.alive:
             spec = self._spec
             return {
@@ -143,11 +160,42 @@ class Replica:
                 "devices": list(spec.devices) if spec else [],
                 "node": spec.node if spec else "",
                 "settings": spec.settings if spec else "",
+                "silent": False,
             }
+        if self._last is not None and self._pulse is not None and self._pulse.silent:
+            return {**self._last, "silent": True}
         answer = await self._call("status", self._config.sleep_timeout_s)
-        spec = self._spec
-        known = {"devices": list(spec.devices), "node": spec.node, "settings": spec.settings}
-        return {**answer, "pid": self._child.pid, **known}
+        self._last = {
+            **answer,
+            "pid": self._child.pid,
+            "devices": list(self._spec.devices),
+            "node": self._spec.node,
+            "settings": self._spec.settings,
+            "silent": False,
+        }
+        return self._last
+
+    async def pulse_changed(self, silent: bool) -> bool:
+        """Returns whether the engine is silent once that is no longer `silent`. Raises WrongState without an engine."""
+        if self._child is None or self._pulse is None or not self._child.alive:
+            raise WrongState("no engine runs")
+        changed = asyncio.ensure_future(self._pulse.changed(silent))
+        gone = asyncio.ensure_future(self._child.closed())
+        try:
+            await asyncio.wait({changed, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not changed.done():
+                raise WrongState("the engine is dead")
+            return changed.result()
+        finally:
+            changed.cancel()
+            gone.cancel()
+
+    async def _end_if_hung(self, child: Child, pulse: Pulse) -> None:
+        why = await pulse.watch()
+        if why and child.alive:
+            self._hung = why
+            log.error("engine %s: %s; it is killed", self._spec.replica_id, why)
+            child.kill()
 
     async def stop(self) -> None:
         """End the engine and everything it started; does nothing without an engine."""
@@ -168,6 +216,8 @@ class Replica:
         _remove_leftovers(self._spec)
         fatal = self._child.fatal
         reason = f"{fatal['type']}: {fatal['message']}" if fatal else "the process ended"
+        if self._hung:
+            reason = self._hung
         if self._child.starved:
             reason = "it was killed because the host's memory ran out"
         return {"exit": reason, "log": tail(self._child.log_path), "starved": self._child.starved}
@@ -175,8 +225,11 @@ class Replica:
     async def _call(self, method: str, timeout_s: float, **args: Any) -> dict[str, Any]:
         if self._child is None:
             raise WrongState(f"{method}: no engine was started")
+        # An operation has a time limit of its own; asking for the status is none.
+        limited = self._pulse.hold() if self._pulse is not None and method != "status" else nullcontext()
         try:
-            return await self._child.call(method, timeout_s=timeout_s, **args)
+            with limited:
+                return await self._child.call(method, timeout_s=timeout_s, **args)
         except ChildError as error:
             raise BY_NAME.get(error.type, ServeError)(
                 error.message if error.type in BY_NAME else f"{method}: {error.type}: {error.message}"

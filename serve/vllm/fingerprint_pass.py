@@ -46,6 +46,11 @@ def run_fingerprint(core: EngineCore, token_ids: list[int], pooling_task: str | 
     step.scheduled_new_reqs = [request]
     step.num_scheduled_tokens = {FINGERPRINT_REQUEST: len(token_ids)}
     step.total_num_scheduled_tokens = len(token_ids)
+    # A pause preempts all requests, but the worker frees their slots only when a step names them. vLLM's runner for
+    # GPUs has max_num_seqs slots, and dies when a request finds none (vllm/v1/worker/gpu/states.py). The scheduler
+    # names them again in its next step, which finds nothing left to free.
+    step.finished_req_ids = set(core.scheduler.finished_req_ids)
+    step.preempted_req_ids = set(core.scheduler.reset_preempted_req_ids)
     try:
         output = core.model_executor.execute_model(step)
         if output is None:

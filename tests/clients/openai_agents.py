@@ -63,7 +63,7 @@ def schema():
 
 
 def responses():
-    assert run(agent(OpenAIResponsesModel, tokens=16))
+    assert run(agent(OpenAIResponsesModel, tokens=128))
     before = len(called)
     run(agent(OpenAIResponsesModel, tokens=64, tools=[get_weather]))
     assert len(called) > before

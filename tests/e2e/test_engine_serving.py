@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from runtime.processes.kernel import group_pids
+from serve.core.config import EngineConfig
 from serve.core.errors import EngineStartFailed, WrongState
 from tests.e2e.engine_support import client, greedy, rewrite
 from tests.front.collector import attributes, running_collector
@@ -95,7 +96,41 @@ async def test_openai_surface_and_no_control_routes(engine_box, replicas):
         await sdk.completions.create(model="starter", prompt="x", n=65, max_tokens=1)
     with pytest.raises(openai.NotFoundError):
         await sdk.completions.create(model="someone-else", prompt="x", max_tokens=1)
+    await shapes_of_other_apis(spec.socket_path, sdk)
     await no_control_routes(spec.socket_path)
+
+
+async def shapes_of_other_apis(socket_path, sdk):
+    """What serve/vllm/answer_shapes.py makes of vLLM's."""
+    events = [
+        event.type
+        async for event in await sdk.responses.create(model="starter", input="x", max_output_tokens=2, stream=True)
+    ]
+    assert events[-1] == "response.incomplete"
+    cached = (await sdk.completions.create(model="starter", prompt="x", max_tokens=1)).usage.prompt_tokens_details
+    assert cached is not None and cached.cached_tokens == 0
+    ask = [{"role": "user", "content": "hello"}]
+    begun = [*ask, {"role": "assistant", "content": "Well"}]
+    transport = httpx.AsyncHTTPTransport(uds=socket_path)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=60) as http:
+
+        async def post(path="", **body):
+            answer = await http.post(f"/v1/messages{path}", json={"model": "starter", **body})
+            assert answer.status_code == 200, answer.text
+            return answer
+
+        counted = [(await post("/count_tokens", messages=messages)).json()["input_tokens"] for messages in (ask, begun)]
+        told = (await post(messages=begun, max_tokens=3)).json()
+        assert told["id"].startswith("msg_") and told["type"] == "message"
+        usage = told["usage"]
+        assert (
+            counted[1]
+            == usage["input_tokens"] + usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"]
+        )
+        # The answer begun goes on: neither its turn is closed nor another one opened.
+        assert counted[0] < counted[1] <= counted[0] + 4
+        streamed = (await post(messages=ask, max_tokens=2, stream=True)).text
+        assert '"id":"msg_' in streamed and streamed.endswith('data: {"type":"message_stop"}\n\n')
 
 
 async def no_control_routes(socket_path):
@@ -202,6 +237,34 @@ async def test_kill_9_of_the_api_process_takes_the_core_with_it(engine_box, repl
     async with asyncio.timeout(10):
         await replica.wait_dead()
     assert group_pids(pid) == []
+
+
+async def test_a_core_that_hangs_is_avoided_then_ended_as_if_it_had_died(engine_box, replicas):
+    spec = engine_box.spec("hung-core", engine_box.version("a", seed=1))
+    replica = replicas(EngineConfig(hung_idle_s=12))
+    pid = (await replica.start(spec))["pid"]
+    assert (await replica.status())["silent"] is False
+    stream = await client(spec).completions.create(
+        model="starter", prompt="the", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    await anext(aiter(stream))
+    core = next(each for each in group_pids(pid) if each != pid)
+    os.kill(core, signal.SIGSTOP)
+    async with asyncio.timeout(30):
+        assert await replica.pulse_changed(False) is True
+    assert (await replica.status())["silent"] is True, "nobody waits for its answer any more"
+    async with asyncio.timeout(30):
+        assert "it hung" in (await replica.wait_dead())["exit"]
+    with pytest.raises((openai.OpenAIError, httpx.HTTPError)):
+        async for _ in stream:
+            pass
+    assert group_pids(pid) == []
+
+    await replica.start(spec)
+    assert (await replica.status())["silent"] is False
+    await replica.sleep()
+    async with asyncio.timeout(5):
+        await replica._child.call("pulse")  # asleep it gives a sign of life too
 
 
 @pytest.mark.parametrize("how", ["stop", "kill -9"])

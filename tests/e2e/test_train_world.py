@@ -24,6 +24,8 @@ from train.plan.errors import RankFailed
         ("zero2", {"zero_stage": 2, "weight_decay": 0.1}),
         ("zero3", {"zero_stage": 3}),
         ("lora", {"zero_stage": 1, "full": False, "lora_rank": 4, "lora_dropout": 0.1, "learning_rate": 1e-2}),
+        ("dpo-zero3", {"method": "dpo", "zero_stage": 3, "model": {"tied": True}}),
+        ("dpo-lora", {"method": "dpo", "zero_stage": 2, "full": False, "lora_rank": 4, "learning_rate": 1e-2}),
     ],
 )
 async def test_suspend_and_resume_on_other_sizes_keeps_the_loss_curve(shop, kind, fields):
@@ -207,6 +209,8 @@ async def test_bad_input_fails_for_good_and_cancel_leaves_no_snapshot(shop):
         {"activation_checkpointing": True},
         {"packing": False},
         {"batch_size": 12, "sizes": (3, 4, 2)},
+        {"method": "dpo"},
+        {"method": "dpo", "full": False},
     ],
     ids=lambda more: "-".join(more) or "plain",
 )
@@ -297,8 +301,9 @@ async def test_a_world_that_ended_unwatched_is_still_taken_over(shop):
         {"zero_stage": 2, "weight_decay": 0.1},
         {"zero_stage": 1, "precision": "bf16"},
         {"zero_stage": 1, "full": False, "lora_rank": 4, "lora_dropout": 0.1, "learning_rate": 1e-2},
+        {"zero_stage": 2, "method": "dpo"},
     ],
-    ids=["zero2", "zero1-bf16", "lora"],
+    ids=["zero2", "zero1-bf16", "lora", "dpo"],
 )
 async def test_a_parked_world_gives_its_memory_back_and_goes_on_bitwise(shop, fields):
     wide = {"hidden_size": 256, "intermediate_size": 512}  # parameters large enough to be given back
@@ -328,8 +333,9 @@ async def test_a_parked_world_gives_its_memory_back_and_goes_on_bitwise(shop, fi
         ({"zero_stage": 2, "weight_decay": 0.1, "snapshot_every_s": 1e-3}, 11),
         ({"zero_stage": 2, "full": False, "lora_rank": 4, "lora_dropout": 0.1, "learning_rate": 1e-2}, 11),
         ({"zero_stage": 1, "tensor_parallel": 2, "micro_batch": 2}, 11),
+        ({"zero_stage": 1, "method": "dpo"}, 11),
     ],
-    ids=["zero1-bf16", "zero2", "lora", "tp"],
+    ids=["zero1-bf16", "zero2", "lora", "tp", "dpo"],
 )
 async def test_a_step_left_at_any_of_its_points_is_done_anew_bitwise(shop, fields, points):
     # Two micro-batches, each of a beginning, two layers forward and two backward (and forward again where activations

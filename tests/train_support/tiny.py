@@ -14,6 +14,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from train.methods.dpo import METHOD as DPO
+
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "{% if message.get('tool_calls') %}{% for call in message['tool_calls'] %}"
@@ -102,6 +104,22 @@ def write_chat_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
                 {"role": "assistant", "content": f"{a} and {b} are {a + b}" + "!" * draw.randrange(4)},
             ]
             file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def write_pair_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
+    """Right sums to be preferred to wrong ones, as the check of a file writes them for a run."""
+    draw = random.Random(seed)
+    with open(path, "w") as file:
+        for _ in range(n_examples):
+            a, b = draw.randrange(100), draw.randrange(100)
+            wrong = a + b + draw.choice((-2, -1, 1, 2))
+            record = {
+                "prompt": f"how many are {a} and {b}{' please' * draw.randrange(4)}",
+                "chosen": f"{a} and {b} are {a + b}",
+                "rejected": f"{a} and {b} are {wrong}" + "!" * draw.randrange(4),
+            }
+            file.write(json.dumps(DPO.convert(record, "preference")) + "\n")
     return path
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from runtime.processes.child import Child
 from runtime.processes.warm_parents import WARM_ENV
-from tests.train_support.tiny import make_model_dir, write_chat_file
+from tests.train_support.tiny import make_model_dir, write_chat_file, write_pair_file
 from train.control.group import Group, PingLimits
 from train.control.rank_host import RankHost
 from train.plan.spec import TrainSpec
@@ -30,6 +30,9 @@ from weights.memory.store import WeightStore
 # Relative. Gradients are reduced and accumulated in fp32 and clipped by a coarse norm, so what is left is the order of
 # a few fp32 sums: one ulp of the loss.
 ACROSS_SIZES = 1e-6
+
+# The data that a method trains on here, and its options.
+METHODS = {"supervised": (write_chat_file, {}), "dpo": (write_pair_file, {"beta": 0.1})}
 
 # Two cores carry up to four ranks and whatever else runs: patience, where only a real hang would use it up.
 PATIENT = PingLimits(ping_every_s=0.5, ping_timeout_s=20.0, phase_limit_s=120.0)
@@ -89,9 +92,10 @@ class Workshop:
     ) -> TrainSpec:
         if not self.base.exists():
             make_model_dir(self.base, **(model or {}))
-        data = self.folder / f"train-{examples}.jsonl"
+        write, options = METHODS[fields.get("method", "supervised")]
+        data = self.folder / f"{write.__name__}-{examples}.jsonl"
         if not data.exists():
-            write_chat_file(data, examples)
+            write(data, examples)
         defaults = {
             "job_id": job_id,
             "base_path": str(self.base),
@@ -105,6 +109,7 @@ class Workshop:
             "learning_rate": 2e-3,
             "snapshot_every_s": 0.0,
             "zero_stage": 2,
+            "options": options,
             "precision": "fp32",  # a processor without bf16 takes 10 to 100 times as long in it
         }
         return TrainSpec(**(defaults | fields))

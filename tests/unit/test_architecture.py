@@ -106,7 +106,7 @@ MOST_FILES, MOST_LINES = 16, 2_700
 FENCES = {
     "ray": {"scheduler/ray/", "appliance/controller/main.py"},
     # Kinds of devices import it in the methods that compute, and never before: LATE.
-    "torch": {"train/", "serve/", "weights/format/torch_views.py", "runtime/devices/cuda.py"},
+    "torch": {"train/", "serve/", "weights/format/torch_views.py", "runtime/devices/torch_cuda.py"},
     "vllm": {"serve/"},
     "deepspeed": {"train/"},
     "transformers": {"train/"},
@@ -129,6 +129,8 @@ WITHOUT_TORCH = (
     "train/data/formats.py",
     "train/control/group.py",
     "train/control/rank_host.py",
+    "train/data/preferences.py",
+    "train/methods/dpo.py",
     "train/methods/supervised.py",
     "train/methods/methods.py",
     "runtime/devices/kinds.py",
@@ -291,6 +293,8 @@ def test_the_command_line_is_a_thin_client():
         and not (path.name == "simulate.py" and top(module) == "scheduler")
         # Nor is a plan for a model and devices that no box has.
         and not module.startswith("appliance.controller.jobs.planned")
+        # The table of training methods has the options that commands show; it imports no torch (WITHOUT_TORCH).
+        and not (name_of(path) == "appliance/cli/jobs/methods.py" and module.startswith("train.methods.methods"))
     }
     # `up` resolves the configuration before it starts anything.
     assert wrong == {"appliance/cli/box/box.py imports appliance.config"} | {
@@ -483,6 +487,9 @@ TASKS = {
     "scheduler/ray/replicas.py Replicas._while_alive": AWAITED,
     "scheduler/simulator/simulate.py run_policy.life": AWAITED,
     "serve/engine/core_life.py while_alive": AWAITED,
+    "serve/engine/pulse.py Pulse.watch": AWAITED,
+    "serve/engine/replica.py Replica.start": "a restarted supervisor watches anew; until then a silence has no bound",
+    "serve/engine/replica.py Replica.pulse_changed": AWAITED,
     "serve/engine/main.py _serve": AWAITED,
     "serve/cpu/finishing_streams.py FinishingStreams._until_over": AWAITED,
     "serve/cpu/finishing_streams.py FinishingStreams.begin": AWAITED,

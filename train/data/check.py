@@ -1,4 +1,4 @@
-"""Check an uploaded data file before any device is taken, and rewrite it as chat JSONL. No torch; bounded memory.
+"""Check an uploaded data file before any device is taken, and rewrite it for the run. No torch; bounded memory.
 
 A hostile file costs no more than a good one: lines are read with a limit, JSON arrays are cut into their elements
 over a memory map, and every element is parsed alone by orjson, which is strict UTF-8 and strict JSON, and refuses
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from train.data.formats import BadRecord, Record, conversation, shape_of
+from train.data.formats import BadRecord, Record, shape_of, to_chat
 
 MAX_EXAMPLE_BYTES = 16 * 2**20
 MAX_DEPTH = 64
@@ -37,7 +37,7 @@ _BYTES_PER_TOKEN = 3.5  # English text under a common byte-pair vocabulary; only
 _TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
 
 Convert = Callable[[Record, str], Record | None]
-Count = Callable[[Record], int]
+Count = Callable[[Record], list[int]]
 
 # One match runs up to the next bracket outside a string. Possessive (Python 3.11): no backtracking, so the time is
 # linear in what is scanned, whatever the bytes are.
@@ -47,8 +47,9 @@ _NOT_SPACE = re.compile(rb"[^ \t\r\n]")
 
 @dataclass
 class DataReport:
-    """What is in a data file. `errors` has the first MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; counting
-    stops at MAX_COUNTED_ERRORS. Tokens are counted or estimated, see `check_training_file`."""
+    """What is in a data file; the longest example is measured by the longest of its sequences. `errors` has the first
+    MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; counting stops at MAX_COUNTED_ERRORS. Tokens are counted or
+    estimated, see `check_training_file`."""
 
     shape: str = "empty"
     n_examples: int = 0
@@ -74,16 +75,16 @@ def check_training_file(
     *,
     chat_path: str | Path | None = None,
     max_example_bytes: int = MAX_EXAMPLE_BYTES,
-    convert: Convert = conversation,
+    convert: Convert = to_chat,
     count: Count | None = None,
 ) -> DataReport:
-    """Read the whole file once and report on it; with `chat_path`, also write it there as chat JSONL (mode 0600).
+    """Read the whole file once and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
     The shape of the first readable record is the shape of the file; a record of another shape is an error. `convert`
-    (a training method's) makes what is written of a record, None if the record is only checked. `count` gives the
-    tokens of a converted record, BadRecord if the model's chat template refuses it; without it they are estimated. The
-    chat file exists afterwards only if the report is `ok` and its records were converted. Raises OSError if the file is
-    unreadable.
+    (train.methods: a method's, or that of all) makes what is written of a record, None if there is nothing to write.
+    `count` gives the tokens of each sequence of a converted record, BadRecord if the model's chat template refuses it;
+    without it they are estimated. The chat file exists afterwards only if the report is `ok` and its records were
+    converted. Raises OSError if the file is unreadable.
     """
     report = DataReport()
     tokens = _Tokens(count)
@@ -122,19 +123,19 @@ class _Tokens:
         self._count = count
         self._counted, self._tokens, self._estimated = 0, 0, 0
 
-    def of(self, made: Record | None, raw: bytes) -> int:
-        """Raises BadRecord."""
-        estimate = _estimate_tokens(made) if made and "messages" in made else int(len(raw) / _BYTES_PER_TOKEN)
-        if self._count is None or made is None:
-            return estimate
+    def of(self, made: Record | None) -> list[int]:
+        """Of each sequence of a converted record. Raises BadRecord."""
+        if made is None:
+            return [0]
+        estimates = [_estimate_tokens(chat) for chat in made.get("sequences", (made,))]
+        if self._count is None:
+            return estimates
         if self._counted == COUNTED_EXAMPLES:
-            return int(estimate * self._tokens / max(1, self._estimated))
+            return [int(estimate * self._tokens / max(1, self._estimated)) for estimate in estimates]
         tokens = self._count(made)
-        self._counted, self._tokens, self._estimated = (
-            self._counted + 1,
-            self._tokens + tokens,
-            self._estimated + estimate,
-        )
+        self._counted += 1
+        self._tokens += sum(tokens)
+        self._estimated += sum(estimates)
         return tokens
 
 
@@ -151,12 +152,12 @@ def _example(
     if shape != report.shape:
         raise BadRecord(f"has the shape {shape!r}, but the file began with {report.shape!r}")
     made = convert(record, shape)
-    tokens = tokens_of.of(made, raw)
+    sequences = tokens_of.of(made)
     if output and made is not None:
         output.write(orjson.dumps(made) + b"\n")
     report.n_examples += 1
-    report.n_tokens_estimate += tokens
-    report.longest_example_tokens = max(report.longest_example_tokens, tokens)
+    report.n_tokens_estimate += sum(sequences)
+    report.longest_example_tokens = max(report.longest_example_tokens, *sequences)
     return made is not None
 
 

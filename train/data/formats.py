@@ -5,7 +5,7 @@ alpaca            {"instruction", "input"?, "output", "system"?, "history"?}    
 sharegpt          {"conversations": [{"from", "value"}], "system"?, "tools"?}    (ShareGPT, LLaMA-Factory)
 prompt_completion {"prompt", "completion"}                                       (OpenAI legacy, TRL)
 question_answer   {"question", "answer"}                                         (GSM8K)
-preference        OpenAI's DPO shape, or ShareGPT with "chosen" and "rejected"
+preference        pairs of outputs, converted by train.data.preferences
 """
 
 from __future__ import annotations
@@ -71,21 +71,16 @@ def shape_of(record: Any) -> str:
         return "question_answer"
     raise BadRecord(
         f"has the keys {sorted(map(str, keys))[:8]}; expected 'messages' (OpenAI chat), 'instruction' and 'output' "
-        "(alpaca), 'conversations' (ShareGPT), 'prompt' and 'completion', or 'question' and 'answer'"
+        "(alpaca), 'conversations' (ShareGPT), 'prompt' and 'completion', 'question' and 'answer', or for pairs "
+        "'input', 'preferred_output' and 'non_preferred_output' (OpenAI) or 'chosen' and 'rejected' (TRL, ShareGPT)"
     )
 
 
 def to_chat(record: Record, shape: str) -> Record:
     """`record` of shape `shape` as {"messages": [...], "tools"?: [...]}, checked. Raises BadRecord."""
+    if shape not in _CONVERT:
+        raise BadRecord(f"has the shape {shape!r}, which is no conversation")
     return check_chat(_CONVERT[shape](record))
-
-
-def conversation(record: Record, shape: str) -> Record | None:
-    """`record` as chat; None of a preference pair, which is only checked. Raises BadRecord."""
-    if shape == "preference":
-        check_preference(record)
-        return None
-    return to_chat(record, shape)
 
 
 def check_chat(record: Record) -> Record:
@@ -292,30 +287,6 @@ def _pair(question_key: str, answer_key: str) -> Callable[[Record], Record]:
         return {"messages": messages}
 
     return convert
-
-
-def check_preference(record: Record) -> None:
-    """Raises BadRecord unless `record` is a pair of answers to one conversation."""
-    if "conversations" in record:
-        prompt = _sharegpt({"conversations": record["conversations"]})["messages"]
-        answers = []
-        for key in ("chosen", "rejected"):
-            side = record[key]
-            side = side.get("value") if isinstance(side, dict) else side
-            if not isinstance(side, str) or not side:
-                raise BadRecord(f"{key!r} must be an answer: {{'from': 'gpt', 'value': text}} or a string")
-            answers.append([{"role": "assistant", "content": side}])
-    else:
-        given = record.get("input")
-        prompt = given.get("messages") if isinstance(given, dict) else record.get("prompt")
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        preferred = record.get("preferred_output", record.get("chosen"))
-        answers = [preferred, record.get("non_preferred_output", record.get("rejected"))]
-        answers = [[{"role": "assistant", "content": a}] if isinstance(a, str) else a for a in answers]
-        if not isinstance(prompt, list) or not all(isinstance(a, list) for a in answers):
-            raise BadRecord("needs 'input': {'messages': [...]}, 'preferred_output' and 'non_preferred_output'")
-    for answer in answers:
-        check_chat({"messages": [*prompt, *answer]})
 
 
 def _kind(value: Any) -> str:

@@ -3,8 +3,8 @@
 Rules
 - Packing depends on the lengths alone, the order on (seed, epoch) alone, and a step on its number alone. Nothing
   depends on the world size, so a run may change it between steps.
-- A row holds whole examples only. They never see each other (`Row.segments`; positions restart), so packing
-  changes the speed and not the loss.
+- A row holds whole examples only. Their sequences (one each, or as many as the training method says) never see each
+  other (`Row.segments`; positions restart), so packing changes the speed and not the loss.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ class Row:
     """One micro-batch as a single row of tokens.
 
     input_ids, position_ids: (tokens,) int64. predict_at, labels: (n,) int64, the positions whose next token is
-    learnt and that token. segments: (start, end) of each example; the rest of a pack is padding, a separate segment
-    without labels.
+    learnt and that token. segments: (start, end) of each sequence; the rest of a pack is padding, a separate segment
+    without labels. sequence_sizes: the number of labels of each sequence, one after the other in `labels`. reference:
+    (sequences,) float32, what the starting model says of each (train.run.reference); None where it is not known.
     """
 
     input_ids: np.ndarray
@@ -93,16 +94,18 @@ class Row:
     predict_at: np.ndarray
     labels: np.ndarray
     segments: tuple[tuple[int, int], ...]
+    sequence_sizes: tuple[int, ...]
     n_tokens: int  # without padding
+    reference: np.ndarray | None = None
 
 
 def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, pad_id: int, *, packing: bool) -> Row:
-    """Lay out packs of (token ids, loss mask) examples one after the other, each pack padded to its capacity.
+    """Lay out packs of (token ids, loss mask) sequences one after the other, each pack padded to its capacity.
 
     `capacity` is in tokens per pack; without packing a pack is padded to a multiple of UNPACKED_MULTIPLE only.
-    The first token of an example is never predicted, because nothing precedes it.
+    The first token of a sequence is never predicted, because nothing precedes it.
     """
-    ids, positions, learn, segments, n_tokens = [], [], [], [], 0
+    ids, positions, learn, segments, sizes, n_tokens = [], [], [], [], [], 0
     offset = 0
     for pack in packs:
         used = 0
@@ -112,6 +115,7 @@ def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, p
             positions.append(np.arange(size))
             learn.append(np.append(mask[1:], False))
             segments.append((offset + used, offset + used + size))
+            sizes.append(int(mask[1:].sum()))
             used += size
         n_tokens += used
         width = capacity if packing else -(-used // UNPACKED_MULTIPLE) * UNPACKED_MULTIPLE
@@ -124,4 +128,5 @@ def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, p
     input_ids = np.concatenate(ids).astype(np.int64)
     predict_at = np.flatnonzero(np.concatenate(learn))
     position_ids = np.concatenate(positions).astype(np.int64)
-    return Row(input_ids, position_ids, predict_at, input_ids[predict_at + 1], tuple(segments), n_tokens)
+    labels = input_ids[predict_at + 1]
+    return Row(input_ids, position_ids, predict_at, labels, tuple(segments), tuple(sizes), n_tokens)

@@ -1,7 +1,8 @@
 """Stores the training set as tokens on disk. All ranks tokenise it once together, each maps it, and resumes reuse it.
 
-A set is a directory `<run_dir>/tokens/<key>/` with tokens.npy (int32), learnt.npy (bool) and offsets.npy (int64,
-n + 1), facts.json (pad_id, n_dropped, n_truncated) and packs-*.npz. The key covers all inputs, so a changed file,
+An example is one sequence of tokens, or as many as the training method makes of it; they stay together. A set is a
+directory `<run_dir>/tokens/<key>/` with tokens.npy (int32), learnt.npy (bool) and offsets.npy (int64, sequences + 1),
+facts.json (pad_id, n_dropped, n_truncated, digest) and packs-*.npz. The key covers all inputs, so a changed file,
 tokenizer or length creates a new set; an existing set needs no tokenizer.
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +26,22 @@ from train.plan.errors import InvalidTrainingData
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 _MAX_LISTED_ERRORS = 20
-FORMAT = 3
-Encode = Callable[[ChatEncoder, Record], tuple[np.ndarray, np.ndarray]]
+FORMAT = 4
+Tokens = tuple[np.ndarray, np.ndarray]
+Encode = Callable[[ChatEncoder, Record], Sequence[Tokens]]
+Cut = Callable[[Sequence[Tokens], int], Sequence[Tokens] | None]
 LayOut = Callable[..., Row]
+
+
+def encode_chat(encoder: ChatEncoder, record: Record) -> Sequence[Tokens]:
+    """A chat example as one sequence."""
+    return [encoder.encode(record)]
+
+
+def cut(sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
+    """The first `max_length` tokens of each sequence; None if nothing to learn is left."""
+    short = [(ids[:max_length], learnt[:max_length]) for ids, learnt in sequences]
+    return short if any(learnt[1:].any() for _, learnt in short) else None
 
 
 class Packs:
@@ -43,17 +58,26 @@ class Packs:
 
 
 class TokenSet:
-    """Examples as tokens, grouped into packs. Read-only, shared through the page cache by all ranks of a node."""
+    """Examples as tokens, grouped into packs. Read-only, shared through the page cache by all ranks of a node.
 
-    def __init__(self, directory: Path, *, max_length: int, packing: bool, lay_out: LayOut = build_row):
+    sequences: of each example. reference: (examples, sequences) float32, what the starting model says of them, once it
+    is known (train.run.reference). digest: of all tokens and of which are learnt.
+    """
+
+    def __init__(
+        self, directory: Path, *, max_length: int, packing: bool, sequences: int = 1, lay_out: LayOut = build_row
+    ):
         self._tokens = np.load(directory / "tokens.npy", mmap_mode="r")
         self._learnt = np.load(directory / "learnt.npy", mmap_mode="r")
         self._offsets = np.load(directory / "offsets.npy")
-        self._max_length, self._packing, self._lay_out = max_length, packing, lay_out
+        self.sequences, self.capacity = sequences, sequences * max_length
+        self._packing, self._lay_out = packing, lay_out
+        self.reference: np.ndarray | None = None
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_dropped, self.n_truncated = facts["pad_id"], facts["n_dropped"], facts["n_truncated"]
+        self.digest: str = facts["digest"]
         # Cache the plan: planning a million examples again takes longer than the rest of a resume.
-        index = directory / f"packs-{max_length if packing else 1}.npz"
+        index = directory / f"packs-{self.capacity if packing else 1}.npz"
         if not index.exists():
             self._write_index(index)
         with np.load(index) as kept:
@@ -62,7 +86,7 @@ class TokenSet:
 
     @property
     def n_examples(self) -> int:
-        return len(self._offsets) - 1
+        return (len(self._offsets) - 1) // self.sequences
 
     @property
     def n_tokens(self) -> int:
@@ -72,26 +96,37 @@ class TokenSet:
         """Number of learnt tokens in these packs: the denominator of a step's loss, known to every rank."""
         return int(self._labels[packs].sum())
 
+    def examples_in(self, packs: np.ndarray) -> int:
+        """Number of examples in these packs."""
+        return sum(len(self.packs[pack]) for pack in packs)
+
     def tokens_in(self, packs: np.ndarray) -> int:
         """Number of tokens in these packs, padding not counted."""
-        return sum(int(self._offsets[i + 1] - self._offsets[i]) for pack in packs for i in self.packs[pack])
+        edges = self._offsets[:: self.sequences]
+        return sum(int(edges[i + 1] - edges[i]) for pack in packs for i in self.packs[pack])
 
     def row(self, packs: np.ndarray) -> Row:
         """One micro-batch of these packs."""
-        examples = [[self._example(index) for index in self.packs[pack]] for pack in packs]
-        return self._lay_out(examples, self._max_length, self._pad_id, packing=self._packing)
+        examples = [[part for index in self.packs[pack] for part in self._example(index)] for pack in packs]
+        row = self._lay_out(examples, self.capacity, self._pad_id, packing=self._packing)
+        if self.reference is None:
+            return row
+        members = np.concatenate([self.packs[pack] for pack in packs])
+        return replace(row, reference=self.reference[members].reshape(-1))
 
-    def _example(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        start, end = self._offsets[index], self._offsets[index + 1]
-        return self._tokens[start:end], self._learnt[start:end]
+    def _example(self, index: int) -> list[Tokens]:
+        edges = self._offsets[index * self.sequences : (index + 1) * self.sequences + 1]
+        return [(self._tokens[a:b], self._learnt[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
 
     def _write_index(self, index: Path) -> None:
-        packs = plan_packs(np.diff(self._offsets), self._max_length, packing=self._packing)
+        lengths = np.diff(self._offsets[:: self.sequences])
+        packs = plan_packs(lengths, self.capacity, packing=self._packing)
         members = np.concatenate(packs) if packs else np.zeros(0, np.int64)
         edges = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])]).astype(np.int64)
-        # The first token of an example is never predicted, so it is no label, whatever its mark.
+        # The first token of a sequence is never predicted, so it is no label, whatever its mark.
         marked = np.concatenate([[0], np.cumsum(self._learnt)])
         labels = marked[self._offsets[1:]] - marked[np.minimum(self._offsets[:-1] + 1, self._offsets[1:])]
+        labels = labels.reshape(-1, self.sequences).sum(axis=1)
         of_packs = np.concatenate([[0], np.cumsum(labels[members])])
         partial = index.with_name(f"{index.name}.{os.getpid()}")  # every rank may write it, and writes the same
         with open(partial, "wb") as file:
@@ -110,16 +145,19 @@ def open_token_set(
     rank: int,
     world_size: int,
     barrier: Callable[[], None],
-    encode: Encode = ChatEncoder.encode,
+    sequences: int = 1,
+    encode: Encode = encode_chat,
+    cut: Cut = cut,
     lay_out: LayOut = build_row,
 ) -> TokenSet:
     """Tokenise `path` (chat JSONL) with all ranks unless `cache_dir` has it, and open the result.
 
     `encoder` makes the encoder of the tokenizer in `base_path`; it is called only if something has to be tokenised.
-    `encode` and `lay_out` are the training method's (train.methods.method: encode, row).
+    `sequences`, `encode`, `cut` and `lay_out` are the training method's (train.methods.method: sequences, encode, cut,
+    row).
 
-    Examples longer than `max_length` tokens are cut; those with nothing to learn left are dropped. Raises
-    InvalidTrainingData, on every rank, when the chat template refuses an example or nothing is left.
+    Sequences longer than `max_length` tokens are cut; examples with nothing to learn left are dropped. Raises
+    InvalidTrainingData, on every rank, when the chat template or the method refuses an example or nothing is left.
     """
     directory = Path(cache_dir) / _key(Path(path), Path(base_path), max_length)
     # The barrier keeps rank 0 from creating the directory between the looks of two other ranks.
@@ -128,7 +166,7 @@ def open_token_set(
     if not complete:
         shards = Path(f"{directory}.shards")
         shards.mkdir(parents=True, exist_ok=True)
-        _write_shard(Path(path), partial(encode, encoder()), shards, max_length, rank, world_size)
+        _write_shard(Path(path), partial(encode, encoder()), cut, shards, max_length, rank, world_size)
         barrier()
         _raise_if_bad(Path(path), shards, world_size)
         if rank == 0:
@@ -136,7 +174,7 @@ def open_token_set(
         barrier()
         if rank == 0:  # by now every rank has read the others' errors
             shutil.rmtree(shards)
-    tokens = TokenSet(directory, max_length=max_length, packing=packing, lay_out=lay_out)
+    tokens = TokenSet(directory, max_length=max_length, packing=packing, sequences=sequences, lay_out=lay_out)
     if not len(tokens.packs):
         raise InvalidTrainingData(
             str(path), [(1, f"no example has anything to learn within max_length {max_length}")], 1
@@ -163,7 +201,8 @@ def _key(path: Path, base_path: Path, max_length: int) -> str:
 
 def _write_shard(
     path: Path,
-    encode: Callable[[Record], tuple[np.ndarray, np.ndarray]],
+    encode: Callable[[Record], Sequence[Tokens]],
+    cut: Cut,
     shards: Path,
     max_length: int,
     rank: int,
@@ -177,18 +216,19 @@ def _write_shard(
         if not lines[number].strip():
             continue
         try:
-            ids, mask = encode(orjson.loads(lines[number]))
+            whole = encode(orjson.loads(lines[number]))
+            kept = cut(whole, max_length)
         except BadRecord as bad:
             errors.append((number + 1, str(bad)))
             continue
-        n_truncated += len(ids) > max_length
-        ids, mask = ids[:max_length], mask[:max_length]
-        if not mask[1:].any():
+        n_truncated += any(len(ids) > max_length for ids, _ in whole)
+        if kept is None:
             n_dropped += 1
             continue
-        tokens.append(ids)
-        learnt.append(mask)
-        lengths.append(len(ids))
+        for ids, mask in kept:
+            tokens.append(ids)
+            learnt.append(mask)
+            lengths.append(len(ids))
     np.savez(
         shards / f"{rank}.npz",
         tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
@@ -215,11 +255,19 @@ def _merge(shards: Path, directory: Path, world_size: int, pad_id: int) -> None:
     partial = Path(f"{directory}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    np.save(partial / "tokens.npy", np.concatenate([part["tokens"] for part in parts]))
-    np.save(partial / "learnt.npy", np.concatenate([part["learnt"] for part in parts]))
-    lengths = np.concatenate([part["lengths"] for part in parts])
-    np.save(partial / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+    offsets = np.concatenate([[0], *(part["lengths"] for part in parts)]).cumsum().astype(np.int64)
+    digest = hashlib.sha256(offsets)
+    np.save(partial / "offsets.npy", offsets)
+    for name in ("tokens", "learnt"):
+        joined = np.concatenate([part[name] for part in parts])
+        digest.update(joined)
+        np.save(partial / f"{name}.npy", joined)
     n_dropped, n_truncated = sum(part["skipped"] for part in parts).tolist()
-    facts = {"pad_id": pad_id, "n_dropped": n_dropped, "n_truncated": n_truncated}
+    facts = {
+        "pad_id": pad_id,
+        "n_dropped": n_dropped,
+        "n_truncated": n_truncated,
+        "digest": digest.hexdigest(),
+    }
     (partial / "facts.json").write_bytes(orjson.dumps(facts))
     os.rename(partial, directory)

@@ -1,5 +1,6 @@
 """Runs `train.data.check` in its own process: `python -m train.methods.check_process METHOD FILE [--chat FILE]
-[--tokenizer DIR]`. With a tokenizer it counts tokens as the ranks will, through the model's chat template.
+[--tokenizer DIR]`, METHOD being `-` as long as no job says which. With a tokenizer it counts tokens as the ranks will,
+through the model's chat template.
 
 JSON parsing and bracket matching block all other threads of a process: for most of a second with one 16 MiB example.
 This process prints the report as JSON, runs at low priority, ends with its parent, and is killed beyond its CPU and
@@ -20,18 +21,19 @@ from pathlib import Path
 from runtime.processes.kernel import die_with_parent
 from train.data.check import Count, DataReport, check_training_file
 from train.methods.method import Method
-from train.methods.methods import DEFAULT, method_of
+from train.methods.methods import DEFAULT, convert, method_of
 
 # An 8 GiB file of chats takes some minutes of CPU.
 CPU_S, MEMORY_BYTES = 3600, 4 << 30
 _NICENESS = 10
+ANY = "-"
 
 
 def check_apart(
-    path: Path, chat_path: Path | None = None, method: str = DEFAULT.name, tokenizer: Path | None = None
+    path: Path, chat_path: Path | None = None, method: str = ANY, tokenizer: Path | None = None
 ) -> DataReport:
-    """As `check_training_file` with the method's conversion, and counting if there is a tokenizer (the directory of a
-    model). A file that takes more than the limits is a bad one. Raises OSError."""
+    """As `check_training_file` with the method's conversion or that of all methods, and counting if there is a
+    tokenizer (the directory of a model). A file that takes more than the limits is a bad one. Raises OSError."""
     options = {"--chat": chat_path, "--tokenizer": tokenizer}
     given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
     command = [sys.executable, "-m", "train.methods.check_process", method, str(path), *given]
@@ -61,9 +63,10 @@ def main() -> None:
     parser.add_argument("--chat")
     parser.add_argument("--tokenizer")
     asked = parser.parse_args()
-    method = method_of(asked.method)
+    method = DEFAULT if asked.method == ANY else method_of(asked.method)
+    how = convert if asked.method == ANY else method.convert
     count = _counter(method, asked.tokenizer) if asked.tokenizer else None
-    report = check_training_file(asked.path, chat_path=asked.chat, convert=method.convert, count=count)
+    report = check_training_file(asked.path, chat_path=asked.chat, convert=how, count=count)
     print(json.dumps(asdict(report)))
 
 
@@ -81,7 +84,7 @@ def _counter(method: Method, tokenizer: str) -> Count | None:
         encoder = ChatEncoder(AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False))
     except (OSError, ValueError, UnsupportedModel):
         return None
-    return lambda record: len(method.encode(encoder, record)[0])
+    return lambda record: [len(tokens) for tokens, _ in method.encode(encoder, record)]
 
 
 if __name__ == "__main__":

@@ -2,84 +2,130 @@
 
 Methods in the order of use, from the request to the loss:
 
+    options          hyperparameters of this method alone; commands and requests have them from here
     resolve          hyperparameters into fields of a TrainSpec
-    convert, refuses records of the data file, as they are checked and written for the run
+    refuses, convert records of the data file, as they are checked and written for the run
     rank_memory      what a rank takes
-    encode, row      a record into tokens, and examples of tokens into one micro-batch
+    encode, cut, row a record into sequences of tokens, and those of many examples into one micro-batch
     objective, batch the module whose forward is the loss, and what it takes
+    denominator      what the loss of a step is divided by
     metrics          what it reports beside the loss
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from train.data.formats import Record
-from train.data.packing import Row, build_row
 from train.plan import auto, estimate
-from train.plan.auto import DatasetStats, Given, ModelStats
-from train.plan.estimate import ModelShape, RankMemory
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
     from train.data.chat import ChatEncoder
+    from train.data.formats import Record
+    from train.data.packing import Row
+    from train.data.token_set import Tokens, TokenSet
+    from train.plan.auto import DatasetStats, Given, ModelStats
+    from train.plan.estimate import ModelShape, RankMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A hyperparameter of one method: a number from `low` to `high`, `auto` if none is given. `help`: for commands."""
+
+    name: str
+    low: float
+    high: float
+    auto: float
+    help: str
 
 
 class Method(ABC):
-    """`name`: as OpenAI's `method.type` and in a TrainSpec. `metric_names`: of the values of `metrics`, in order."""
+    """What is particular to one way of training.
+
+    name: as OpenAI's `method.type` and in a TrainSpec. summary: for commands. metric_names: of the values of `metrics`,
+    in order. sequences: how many sequences of tokens an example is; max_length is the limit of each, and all of them
+    stand in one micro-batch. needs_reference: before the first step the run asks the objective about every sequence
+    once and keeps the answers with the job (train.run.reference); rows have them from then on.
+    """
 
     name: str
+    summary: str
+    options: tuple[Option, ...] = ()
     metric_names: tuple[str, ...] = ()
+    sequences: int = 1
+    needs_reference: bool = False
 
-    # -- before the run: in the controller, without torch -----------------------------------------------------------
+    # -- before the run: in the controller and in commands, without torch or numpy -----------------------------------
 
     def resolve(
         self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
     ) -> dict[str, Any]:
         """Fields of a TrainSpec. Raises InvalidHyperparameter for an unknown name or a value out of range."""
-        return auto.resolve(hyperparameters, dataset, model, max_devices, own=self.own_hyperparameters)
+        return auto.resolve(hyperparameters, self.rows(dataset), model, max_devices, own=self.own_hyperparameters)
 
-    def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:  # noqa: B027 - many have none
-        """Read this method's own hyperparameters into `fields["options"]` (TrainSpec.options, plain JSON values), and
-        override unsuitable common defaults. Raises InvalidHyperparameter."""
+    def rows(self, dataset: DatasetStats) -> DatasetStats:
+        """`dataset` in units of `max_length`: a row has room for that many tokens of each sequence of an example."""
+        return replace(dataset, n_tokens=max(1, dataset.n_tokens // self.sequences))
 
-    @abstractmethod
-    def convert(self, record: Record, shape: str) -> Record | None:
-        """Convert a record for `encode`; None if the shape belongs to another method and is only checked. Raises
-        BadRecord."""
+    def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:
+        """Read `options` into `fields["options"]` (TrainSpec.options, plain JSON values). A subclass may override
+        unsuitable common defaults. Raises InvalidHyperparameter."""
+        if self.options:
+            fields["options"] = {o.name: given.number(o.name, o.low, o.high, auto=o.auto) for o in self.options}
 
     @abstractmethod
     def refuses(self, shape: str) -> str | None:
-        """Why this method cannot train on a file of records of this shape (train.data.formats)."""
+        """Why this method cannot train on a file of records of this shape (train.data.formats); None if it can."""
+
+    @abstractmethod
+    def convert(self, record: Record, shape: str) -> Record | None:
+        """A record as `encode` takes it: a chat record, or {"sequences": [chat record, …]}. None for a shape that
+        `refuses` refuses. Raises BadRecord."""
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         """What each of `ranks` ranks holds; `fields` as `resolve` makes them."""
-        return estimate.rank_memory(shape, fields, ranks)
+        return estimate.rank_memory(shape, {**fields, "max_length": self.sequences * fields["max_length"]}, ranks)
 
     # -- in a rank ---------------------------------------------------------------------------------------------------
 
-    def encode(self, encoder: ChatEncoder, record: Record) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids (n,) int32, learnt (n,) bool) of one converted record. Raises BadRecord."""
-        return encoder.encode(record)
+    def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Tokens]:
+        """(token ids (n,) int32, learnt (n,) bool) of each sequence of a converted record. Raises BadRecord."""
+        return [encoder.encode(chat) for chat in record.get("sequences", (record,))]
+
+    def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
+        """An encoded record within `max_length` tokens for each sequence; None leaves it out. Raises BadRecord."""
+        from train.data.token_set import cut
+
+        return cut(sequences, max_length)
 
     def row(
         self, packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, pad_id: int, *, packing: bool
     ) -> Row:
-        """One micro-batch of packs of encoded records."""
+        """One micro-batch of packs of sequences, those of an example one after the other."""
+        from train.data.packing import build_row
+
         return build_row(packs, capacity, pad_id, packing=packing)
+
+    def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
+        """What the loss of the step that learns from these packs is divided by: its learnt tokens."""
+        return tokens.labels_in(packs)
 
     @abstractmethod
     def objective(self, model: Any, options: Mapping[str, Any]) -> torch.nn.Module:
-        """Wraps the model, as its attribute `model`; forward(batch) is the loss of one micro-batch, a float32 scalar.
-        `options`: TrainSpec.options."""
+        """Wraps the model, as its attribute `model`; forward(batch) is the loss of one micro-batch, a float32 scalar;
+        of a row without the reference that the method needs, what the model says of each of its sequences, (sequences,)
+        float32. `options`: TrainSpec.options."""
 
-    @abstractmethod
     def batch(self, row: Row, scale: float, device: torch.device | str) -> Any:
-        """What the objective takes. `scale` is 1 / learnt tokens of the whole global step."""
+        """What the objective takes. `scale` is 1 / `denominator` of the whole global step."""
+        from train.methods.packed_objective import to_batch
+
+        return to_batch(row, scale, device)
 
     def metrics(self, objective: torch.nn.Module) -> list[float]:
         """Of the micro-batches since it was asked last, one for each of `metric_names`; they are summed over all ranks

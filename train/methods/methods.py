@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from train.methods import supervised
+from typing import TYPE_CHECKING
+
+from train.methods import dpo, supervised
 from train.methods.method import Method
 from train.plan.errors import InvalidSpec
 
+if TYPE_CHECKING:
+    from train.data.formats import Record
+
 DEFAULT = supervised.METHOD
-METHODS: dict[str, Method] = {method.name: method for method in (supervised.METHOD,)}
+METHODS: dict[str, Method] = {method.name: method for method in (supervised.METHOD, dpo.METHOD)}
 
 
 def method_of(name: str) -> Method:
@@ -16,3 +21,10 @@ def method_of(name: str) -> Method:
         return METHODS[name]
     except KeyError:
         raise InvalidSpec(f"method {name!r} is not known; expected one of {', '.join(METHODS)}") from None
+
+
+def convert(record: Record, shape: str) -> Record | None:
+    """As the first method converts it that takes its shape: the check of a file of which no job is known yet. Raises
+    BadRecord."""
+    method = next((method for method in METHODS.values() if method.refuses(shape) is None), DEFAULT)
+    return method.convert(record, shape)

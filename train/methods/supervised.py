@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from train.data.formats import Record, conversation
-from train.data.packing import Row
+from train.data.formats import Record, to_chat
 from train.methods.method import Method
 
 if TYPE_CHECKING:
@@ -15,24 +14,20 @@ if TYPE_CHECKING:
 
 class Supervised(Method):
     name = "supervised"
-
-    def convert(self, record: Record, shape: str) -> Record | None:
-        return conversation(record, shape)
+    summary = "learns what the assistant says in conversations"
 
     def refuses(self, shape: str) -> str | None:
         if shape == "preference":
-            return "has preference pairs; the method 'supervised' wants conversations"
+            return "has preference pairs; the method 'supervised' wants conversations ('dpo' takes pairs)"
         return None
+
+    def convert(self, record: Record, shape: str) -> Record | None:
+        return to_chat(record, shape) if self.refuses(shape) is None else None
 
     def objective(self, model: Any, options: Mapping[str, Any]) -> torch.nn.Module:
         from train.methods.supervised_objective import SupervisedObjective
 
         return SupervisedObjective(model)
-
-    def batch(self, row: Row, scale: float, device: torch.device | str) -> dict[str, Any]:
-        from train.methods.supervised_objective import to_batch
-
-        return to_batch(row, scale, device)
 
 
 METHOD = Supervised()

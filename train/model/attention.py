@@ -2,18 +2,26 @@
 
 Registered with transformers as the attention implementation "packed" (its AttentionInterface). `segments` travels
 from the model call to every layer as a keyword. One call of torch's causal kernel per example costs the sum of
-the squares of their lengths; a block-diagonal mask over the row would cost the square of the sum.
+the squares of their lengths; a block-diagonal mask over the row would cost the square of the sum. On a GPU one kernel
+(FlashAttention over sequences of different lengths) does the whole row, sliding windows included, where the precision
+and the head size allow it.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from runtime.devices.kinds import in_host_memory
+
 NAME = "packed"
+_VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+_VARLEN_WIDEST_HEAD = 256
 
 
 def packed_attention(
@@ -34,16 +42,21 @@ def packed_attention(
     `segments` are (start, end) token ranges that cover the row without gaps.
     """
     grouped = query.shape[1] != key.shape[1]
+    if _one_kernel(query, dropout):
+        return _varlen(query, key, value, segments, scaling, sliding_window, grouped), None
+    lengths = [end - start for start, end in segments]
     outputs = []
-    for start, end in segments:
+    # Split, not sliced: in the backward pass each slice fills a tensor of the whole row's size with zeros, 33 times q's
+    # bytes for 32 examples where a split takes twice.
+    for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):
         window = None
-        if sliding_window is not None and end - start > sliding_window:
-            window = _sliding_mask(end - start, sliding_window, query.device)
+        if sliding_window is not None and q.shape[2] > sliding_window:
+            window = _sliding_mask(q.shape[2], sliding_window, query.device)
         outputs.append(
             scaled_dot_product_attention(
-                query[:, :, start:end],
-                key[:, :, start:end],
-                value[:, :, start:end],
+                q,
+                k,
+                v,
                 attn_mask=window,
                 is_causal=window is None,
                 dropout_p=dropout,
@@ -53,6 +66,41 @@ def packed_attention(
         )
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return joined.transpose(1, 2), None
+
+
+def _one_kernel(query: torch.Tensor, dropout: float) -> bool:
+    """Whether torch's kernel for sequences of different lengths takes this: on a GPU, in half precision, without
+    dropout. (FlashAttention's own limits; an older GPU than Ampere lacks bfloat16 already.)"""
+    on_gpu = not in_host_memory(query.device)
+    return on_gpu and query.dtype in _VARLEN_DTYPES and query.shape[-1] <= _VARLEN_WIDEST_HEAD and not dropout
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: tuple[tuple[int, int], ...],
+    scaling: float | None,
+    sliding_window: int | None,
+    grouped: bool,
+) -> torch.Tensor:
+    """Arguments as in `packed_attention`, its first result."""
+    starts, longest = _bounds(segments, query.device)
+    # A window of W tokens to the left sees W + 1 with the token itself, and `sliding_window` counts that one.
+    left = -1 if sliding_window is None or longest <= sliding_window else sliding_window - 1
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    out = varlen.varlen_attn(
+        q, k, v, starts, starts, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=grouped
+    )
+    assert isinstance(out, torch.Tensor), "it returns more only if asked to"
+    return out[None]
+
+
+@lru_cache(maxsize=4)  # all layers of a row, and their recomputation, ask for the same
+def _bounds(segments: tuple[tuple[int, int], ...], device: torch.device) -> tuple[torch.Tensor, int]:
+    """The examples' boundaries (examples + 1,) int32 on the device, and the longest example's tokens."""
+    starts = torch.tensor([0, *(end for _, end in segments)], dtype=torch.int32)
+    return starts.to(device, non_blocking=True), max(end - start for start, end in segments)
 
 
 def _sliding_mask(length: int, window: int, device: torch.device) -> torch.Tensor:

@@ -10,8 +10,10 @@ head whole and 1 / t of the rest):
     buffers      4 R for one reduction of R = min(T, 50 M) elements (train.run.engine)
     activations  tokens x layers x (25 h + 8 f) elements' bytes at b = 2, h the hidden size and f the width of the MLP
                  that one token passes; with activation checkpointing tokens x (2 h layers + one whole layer)
-                 and the chunk of fp32 logits (train.methods.supervised_objective); under tensor parallelism
+                 and the chunk of fp32 logits twice (train.methods.head_gradient); under tensor parallelism
                  17 h + (8 h + 8 f) / t
+    head         with full tuning, of a vocabulary of v: b v for each held row of the logits' gradient, b v h for the
+                 weight's and 4 v h more where that has to be added up (train.methods.head_gradient)
     host memory  with offloading: the optimizer's 12 T / N, and what the processor's step works with: in ZeRO-3 8 T / N
                  (gradients as they arrive and those of the step), in ZeRO-1 and 2 (4 + b) T / N (gradients of the step,
                  and the new weights), in fp32 4 T / N more (accumulated there); weights that are offloaded b P / N
@@ -31,11 +33,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from runtime.devices.kinds import kind_of
+
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed 0.19.8's stage3_max_live_parameters
 BUCKET_ELEMENTS = 50_000_000  # train.run.engine.MAX_BUCKET_ELEMENTS; not imported: this file must load without torch
-LOGITS_BYTES = 64 * 2**20  # train.methods.supervised_objective.CHUNK_BYTES
-# Of a GPU, beside all of the above: CUDA's context, buffers of NCCL and cuBLAS, what torch's allocator cannot use.
-GPU_RESERVE_BYTES = 4 * 2**30
+HOST_LOGITS_BYTES, DEVICE_LOGITS_BYTES = 64 * 2**20, 256 * 2**20  # of fp32 logits made at a time
+FRAGMENTS = 0.03  # of a device's memory that torch's allocator holds and cannot use
 OPTIMIZER_BYTES = 12  # per trained parameter: master, exp_avg, exp_avg_sq
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 
@@ -197,6 +200,22 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
     )
 
 
+def residual_bytes(device_kind: str, device_memory_bytes: int, asleep: int) -> int:
+    """Bytes of a device that no plan of weights and states may count on: what a rank's process takes before its first
+    tensor, what `asleep` sleeping engines keep, what torch's allocator cannot use. 0 where devices share the host's
+    memory: there the resident memory of processes is measured."""
+    kind = kind_of(device_kind)
+    if kind.on_host:
+        return 0
+    return kind.context_bytes + asleep * kind.asleep_bytes + int(FRAGMENTS * device_memory_bytes)
+
+
+def held_rows(rows: int, chunk: int, hidden: int, element: int) -> int:
+    """Rows of the logits' gradient that are held for one product: they take no more than a float32 sum of the head's
+    size, or are one chunk."""
+    return min(rows, max(chunk, 4 * hidden // element))
+
+
 def snapshot_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
     """Of one snapshot of the job in the weight store: what the optimizer holds, over all ranks."""
     return OPTIMIZER_BYTES * trained_parameters(shape, fields)
@@ -218,5 +237,15 @@ def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> 
         kept = shape.hidden * element * shape.layers + layer
     else:
         kept = shape.layers * layer
-    logits = min(LOGITS_BYTES, 4 * tokens * shape.vocab)
-    return tokens * kept + 2 * logits
+    on_host = "device_kind" in fields and kind_of(fields["device_kind"]).on_host
+    logits = min(HOST_LOGITS_BYTES if on_host else DEVICE_LOGITS_BYTES, 4 * tokens * shape.vocab)
+    return tokens * kept + 2 * logits + (_head(shape, tokens, logits, element) if fields["full"] else 0)
+
+
+def _head(shape: ModelShape, tokens: int, logits_bytes: int, element: int) -> int:
+    """What making the gradient of the output head's weight takes, if every token is learnt."""
+    if not shape.vocab:
+        return 0
+    rows = held_rows(tokens, logits_bytes // (4 * shape.vocab), shape.hidden, element)
+    summed = 4 if tokens > rows else 0
+    return shape.vocab * (element * rows + (element + summed) * shape.hidden)

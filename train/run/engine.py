@@ -48,6 +48,7 @@ def init_world(device_kind: str, meeting: str, timeout_s: float = COLLECTIVE_TIM
     timeout = timedelta(seconds=timeout_s)
     distributed_c10d._get_default_timeout = lambda backend: timeout
     kind = kind_of(device_kind)
+    kind.after_fork()
     # load_model gives every rank the same bytes; sending them once more through gloo costs more than loading them.
     DeepSpeedEngine._broadcast_model = lambda engine: None
     deepspeed.init_distributed(

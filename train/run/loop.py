@@ -29,6 +29,7 @@ from train.plan.errors import TrainingDiverged
 from train.plan.spec import TrainSpec
 from train.run.event_log import EventLog
 from train.run.leave_step import Leaving, StepLeft
+from train.run.reference import Reference
 from train.run.tensorboard_writer import TensorboardWriter
 from train.state import fragments, parking, snapshot
 from train.state.saving import Saving
@@ -67,6 +68,7 @@ class Run:
         self._resumed_from: str | None = None
         self._pace_s = 0.0
         self.boundary_s = 0.0  # time.monotonic() when all ranks had ended or left the last step
+        self.reference = Reference(self.method, spec, engine, {"train": train, "valid": valid}, self.emit, progress)
         self.saving = Saving(spec, store, engine, self.plan, len(train.packs), self.emit, signals, progress)
         self._first_step = 0
         stop = StopPoint(Path(spec.run_dir), self.rank, self.world_size)
@@ -80,6 +82,7 @@ class Run:
         self.progress.enter("resuming")
         store = snapshot.store_of(path, self.store, self.spec)
         self.step = snapshot.read_snapshot(self.engine, self.spec, store, path)
+        self.reference.take_from(store, path)
         self._resumed_from = path
 
     def run(self) -> dict[str, Any]:
@@ -91,8 +94,14 @@ class Run:
         signals, self.boundary_s = self._agreed(), time.monotonic()
         if self.rank == 0:
             self.signals.listen(self.leaving.ask)
+        while not signals["suspend"] and not signals["cancel"] and self.reference.learn_some():
+            signals, self.boundary_s = self._agreed(), time.monotonic()
+        self.reference.save()
         if signals["suspend"]:
             return self._suspend(0)
+        if signals["cancel"] and not self.reference.complete:
+            return {"outcome": "cancelled", "step": self.step}
+        self.saving.kept = self.reference.kept()
         if self.step == 0:
             self._validate()
         while self.step < total:
@@ -135,14 +144,14 @@ class Run:
         started = time.perf_counter()
         spec, step = self.spec, self.step
         packs = self.plan.packs_of_step(step)
-        scale = 1.0 / self.train.labels_in(packs)
+        scale = 1.0 / self.method.denominator(self.train, packs)
         rate = learning_rate(step, total, peak=spec.learning_rate, warmup_ratio=spec.warmup_ratio)
         for group in self.engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
 
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         micro_batches = self.plan.micro_batches(step, self.grid.data_rank, self.grid.data_size)
-        self.method.metrics(self.engine.module)  # of a step that was left, or a validation
+        self.method.metrics(self.engine.module)  # of a step that was left
         self.leaving.begin()
         for turn, (number, micro) in enumerate(micro_batches, 1):
             self.progress.enter("step", step)
@@ -236,8 +245,10 @@ class Run:
         packs = np.arange(len(self.valid.packs))
         if self.spec.validation_batches:
             packs = packs[: self.spec.validation_batches * self.spec.micro_batch]
-        scale = 1.0 / self.valid.labels_in(packs)
-        loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
+        scale = 1.0 / self.method.denominator(self.valid, packs)
+        # The loss, then the metrics of the method.
+        told = torch.zeros(1 + len(self.method.metric_names), dtype=torch.float32, device=self.engine.device)
+        self.method.metrics(self.engine.module)  # of a step that was left
         self.engine.eval()
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
         for turn in range(-(-len(packs) // self.grid.data_size)):
@@ -245,13 +256,15 @@ class Run:
             with torch.no_grad():
                 row = self.valid.row(packs[[index % len(packs)]])
                 part = self.engine(self.method.batch(row, scale, self.engine.device))
+            metrics = self.method.metrics(self.engine.module)
             if index < len(packs) and self.grid.tensor_rank == 0:
-                loss += part
+                told += torch.tensor([part.item(), *metrics], device=told.device)
         self.engine.train()
-        comm.all_reduce(loss)
+        comm.all_reduce(told)
+        found = dict(zip(("loss", *self.method.metric_names), told.tolist(), strict=True))
         if self.rank == 0:
-            self._board.write("validation", self.step, {"loss": loss.item()})
-        self.emit("validation", step=self.step, total_steps=self.plan.total_steps, loss=loss.item())
+            self._board.write("validation", self.step, found)
+        self.emit("validation", step=self.step, total_steps=self.plan.total_steps, **found)
 
     def _suspend(self, draft: int) -> dict[str, Any]:
         """Collective: write the state to shared memory, unless it has not changed since this run began."""

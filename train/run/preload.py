@@ -15,7 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Without these, DeepSpeed and transformers query CUDA, and torch then refuses CUDA in every forked rank.
 for name, value in kinds.fork_environment().items():
     os.environ.setdefault(name, value)
-os.environ.setdefault("DS_ACCELERATOR", kinds.present().name)
+os.environ.setdefault("DS_ACCELERATOR", kinds.present().accelerator)
 
 # Imported inside deepspeed.init_distributed and deepspeed.initialize.
 import deepspeed.comm.mori  # noqa: E402, F401
@@ -36,3 +36,4 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping  #
 import train.run.worker  # noqa: E402, F401
 
 get_checkpoint_conversion_mapping("llama")  # compiles 700 regular expressions once, here instead of in every rank
+kinds.before_fork()

@@ -59,7 +59,9 @@ def prepare(
             rank=rank,
             world_size=world_size,
             barrier=comm.barrier,
+            sequences=method.sequences,
             encode=method.encode,
+            cut=method.cut,
             lay_out=method.row,
         )
         if path
@@ -103,13 +105,13 @@ def _tell_about_stage(emit: Events, spec: TrainSpec) -> None:
 
 
 def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
-    fill = train.n_tokens / (len(train.packs) * spec.max_length) if spec.packing else 1.0
+    fill = train.n_tokens / (len(train.packs) * train.capacity) if spec.packing else 1.0
     emit(
         "message",
         level="info",
         text=(
             f"{train.n_examples} examples, {train.n_tokens} tokens, packed into {len(train.packs)} sequences "
-            f"of {spec.max_length} ({fill:.0%} full)"
+            f"of {train.capacity} ({fill:.0%} full)"
         ),
     )
     if train.n_truncated or train.n_dropped:

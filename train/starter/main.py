@@ -256,7 +256,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads (default: whatever is fastest; 1 with --steps)")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the calling thread ends")
-    parser.add_argument("--device", choices=sorted(kinds.KINDS), help="default: what there is")
+    parser.add_argument(
+        "--device", choices=sorted({kind.torch_type for kind in kinds.KINDS.values()}), help="default: what there is"
+    )
     vocabulary = "text or chat JSONL whose words the tokenizer should know; not trained on"
     parser.add_argument("--vocabulary-text", type=Path, action="append", default=[], metavar="FILE", help=vocabulary)
     args = parser.parse_args(argv)
@@ -271,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--vocabulary-text {path}: no such file")
     if args.die_with_parent:
         die_with_parent()
-    device = args.device or kinds.available().name
+    device = args.device or kinds.available().torch_type
     torch.manual_seed(args.seed)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -280,9 +282,10 @@ def main(argv: list[str] | None = None) -> int:
     made = (render(document) for document in itertools.islice(documents(args.seed), TOKENIZER_DOCUMENTS))
     given = itertools.chain.from_iterable(map(vocabulary_texts, args.vocabulary_text))
     tokenizer = train_tokenizer(itertools.chain(made, given), vocab_size=shape.vocab_size)
-    dtype = torch.bfloat16 if kinds.kind_of(device).computes_bf16() else torch.float32
+    kind = kinds.of_torch(torch.device(device))
+    dtype = torch.bfloat16 if kind.computes_bf16() else torch.float32
     net = StarterNet(shape, compute_dtype=dtype).to(device)
-    if kinds.kind_of(device).on_host:
+    if kind.on_host:
         threads = args.threads or (1 if args.steps is not None else choose_threads(net, tokenizer))
         torch.set_num_threads(threads)
         report("progress", stage="threads", fraction=0.05, threads=threads)

@@ -8,13 +8,15 @@ strided.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from runtime.devices.kinds import in_host_memory
+from runtime.devices.kinds import in_host_memory, of_torch
 from runtime.libc import libc
+from train.state.staging import StagingRing
 from weights.format.layout import Layout
 from weights.format.slices import Strided
 from weights.format.torch_views import as_tensor, runs_view
@@ -70,21 +72,47 @@ class CopyPlan:
     def write(self, draft: Any) -> Iterator[int]:
         """Copy into `draft`, piece by piece, and yield the elements of each."""
         files = self._files(draft)
-        for move in self.moves:
-            for ours, theirs in _pieces(move, files[move.file]):
-                _copy(theirs, ours)
-                yield ours.numel()
+        with ExitStack() as open_rings:
+            rings = _Rings(open_rings)
+            for move in self.moves:
+                ring = rings.of(move)
+                copy = _copy if ring is None else ring.to_host
+                for ours, theirs in _pieces(move, files[move.file]):
+                    copy(theirs, ours)
+                    yield ours.numel()
 
     def read(self, lease: Any) -> None:
         """Copy out of what is leased."""
         files = self._files(lease)
-        for move in self.moves:
-            for ours, theirs in _pieces(move, files[move.file]):
-                _copy(ours, theirs)
+        with ExitStack() as open_rings:
+            rings = _Rings(open_rings)
+            for move in self.moves:
+                ring = rings.of(move)
+                copy = _copy if ring is None else ring.to_device
+                for ours, theirs in _pieces(move, files[move.file]):
+                    copy(ours, theirs)
 
     def _files(self, handle: Any) -> dict[str, torch.Tensor]:
         views = {name: handle.file_view(name) for name in {move.file for move in self.moves}}
         return {name: as_tensor(view, "U8", (view.nbytes,)) for name, view in views.items()}
+
+
+class _Rings:
+    """The staging ring of each device that a plan's tensors lie on, made when it is first needed."""
+
+    def __init__(self, opened: ExitStack):
+        self._opened = opened
+        self._of: dict[torch.device, StagingRing] = {}
+
+    def of(self, move: Move) -> StagingRing | None:
+        """None for what the processor copies by itself, and for columns, which the device gathers."""
+        device = move.ours.device
+        if in_host_memory(device) or move.runs.count > 1:
+            return None
+        if device not in self._of:
+            ring = StagingRing(of_torch(device), _PIECE_ELEMENTS, _copy)
+            self._of[device] = self._opened.enter_context(ring)
+        return self._of[device]
 
 
 def _joined(before: Move, after: Move) -> Move | None:

@@ -27,7 +27,7 @@ from weights.format.slices import Strided, narrow, part
 from weights.format.torch_views import runs_view
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_WRAPPER = "model."  # supervised_objective.SupervisedObjective holds the model under this name
+_WRAPPER = "model."  # packed_objective.PackedObjective holds the model under this name
 
 
 @dataclass(frozen=True)

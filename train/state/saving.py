@@ -37,7 +37,8 @@ class Saving:
     """One rank's part of it. `steps`: which step is the last, and which end an epoch of `packs` packs.
 
     `begin_version`, `snapshot_if_room`, `suspend` and `publish_result` are collective. The state must not change
-    between the begin of what is written beside a step and `copied`.
+    between the begin of what is written beside a step and `copied`. `kept`: tensors that every snapshot takes along; to
+    be set before the first of them.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Saving:
     ):
         self.spec, self.store, self.engine = spec, store, engine
         self._steps, self._packs = steps, packs
+        self.kept: snapshot.Kept = snapshot.NOTHING
         self._emit, self._signals, self._progress = emit, signals, progress
         grid = fragments.grid(engine)
         self._rank, self._world_size = grid.rank, grid.world_size
@@ -237,11 +239,11 @@ class Saving:
     @cached_property
     def layout(self) -> Layout:
         """Of a snapshot."""
-        return snapshot.snapshot_layout(self.engine)
+        return snapshot.snapshot_layout(self.engine, self.kept)
 
     @cached_property
     def _plan(self) -> CopyPlan:
-        return snapshot.plan_of_written(self.engine, self.layout)
+        return snapshot.plan_of_written(self.engine, self.layout, self.kept)
 
     @cached_property
     def _restorable(self) -> list[torch.UntypedStorage]:

@@ -2,16 +2,18 @@
 tensor-parallel size can read it.
 
 A snapshot holds, for every trained parameter, `master.<name>`, `exp_avg.<name>` and `exp_avg_sq.<name>` whole, in
-float32 and in the parameter's shape, and in its meta what the loop needs: the step. Data position, order, learning
-rate and random streams are functions of the step and the spec, so there is nothing else to keep.
+float32 and in the parameter's shape, the tensors that the run keeps from its beginning (`Kept`), and in its meta what
+the loop needs: the step. Data position, order, learning rate and random streams are functions of the step and the
+spec, so there is nothing else to keep.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,12 +38,14 @@ from weights.memory.store import WeightStore
 KIND = "snapshot"
 FORMAT = 1
 PARTS = ("master", *fragments.MOMENTS)
+Kept = Mapping[str, torch.Tensor]  # float32, by name, equal on every rank
+NOTHING: Kept = MappingProxyType({})
 
 # Fields that must be equal for the continued run to be the same run.
 _IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_epochs", "full", "lora_rank")
 
 
-def snapshot_layout(engine: Any) -> Layout:
+def snapshot_layout(engine: Any, kept: Kept = NOTHING) -> Layout:
     """The layout of a snapshot; the same on every rank and for every step of a run.
 
     Each part in the optimizer's order of parameters (train.run.engine gives it matrices before vectors where it has two
@@ -50,13 +54,26 @@ def snapshot_layout(engine: Any) -> Layout:
     trained = [p for p in fragments.parameters(engine) if p.trained]
     if len(engine.optimizer.optimizer.param_groups) > 1:
         trained.sort(key=lambda p: len(p.shape) < 2)
-    return Layout.plan(TensorSpec(f"{part}.{p.name}", "F32", p.shape) for part in PARTS for p in trained)
+    state = [TensorSpec(f"{part}.{p.name}", "F32", p.shape) for part in PARTS for p in trained]
+    return Layout.plan([*state, *(TensorSpec(name, "F32", tuple(tensor.shape)) for name, tensor in kept.items())])
 
 
-def plan_of_written(engine: Any, layout: Layout) -> CopyPlan:
-    """What this rank writes into a snapshot, for as long as the engine lives. After the first step, or a resume."""
+def plan_of_written(engine: Any, layout: Layout, kept: Kept = NOTHING) -> CopyPlan:
+    """What this rank writes into a snapshot, for as long as the engine lives; `kept` by the first rank. After the first
+    step, or a resume."""
     assert fragments.has_moments(engine), "a snapshot before the first step would hold undefined bytes"
-    return CopyPlan.of(layout, _pieces(fragments.written(engine, fragments.trained_fragments(engine))))
+    pieces = [*_pieces(fragments.written(engine, fragments.trained_fragments(engine)))]
+    if comm.get_rank() == 0:
+        pieces += [(name, Strided(0, t.numel(), t.numel(), 1), t.view(-1)) for name, t in kept.items()]
+    return CopyPlan.of(layout, pieces)
+
+
+def read_kept(store: WeightStore, path: str | Path, name: str) -> torch.Tensor | None:
+    """A copy of a tensor of the snapshot at `path` that its run keeps; None if it has none of this name. Raises
+    SnapshotMismatch."""
+    with store.lease(_stored(path)) as lease:
+        shape = next((placed.spec.shape for placed in lease.layout if placed.spec.name == name), None)
+        return None if shape is None else as_tensor(lease.view(name), "F32", shape).clone()
 
 
 def reserve_snapshot(
@@ -111,10 +128,7 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
 
     Raises SnapshotMismatch if it is gone or belongs to another run.
     """
-    try:
-        stored = StoredVersion.read(Path(path))
-    except IntegrityError as error:
-        raise SnapshotMismatch(f"no snapshot at {path}; it was removed or never committed") from error
+    stored = _stored(path)
     meta = stored.manifest.meta
     for key in _IDENTITY:
         if meta["spec"][key] != getattr(spec, key):
@@ -140,6 +154,13 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
     engine.global_steps = step
     engine.global_samples = step * spec.batch_size
     return step
+
+
+def _stored(path: str | Path) -> StoredVersion:
+    try:
+        return StoredVersion.read(Path(path))
+    except IntegrityError as error:
+        raise SnapshotMismatch(f"no snapshot at {path}; it was removed or never committed") from error
 
 
 def disk_store(spec: TrainSpec) -> WeightStore:

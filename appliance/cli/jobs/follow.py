@@ -71,6 +71,8 @@ def event_line(event: dict[str, Any], job: dict[str, Any] | None) -> str:
     for name, label in (("train_loss", "loss"), ("valid_loss", "validation loss")):
         if data.get(name) is not None:
             parts.append(f"{label} {data[name]:.4f}")
+    own = {name: value for name, value in data.items() if "/" in name and isinstance(value, (int, float))}
+    parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in own.items()]  # of the training method
     if data.get("grad_norm") is not None:
         parts.append(f"grad norm {data['grad_norm']:.3g}")
     if data.get("learning_rate") is not None:

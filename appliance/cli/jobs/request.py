@@ -53,6 +53,18 @@ PREEMPTIBLE = Annotated[
 ]
 
 
+def auto_or_number(option: str, text: str | None) -> int | float | str | None:
+    if text is None or text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            raise BadUsage(f"{option} is {text!r}; expected auto or a number") from None
+
+
 def device_fields(
     sizes: str | None, priority: int | None, deadline: str | None, preemptible: bool | None
 ) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage
 from appliance.cli.jobs import file as files
 from appliance.cli.jobs.follow import end_well, print_logs, wait_for_end
+from appliance.cli.jobs.methods import METHOD, NO_OWN, OWN, USUAL, with_methods
 from appliance.cli.jobs.request import (
     BATCH_SIZE,
     DEADLINE,
@@ -32,6 +33,7 @@ from appliance.cli.jobs.request import (
     SIZES,
     TENSOR_PARALLEL,
     ZERO_STAGE,
+    auto_or_number,
     device_fields,
 )
 
@@ -45,6 +47,7 @@ app = group("The making of fine-tuning jobs; `appliance job` takes this command 
     "appliance job submit --model llama-1b --file file-abc123 --lora-rank 16 --set lora_dropout=0.05",
     "appliance job submit --model llama-1b --file train.jsonl --full --zero-stage 2 --max-length 2048",
     "appliance job submit --model llama-8b --file train.jsonl --tensor-parallel 2 --zero-stage 2",
+    "appliance job submit --model starter --method dpo --file pairs.jsonl --beta 0.1 --lora-rank 16",
     "appliance job submit --model starter --file train.jsonl --epochs 3 --publish epoch   a version after each",
     "appliance job submit --model starter --file train.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible",
     "",
@@ -52,6 +55,7 @@ app = group("The making of fine-tuning jobs; `appliance job` takes this command 
     "learning_rate, warmup_ratio, weight_decay, max_grad_norm, gradient_accumulation, micro_batch, packing,",
     "activation_checkpointing, offload, snapshot_every_s, step_patience_s.",
 )
+@with_methods
 def submit(
     session: Session,
     model: Annotated[str, typer.Option("--model", help="The model to begin from.", autocompletion=complete_models)],
@@ -59,6 +63,7 @@ def submit(
     validation_file: Annotated[
         str | None, typer.Option("--validation-file", metavar="PATH|FILE_ID", help="Data to measure the loss on.")
     ] = None,
+    method: METHOD = USUAL,
     suffix: Annotated[str | None, typer.Option("--suffix", help="Part of the new model's name.")] = None,
     epochs: EPOCHS = None,
     batch_size: BATCH_SIZE = None,
@@ -82,8 +87,10 @@ def submit(
     preemptible: PREEMPTIBLE = None,
     hold: Annotated[bool, typer.Option("--hold", help="Stays in the queue until `job release`.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Follow it to its end, as `job logs -f` does.")] = False,
+    own: OWN = NO_OWN,
 ) -> None:
-    """Fine-tune a model on a file of conversations. Files are uploaded and checked before any device is taken."""
+    """Fine-tune a model on a file of conversations, or of what else the method learns from. Files are uploaded and
+    checked before any device is taken."""
     chosen = given(
         n_epochs=auto_or_number("--epochs", epochs),
         batch_size=auto_or_number("--batch-size", batch_size),
@@ -94,6 +101,7 @@ def submit(
         tensor_parallel=tensor_parallel,
         max_length=max_length,
         publish=publish,
+        **own,
     )
     hyperparameters = with_pairs(chosen, set_ or [])
     body = given(
@@ -103,7 +111,7 @@ def submit(
         suffix=suffix,
         seed=seed,
         metadata=dict(_pairs("--metadata", metadata or [])) or None,
-        method={"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
+        method={"type": method, method: {"hyperparameters": hyperparameters}},
         min_devices=min_devices,
         max_devices=max_devices,
         **device_fields(sizes, priority, deadline, preemptible),
@@ -133,18 +141,6 @@ def file_id(session: Session, option: str, given: str) -> str:
     if given.startswith("file-"):
         return given
     raise BadUsage(f"{option} is {given!r}; expected a file on this machine, or the id of an uploaded one (file-…)")
-
-
-def auto_or_number(option: str, text: str | None) -> int | float | str | None:
-    if text is None or text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        try:
-            return float(text)
-        except ValueError:
-            raise BadUsage(f"{option} is {text!r}; expected auto or a number") from None
 
 
 def _pairs(option: str, texts: list[str]) -> list[tuple[str, str]]:

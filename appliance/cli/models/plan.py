@@ -10,6 +10,7 @@ from appliance.cli import formats, output, paths
 from appliance.cli.command import Session, box_command, given, group
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.jobs.methods import METHOD, NO_OWN, OWN, USUAL, with_methods
 from appliance.cli.jobs.request import (
     BATCH_SIZE,
     EPOCHS,
@@ -20,8 +21,9 @@ from appliance.cli.jobs.request import (
     SET,
     TENSOR_PARALLEL,
     ZERO_STAGE,
+    auto_or_number,
 )
-from appliance.cli.jobs.submit import auto_or_number, file_id, with_pairs
+from appliance.cli.jobs.submit import file_id, with_pairs
 
 app = group("Would it fit? An estimate before anything is started.")
 
@@ -56,6 +58,7 @@ def serve(
     app,
     "appliance plan job --model llama-8b --file train.jsonl           what the job would choose, its tokens counted",
     "appliance plan job --model llama-8b --full --zero-stage 3 --devices 4",
+    "appliance plan job --model llama-8b --method dpo --lora-rank 16   rows of two sequences: twice the activations",
     "appliance plan job --model llama-8b --file file-abc123 --lora-rank 16 --set micro_batch=2",
     "appliance plan job --config llama-3.3-70b --devices 8 --device-kind h100 --full      needs no box",
     "appliance plan job --config ./Qwen2.5-7B-Instruct --devices 2 --device-kind 48gb     a directory with config.json",
@@ -64,6 +67,7 @@ def serve(
     name="job",
     boxless="config",
 )
+@with_methods
 def job(
     session: Session,
     model: Annotated[
@@ -84,6 +88,7 @@ def job(
     device_kind: Annotated[
         str | None, typer.Option("--device-kind", metavar="KIND", help="With --config: h100, a100, 48gb …")
     ] = None,
+    method: METHOD = USUAL,
     devices: Annotated[
         int | None, typer.Option("--devices", metavar="N", min=1, help="At most so many. Default: all of the box.")
     ] = None,
@@ -100,6 +105,7 @@ def job(
     tensor_parallel: TENSOR_PARALLEL = None,
     max_length: MAX_LENGTH = None,
     set_: SET = None,
+    own: OWN = NO_OWN,
 ) -> None:
     """What a fine-tuning job would choose, and its memory per device; the job that follows chooses the same."""
     chosen = given(
@@ -111,6 +117,7 @@ def job(
         zero_stage=zero_stage,
         max_length=max_length,
         tensor_parallel=tensor_parallel,
+        **own,
     )
     hyperparameters = with_pairs(chosen, set_ or [])
     if (model is None) == (config is None):
@@ -120,11 +127,11 @@ def job(
     if config is not None:
         if file is not None:
             raise BadUsage("--file needs the model's tokenizer, so a model of the box (--model); give --examples N")
-        _show(session, _without_box(config, device_kind, devices, hyperparameters, examples_))
+        _show(session, _without_box(config, device_kind, devices, method, hyperparameters, examples_))
         return
     if device_kind is not None:
         raise BadUsage("--device-kind goes with --config; the devices of the box are known")
-    body = given(model=model, hyperparameters=hyperparameters, devices=devices, examples=examples_)
+    body = given(model=model, method=method, hyperparameters=hyperparameters, devices=devices, examples=examples_)
     if file is None:
         _answer(session, {"job": body})
         return
@@ -137,7 +144,12 @@ def job(
 
 
 def _without_box(
-    config: str, device_kind: str | None, devices: int | None, hyperparameters: dict[str, Any], examples: int | None
+    config: str,
+    device_kind: str | None,
+    devices: int | None,
+    method: str,
+    hyperparameters: dict[str, Any],
+    examples: int | None,
 ) -> dict[str, Any]:
     """Raises BadUsage."""
     # Fenced: it would double the time of every other command's `--help`.
@@ -147,7 +159,14 @@ def _without_box(
         kinds = ", ".join(MEMORY_BYTES)
         raise BadUsage(f"--config needs --device-kind: one of {kinds}, or the memory of each, such as 48gb")
     try:
-        return plan_imagined(config, hyperparameters, devices=devices or 8, device_kind=device_kind, examples=examples)
+        return plan_imagined(
+            config,
+            hyperparameters,
+            devices=devices or 8,
+            device_kind=device_kind,
+            examples=examples,
+            method=method,
+        )
     except BadShape as error:
         raise BadUsage(str(error)) from error
 

@@ -72,6 +72,11 @@ def others_asked(load: Load, names: set[str]) -> bool:
 
 
 def open_engines(table_row: Mapping | None) -> dict[str, str]:
-    """Replica id to socket of the open replicas in a model's row of the routing table."""
+    """Replica id to socket of the open replicas in a model's row of the routing table whose engines give signs of
+    life."""
     replicas = table_row.get("replicas", ()) if table_row else ()
-    return {replica["id"]: replica["socket"] for replica in replicas if replica["state"] == "open"}
+    return {
+        replica["id"]: replica["socket"]
+        for replica in replicas
+        if replica["state"] == "open" and not replica.get("avoid")
+    }

@@ -42,10 +42,6 @@ class Arrivals:
             process = self._processes[report.gateway] = _Process(report.started_s, before)
         for name, now in report.arrived.items():
             before_ = process.counts.get(name, Arrived())
-            if now.requests > before_.requests:
+            if now.requests > before_.requests or sum(now.first_tokens.values()) > sum(before_.first_tokens.values()):
                 process.counts[name] = now
-                total = self._totals.get(name, Arrived())
-                self._totals[name] = Arrived(
-                    total.requests + now.requests - before_.requests,
-                    total.prompt_tokens + now.prompt_tokens - before_.prompt_tokens,
-                )
+                self._totals[name] = self._totals.get(name, Arrived()).plus(now.since(before_))

@@ -41,10 +41,31 @@ class ModelLoad:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Requests that arrived for one model, and their prompt tokens as routing estimates them."""
+    """Requests that arrived for one model, and their prompt tokens as routing estimates them. prompts: the same
+    requests by bucket of these tokens; first_tokens: streams by bucket of the time to their first token
+    (`appliance.gateway.routing.canary_comparison`)."""
 
     requests: int = 0
     prompt_tokens: int = 0
+    prompts: Mapping[int, int] = field(default_factory=dict)
+    first_tokens: Mapping[int, int] = field(default_factory=dict)
+
+    def since(self, before: Arrived) -> Arrived:
+        """What came after `before`, an earlier count of the same process."""
+        return Arrived(
+            self.requests - before.requests,
+            self.prompt_tokens - before.prompt_tokens,
+            Counter(self.prompts) - Counter(before.prompts),
+            Counter(self.first_tokens) - Counter(before.first_tokens),
+        )
+
+    def plus(self, other: Arrived) -> Arrived:
+        return Arrived(
+            self.requests + other.requests,
+            self.prompt_tokens + other.prompt_tokens,
+            Counter(self.prompts) + Counter(other.prompts),
+            Counter(self.first_tokens) + Counter(other.first_tokens),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +106,18 @@ class Report:
     started_s: float = 0.0
     notes: tuple[str, ...] = ()
     certificate_expires_s: float | None = None
+    prompts: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    first_tokens: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
     @property
     def arrived(self) -> dict[str, Arrived]:
         return {
-            name: Arrived(int(row["arrived_requests"]), int(row.get("arrived_prompt_tokens", 0)))
+            name: Arrived(
+                int(row["arrived_requests"]),
+                int(row.get("arrived_prompt_tokens", 0)),
+                self.prompts.get(name, {}),
+                self.first_tokens.get(name, {}),
+            )
             for name, row in self.models.items()
             if "arrived_requests" in row
         }
@@ -117,7 +145,19 @@ def parse_report(message: Mapping[str, Any]) -> Report:
         float(started_s),
         _notes(message.get("notes", [])),
         None if expires_s is None else float(expires_s),
+        _by_bucket(message, "arrived_prompts"),
+        _by_bucket(message, "first_tokens"),
     )
+
+
+def _by_bucket(message: Mapping[str, Any], name: str) -> dict[str, dict[int, int]]:
+    try:
+        return {
+            model: {int(bucket): int(number) for bucket, number in row.get(name, {}).items()}
+            for model, row in message.get("models", {}).items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"models: {name}: expected counts by bucket ({error!r})") from error
 
 
 def _notes(given: Any) -> tuple[str, ...]:

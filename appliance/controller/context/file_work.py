@@ -14,9 +14,9 @@ from typing import ParamSpec, TypeVar
 from anyio import CapacityLimiter, to_thread
 
 from train.data.check import DataReport, check_training_file
-from train.methods.check_process import check_apart
+from train.methods.check_process import ANY, check_apart
 from train.methods.method import Method
-from train.methods.methods import DEFAULT
+from train.methods.methods import convert
 
 # Checking a smaller file is faster than starting a process, and blocks other threads no longer than a request may.
 APART_FROM_BYTES = 1 << 20
@@ -45,11 +45,12 @@ class FileWork:
         owner: str,
         path: Path,
         chat_path: Path | None = None,
-        method: Method = DEFAULT,
+        method: Method | None = None,
         tokenizer: Path | None = None,
     ) -> DataReport:
-        """Check a training file; with `chat_path`, also write it there in the method's format; with `tokenizer`, the
-        directory of a model, count its tokens. Raises OSError."""
+        """Check a training file, for a method once a job names one; with `chat_path`, also write it there in the
+        method's format; with `tokenizer`, the directory of a model, count its tokens. Raises OSError."""
         if tokenizer is not None or path.stat().st_size >= APART_FROM_BYTES:
-            return await self.run(owner, check_apart, path, chat_path, method.name, tokenizer)
-        return await self.run(owner, check_training_file, path, chat_path=chat_path, convert=method.convert)
+            return await self.run(owner, check_apart, path, chat_path, method.name if method else ANY, tokenizer)
+        how = method.convert if method else convert
+        return await self.run(owner, check_training_file, path, chat_path=chat_path, convert=how)

@@ -1,8 +1,13 @@
-"""Cordons: devices that their holders must leave and that get no new holders, kept in the store until lifted."""
+"""Cordons: devices that their holders must leave and that get no new holders, kept in the store until lifted.
+
+They are kept by device id, "<node>/<index>", and follow the device by its UUID: when one drops off the bus, the driver
+numbers those behind it anew. What is said of a device that is not there is kept under its UUID until it is back.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +18,7 @@ CORDONED = "cordoned_devices"
 DRAINS = "drained_devices"
 FAILING = "cordon_reasons"
 TRIALS = "device_trials"
+IDENTITIES = "device_identities"
 
 
 def drain(db: Database, device_id: str, reason: str, by: str, now_s: float) -> bool:
@@ -34,6 +40,38 @@ def undrain(db: Database, device_id: str) -> bool:
         box.put(db, DRAINS, drains)
         box.put(db, CORDONED, [d for d in cordoned if d != device_id])
         return device_id in cordoned
+
+
+def renamed(known: Mapping[str, str], present: Mapping[str, str]) -> dict[str, str]:
+    """Under which name what was said of a device is to be kept now, by its name so far.
+
+    known, present: UUIDs of one node's devices by id, then and now; "" of one that does not answer, which is taken for
+    the one that had its id.
+    """
+    there = {uuid: device_id for device_id, uuid in present.items() if uuid}
+    back = dict(there)
+    gone = {
+        device_id: there.get(uuid, uuid)
+        for device_id, uuid in known.items()
+        if there.get(uuid) != device_id and (uuid in there or present.get(device_id) != "")
+    }
+    return back | gone
+
+
+def follow(db: Database, node: str, present: Mapping[str, str]) -> dict[str, str]:
+    """Keep all cordons with their devices. present: UUID by id, of this node's devices that have one or are silent.
+    Returns the UUIDs of devices that were there the last time and are not now, by the id they had."""
+    with db.transaction():
+        all_known = box.get(db, IDENTITIES, {})
+        known = {device_id: uuid for device_id, uuid in all_known.items() if device_id.startswith(f"{node}/")}
+        names = renamed(known, present)
+        box.put(db, CORDONED, sorted(names.get(name, name) for name in box.get(db, CORDONED, [])))
+        for table in (DRAINS, FAILING, TRIALS):
+            box.put(db, table, {names.get(name, name): told for name, told in box.get(db, table, {}).items()})
+        now = {device_id: uuid or known.get(device_id, "") for device_id, uuid in present.items()}
+        rest = {device_id: uuid for device_id, uuid in all_known.items() if device_id not in known}
+        box.put(db, IDENTITIES, {**rest, **{device_id: uuid for device_id, uuid in now.items() if uuid}})
+    return {device_id: uuid for device_id, uuid in known.items() if uuid not in now.values()}
 
 
 @dataclass(frozen=True, slots=True)

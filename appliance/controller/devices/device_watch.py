@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from appliance.controller.devices import lost_nodes
+from appliance.controller.devices import cordons, lost_nodes
 from appliance.controller.devices.cordons import CORDONED, DRAINS, FAILING, TRIALS
 from appliance.store.database import Database
 from appliance.store.ids import new_id
@@ -74,6 +74,7 @@ class DeviceWatch:
             case "joined":
                 if lost_nodes.joined(self._db, node, [asdict(device) for device in devices]):
                     self._tell("node.joined", node, {})
+                self.found(devices)
             case "left":
                 lost_nodes.left(self._db, node)
                 self._tell("node.left", node, {})
@@ -84,6 +85,22 @@ class DeviceWatch:
         """These nodes were present when the controller started: mark other expected nodes as lost."""
         for node in lost_nodes.missed(self._db, present):
             self._lost(node, "its node was not there when the box's controller began")
+
+    def found(self, devices: Collection[Device]) -> None:
+        """These devices are there, as their nodes found them: cordons follow them by UUID, and those that cannot be
+        used are cordoned before anything is placed on them."""
+        now_s = self._clock()
+        for node in {device.node for device in devices}:
+            present = {d.id: d.uuid for d in devices if d.node == node and (d.uuid or d.unfit)}
+            if not present:
+                continue
+            for device_id, uuid in cordons.follow(self._db, node, present).items():
+                self._tell("device.absent", uuid, {"reason": f"it was {device_id} the last time, and is not there now"})
+        self._ours, self._trials = set(box.get(self._db, FAILING, {})), box.get(self._db, TRIALS, {})
+        for device in devices:
+            if device.unfit:
+                self._readings.setdefault(device.id, deque()).append(Reading(device.id, now_s, unfit=device.unfit))
+        self.judge()
 
     def _lost(self, node: str, reason: str) -> None:
         lost_nodes.lost(self._db, node, reason, self._clock())
@@ -135,12 +152,13 @@ class DeviceWatch:
         trials: dict[str, dict[str, Any]],
         now_s: float,
     ) -> set[str]:
-        """Devices to try again now; one that its driver still reports as bad waits once more, in `trials`."""
+        """Devices to try again now, of those that are there (another is kept by its UUID). One that its driver still
+        reports as bad waits once more, in `trials`."""
         drained = box.get(self._db, DRAINS, {})
         due = {
             device_id
             for device_id in self._ours & cordoned & trials.keys() - drained.keys()
-            if now_s >= trials[device_id]["at_s"]
+            if "/" in device_id and now_s >= trials[device_id]["at_s"]
         }
         for device_id in (
             due

@@ -104,6 +104,12 @@ def routes(context: ControllerContext) -> APIRouter:
         }
         return _Content(context, row, headers)
 
+    @router.get("/{file_id}/errors")
+    async def errors(file_id: str, caller: Caller) -> dict[str, Any]:
+        """What the check at upload found: the first hundred bad examples, by line."""
+        report = storage.known_file(context, file_id, caller).report or {}
+        return storage.errors_object(report.get("errors", []), report.get("n_errors", 0))
+
     @router.delete("/{file_id}")
     async def delete(file_id: str, caller: Caller) -> dict[str, Any]:
         row = storage.known_file(context, file_id, caller)

@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import multipart
@@ -21,7 +22,7 @@ from train.data.check import DataReport
 UPLOAD_PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data")
 EXPIRY_S = range(3600, 2_592_000 + 1)
 _BATCH_KEEP_S = 30 * 86400
-_LINES_SHOWN = 20
+_LINES_SHOWN = 3
 
 
 def known_file(context: ControllerContext, file_id: str, caller: Principal, param: str = "id") -> FileRow:
@@ -114,7 +115,8 @@ async def described(
     status, details, report = "processed", None, None
     if purpose == "fine-tune":
         found = await context.file_work.check(caller.owner, path)
-        status, details, report = ("processed" if found.ok else "error"), summary(found), asdict(found)
+        status, details, report = ("processed" if found.ok else "error"), None, asdict(found)
+        details = summary(found, f"/v1/files/{file_id}/errors")
     return FileRow(
         id=file_id,
         filename=filename,
@@ -131,10 +133,19 @@ async def described(
     )
 
 
-def summary(report: DataReport) -> str | None:
-    """For `status_details`: the bad lines with their reasons, or the warnings; None if there are none."""
+def summary(report: DataReport, errors_url: str = "") -> str | None:
+    """For `status_details`: the first bad lines with their reasons, or the warnings; None if there are none.
+    errors_url: where all of them stand, as `errors_object` shows them."""
     if not report.ok:
         lines = "; ".join(f"line {line}: {reason}" for line, reason in report.errors[:_LINES_SHOWN])
-        more = f"; and {report.n_errors - _LINES_SHOWN} more" if report.n_errors > _LINES_SHOWN else ""
+        left = report.n_errors - _LINES_SHOWN
+        where = f" (GET {errors_url})" if errors_url else ""
+        more = f"; and {left} more{where}" if left > 0 else ""
         return f"{report.n_errors} bad example(s): {lines}{more}"
     return "; ".join(report.warnings) or None
+
+
+def errors_object(found: list[tuple[int, str]], total: int) -> dict[str, Any]:
+    """All that is kept of what is wrong with a file, line by line; total: how many there are, kept or not."""
+    data = [{"object": "file.error", "line": line, "reason": reason} for line, reason in found]
+    return {"object": "list", "data": data, "total": total, "has_more": len(data) < total}

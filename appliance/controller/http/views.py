@@ -9,6 +9,7 @@ from appliance.controller.access.naming import Resolved
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.rows import BatchRow, CheckpointRow, FileRow, JobEventRow, JobRow, PermissionRow, UploadRow
+from train.methods.methods import DEFAULT, METHODS
 
 _STATUS_OF_PHASE = {
     "validating": "validating_files",
@@ -62,8 +63,10 @@ def job_phase(row: JobRow) -> str:
 
 def hyperparameters(row: JobRow) -> dict[str, Any]:
     """The requested values, with "auto" replaced by its result; a multiplier of "auto" is 1."""
-    values = {name: "auto" for name in _OPENAI_HYPERPARAMETERS} | row.hyperparameters
+    own = [option.name for option in METHODS[row.method].options]
+    values = {name: "auto" for name in (*_OPENAI_HYPERPARAMETERS, *own)} | row.hyperparameters
     if row.resolved:
+        values |= {name: row.resolved["options"][name] for name in own if values[name] == "auto"}
         values |= {name: row.resolved[name] for name in _WORKED_OUT if values[name] == "auto"}
         if values["learning_rate_multiplier"] == "auto":
             values["learning_rate_multiplier"] = 1.0
@@ -79,7 +82,8 @@ def job_object(row: JobRow, organization: str, caller: Principal) -> dict[str, A
         "error": row.error,
         "fine_tuned_model": row.output_model if succeeded else None,
         "finished_at": None if row.finished_s is None else int(row.finished_s),
-        "hyperparameters": hyperparameters(row),
+        # OpenAI has them here for its first method alone.
+        "hyperparameters": hyperparameters(row) if row.method == DEFAULT.name else {},
         "model": row.model,
         "organization_id": f"org-{organization}",
         "result_files": row.result_files,

@@ -168,9 +168,10 @@ class JobEvents:
         job_records.upsert_metric(db, JobMetricRow(job_id=row.id, step=step, created_s=time.time(), valid_loss=loss))
         jobs.update(db, row.id, valid_loss=loss)
         text = f"Step {step}/{row.total_steps}: validation loss={_shown(loss)}"
-        _add_event(
-            db, row.id, "metrics", text, "info", {"step": step, "total_steps": row.total_steps, "valid_loss": loss}
-        )
+        known = ("event", "step", "total_steps")
+        data = {"step": step, "total_steps": row.total_steps}
+        data |= {f"valid_{key}": value for key, value in event.items() if key not in known}
+        _add_event(db, row.id, "metrics", text, "info", data)
 
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, version = self._db, int(event["step"]), str(event["version"])

@@ -10,6 +10,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
 from appliance.controller.models.capacity import BoxFacts
 from runtime.devices.kinds import HOST
+from scheduler.core.config import SchedulerConfig
 from train.plan.estimate import ModelShape
 
 MAX_CONFIG_BYTES = 4 * 2**20
@@ -28,6 +29,7 @@ def box_facts(context: ControllerContext) -> BoxFacts:
         device_memory_bytes=min((d["memory_bytes"] for d in devices), default=0),
         store_budget_bytes=budget,
         host_memory_bytes=now["memory"].get("host_bytes"),
+        asleep_per_device=now["memory"].get("asleep_per_device", SchedulerConfig().max_asleep_per_device),
         store_room_bytes=room if room is not None else (budget or 0) - (now["memory"]["used_bytes"] or 0),
     )
 

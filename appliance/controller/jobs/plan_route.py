@@ -92,7 +92,8 @@ def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
 
 async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> dict[str, Any]:
     base = _known(context, body.model)
-    method, dataset = METHODS[body.method], typical(body.examples)
+    method = METHODS[body.method]
+    dataset = typical(body.examples, method)
     if body.training_file is not None:
         dataset = await _counted(context, base, body.training_file, method, caller)
     wish = settings.Wish(max_devices=body.devices)
@@ -101,7 +102,7 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
     verdict = settings.verdict_on_box(context, base, chosen, method)
-    return planned(base.name, chosen, dataset, verdict, counted=body.training_file is not None)
+    return planned(base.name, method, chosen, dataset, verdict, counted=body.training_file is not None)
 
 
 async def _counted(

@@ -12,6 +12,7 @@ from appliance.controller.models.capacity import BoxFacts, Verdict
 from runtime.devices.kinds import hardware_first
 from serve.core.config import EngineConfig
 from serve.core.sizing import adapter_rank_limit
+from train.methods.method import Method
 from train.methods.methods import DEFAULT, method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
@@ -63,28 +64,36 @@ class Imagined:
     arch: str
 
 
-def typical(examples: int | None) -> auto.DatasetStats:
+def typical(examples: int | None, method: Method) -> auto.DatasetStats:
     """Assumed where no file is given."""
     count = examples or TYPICAL_EXAMPLES
-    return auto.DatasetStats(count, TYPICAL_TOKENS * count, 2 * TYPICAL_TOKENS)
+    return auto.DatasetStats(count, TYPICAL_TOKENS * method.sequences * count, 2 * TYPICAL_TOKENS)
 
 
 def planned(
-    model: str, chosen: settings.Settings, dataset: auto.DatasetStats, verdict: Verdict, *, counted: bool
+    model: str,
+    method: Method,
+    chosen: settings.Settings,
+    dataset: auto.DatasetStats,
+    verdict: Verdict,
+    *,
+    counted: bool,
 ) -> dict[str, Any]:
     """counted: whether `dataset` was, or is only assumed."""
     fields = chosen.resolved
+    common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
     return {
         "object": "plan",
         "kind": "job",
         "model": model,
-        "hyperparameters": {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"},
+        "method": method.name,
+        "hyperparameters": fields.get("options", {}) | common,
         "data": {
             "counted": counted,
             "examples": dataset.n_examples,
             "tokens": dataset.n_tokens,
             "longest_example_tokens": dataset.longest_example_tokens,
-            "steps": auto.steps(dataset, fields),
+            "steps": auto.steps(method.rows(dataset), fields),
         },
         **verdict.as_dict(),
     }
@@ -153,12 +162,13 @@ def plan_imagined(
     box = BoxFacts(devices, kind, each, None, 1 << 62, devices)
     rank = adapter_rank_limit(EngineConfig(), task="generate", arch=imagined.arch)
     stats = settings.of_shape(imagined.shape, imagined.context_tokens, kind, rank, computes_bf16=True)
-    how, dataset = method_of(method), typical(examples)
+    how = method_of(method)
+    dataset = typical(examples, how)
     try:
         chosen = settings.choose(how, given, dataset, stats, settings.Wish(), devices)
     except InvalidHyperparameter as error:
         raise BadShape(str(error)) from error
     verdict = settings.verdict(imagined.shape, chosen, box, how)
-    answer = planned(model, chosen, dataset, verdict, counted=False)
+    answer = planned(model, how, chosen, dataset, verdict, counted=False)
     answer["numbers"]["host"]["room_bytes"] = None
     return answer

@@ -33,10 +33,12 @@ class MethodBlock(_Strict):
 
 
 class MethodChoice(_Strict):
-    """Accepts blocks of the methods not chosen without reading them, as OpenAI does. The names are OpenAI's;
-    train.methods.methods lists which of them the box has."""
+    """Accepts blocks of the methods not chosen without reading them, as OpenAI does. The declared names are OpenAI's;
+    train.methods.methods lists which of them the box has, and its own (`check` refuses any others)."""
 
-    type: Literal["supervised", "dpo", "reinforcement"]
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Name
     supervised: MethodBlock | None = None
     dpo: dict[str, Any] | None = None
     reinforcement: dict[str, Any] | None = None
@@ -82,13 +84,14 @@ class JobCreate(_Strict):
 
 def check(request: JobCreate) -> None:
     """Checks beyond types. Raises BadRequest."""
-    if request.method is not None and request.method.type not in METHODS:
-        known = " and ".join(f"'{name}'" for name in METHODS)
-        raise BadRequest(
-            f"The method '{request.method.type}' is not supported yet; {known} {'is' if len(METHODS) == 1 else 'are'}.",
-            param="method.type",
-            code="unsupported_method",
-        )
+    if request.method is not None:
+        supported(request.method.type, "method.type")
+        for name in (request.method.model_extra or {}).keys() - METHODS.keys():
+            raise BadRequest(
+                f"Unrecognized request argument supplied: method.{name[:64]}.",
+                param=f"method.{name[:64]}",
+                code="unknown_parameter",
+            )
     if request.suffix is not None and not is_suffix(request.suffix):
         raise BadRequest(
             f"Invalid value for 'suffix': {shown(request.suffix)} was given, expected {SUFFIX_RULE}.",
@@ -97,6 +100,18 @@ def check(request: JobCreate) -> None:
         )
     devices.check(request.min_devices, request.max_devices, request.allowed_sizes)
     check_metadata(request.metadata)
+
+
+def supported(name: str, param: str) -> Method:
+    """Raises BadRequest."""
+    if name not in METHODS:
+        known = " and ".join(f"'{name}'" for name in METHODS)
+        raise BadRequest(
+            f"The method {shown(name)} is not supported yet; {known} {'is' if len(METHODS) == 1 else 'are'}.",
+            param=param,
+            code="unsupported_method",
+        )
+    return METHODS[name]
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:

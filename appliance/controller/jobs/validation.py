@@ -8,6 +8,7 @@ phase stays "validating" until everything is on disk.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -19,20 +20,25 @@ from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs.events import add_message, fail
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import jobs
-from appliance.store.rows import FileRow, JobRow
+from appliance.store.rows import FileRow, JobEventRow, JobRow
 from train.data.check import DataReport
 from train.methods.methods import method_of
 from train.plan.errors import InvalidHyperparameter
-
-_LINES_AS_EVENTS = 20
 
 
 class InvalidData(Exception):
     """The data of a job cannot be used for training; `report` says where."""
 
-    def __init__(self, param: str, file_id: str, report: DataReport):
-        super().__init__(f"The file {file_id} has {storage.summary(report)}")
+    def __init__(self, param: str, file_id: str, report: DataReport, job_id: str):
+        told = storage.summary(report, f"/v1/fine_tuning/jobs/{job_id}/errors")
+        super().__init__(f"The file {file_id} has {told}")
         self.param, self.report = param, report
+
+
+def lines_of(events: Iterable[JobEventRow]) -> tuple[list[tuple[int, str]], int]:
+    """Bad examples as this module has written them into a job's events, and how many there were."""
+    told = [event.data for event in events if event.data is not None and "of" in event.data]
+    return [(data["line"], data["reason"]) for data in told], told[-1]["of"] if told else 0
 
 
 class JobValidation:
@@ -74,13 +80,13 @@ class JobValidation:
         except InvalidData as error:
             if self._still_validating(job_id):
                 with db.transaction():
-                    for line, reason in error.report.errors[:_LINES_AS_EVENTS]:
+                    for line, reason in error.report.errors:
                         add_message(
                             db,
                             job_id,
                             f"line {line}: {reason}",
                             level="error",
-                            data={"param": error.param, "line": line, "reason": reason},
+                            data={"param": error.param, "line": line, "reason": reason, "of": error.report.n_errors},
                         )
                     code = f"invalid_{error.param}"
                     fail(db, job_id, code, str(error), error.param)
@@ -137,7 +143,7 @@ class JobValidation:
         if report.ok and (reason := method.refuses(report.shape)) is not None:
             report.add_error(1, reason)
         if not report.ok:
-            raise InvalidData(param, file.id, report)
+            raise InvalidData(param, file.id, report, row.id)
         return report
 
     def _queue(self, row: JobRow, report: DataReport, warnings: list[str]) -> None:

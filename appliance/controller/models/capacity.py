@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from runtime.devices.kinds import kind_of
+from scheduler.core.config import SchedulerConfig
 from serve.core.config import EngineConfig
 from serve.core.sizing import EngineSize
 from train.methods.method import Method
@@ -27,7 +28,8 @@ class BoxFacts:
     """devices: how many, all alike. device_memory_bytes: of one; logical CPU devices share the host's, so each of a
     few may use more. store_budget_bytes: of shared memory for weights, None without a limit. store_room_bytes: how much
     of it a new reservation could get now. node_devices: of the largest node, the limit for a job or one engine; 0: no
-    such limit. host_memory_bytes: of one node, None if unknown."""
+    such limit. host_memory_bytes: of one node, None if unknown. asleep_per_device: sleeping engines that may keep
+    memory of one."""
 
     devices: int
     device_kind: str
@@ -36,6 +38,7 @@ class BoxFacts:
     store_room_bytes: int
     node_devices: int = 0
     host_memory_bytes: int | None = None
+    asleep_per_device: int = SchedulerConfig().max_asleep_per_device
 
     @property
     def on_host(self) -> bool:
@@ -49,8 +52,8 @@ class BoxFacts:
 
     def room_per_rank(self, ranks: int) -> int:
         """Bytes that weights, states and activations of a job may take on each of its devices."""
-        reserve = 0 if self.on_host else estimate.GPU_RESERVE_BYTES
-        return self.room_per_device(ranks) - reserve
+        residual = estimate.residual_bytes(self.device_kind, self.device_memory_bytes, self.asleep_per_device)
+        return self.room_per_device(ranks) - residual
 
     def takes(self, memory: estimate.RankMemory) -> int:
         """Bytes that a rank takes of its device: a logical CPU device has the host's memory, so offloading saves
@@ -96,6 +99,7 @@ def job(
     It needs memory on the devices for its ranks, host memory for what it offloads, and room in the store for its
     result. A snapshot that does not fit the store goes to disk, which only costs time.
     """
+    fields = {**fields, "device_kind": box.device_kind}
     memory = {size: method.rank_memory(shape, fields, size) for size in sizes}
     fitting = tuple(size for size in sizes if box.holds(memory[size], size))
     version, snapshot = estimate.version_bytes(shape, fields), estimate.snapshot_bytes(shape, fields)

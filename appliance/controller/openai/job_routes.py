@@ -15,6 +15,7 @@ from appliance.controller.access.model_access import caller_may_use
 from appliance.controller.access.naming import fine_tuned_name, resolve, root_base
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
+from appliance.controller.files import storage
 from appliance.controller.http import idempotency, views
 from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router
@@ -23,7 +24,7 @@ from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Princ
 from appliance.controller.jobs import claims, data, devices, requests, settings
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import JobCreate
-from appliance.controller.jobs.validation import JobValidation
+from appliance.controller.jobs.validation import JobValidation, lines_of
 from appliance.controller.jobs.wanted import ask, known_job
 from appliance.store.ids import new_id
 from appliance.store.objects import files, job_records, jobs
@@ -33,6 +34,8 @@ from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 
 ROUTE = "fine_tuning.jobs"
+# A job whose data is refused ends there: its last events are the lines, at most as many as a report lists, and its end.
+_ERROR_EVENTS = 200
 
 
 def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
@@ -96,6 +99,13 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
     async def events(job_id: str, caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
         known_job(context, job_id, caller)
         return list_object(job_records.page_events(db, job_id, after=after, limit=limit), views.event_object)
+
+    @router.get("/{job_id}/errors")
+    async def errors(job_id: str, caller: Caller) -> dict[str, Any]:
+        """What was wrong with the job's data, by line; none if it was not that."""
+        known_job(context, job_id, caller)
+        events = job_records.page_events(db, job_id, after=None, limit=_ERROR_EVENTS).data
+        return storage.errors_object(*lines_of(reversed(events)))
 
     @router.get("/{job_id}/checkpoints")
     async def checkpoints(job_id: str, caller: Caller, after: After = None, limit: Limit = 10) -> dict[str, Any]:

@@ -71,6 +71,10 @@ class Limits:
     body_bytes_per_s: int = 32 * 1024
     body_grace_s: float = 60.0
     write_stall_s: float = 60.0
+    # Over a whole answer a client may hold the gateway up for an initial period and for as long as this rate needs, so
+    # that every download ends.
+    answer_bytes_per_s: int = 8 * 1024
+    answer_grace_s: float = 60.0
     upstream_silence_s: float = 600.0
     controller_wait_s: float = 5.0
 

@@ -249,6 +249,8 @@ class InferenceHandler(Placement):
         if not self._continued:
             request.first_byte_s = now
             self.state.metrics.first_byte(request, now)
+            if self.checked.stream:
+                self.state.metrics.first_token(choice.model, now - request.received_s)
             if self._alone and self.checked.stream and choice.load.inflight == 1:
                 self.state.metrics.prefilled(choice.model, self.checked.prompt_tokens, now - self._sent_s)
 

@@ -12,6 +12,7 @@ from appliance.gateway.access.request import Request
 from appliance.gateway.core.routes import ADMIN, FINE_TUNING, INFERENCE
 from appliance.gateway.observe.exposition import Family, Sample, labels
 from appliance.gateway.routing import prefill_rate
+from appliance.gateway.routing.canary_comparison import bucket
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 ADDED_SECONDS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
@@ -80,6 +81,8 @@ class Metrics:
         self.response_bytes = 0
         self._last_s: dict[str, float] = {}
         self._arrived: dict[str, list[int]] = {}
+        self._sizes: dict[str, defaultdict[int, int]] = {}
+        self._first_tokens: dict[str, defaultdict[int, int]] = {}
         self._idle_starts: dict[str, deque[tuple[int, float]]] = {}
         self._prefill: dict[str, float | None] = {}
         self._recent: dict[str, deque[tuple[float, float]]] = {}
@@ -95,6 +98,10 @@ class Metrics:
             counts = self._arrived[row] = [0, 0]
         counts[0] += 1
         counts[1] += prompt_tokens
+        sizes = self._sizes.get(row)
+        if sizes is None:
+            sizes = self._sizes[row] = defaultdict(int)
+        sizes[bucket(prompt_tokens, 1.0)] += 1
 
     def last_request_s(self, row: str, unix_offset_s: float) -> float | None:
         """Unix time of the last admitted request; unix_offset_s: Unix time minus the monotonic clock."""
@@ -106,6 +113,21 @@ class Metrics:
         the table, because readers take differences."""
         requests, prompt_tokens = self._arrived.get(row, (0, 0))
         return requests, prompt_tokens
+
+    def prompt_sizes(self, row: str) -> dict[str, int]:
+        """The same requests by bucket of their prompt tokens (`canary_comparison.bucket`, from 1)."""
+        return {str(key): number for key, number in self._sizes.get(row, {}).items()}
+
+    def first_token(self, row: str, seconds: float) -> None:
+        """Record when the first token of a stream came, from its complete request."""
+        times = self._first_tokens.get(row)
+        if times is None:
+            times = self._first_tokens[row] = defaultdict(int)
+        times[bucket(seconds)] += 1
+
+    def first_tokens(self, row: str) -> dict[str, int]:
+        """Streams by bucket of the time to their first token, since this process began."""
+        return {str(key): number for key, number in self._first_tokens.get(row, {}).items()}
 
     def prefilled(self, row: str, prompt_tokens: int, seconds: float) -> None:
         """Record the time to first byte of a stream that was alone on its replica."""

@@ -17,9 +17,9 @@ SHORTEST_S = 0.001
 BUCKETS_PER_DOUBLING = 4
 
 
-def bucket(seconds: float) -> int:
-    """Bucket i ends at SHORTEST_S * 2 ** (i / BUCKETS_PER_DOUBLING)."""
-    return max(0, math.ceil(math.log2(max(seconds, SHORTEST_S) / SHORTEST_S) * BUCKETS_PER_DOUBLING))
+def bucket(value: float, least: float = SHORTEST_S) -> int:
+    """Bucket i ends at least * 2 ** (i / BUCKETS_PER_DOUBLING)."""
+    return max(0, math.ceil(math.log2(max(value, least) / least) * BUCKETS_PER_DOUBLING))
 
 
 class _Version:

@@ -25,12 +25,14 @@ SUSPECT_MAX_S = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One replica as one model's row of the routing table names it."""
+    """One replica as one model's row of the routing table names it. avoid: its engine gives no sign of life, so that
+    others are preferred."""
 
     id: str
     socket: str
     version: str
     state: str
+    avoid: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +135,18 @@ class Router:
         best_load: Load | None = None
         usable: list[tuple[Replica, Load]] = []
         loads = self.loads
-        for replica in self.models[name].replicas:
-            if replica.state != OPEN:
-                continue
-            load = loads[replica.id]
-            if load.inflight >= self.max_inflight or load.suspect_until_s > now_s:
-                continue
-            usable.append((replica, load))
-            if best_load is None or load.tokens < best_load.tokens:
-                best, best_load = replica, load
+        for avoided in (False, True):
+            for replica in self.models[name].replicas:
+                if replica.state != OPEN or replica.avoid != avoided:
+                    continue
+                load = loads[replica.id]
+                if load.inflight >= self.max_inflight or load.suspect_until_s > now_s:
+                    continue
+                usable.append((replica, load))
+                if best_load is None or load.tokens < best_load.tokens:
+                    best, best_load = replica, load
+            if best is not None:
+                break
         if best is None or best_load is None:
             return None
         if len(usable) > 1:

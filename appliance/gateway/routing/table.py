@@ -199,6 +199,7 @@ def _replica(where: str, row: Any, model_version: str) -> Replica:
         socket,
         model_version if version is None else _text(version, f"{where}.version"),
         state,
+        row.get("avoid") is True,
     )
 
 

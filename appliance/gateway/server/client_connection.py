@@ -41,6 +41,7 @@ class ClientConnection(Receiver):
     active_request: Request | None = None
     _deadline_s: float = 0.0
     _stalled_since_s: float = 0.0
+    _stalled_s: float = 0.0
     _closing: bool = False
     _linger_bytes: int = 0
     _window_start_s: float = 0.0
@@ -111,6 +112,7 @@ class ClientConnection(Receiver):
 
     def resume_writing(self) -> None:
         self.write_paused = False
+        self._stalled_s += time.monotonic() - self._stalled_since_s
         if self.active is not None:
             self.active.client_paused(False)
 
@@ -201,6 +203,7 @@ class ClientConnection(Receiver):
     def begin(self, request: Request) -> None:
         """The request is complete, or its body is streamed, and it is its turn."""
         self.active_request = request
+        self._stalled_s = 0.0
         if request.refusal is not None:
             self.answer_error(request.refusal)
             return
@@ -378,10 +381,15 @@ class ClientConnection(Receiver):
     def tick(self, now_s: float) -> None:
         """Called a few times a second: everything here that depends on time."""
         limits = self._state.limits
-        if self.write_paused and now_s - self._stalled_since_s > limits.write_stall_s:
-            self._state.metrics.events["client_stalled"] += 1
-            self.abort()
-            return
+        if self.write_paused:
+            stalled_s = now_s - self._stalled_since_s
+            request = self.active_request
+            sent = request.sent_bytes if request is not None else 0
+            allowed_s = limits.answer_grace_s + sent / limits.answer_bytes_per_s
+            if stalled_s > limits.write_stall_s or self._stalled_s + stalled_s > allowed_s:
+                self._state.metrics.events["client_stalled"] += 1
+                self.abort()
+                return
         if self._closing:
             if now_s > self._deadline_s:
                 self.abort()
@@ -409,7 +417,8 @@ class ClientConnection(Receiver):
                 self._state.metrics.events["slow_head"] += 1
                 self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))
             else:
-                self.close()
+                # With a deadline: what a client has not read yet would keep the connection open for ever.
+                self._close(read_rest=False)
 
     def keys_changed(self, callers: Mapping[str, Caller]) -> None:
         """Apply a new table: end all requests of removed keys, complete or not. callers: by id.

@@ -18,8 +18,9 @@ def load_report(state: State) -> dict[str, Any]:
     """The load report of the bus.
 
     last_request_s: Unix time, None before the first; ttft_p95_s, tpot_p95_s: of the last minute, None without requests.
-    arrived_*: since `started_s`. waiting_prompt_tokens: of requests without a first token, as far as visible:
-    non-streaming requests only while they are held.
+    arrived_*, first_tokens: since `started_s`; arrived_prompts and first_tokens by bucket of size and of time.
+    waiting_prompt_tokens: of requests without a first token, as far as visible: non-streaming requests only while they
+    are held.
     """
     now = time.monotonic()
     unix_offset_s = time.time() - now
@@ -47,6 +48,8 @@ def load_report(state: State) -> dict[str, Any]:
                 "prefill_tokens_per_s": state.metrics.prefill_tokens_per_s(name),
                 "arrived_requests": state.metrics.arrivals(name)[0],
                 "arrived_prompt_tokens": state.metrics.arrivals(name)[1],
+                "arrived_prompts": state.metrics.prompt_sizes(name),
+                "first_tokens": state.metrics.first_tokens(name),
             }
             for name in state.router.models
         },

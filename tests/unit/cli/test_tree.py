@@ -11,7 +11,10 @@ import typer.main
 
 from appliance.cli.main import COMMANDS, SINGLE_COMMANDS, app
 from tests.unit.cli.conftest import run
+from train.methods.methods import METHODS
 
+# A method brings its options into the tree: the promise is that all of them are there.
+METHOD = ["--method", *(f"--{option.name}".replace("_", "-") for m in METHODS.values() for option in m.options)]
 BOX = ["--api-key", "--data-dir", "--help", "--output", "--url"]
 FROZEN = {
     "up": ["--config", "--data-dir", "--detach", "--devices", "--help", "--host", "--output", "--port"],
@@ -101,6 +104,7 @@ FROZEN = {
     "tier verify": [*BOX, "--timeout", "--wait"],
     "job submit": [
         *BOX,
+        *METHOD,
         "--batch-size",
         "--deadline",
         "--epochs",
@@ -149,6 +153,7 @@ FROZEN = {
     "plan serve": [*BOX, "--replicas", "--tensor-parallel", "MODEL"],
     "plan job": [
         *BOX,
+        *METHOD,
         "--batch-size",
         "--config",
         "--device-kind",

@@ -30,7 +30,8 @@ def test_lora_of_8b_fits_anywhere_and_all_of_it_only_on_enough_devices():
     assert capacity.job(LLAMA_8B, fields(), SIZES, H100S).sizes == SIZES
     verdict = capacity.job(LLAMA_8B, fields(full=True, zero_stage=2), SIZES, H100S)
     assert verdict.fits and verdict.sizes == (4, 8), "2 would need the last byte: none is left for CUDA and NCCL"
-    assert verdict.numbers["device"]["room_bytes"] == 76 * GIB
+    left = 80 * GIB - 5 * GIB - int(0.03 * 80 * GIB)  # a context, two engines asleep, what the allocator wastes
+    assert verdict.numbers["device"]["room_bytes"] == left
     assert verdict.numbers["host"]["needed_bytes"] == 14 * LLAMA_8B.n_parameters
 
 
@@ -38,7 +39,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
     verdict = capacity.job(LLAMA_8B, fields(full=True, zero_stage=1), (1, 2), H100S)
     assert not verdict.fits and verdict.sizes == ()
     (problem,) = verdict.problems
-    assert "on each of 2 devices" in problem and "optimizer 48.18 GB" in problem and "there are 81.60 GB" in problem
+    assert "on each of 2 devices" in problem and "optimizer 48.18 GB" in problem and "there are 77.95 GB" in problem
     assert any("LoRA" in text for text in verdict.instead)
     smaller = capacity.job(LLAMA_8B, fields(full=False, activation_checkpointing=True), (1, 2), H100S)
     assert smaller.fits

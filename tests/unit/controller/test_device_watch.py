@@ -12,6 +12,7 @@ from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.store.records import audit, box
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
+from scheduler.core.inventory import Device
 from scheduler.devices.discovery import logical_devices
 
 
@@ -187,3 +188,52 @@ def test_a_death_that_cannot_be_written_down_fails_nobody(db, watch, monkeypatch
     assert "cannot be cordoned now" in caplog.text and watch.nudges == []
     watch.judge()
     assert box.get(db, CORDONED) == ["n0/3"] and watch.nudges == [1], "the next look makes up for it"
+
+
+def gpus(*uuids, unfit=()):
+    return tuple(
+        Device(f"n0/{n}", "n0", n, "cuda", uuid=uuid, unfit="does not answer" if n in unfit else "")
+        for n, uuid in enumerate(uuids)
+    )
+
+
+def test_cordons_follow_a_gpu_whose_number_changes(db, watch):
+    watch.found(gpus("a", "b", "c", "d"))
+    cordons.drain(db, "n0/3", "noisy", "ann", 1.0)
+    cordons.drain(db, "n0/1", "hot", "ann", 1.0)
+    for _ in range(2):
+        watch.died(("n0/2",), "job a", "died")
+    watch.found(gpus("a", "c", "d"))  # b fell off the bus
+    assert box.get(db, CORDONED) == ["b", "n0/1", "n0/2"]
+    seen = cordons.read(db)
+    assert seen.drains["n0/2"]["reason"] == "noisy" and seen.drains["b"]["reason"] == "hot"
+    assert list(seen.failing) == ["n0/1"] and list(seen.trials) == ["n0/1"]
+    assert ("device.absent", "b", "it was n0/1 the last time, and is not there now", None) in told(db)
+    watch.found(gpus("a", "c", "d"))
+    assert sum(row[0] == "device.absent" for row in told(db)) == 1, "said once"
+    watch.found(gpus("a", "b", "c", "d"))
+    seen = cordons.read(db)
+    assert seen.cordoned == {"n0/1", "n0/2", "n0/3"} and list(seen.failing) == ["n0/2"]
+    assert {name: row["reason"] for name, row in seen.drains.items()} == {"n0/1": "hot", "n0/3": "noisy"}
+
+
+def test_a_silent_gpu_is_taken_for_the_one_that_had_its_number(db, watch):
+    watch.found(gpus("a", "b", "c"))
+    cordons.drain(db, "n0/1", "hot", "ann", 1.0)
+    watch.found(gpus("a", "", "c", unfit=[1]))
+    assert box.get(db, CORDONED) == ["n0/1"] and box.get(db, cordons.IDENTITIES)["n0/1"] == "b"
+    assert not any(row[0] == "device.absent" for row in told(db))
+    watch.found(gpus("a", "b", "c"))
+    assert box.get(db, CORDONED) == ["n0/1"]
+
+
+def test_a_gpu_that_cannot_be_used_is_cordoned_when_it_is_found(db, watch):
+    watch.node_changed("n0", "joined", gpus("a", "b", unfit=[1]))
+    assert box.get(db, CORDONED) == ["n0/1"]
+    assert ("device.cordon", "n0/1", "does not answer", None) in told(db)
+
+
+def test_logical_devices_leave_no_identity(db, watch):
+    cordons.drain(db, "n0/1", "", "ann", 1.0)
+    watch.found(logical_devices(4))
+    assert box.get(db, CORDONED) == ["n0/1"] and box.get(db, cordons.IDENTITIES, {}) == {}

@@ -85,9 +85,14 @@ async def test_devices_that_share_a_model_come_in_groups(control: Control):
             "hyperparameters.n_epochs",
             "give it once",
         ),
-        ({"method": {"type": "dpo"}}, "method.type", "not supported yet"),
+        ({"method": {"type": "dpo", "ppo": {}}}, "method.ppo", "Unrecognized"),
+        (
+            {"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 3}}}},
+            "method.dpo.hyperparameters.beta",
+            "to 2",
+        ),
         ({"method": {"type": "reinforcement"}}, "method.type", "not supported yet"),
-        ({"method": {"type": "magic"}}, "method.type", "'supervised', 'dpo' or 'reinforcement'"),
+        ({"method": {"type": "magic"}}, "method.type", "'supervised' and 'dpo' are"),
         ({"suffix": "<script>"}, "suffix", "letters"),
         ({"suffix": "a" * 65}, "suffix", "64"),
         ({"suffix": ""}, "suffix", "letters"),
@@ -162,6 +167,26 @@ async def test_bad_data_fails_the_job_with_line_numbers_before_any_device(contro
     assert jobs.get(control.db, job_id).started_s is None
 
 
+async def test_an_error_says_three_lines_and_where_all_stand(control: Control):
+    file_id = await control.upload(chat_lines(3) + b"oops\n" * 120)
+    job_id = await control.job(training_file=file_id)
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    told = f"and 117 more (GET /v1/fine_tuning/jobs/{job_id}/errors)"
+    assert "120 bad example(s)" in job.error.message and told in job.error.message
+    assert "line 6" in job.error.message and "line 7" not in job.error.message
+    details = (await control.sdk.files.retrieve(file_id)).status_details
+    assert f"and 117 more (GET /v1/files/{file_id}/errors)" in details and "line 7" not in details
+    for url in (f"/v1/fine_tuning/jobs/{job_id}/errors", f"/v1/files/{file_id}/errors"):
+        found = (await control.http.get(url)).json()
+        assert found["total"] == 120 and found["has_more"] and len(found["data"]) == 100
+        first = found["data"][0]
+        assert first["object"] == "file.error" and first["line"] == 4 and "not valid JSON" in first["reason"]
+        assert [row["line"] for row in found["data"]] == list(range(4, 104))
+    good = await control.upload()
+    found = (await control.http.get(f"/v1/files/{good}/errors")).json()
+    assert found == {"object": "list", "data": [], "total": 0, "has_more": False}
+
+
 async def test_preference_data_is_not_for_supervised_tuning(control: Control):
     row = {
         "input": {"messages": [{"role": "user", "content": "hi"}]},
@@ -171,6 +196,42 @@ async def test_preference_data_is_not_for_supervised_tuning(control: Control):
     job_id = await control.job(training_file=await control.upload((json.dumps(row) + "\n").encode() * 12))
     job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
     assert job.status == "failed" and "preference" in job.error.message
+
+
+PAIR = {
+    "input": {"messages": [{"role": "user", "content": "hi"}]},
+    "preferred_output": [{"role": "assistant", "content": "a"}],
+    "non_preferred_output": [{"role": "assistant", "content": "b"}],
+}
+
+
+async def test_a_job_of_pairs_is_validated_and_shows_its_beta(control: Control):
+    content = (json.dumps(PAIR) + "\n").encode() * 12
+    job_id = await control.job(
+        training_file=await control.upload(content),
+        method={"type": "dpo", "dpo": {"hyperparameters": {"beta": "auto", "batch_size": 4, "n_epochs": 2}}},
+    )
+    row = jobs.get(control.db, job_id)
+    assert (row.phase, row.resolved["options"], row.resolved["n_epochs"]) == ("queued", {"beta": 0.1}, 2)
+    lines = (control.context.jobs_dir / job_id / "train.jsonl").read_text().splitlines()
+    assert len(lines) == 12 and len(json.loads(lines[0])["sequences"]) == 2
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    shown = job.method.dpo.hyperparameters
+    assert (shown.beta, shown.batch_size, shown.n_epochs, shown.learning_rate_multiplier) == (0.1, 4, 2, 1.0)
+    assert job.method.supervised is None and job.hyperparameters.n_epochs is None
+
+
+async def test_pairs_are_refused_by_line(control: Control):
+    same = PAIR | {"non_preferred_output": PAIR["preferred_output"]}
+    content = "".join(json.dumps(row) + "\n" for row in [*[PAIR] * 11, same]).encode()
+    file_id = await control.upload(content)
+    file = await control.sdk.files.retrieve(file_id)
+    assert file.status == "error" and "line 12: both outputs are the same" in file.status_details
+    job_id = await control.job(training_file=file_id, method={"type": "dpo"})
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert job.status == "failed" and "line 12" in job.error.message
+    chats = await control.job(method={"type": "dpo"})
+    assert "wants pairs" in (await control.sdk.fine_tuning.jobs.retrieve(chats)).error.message
 
 
 async def test_a_retry_finds_the_first_job_and_a_new_submission_makes_another(control: Control):

@@ -88,6 +88,8 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
         "prefill_tokens_per_s": None,
         "arrived_requests": 0,
         "arrived_prompt_tokens": 0,
+        "arrived_prompts": {},
+        "first_tokens": {},
     }
     assert report["started_s"] == box.state.started_s
     assert report["replicas"] == {"e0": {"inflight": 0, "streams": 0, "waiting_tokens": 0}}

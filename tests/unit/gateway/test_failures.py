@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -330,6 +331,46 @@ async def test_client_that_never_reads_is_bounded_and_dropped_while_neighbours_r
     await asyncio.wait_for(box.engines["e0"].lost.wait(), 10)
     assert sent < 40 << 20
     assert box.state.metrics.events["client_stalled"] == 1
+
+
+@pytest.mark.parametrize(
+    "sent, stalled_s, stays", [(0, 55.0, True), (0, 65.0, False), (1 << 20, 180.0, True), (1 << 20, 200.0, False)]
+)
+async def test_a_client_may_hold_up_an_answer_no_longer_than_its_least_rate_allows(
+    box: Box, sent: int, stalled_s: float, stays: bool
+) -> None:
+    """Each pause is short, so that only their sum tells: 60 s, and what 8 KiB a second need for what was sent."""
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await asyncio.Event().wait()
+
+    box.engines["e0"].script = script
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    await box.until(lambda: any(conn.active_request for conn in box.state.connections))
+    conn = next(iter(box.state.connections))
+    conn.active_request.sent_bytes = sent
+    conn._stalled_s = stalled_s
+    conn.pause_writing()
+    conn.tick(time.monotonic())
+    assert box.state.metrics.events["client_stalled"] == (not stays)
+    assert (conn in box.state.connections and not conn.transport.is_closing()) == stays
+
+
+async def test_an_idle_connection_ends_although_its_client_has_not_read_the_end_of_its_answer(box: Box) -> None:
+    wire = await box.connect()
+    await wire.send(request_bytes("GET", "/health", b""))
+    await wire.head()
+    (conn,) = box.state.connections
+    wire.reader._limit = 1
+    conn.transport.write(b"x" * (16 << 20))  # more than the kernel takes for a client that does not read
+    conn.write_paused = False
+    now_s = time.monotonic()
+    conn.tick(now_s + 80)
+    assert conn in box.state.connections, "it gets a minute for the rest"
+    conn.tick(now_s + 160)
+    await box.until(lambda: conn not in box.state.connections)
 
 
 async def test_slow_reader_gets_everything(box: Box) -> None:

@@ -33,6 +33,15 @@ def test_draining_suspect_and_full_replicas_get_nothing() -> None:
     assert router.choose("m", 1, False, lambda: b"0", 10.3) is not None
 
 
+def test_a_replica_without_a_sign_of_life_takes_requests_only_where_it_is_the_last() -> None:
+    silent, other = (Replica(key, f"/s/{key}", "v1", "open", key == "a") for key in "ab")
+    router = _router(Model("m", "v1", "ready", "generate", 60.0, (silent, other)), max_inflight=3)
+    chosen = [router.choose("m", 10_000 * n, True, lambda: b"0", 0.0) for n in range(1, 4)]
+    assert [choice.replica.id for choice in chosen if choice] == ["b"] * 3, "however loaded the other is"
+    last = router.choose("m", 1, True, lambda: b"0", 0.0)
+    assert last is not None and last.replica.id == "a"
+
+
 def test_unknown_model_is_a_key_error() -> None:
     with pytest.raises(KeyError):
         _router().choose("m", 1, False, lambda: b"0", 0.0)

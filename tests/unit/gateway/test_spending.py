@@ -466,6 +466,7 @@ async def test_every_owner_has_a_salt_of_its_own_on_every_route(box: Box) -> Non
         "/v1/responses": {"model": "m", "input": "x"},
         "/v1/responses/input_tokens": {"model": "m", "input": "x"},
         "/v1/messages": {"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]},
+        "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
         "/v1/embeddings": {"model": "e", "input": "x"},
     }
 

@@ -36,6 +36,11 @@ class Abacus(DeviceKind):
     """Two devices of 64 GiB, of which the second has lost its beads."""
 
     name = "abacus"
+    title = "abacus"
+    torch_type = "privateuseone"
+    accelerator = "counter"
+    context_bytes = 2**30
+    asleep_bytes = 2**29
     collectives = "beads"
 
     def present(self):
@@ -105,7 +110,7 @@ def test_a_third_kind_is_planned_for(abacus):
 
 def test_a_third_kind_shows_its_devices_to_engines_and_ranks(abacus, tmp_path):
     assert device_environment("abacus", tmp_path) == {
-        "DS_ACCELERATOR": "abacus",
+        "DS_ACCELERATOR": "counter",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "ABACUS_STAYS": "still",
         "VLLM_CACHE_ROOT": str(tmp_path / "vllm"),
@@ -125,7 +130,7 @@ def test_a_third_kind_shows_its_devices_to_engines_and_ranks(abacus, tmp_path):
 
 
 def test_a_kind_that_is_no_row_is_refused_by_name():
-    with pytest.raises(UnknownDeviceKind, match="'abacus' is not known; expected one of cuda, cpu"):
+    with pytest.raises(UnknownDeviceKind, match="'abacus' is not known; expected one of cuda, rocm, cpu"):
         kind_of("abacus")
     with pytest.raises(InvalidSpec, match="abacus"):
         TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", device_kind="abacus")
@@ -136,9 +141,14 @@ def test_processes_see_their_devices_as_the_driver_numbers_them():
     assert kind_of("cuda").visibility([5, 2]) == shown and kind_of("cpu").visibility([5]) == {}
 
 
-def test_torch_names_a_kind_as_we_do():
+def test_kinds_that_share_torchs_name_are_told_apart_by_torchs_build(abacus, monkeypatch):
     assert kinds.of_torch(torch.device("cpu")) is kinds.HOST
     assert kinds.of_torch(torch.device("cuda", 3)).name == "cuda"
+    assert kinds.of_torch(torch.device("privateuseone")).name == "abacus"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert kinds.of_torch(torch.device("cuda", 3)).name == "rocm"
+    with pytest.raises(UnknownDeviceKind, match="'xla'"):
+        kinds.of_torch(torch.device("xla"))
     assert kinds.in_host_memory(torch.zeros(1).device)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-
 import pynvml
 import pytest
 
@@ -12,6 +10,7 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.devices.health import Death, failing
 from scheduler.devices.readings import DeviceReadings
+from tests.devices_support.nvml import Machine, eight_h100, four_4090
 
 CONFIG = SchedulerConfig(device_deaths=2, death_window_s=100, hot_for_s=30)
 
@@ -71,54 +70,21 @@ def test_never_for_deaths_when_told_so():
     assert failing({}, deaths, 1000, SchedulerConfig(device_deaths=0)) == {}
 
 
-@pytest.fixture
-def driver(monkeypatch):
-    """An H100 and a GeForce, with answers in the shapes that the driver gives."""
-    state = types.SimpleNamespace(xids=[], lost=set(), ecc=0)
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlEventSetCreate", lambda: object())
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetIndex", lambda handle: handle)
-
-    def register(handle, kinds, events):
-        assert kinds == pynvml.nvmlEventTypeXidCriticalError
-        if handle == 1:
-            raise pynvml.NVMLError_NotSupported()
-
-    def wait(events, timeout_ms):
-        if not state.xids:
-            raise pynvml.NVMLError_Timeout()
-        index, xid = state.xids.pop(0)
-        return types.SimpleNamespace(device=index, eventData=xid)
-
-    def temperature(handle, sensor):
-        if handle in state.lost:
-            raise pynvml.NVMLError_GpuIsLost()
-        return 41 + handle
-
-    def on_the_h100_only(answer):
-        def ask(handle, *_):
-            if handle == 1:
-                raise pynvml.NVMLError_NotSupported()
-            return answer()
-
-        return ask
-
-    monkeypatch.setattr(pynvml, "nvmlDeviceRegisterEvents", register)
-    monkeypatch.setattr(pynvml, "nvmlEventSetWait_v2", wait)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", temperature)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperatureThreshold", lambda handle, kind: 87)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEccErrors", on_the_h100_only(lambda: state.ecc))
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetRemappedRows", on_the_h100_only(lambda: (0, 1, 0, 0)))
-    return state
+def test_a_device_that_is_set_up_wrongly_may_be_set_right():
+    found = failing({"n0/0": (at(1, unfit="is cut by MIG"),)}, (), 1.0, CONFIG)
+    assert found["n0/0"].reason == "is cut by MIG" and found["n0/0"].may_pass
+    assert judged(at(1, unfit="is cut by MIG"), at(6)) == {}
 
 
-def test_the_driver_is_read_as_far_as_it_tells(driver):
+def test_the_driver_is_read_as_far_as_it_tells(monkeypatch):
+    machine = Machine([eight_h100().gpus[0], four_4090().gpus[1]]).install(monkeypatch)
     readings = DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(2)))
     first, second = readings.read()
     assert (first.device_id, first.ecc_uncorrected, first.temperature_c, first.slowdown_c) == ("n0/0", 0, 41, 87)
-    assert (second.ecc_uncorrected, second.remap_failed, second.temperature_c) == (None, False, 42)
-    driver.xids, driver.ecc, driver.lost = [(0, 79), (0, 31)], 2, {1}
+    assert (second.ecc_uncorrected, second.remap_failed, second.temperature_c) == (None, False, 41)
+    assert (first.uuid, second.uuid) == ("GPU-h100-0", "GPU-4090-1")
+    machine.xids, machine.gpus[0].ecc = [(0, 79), (1, 79), (0, 31)], 2
+    machine.gpus[1].error = pynvml.NVMLError_GpuIsLost()
     again, lost = readings.read()
     assert (again.xids, again.ecc_uncorrected, lost.lost) == ((79, 31), 2, "GPU is lost")
     told = {"n0/0": (first, again), "n0/1": (second, lost)}
@@ -126,6 +92,16 @@ def test_the_driver_is_read_as_far_as_it_tells(driver):
         "n0/0": "reported Xid 79",
         "n0/1": "does not answer any more (GPU is lost)",
     }
+
+
+def test_a_gpu_lost_before_the_watch_began_keeps_no_other_from_being_read(monkeypatch):
+    machine = eight_h100()
+    machine.gpus[0].handle_error = pynvml.NVMLError_GpuIsLost()
+    machine.gpus[6].mig = True
+    machine.install(monkeypatch)
+    told = DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(8))).read()
+    assert [reading.lost for reading in told] == ["GPU is lost", *[""] * 7]
+    assert "MIG" in told[6].unfit and not told[5].unfit
 
 
 def test_logical_devices_have_no_driver_to_ask():

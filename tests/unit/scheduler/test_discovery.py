@@ -1,11 +1,15 @@
-"""Device discovery, with NVML's answers replaced by recorded shapes."""
+"""Device discovery, on machines that this one is not: NVML's answers and the files of AMD's driver are written down."""
 
-import types
+from dataclasses import replace
 
 import pynvml
 import pytest
 
+from runtime.devices import kinds, rocm, unsupported
+from runtime.devices.kind import DevicesRefused
+from runtime.devices.unsupported import Unsupported
 from scheduler.devices import discovery
+from tests.devices_support.nvml import GIB, Machine, eight_h100, four_4090
 
 
 def test_a_machine_without_a_driver_gets_eight_logical_devices(monkeypatch):
@@ -23,39 +27,155 @@ def test_a_number_asks_for_that_many_logical_devices():
     assert [d.id for d in discovery.discover_devices(4, node="n3")] == ["n3/0", "n3/1", "n3/2", "n3/3"]
 
 
+def test_eight_h100_behind_a_switch_are_named_with_memory_and_peers(monkeypatch):
+    machine = eight_h100().install(monkeypatch)
+    devices = discovery.discover_devices("auto")
+    first = devices[0]
+    assert (first.id, first.kind, first.name, first.memory_bytes) == ("n0/0", "cuda", "NVIDIA H100 80GB HBM3", 80 * GIB)
+    assert [device.nvlink_peers for device in devices] == [{f"n0/{m}" for m in range(8) if m != n} for n in range(8)]
+    assert [device.uuid for device in devices] == [f"GPU-h100-{n}" for n in range(8)]
+    assert not any(device.unfit for device in devices)
+    assert machine.users == 0, "NVML stays open in no process that only looked"
+
+
+def test_four_4090_are_no_peers_and_report_less(monkeypatch):
+    four_4090().install(monkeypatch)
+    devices = discovery.discover_devices("auto")
+    assert [(device.name, device.nvlink_peers, device.unfit) for device in devices] == [
+        ("NVIDIA GeForce RTX 4090", frozenset(), "")
+    ] * 4
+
+
+@pytest.mark.parametrize("where", ["handle_error", "error"])
+@pytest.mark.parametrize("error", [pynvml.NVMLError_GpuIsLost(), pynvml.NVMLError_Unknown()], ids=["lost", "unknown"])
+def test_a_gpu_that_does_not_answer_takes_no_other_with_it(monkeypatch, where, error):
+    machine = eight_h100()
+    setattr(machine.gpus[3], where, error)
+    machine.install(monkeypatch)
+    devices = discovery.discover_devices("auto")
+    assert [device.index for device in devices] == list(range(8))
+    assert devices[3].unfit == f"does not answer ({error})" and devices[3].memory_bytes == 80 * GIB
+    assert [device.id for device in devices if device.unfit] == ["n0/3"]
+    assert devices[0].nvlink_peers == {f"n0/{n}" for n in (1, 2, 4, 5, 6, 7)}
+    assert machine.users == 0
+
+
+def test_mig_and_exclusive_mode_are_said_with_the_remedy(monkeypatch):
+    machine = eight_h100()
+    machine.gpus[1].mig = True
+    machine.gpus[2].mode = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+    machine.install(monkeypatch)
+    unfit = {device.id: device.unfit for device in discovery.discover_devices("auto") if device.unfit}
+    assert unfit.keys() == {"n0/1", "n0/2"}
+    assert "MIG" in unfit["n0/1"] and "-mig 0" in unfit["n0/1"]
+    assert "exclusive process" in unfit["n0/2"] and "-c DEFAULT" in unfit["n0/2"]
+
+
+def test_processes_of_others_are_said(monkeypatch):
+    machine = eight_h100()
+    machine.gpus[5].pids, machine.gpus[5].used_bytes = (4711, 4712), 30 * 10**9
+    machine.gpus[6].handle_error = pynvml.NVMLError_GpuIsLost()
+    machine.install(monkeypatch)
+    (told,) = discovery.foreign_use(discovery.discover_devices("auto"))
+    assert told.startswith("n0/5 (NVIDIA H100 80GB HBM3) is used by 2 other processes (pid 4711, 4712), 30.0 GB")
+    assert discovery.foreign_use(discovery.discover_devices(4)) == []
+
+
+def test_an_old_driver_is_refused_with_the_remedy(monkeypatch):
+    replace(eight_h100(), driver="570.124.06").install(monkeypatch)
+    with pytest.raises(DevicesRefused, match=r"570\.124\.06 is too old.*need 580.*nvidia-driver-580.*\[box\] devices"):
+        discovery.discover_devices("auto")
+    assert len(discovery.discover_devices(8)) == 8, "on request it runs on the host"
+
+
+@pytest.mark.parametrize(
+    "machine, says",
+    [
+        (Machine([], init_error=pynvml.NVMLError_LibRmVersionMismatch()), "different versions.*reboot"),
+        (Machine([], init_error=pynvml.NVMLError_Unknown()), "does not start"),
+        (replace(four_4090(), gpus=[replace(four_4090().gpus[0], error=pynvml.NVMLError_GpuIsLost())]), "none of them"),
+    ],
+    ids=["updated under way", "unknown", "all lost"],
+)
+def test_a_machine_whose_gpus_cannot_be_used_is_refused_in_words(monkeypatch, machine, says):
+    machine.install(monkeypatch)
+    with pytest.raises(DevicesRefused, match=says):
+        discovery.discover_devices("auto")
+
+
 @pytest.fixture
-def two_linked_gpus(monkeypatch):
-    buses = ["00000000:17:00.0", "00000000:3D:00.0"]
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda i: i)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda h: "NVIDIA H200")
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda h: types.SimpleNamespace(total=141 * 2**30))
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetPciInfo", lambda h: types.SimpleNamespace(busId=buses[h]))
-
-    def status(one, other, caps):
-        assert one != other and caps == pynvml.NVML_P2P_CAPS_INDEX_NVLINK
-        return pynvml.NVML_P2P_STATUS_OK
-
-    # An NVSwitch box: each link's far end is the switch, which is no GPU.
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", status)
-    switch = types.SimpleNamespace(busId="00000000:05:00.0")
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetNvLinkRemotePciInfo", lambda h, link: switch)
+def without_nvidia(monkeypatch):
+    Machine([], init_error=pynvml.NVMLError_LibraryNotFound()).install(monkeypatch)
 
 
-def test_gpus_are_named_with_memory_and_nvlink_peers(two_linked_gpus):
-    first, second = discovery.discover_devices("auto")
-    assert (first.id, first.kind, first.name, first.memory_bytes) == ("n0/0", "cuda", "NVIDIA H200", 141 * 2**30)
-    assert first.nvlink_peers == {"n0/1"} and second.nvlink_peers == {"n0/0"}
+def write(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
 
 
-@pytest.mark.parametrize("answer", [pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED, pynvml.NVMLError_NotSupported()])
-def test_gpus_without_nvlink_between_them_are_no_peers(two_linked_gpus, monkeypatch, answer):
-    def status(one, other, caps):
-        if isinstance(answer, pynvml.NVMLError):
-            raise answer
-        return answer
+@pytest.fixture
+def two_mi300x(without_nvidia, monkeypatch, tmp_path):
+    """Two processors, two GPUs joined by XGMI, and a processor's built-in graphics between them."""
+    nodes = "class/kfd/kfd/topology/nodes"
+    for node in (0, 1):
+        write(tmp_path, {f"{nodes}/{node}/gpu_id": 0, f"{nodes}/{node}/properties": "cpu_cores_count 96"})
+    for node, minor, other in ((2, 128, 4), (4, 130, 2)):
+        write(
+            tmp_path,
+            {
+                f"{nodes}/{node}/gpu_id": 40000 + node,
+                f"{nodes}/{node}/name": "ip discovery",
+                f"{nodes}/{node}/properties": f"simd_count 1216\ndrm_render_minor {minor}\nunique_id {0xABC0 + node}",
+                f"{nodes}/{node}/mem_banks/0/properties": f"heap_type 1\nsize_in_bytes {192 * GIB}",
+                f"{nodes}/{node}/io_links/0/properties": f"type 2\nnode_from {node}\nnode_to 0",
+                f"{nodes}/{node}/io_links/1/properties": f"type 11\nnode_from {node}\nnode_to {other}",
+                f"class/drm/renderD{minor}/device/product_name": "AMD Instinct MI300X OAM",
+                f"class/drm/renderD{minor}/device/numa_node": node // 4,
+                f"class/drm/renderD{minor}/device/hwmon/hwmon7/temp2_input": 61000,
+                f"class/drm/renderD{minor}/device/hwmon/hwmon7/temp2_crit": 100000,
+                f"class/drm/renderD{minor}/device/ras/umc_err_count": "ue: 0\nce: 3",
+            },
+        )
+    write(tmp_path, {f"{nodes}/3/gpu_id": 77, f"{nodes}/3/mem_banks/0/properties": f"heap_type 1\nsize_in_bytes {GIB}"})
+    monkeypatch.setattr(rocm, "SYS", tmp_path)
+    return tmp_path
 
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", status)
-    assert [device.nvlink_peers for device in discovery.discover_devices("auto")] == [frozenset(), frozenset()]
+
+def test_amd_gpus_are_refused_until_told_to_try(two_mi300x):
+    with pytest.raises(DevicesRefused) as refused:
+        discovery.discover_devices("auto")
+    for words in (
+        "2 devices of kind AMD GPU (AMD Instinct MI300X OAM)",
+        "never run",
+        "no lock",
+        "untried_devices = true",
+    ):
+        assert words in str(refused.value)
+    first, second = discovery.discover_devices("auto", untried=True)
+    assert (first.kind, first.index, first.memory_bytes, first.numa_node) == ("rocm", 0, 192 * GIB, 0)
+    assert (second.index, second.numa_node) == (2, 1), "HIP numbers the built-in graphics too, which no box uses"
+    assert first.nvlink_peers == {"n0/2"} and second.nvlink_peers == {"n0/0"}
+    assert (first.uuid, second.uuid) == ("000000000000abc2", "000000000000abc4")
+    assert kinds.kind_of("rocm").visibility([2, 0]) == {"HIP_VISIBLE_DEVICES": "2,0", "CUDA_VISIBLE_DEVICES": "2,0"}
+
+
+def test_amd_gpus_are_watched_by_their_drivers_files(two_mi300x):
+    read = kinds.kind_of("rocm").watch({0: "n0/0", 2: "n0/2"})
+    first, second = read()
+    assert (first.device_id, first.ecc_uncorrected, first.temperature_c, first.slowdown_c) == ("n0/0", 0, 61, 100)
+    write(two_mi300x, {"class/drm/renderD130/device/ras/umc_err_count": "ue: 2\nce: 3"})
+    (two_mi300x / "class/drm/renderD128/device").rename(two_mi300x / "gone")
+    first, second = read()
+    assert "left the bus" in first.lost and second.ecc_uncorrected == 2 and not second.lost
+
+
+def test_devices_that_the_box_cannot_use_are_named(without_nvidia, monkeypatch, tmp_path):
+    control = tmp_path / "davinci_manager"
+    control.touch()
+    (ascend,) = unsupported.UNSUPPORTED
+    monkeypatch.setattr(unsupported, "UNSUPPORTED", (Unsupported(ascend.title, control, ascend.missing),))
+    with pytest.raises(DevicesRefused, match=r"Ascend.*torch_npu.*vllm-ascend.*\[box\] devices"):
+        discovery.discover_devices("auto")
+    assert len(discovery.discover_devices(2)) == 2

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import StandbyLearner, levels, standby_costs
+from scheduler.autoscale.standby import Seen, StandbyLearner, levels, standby_costs
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, ModelMemory, Standby
 
@@ -38,7 +38,7 @@ def lived(
     for look in range(int(minutes * 60 / LOOK_S)):
         now_s = look * LOOK_S
         requests = poisson(rng, work_per_s(now_s) * LOOK_S / 0.05)
-        best = found.seen(now_s, requests * 0.05, requests, asked)
+        best = found.seen(now_s, Seen([0.05] * requests, asked, awake=found.best.replicas))
         if look % int(60 / LOOK_S) == 0:
             chosen.append(best)
     return found, chosen
@@ -79,7 +79,7 @@ def test_what_was_learned_fades() -> None:
     rng = random.Random(1)
     for look in range(4 * 3600 * 4):
         requests = poisson(rng, 0.3 * LOOK_S / 0.05)
-        best = found.seen(600 + look * LOOK_S, requests * 0.05, requests, 0)
+        best = found.seen(600 + look * LOOK_S, Seen([0.05] * requests, awake=found.best.replicas))
     assert best.replicas <= 2
 
 
@@ -135,3 +135,55 @@ def test_standby_is_kept_while_the_model_is_in_use_and_no_longer() -> None:
     for after_s in (1, 12, 40):
         memory, _ = demand_.required(quiet, memory, 1000.0 + CONFIG.give_back_at_latest_s + after_s, CONFIG)
     assert memory.replicas == 0
+
+
+def test_a_constant_is_chosen_where_moving_costs_more_than_it_was_foretold() -> None:
+    rng, found, restless = random.Random(1), learner(), []
+    for look in range(4 * 1800):
+        now_s = look * LOOK_S
+        # The box moves every ten seconds where the queues ask for none of it, as it does for requests in flight.
+        awake = found.best.replicas if found.best.fixed else 3 + int(now_s / 10) % 2
+        found.seen(now_s, Seen([0.05] * poisson(rng, 2.4 * LOOK_S / 0.05), awake=awake))
+        restless.append(not found.best.fixed)
+    assert not any(restless[-4 * 600 :]) and found.best.replicas in (3, 4)
+
+
+def test_a_constant_is_kept_whatever_is_in_flight() -> None:
+    moving = Standby(3)
+    fixed = Standby(3, fixed=True)
+    model = DeploymentView(
+        "m", "v1", max_replicas=8, target_inflight=10, demand=Demand(45, last_request_s=9.0, expected=70.0)
+    )
+    memory = {
+        standby: demand_.required(replace(model, standby=standby), ModelMemory(), 10.0, CONFIG)[0].replicas
+        for standby in (moving, fixed)
+    }
+    assert memory == {moving: 7, fixed: 3}, "neither requests in flight nor a rise move a constant"
+
+
+def test_late_requests_that_no_model_foretold_count_against_as_few_replicas_and_fewer() -> None:
+    def after(late: int) -> Standby:
+        found = learner()
+        for look in range(4 * 600):
+            now_s, awake = look * LOOK_S, 3
+            found.seen(now_s, Seen([0.05], late=late * (look % 40 == 0), awake=awake))
+        return found.best
+
+    assert after(0).replicas == 1, "0.2 replicas of work"
+    assert after(1).replicas > 3, "one request in forty was late with three awake, whatever the queues say"
+
+
+def test_what_cannot_be_in_time_leaves_a_quarter_of_the_allowance() -> None:
+    rng, found = random.Random(1), learner(late_share=0.04)
+    for look in range(4 * 1800):
+        prompts = [3.0 if rng.random() < 0.05 else 0.1 for _ in range(poisson(rng, 0.5))]
+        found.seen(look * LOOK_S, Seen(prompts, awake=found.best.replicas))
+    assert 1 <= found.best.replicas < 8, "prompts of 3 s are late with eight replicas too"
+
+
+def test_a_choice_is_left_only_for_one_that_pays_for_the_stop() -> None:
+    changes, last = 0, None
+    for best in lived(lambda t: 2.4, 30, 5)[1]:
+        changes += last is not None and best != last
+        last = best
+    assert changes <= 6

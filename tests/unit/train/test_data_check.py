@@ -124,23 +124,6 @@ def test_tools_survive_and_are_checked(tmp_path):
     assert "arguments is not JSON" in report.errors[0][1]
 
 
-def test_preference_data_is_checked_not_converted(tmp_path):
-    pair = {
-        "conversations": [{"from": "human", "value": "q"}],
-        "chosen": {"from": "gpt", "value": "a"},
-        "rejected": {"from": "gpt", "value": "b"},
-    }
-    openai = {
-        "input": {"messages": [{"role": "user", "content": "q"}]},
-        "preferred_output": [{"role": "assistant", "content": "a"}],
-        "non_preferred_output": [{"role": "assistant", "content": "b"}],
-    }
-    report = check_training_file(write(tmp_path / "f", pair, openai), chat_path=tmp_path / "out")
-    assert report.ok and report.shape == "preference" and not (tmp_path / "out").exists()
-    report = check_training_file(write(tmp_path / "f", {**pair, "chosen": {}}))
-    assert "'chosen'" in report.errors[0][1]
-
-
 @pytest.mark.parametrize(
     "content, reason",
     [

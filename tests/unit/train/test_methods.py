@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from typing import Any
 
 import numpy as np
 import orjson
 import pytest
 import torch
 
+from appliance.cli.errors import BadUsage
+from appliance.cli.jobs.methods import with_methods
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.jobs import requests
 from appliance.controller.models import capacity
@@ -17,10 +19,10 @@ from appliance.controller.models.capacity import BoxFacts
 from tests.train_support.tiny import make_model_dir
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
-from train.data.formats import BadRecord
+from train.data.formats import BadRecord, to_chat
 from train.data.token_set import open_token_set
-from train.methods.method import Method
-from train.methods.methods import DEFAULT, METHODS, method_of
+from train.methods.method import Method, Option
+from train.methods.methods import DEFAULT, METHODS, convert, method_of
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
@@ -29,63 +31,56 @@ from train.plan.spec import TrainSpec
 DATASET, MODEL = auto.DatasetStats(100, 10_000, 100), auto.ModelStats(10_000_000, 512)
 
 
-class Preferred(Method):
-    """Learns the preferred answer, `strength` times as much; holds a second copy of the weights."""
+class Echoing(Method):
+    """Learns every conversation twice, the second time `strength` times as much; holds a second copy of the weights.
+    Its loss is divided by the examples of a step."""
 
-    name = "dpo"
-    metric_names = ("margin",)
-
-    def own_hyperparameters(self, given, fields):
-        fields["options"] = {"strength": given.number("strength", 0, 10, auto=2.0)}
+    name = "echo"
+    summary = "learns twice"
+    options = (Option("strength", 0, 10, 2.0, "of the second time"),)
+    metric_names = ("echoes",)
+    sequences = 2
 
     def convert(self, record, shape):
-        if shape != "preference":
-            raise BadRecord(f"has the shape {shape!r}, no pair")
-        return {
-            "pair": [
-                [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record[side]}]
-                for side in ("chosen", "rejected")
-            ]
-        }
+        if self.refuses(shape):
+            raise BadRecord(f"has the shape {shape!r}")
+        return {"sequences": [to_chat(record, shape)] * 2}
 
     def refuses(self, shape):
-        return None if shape == "preference" else "has no preference pairs"
+        return None if shape == "chat" else "has no conversations of OpenAI's form"
 
     def rank_memory(self, shape, fields, ranks):
-        held = estimate.rank_memory(shape, fields, ranks)
+        held = super().rank_memory(shape, fields, ranks)
         return estimate.RankMemory(
             **{name: getattr(held, name) * (2 if name == "weights_bytes" else 1) for name in held.__dataclass_fields__}
         )
 
-    def encode(self, encoder, record):
-        return encoder.encode({"messages": record["pair"][0]})
+    def denominator(self, tokens, packs):
+        return tokens.examples_in(packs)
 
     def objective(self, model, options):
         return Objective(model, options["strength"])
 
-    def batch(self, row, scale, device) -> Any:
-        return DEFAULT.batch(row, scale, device)
-
     def metrics(self, objective):
-        margin, objective.margin = objective.margin, 0.0
-        return [margin]
+        echoes, objective.echoes = objective.echoes, 0.0
+        return [echoes]
 
 
 class Objective(torch.nn.Module):
     def __init__(self, model, strength):
         super().__init__()
-        self.model, self.strength, self.margin = model, strength, 0.0
+        self.model, self.strength, self.echoes = model, strength, 0.0
         self.plain = DEFAULT.objective(model, {})
 
     def forward(self, batch):
-        self.margin += 0.5
-        return self.plain(batch) * self.strength
+        self.echoes += len(batch["sequence_sizes"]) / 2
+        return self.plain(batch) * (1 + self.strength) / 2
 
 
 @pytest.fixture
-def dpo(monkeypatch):
-    monkeypatch.setitem(METHODS, "dpo", Preferred())
-    return method_of("dpo")
+def echo(monkeypatch):
+    monkeypatch.setitem(METHODS, "echo", Echoing())
+    return method_of("echo")
 
 
 def body(**changes):
@@ -93,51 +88,73 @@ def body(**changes):
     return requests.JobCreate.model_validate(given)
 
 
-def test_a_request_names_the_method_and_its_hyperparameters(dpo):
-    asked = body(method={"type": "dpo", "dpo": {"hyperparameters": {"strength": 3, "n_epochs": 2}}})
+def test_a_request_names_the_method_and_its_hyperparameters(echo):
+    asked = body(method={"type": "echo", "echo": {"hyperparameters": {"strength": 3, "n_epochs": 2}}})
     requests.check(asked)
-    assert requests.method(asked) is dpo
+    assert requests.method(asked) is echo
     given, where = requests.hyperparameters(asked)
-    assert where == "method.dpo.hyperparameters"
-    fields = dpo.resolve(given, DATASET, MODEL, 2)
+    assert where == "method.echo.hyperparameters"
+    fields = echo.resolve(given, DATASET, MODEL, 2)
     assert (fields["options"], fields["n_epochs"]) == ({"strength": 3.0}, 2)
     with pytest.raises(InvalidHyperparameter, match="strength"):
-        dpo.resolve({"strength": 11}, DATASET, MODEL, 2)
+        echo.resolve({"strength": 11}, DATASET, MODEL, 2)
     with pytest.raises(InvalidHyperparameter, match="strength"):
         DEFAULT.resolve({"strength": 3}, DATASET, MODEL, 2)
-    with pytest.raises(BadRequest, match="method.dpo"):
-        requests.hyperparameters(body(method={"type": "dpo", "dpo": {"beta": 1}}))
+    with pytest.raises(BadRequest, match="method.echo"):
+        requests.hyperparameters(body(method={"type": "echo", "echo": {"beta": 1}}))
 
 
 def test_a_method_is_refused_until_it_is_a_row():
-    asked = body(method={"type": "dpo"})
-    with pytest.raises(BadRequest, match="The method 'dpo' is not supported yet; 'supervised' is."):
-        requests.check(asked)
-    with pytest.raises(InvalidSpec, match="'dpo' is not known; expected one of supervised"):
-        method_of("dpo")
+    with pytest.raises(BadRequest, match="The method 'echo' is not supported yet; 'supervised' and 'dpo' are."):
+        requests.check(body(method={"type": "echo"}))
+    with pytest.raises(BadRequest, match="Unrecognized.*method.echo"):
+        requests.check(body(method={"type": "dpo", "echo": {}}))
+    with pytest.raises(InvalidSpec, match="'echo' is not known; expected one of supervised, dpo"):
+        method_of("echo")
 
 
-def test_its_memory_is_planned_with(dpo):
-    shape, box = estimate.ModelShape(10**9), BoxFacts(1, "cuda", 80 * 2**30, None, 10**12)
-    fields = dpo.resolve({"full": True}, DATASET, auto.ModelStats(10**9, 512), 1)
-    plain, double = (capacity.job(shape, fields, (1,), box, method).numbers["device"] for method in (DEFAULT, dpo))
+def test_commands_have_its_options(echo):
+    told = []
+
+    def command(session, method="supervised", own=None):
+        told.append((session, method, dict(own)))
+
+    made = with_methods(command)
+    assert list(inspect.signature(made).parameters) == ["session", "method", "beta", "strength"]
+    given = {"beta": None, "strength": None}
+    made("box", method="echo", **given | {"strength": "0.5"})
+    made("box", method="dpo", **given | {"beta": "auto"})
+    assert told == [("box", "echo", {"strength": 0.5}), ("box", "dpo", {"beta": "auto"})]
+    with pytest.raises(BadUsage, match="--strength belongs to --method echo; --method is dpo"):
+        made("box", method="dpo", **given | {"strength": "0.5"})
+    with pytest.raises(BadUsage, match="--method is 'ehco'; expected one of supervised, dpo, echo"):
+        made("box", method="ehco", **given)
+
+
+def test_its_memory_is_planned_with(echo):
+    shape, box = estimate.ModelShape(10**9, 64, 2, 2, 32, 128, 1000), BoxFacts(1, "cuda", 80 * 2**30, None, 10**12)
+    fields = echo.resolve({"full": True}, DATASET, auto.ModelStats(10**9, 512), 1)
+    plain, double = (capacity.job(shape, fields, (1,), box, method).numbers["device"] for method in (DEFAULT, echo))
     assert double["weights_bytes"] == 2 * plain["weights_bytes"]
-    assert double["device_bytes"] - plain["device_bytes"] == plain["weights_bytes"]
+    assert double["activations_bytes"] > 1.5 * plain["activations_bytes"], "a row has two sequences"
 
 
-def test_a_small_method_from_its_file_to_its_loss(dpo, tmp_path):
-    pairs = [{"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No."} for n in range(12)]
-    source = tmp_path / "pairs.jsonl"
-    source.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+def test_a_small_method_from_its_file_to_its_loss(echo, tmp_path):
+    chats = [
+        {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"It is {n}."}]}
+        for n in range(12)
+    ]
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     written = tmp_path / "train.jsonl"
-    report = check_training_file(source, chat_path=written, convert=dpo.convert)
-    assert report.ok and report.shape == "preference" and dpo.refuses(report.shape) is None
-    assert DEFAULT.refuses(report.shape) and not check_training_file(source, chat_path=tmp_path / "x").n_errors
-    assert not (tmp_path / "x").exists(), "supervised tuning has nothing to train on in it"
-    assert orjson.loads(written.read_bytes().splitlines()[3])["pair"][1][1]["content"] == "No."
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text('{"question": "a", "answer": "b"}\n')
-    assert "no pair" in check_training_file(chats, convert=dpo.convert).errors[0][1]
+    report, plain = check_training_file(source, chat_path=written, convert=echo.convert), check_training_file(source)
+    assert report.ok and report.shape == "chat" and echo.refuses(report.shape) is None
+    assert report.n_tokens_estimate == 2 * plain.n_tokens_estimate
+    assert report.longest_example_tokens == plain.longest_example_tokens
+    assert orjson.loads(written.read_bytes().splitlines()[3])["sequences"][1]["messages"][1]["content"] == "It is 3."
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": "a", "answer": "b"}\n')
+    assert "question_answer" in check_training_file(other, convert=echo.convert).errors[0][1]
 
     base = make_model_dir(tmp_path / "base", dtype=torch.float32)
     spec = TrainSpec(
@@ -148,7 +165,7 @@ def test_a_small_method_from_its_file_to_its_loss(dpo, tmp_path):
         shm_root="",
         output_model="o",
         precision="fp32",
-        method="dpo",
+        method="echo",
         options={"strength": 3.0},
     )
     assert TrainSpec.from_json(spec.to_json()) == spec
@@ -163,14 +180,26 @@ def test_a_small_method_from_its_file_to_its_loss(dpo, tmp_path):
         rank=0,
         world_size=1,
         barrier=lambda: None,
-        encode=dpo.encode,
-        lay_out=dpo.row,
+        sequences=echo.sequences,
+        encode=echo.encode,
+        cut=echo.cut,
+        lay_out=echo.row,
     )
-    assert tokens.n_examples == 12
+    assert tokens.n_examples == 12 and echo.denominator(tokens, np.arange(len(tokens.packs))) == 12
     row = tokens.row(np.array([0]))
-    objective = dpo.objective(load_model(spec), spec.options)
-    batch = dpo.batch(row, 1.0, "cpu")
+    objective = echo.objective(load_model(spec), spec.options)
+    batch = echo.batch(row, 1.0, "cpu")
     loss = objective(batch)
-    assert loss.item() == pytest.approx(3 * objective.plain(batch).item()) and loss.dtype == torch.float32
-    assert dict(zip(dpo.metric_names, dpo.metrics(objective), strict=True)) == {"margin": 0.5}
-    assert dpo.metrics(objective) == [0.0]
+    assert loss.item() == pytest.approx(2 * objective.plain(batch).item()) and loss.dtype == torch.float32
+    assert echo.metrics(objective) == [len(tokens.packs[0])] and echo.metrics(objective) == [0.0]
+
+
+def test_a_file_of_no_job_yet_is_checked_by_the_method_that_takes_it(tmp_path):
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    source = tmp_path / "pairs.jsonl"
+    source.write_text(f"{json.dumps(pair)}\n" * 10)
+    report = check_training_file(source, convert=convert)
+    assert report.ok and report.shape == "preference" and report.n_tokens_estimate > 0
+    source.write_text(json.dumps(pair | {"rejected": "a"}))
+    assert "both outputs are the same" in check_training_file(source, convert=convert).errors[0][1]
+    assert DEFAULT.refuses("preference") and method_of("dpo").refuses("chat")

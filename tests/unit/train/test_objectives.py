@@ -7,8 +7,9 @@ from torch.nn import functional
 
 from tests.train_support.tiny import make_model_dir
 from train.data.packing import build_row
-from train.methods import supervised_objective as objectives
-from train.methods.supervised_objective import SupervisedObjective, to_batch
+from train.methods import head_gradient
+from train.methods.packed_objective import to_batch
+from train.methods.supervised_objective import SupervisedObjective
 from train.model.model import linear_layers, load_model
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
@@ -51,9 +52,10 @@ def gradients(model):
     return found
 
 
-@pytest.mark.parametrize("chunk_bytes", [objectives.CHUNK_BYTES, 4 * 384 * 7])
-def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypatch, chunk_bytes):
-    monkeypatch.setattr(objectives, "CHUNK_BYTES", chunk_bytes)
+@pytest.mark.parametrize("rows, held", [(1000, 1000), (7, 1000), (7, 20), (7, 7)])
+def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypatch, rows, held):
+    monkeypatch.setattr(head_gradient, "HOST_LOGITS_BYTES", 4 * 384 * rows)
+    monkeypatch.setattr(head_gradient, "held_rows", lambda n, *_: min(n, held))
     model = load_model(spec)
     data = examples(6)
     expected = sum(plain_loss(model, *example) for example in data)

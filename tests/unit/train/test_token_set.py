@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
-from tests.train_support.tiny import make_model_dir, write_chat_file
+from tests.train_support.tiny import make_model_dir
+from tests.train_support.world import METHODS
 from train.data.chat import ChatEncoder
 from train.data.packing import plan_packs
 from train.data.token_set import open_token_set
+from train.methods.methods import method_of
 from train.model.model import load_tokenizer
 
 
@@ -14,10 +16,12 @@ def refused():
     raise AssertionError("the set is there: nothing to tokenise")
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_set_is_opened_again_without_its_tokenizer(tmp_path, packing):
+def test_a_set_is_opened_again_without_its_tokenizer(tmp_path, packing, method):
     base = make_model_dir(tmp_path / "base")
-    data = write_chat_file(tmp_path / "train.jsonl", 40)
+    data = METHODS[method][0](tmp_path / "train.jsonl", 40)
+    sides = method_of(method).sequences
     encoder = ChatEncoder(load_tokenizer(str(base)))
 
     def opened(encoder):
@@ -31,15 +35,22 @@ def test_a_set_is_opened_again_without_its_tokenizer(tmp_path, packing):
             rank=0,
             world_size=1,
             barrier=lambda: None,
+            sequences=sides,
+            encode=method_of(method).encode,
         )
 
     first, again = opened(lambda: encoder), opened(refused)
-    expected = plan_packs(np.diff(first._offsets), 64, packing=packing)
+    lengths = np.diff(first._offsets).reshape(-1, sides).sum(1)
+    assert first.n_examples == len(lengths)
+    expected = plan_packs(lengths, 64 * sides, packing=packing)
     assert len(again.packs) == len(expected)
     for number, pack in enumerate(expected):
         assert again.packs[number].tolist() == pack.tolist()
-        marked = sum(int(first._example(index)[1][1:].sum()) for index in pack)
+        marked = sum(int(learnt[1:].sum()) for index in pack for _, learnt in first._example(index))
+        row = first.row(np.array([number]))
+        assert len(row.sequence_sizes) == sides * len(pack) and sum(row.sequence_sizes) == marked == len(row.labels)
+        assert again.examples_in(np.array([number])) == len(pack)
         assert again.labels_in(np.array([number])) == marked
-        assert again.tokens_in(np.array([number])) == sum(int(np.diff(first._offsets)[index]) for index in pack)
+        assert again.tokens_in(np.array([number])) == sum(int(lengths[index]) for index in pack)
     whole = np.arange(len(expected))
     assert again.labels_in(whole) == first.labels_in(whole) > 0

@@ -126,7 +126,7 @@ def test_each_request_is_learned_once_however_many_report_and_ask(box, monkeypat
     fed = []
     monkeypatch.setattr(
         "scheduler.autoscale.standby.StandbyLearner.seen",
-        lambda self, now_s, work_s, requests, asked: fed.append(requests),
+        lambda self, now_s, seen: fed.append(len(seen.works_s)),
     )
     box.arrive("g-0", 3)
     box.arrive("g-1", 4)

@@ -36,7 +36,7 @@ def test_notes_are_sentences_that_name_their_model():
     loop = SimpleNamespace(status=lambda: told)
     nothing = SimpleNamespace()
     host = SimpleNamespace(status=lambda: {"short": "1 GB"}, notes=lambda: ["memory is short: 1 GB available"])
-    shown = BoxStatus(loop, nothing, nothing, store, host, 0, SchedulerConfig().bounds())
+    shown = BoxStatus(loop, nothing, nothing, store, host, 0, SchedulerConfig().bounds(), 2)
     notes = ["k: not serving: no memory; next try in 4 s", "m: No room.", "stop r1 waits"]
     assert shown.read()["notes"] == ["memory is short: 1 GB available", *notes]
     assert shown.read()["memory"]["host"] == {"short": "1 GB"}
@@ -61,7 +61,7 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
         status=dict,
         notes=list,
     )
-    shown = BoxStatus(loop, nothing, nothing, nothing, nothing, 0, SchedulerConfig().bounds())
+    shown = BoxStatus(loop, nothing, nothing, nothing, nothing, 0, SchedulerConfig().bounds(), 2)
     port = LoopPort(loop, nothing, journal, nothing, db, trigger, shown)
     running = asyncio.create_task(loop.run())
     await loop.wait_settled(loop.nudge())

@@ -1,0 +1,185 @@
+"""Makes request traces of many kinds from a seed: what `auto` is held against, and nobody's tuning set.
+
+A trace is the sum of clients, as ServeGen (arXiv 2505.09999) found in production: few clients make most of the requests
+(shares by Zipf's law), each is on and off, the gaps of each are gamma or Weibull with a coefficient of variation of its
+own, prompts have a log-normal body and a Pareto tail, answers are exponential or bimodal (a short answer, or a long
+chain of reasoning). A day's swing scales all of it, and a coarse clock rounds the arrivals as some published traces do.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from array import array
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from scheduler.simulator.trace import Requests
+
+Gaps = Literal["gamma", "weibull"]
+
+LONGEST_PROMPT, LONGEST_OUTPUT = 100_000, 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One kind of traffic.
+
+    per_s: requests per second in the mean. prompt, output: mean tokens. gap_cv: coefficient of variation of a client's
+    gaps, 1 for a Poisson process. on_s, off_s: mean seconds that a client is on and off (log-normal), off_s 0 for
+    clients that are always on. swing: the peak of the day over its trough, of period_s. tail: share of prompts from the
+    Pareto tail with exponent tail_alpha. reasoning: share of answers that are four times as long. clock_s: arrivals are
+    rounded down to this, 0 for exact ones.
+    """
+
+    per_s: float
+    seconds: float = 3600.0
+    prompt: float = 1000.0
+    output: float = 200.0
+    clients: int = 30
+    gaps: Gaps = "gamma"
+    gap_cv: float = 1.0
+    on_s: float = 60.0
+    off_s: float = 0.0
+    swing: float = 1.0
+    period_s: float = 3600.0
+    prompt_sigma: float = 0.8
+    tail: float = 0.0
+    tail_alpha: float = 1.4
+    reasoning: float = 0.0
+    clock_s: float = 0.0
+
+
+def made(kind: Traffic, seed: int) -> Requests:
+    """A trace of this kind. The same seed makes the same trace."""
+    rng = random.Random(seed)
+    shares = [1 / (n + 1) ** 1.2 for n in range(kind.clients)]
+    total = sum(shares)
+    rows: list[tuple[float, int, int]] = []
+    for share in shares:
+        # A client that is on for a part of the time sends faster while it is on.
+        on_part = kind.on_s / (kind.on_s + kind.off_s)
+        rows += _of_client(kind, kind.per_s * share / total / on_part, rng)
+    rows.sort()
+    if not rows:
+        rows = [(0.0, _prompt(kind, rng), _output(kind, rng))]
+    first_s = rows[0][0]
+    return Requests(
+        array("d", (row[0] - first_s for row in rows)),
+        array("l", (row[1] for row in rows)),
+        array("l", (row[2] for row in rows)),
+    )
+
+
+def _of_client(kind: Traffic, per_s: float, rng: random.Random) -> list[tuple[float, int, int]]:
+    """Arrivals in operational time, so that the day's swing keeps the shape of the gaps."""
+    rows = []
+    at_s = -rng.random() * (kind.on_s + kind.off_s)
+    on_until_s = at_s + _log_normal(kind.on_s, rng)
+    while at_s < kind.seconds:
+        at_s += _gap_s(kind, rng) / per_s / _swing(kind, max(at_s, 0.0))
+        while kind.off_s and at_s > on_until_s:
+            off_s = _log_normal(kind.off_s, rng)
+            at_s, on_until_s = at_s + off_s, on_until_s + off_s + _log_normal(kind.on_s, rng)
+        if 0 <= at_s < kind.seconds:
+            seen_s = math.floor(at_s / kind.clock_s) * kind.clock_s if kind.clock_s else at_s
+            rows.append((seen_s, _prompt(kind, rng), _output(kind, rng)))
+    return rows
+
+
+def _swing(kind: Traffic, at_s: float) -> float:
+    amplitude = (kind.swing - 1) / (kind.swing + 1)
+    return 1 - amplitude * math.cos(2 * math.pi * at_s / kind.period_s)
+
+
+def _gap_s(kind: Traffic, rng: random.Random) -> float:
+    """A gap with mean 1."""
+    if kind.gap_cv == 1.0:
+        return rng.expovariate(1.0)
+    if kind.gaps == "gamma":
+        shape = 1 / kind.gap_cv**2
+        return rng.gammavariate(shape, 1 / shape)
+    shape = _weibull_shape(kind.gap_cv)
+    return rng.weibullvariate(1 / math.gamma(1 + 1 / shape), shape)
+
+
+@functools.cache
+def _weibull_shape(cv: float) -> float:
+    """The shape whose coefficient of variation this is, by bisection."""
+    low, high = 0.2, 20.0
+    for _ in range(60):
+        shape = (low + high) / 2
+        square = math.gamma(1 + 2 / shape) / math.gamma(1 + 1 / shape) ** 2 - 1
+        low, high = (low, shape) if square < cv * cv else (shape, high)
+    return low
+
+
+def _log_normal(mean: float, rng: random.Random, sigma: float = 0.8) -> float:
+    return mean * rng.lognormvariate(-sigma * sigma / 2, sigma)
+
+
+def _prompt(kind: Traffic, rng: random.Random) -> int:
+    if rng.random() < kind.tail:
+        # Scaled so that the tail begins at the mean of the body.
+        return min(max(int(kind.prompt * rng.paretovariate(kind.tail_alpha)), 1), LONGEST_PROMPT)
+    return min(max(int(_log_normal(kind.prompt, rng, kind.prompt_sigma)), 1), LONGEST_PROMPT)
+
+
+def _output(kind: Traffic, rng: random.Random) -> int:
+    mean = kind.output * (4.0 if rng.random() < kind.reasoning else 1.0)
+    return min(max(int(rng.expovariate(1 / mean)), 1), LONGEST_OUTPUT)
+
+
+KINDS: dict[str, Traffic] = {
+    "chat, steady": Traffic(30.0, prompt=1000, output=200),
+    "chat, few clients on and off": Traffic(15.0, clients=5, on_s=60, off_s=120),
+    "chat, many clients on and off": Traffic(25.0, clients=200, on_s=120, off_s=600),
+    "gamma gaps, cv 3": Traffic(20.0, clients=20, gap_cv=3.0),
+    "weibull gaps, cv 2": Traffic(20.0, clients=20, gaps="weibull", gap_cv=2.0),
+    "long prompts": Traffic(1.0, prompt=12_000, output=343, prompt_sigma=1.2, tail=0.05),
+    "long prompts, coarse clock": Traffic(1.0, prompt=12_000, output=343, prompt_sigma=1.2, clock_s=3.0),
+    "reasoning": Traffic(1.75, prompt=2100, output=700, prompt_sigma=1.6, reasoning=0.3, clients=60, gap_cv=1.6),
+    "reasoning, bursts": Traffic(1.5, prompt=1500, output=800, reasoning=0.5, clients=8, on_s=120, off_s=240),
+    "code, short answers": Traffic(25.0, prompt=2000, output=15, prompt_sigma=1.2, clients=40, gap_cv=2.0),
+    "day of two hours": Traffic(20.0, seconds=7200, swing=6.0, period_s=7200),
+    "day of two hours, heavy tails": Traffic(4.0, seconds=7200, swing=4.0, period_s=7200, tail=0.15, tail_alpha=1.2),
+    "quick tides": Traffic(8.0, seconds=7200, swing=8.0, period_s=900),
+    "sparse": Traffic(0.02, seconds=7200, clients=5),
+    "light": Traffic(0.5, seconds=7200, clients=10, gap_cv=2.0),
+    "heavy": Traffic(24.0, seconds=2400, prompt=1200, output=250),
+    "coarse clock of a second": Traffic(20.0, clock_s=1.0),
+    "batches by the minute": Traffic(6.0, clients=3, on_s=8, off_s=60, prompt=1500, output=60),
+}
+"""Kinds for eight devices; `at_scale` makes them fit others."""
+
+
+def at_scale(kind: Traffic, devices: int) -> Traffic:
+    """The same kind with the load that belongs to this many devices instead of eight."""
+    return replace(kind, per_s=kind.per_s * devices / 8)
+
+
+def drawn(rng: random.Random, devices: int) -> Traffic:
+    """A kind that nobody chose: every parameter drawn, loads from nearly none to nearly all of the devices."""
+    prompt = math.exp(rng.uniform(math.log(200), math.log(12_000)))
+    output = math.exp(rng.uniform(math.log(15), math.log(900)))
+    # Device seconds of one request, roughly: prompt tokens, and output tokens in a batch that is a quarter full.
+    device_s = prompt * 2.2e-5 + output * 1.3e-4 * (1 + prompt / 4000)
+    bursty = rng.random() < 0.5
+    return Traffic(
+        per_s=devices * math.exp(rng.uniform(math.log(0.02), math.log(0.6))) / device_s,
+        prompt=prompt,
+        output=output,
+        clients=rng.choice((3, 8, 30, 100)),
+        gaps=rng.choice(("gamma", "weibull")),
+        gap_cv=rng.choice((1.0, 1.0, 1.6, 2.5, 4.0)),
+        on_s=math.exp(rng.uniform(math.log(20), math.log(300))),
+        off_s=math.exp(rng.uniform(math.log(20), math.log(600))) if bursty else 0.0,
+        swing=rng.choice((1.0, 1.0, 2.0, 5.0, 10.0)),
+        period_s=rng.choice((600.0, 1800.0, 3600.0, 7200.0)),
+        prompt_sigma=rng.uniform(0.4, 1.8),
+        tail=rng.choice((0.0, 0.0, 0.15)),
+        tail_alpha=rng.uniform(1.1, 1.6),
+        reasoning=rng.choice((0.0, 0.0, 0.3)),
+        clock_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0)),
+    )

@@ -1,0 +1,103 @@
+"""Makes an environment for each client from the package registry, with the user's own settings of pip and npm.
+
+With `uv`, where it is installed, in seconds; with `pip`, whose cache shares the wheels, in minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.clients.clients import Client
+
+# pip's setting -> uv's option.
+_OPTIONS = {
+    "index-url": "--default-index",
+    "extra-index-url": "--index",
+    "find-links": "--find-links",
+    "constraint": "--constraint",
+}
+_INSTALL_S = 900
+_VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
+
+
+class NotInstalled(Exception):
+    """The registry does not have it, or it takes longer than minutes."""
+
+
+def python_of(client: Client, folder: Path) -> str:
+    """Of the client's environment; made if it is not there. Raises NotInstalled."""
+    if client.own or client.npm:
+        if client.npm:
+            _npm(client, folder / client.name)
+        return sys.executable
+    home = folder / client.name
+    python = home / "bin" / "python"
+    done = home / "installed"
+    if not done.exists():
+        shutil.rmtree(home, ignore_errors=True)
+        _install(home, python, client.packages)
+        done.touch()
+    return str(python)
+
+
+def path_of(client: Client, folder: Path) -> Path:
+    """Where its commands are."""
+    home = folder / client.name
+    return home / "node_modules" / ".bin" if client.npm else home / "bin"
+
+
+def version_of(client: Client, folder: Path) -> str:
+    if client.npm:
+        found = json.loads((folder / client.name / "node_modules" / client.name / "package.json").read_text())
+        return str(found["version"])
+    return _output([python_of(client, folder), "-c", _VERSION, client.name]).strip()
+
+
+def uv_options(pip_settings: str) -> list[str]:
+    """uv's options for what `pip config list` prints, lines such as `global.index-url='https://…'`."""
+    options: list[str] = []
+    for line in pip_settings.splitlines():
+        name, _, value = line.partition("=")
+        option = _OPTIONS.get(name.rpartition(".")[2].lower())
+        if option is not None:
+            for one in value.strip("'\"").replace("\\n", " ").split():
+                if (option, one) not in zip(options[::2], options[1::2], strict=True):
+                    options += [option, one]
+    return options
+
+
+def _install(home: Path, python: Path, packages: tuple[str, ...]) -> None:
+    uv = shutil.which("uv")
+    if uv is None:
+        _output([sys.executable, "-m", "venv", str(home)])
+        _output([str(python), "-m", "pip", "install", "--quiet", *packages])
+        return
+    settings = uv_options(_output([sys.executable, "-m", "pip", "config", "list"]))
+    # As pip does: the best version of all indexes.
+    best = ["--index-strategy", "unsafe-best-match"]
+    _output([uv, "venv", "--quiet", "--python", sys.executable, str(home)])
+    _output([uv, "pip", "install", "--quiet", "--python", str(python), *best, *settings, *packages])
+
+
+def _npm(client: Client, home: Path) -> None:
+    if (home / "node_modules" / client.name).exists():
+        return
+    npm = shutil.which("npm")
+    if npm is None:
+        raise NotInstalled("no npm here")
+    home.mkdir(parents=True, exist_ok=True)
+    _output([npm, "install", "--no-fund", "--no-audit", "--prefix", str(home), *client.packages])
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S)
+    except subprocess.TimeoutExpired:
+        raise NotInstalled(f"not installed within {_INSTALL_S // 60} minutes") from None
+    if done.returncode:
+        raise NotInstalled((done.stderr or done.stdout).strip()[-300:])
+    return done.stdout

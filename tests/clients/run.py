@@ -1,0 +1,158 @@
+"""Tries real clients, each in an environment of its own, on a box with SmolLM2-135M: `make clients`.
+
+    python -m tests.clients                     all: installs, starts a box, tries, writes docs/clients.md
+    python -m tests.clients openai anthropic    some: their rows alone
+    python -m tests.clients --install           the environments alone
+
+Exit status 1: something failed that clients.py does not name as known. It takes half an hour on 2 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.clients import environments, table
+from tests.clients.clients import CLIENTS, Client
+from tests.clients.table import ROOT, Row
+
+MODEL, EMBEDDING_MODEL = "smollm2-135m", "smollm2-embed"
+_TRY_S = 400
+_TOLD_CHARS = 300
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
+    parser.add_argument("names", nargs="*", help="of clients; default: all")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "clients", help="environments and the box")
+    parser.add_argument("--port", type=int, default=8798)
+    parser.add_argument("--install", action="store_true", help="make the environments and end")
+    options = parser.parse_args(argv)
+    chosen = [client for client in CLIENTS if not options.names or client.name in options.names]
+    if unknown := set(options.names) - {client.name for client in chosen}:
+        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(client.name for client in CLIENTS)}")
+    folder: Path = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    troubles = {client.name: _installed(client, folder) for client in chosen}
+    if options.install:
+        return any(troubles.values())
+    box = Box(folder / "box", options.port)
+    box.up()
+    surprises: list[str] = []
+    try:
+        for client in chosen:
+            row = _tried(client, folder, box, troubles[client.name])
+            table.put(table.drawn(table.record([row])))
+            surprises += _surprises(client, row)
+    finally:
+        box.down()
+    return bool(surprises)
+
+
+class Box:
+    """A box of four CPU devices with a model that answers, and the same weights as a model of embeddings."""
+
+    def __init__(self, data: Path, port: int) -> None:
+        self.data, self.url = data, f"http://127.0.0.1:{port}"
+        self._port = port
+
+    def up(self) -> None:
+        self._appliance("up", "--detach", "--port", str(self._port), "--devices", "4")
+        if MODEL not in self._appliance("model", "list"):
+            self._appliance("model", "import", MODEL)
+        if EMBEDDING_MODEL not in self._appliance("model", "list"):
+            self._appliance("model", "import", str(self._embedding()), "--name", EMBEDDING_MODEL)
+
+    def down(self) -> None:
+        self._appliance("down")
+
+    @property
+    def model_directory(self) -> Path:
+        return self.data / "models" / MODEL / "v1"
+
+    def environment(self) -> dict[str, str]:
+        """Variables as clients' documentation names them, and what the scripts need."""
+        key = (self.data / "first-key").read_text().strip()
+        return {
+            "OPENAI_BASE_URL": f"{self.url}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": key,
+            "MODEL": MODEL,
+            "MODEL_DIRECTORY": str(self.model_directory),
+            "EMBEDDING_MODEL": EMBEDDING_MODEL,
+        }
+
+    def _embedding(self) -> Path:
+        """The model's files, said to embed text."""
+        folder = self.data.with_name("embedding-model")
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self.model_directory, folder, ignore=shutil.ignore_patterns("manifest.json"))
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["LlamaModel"]}))
+        return folder
+
+    def _appliance(self, *words: str) -> str:
+        command = [sys.executable, "-m", "appliance.cli.main", *words, "--data-dir", str(self.data)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"appliance {' '.join(words)}: {done.stderr or done.stdout}")
+        return done.stdout
+
+
+def _installed(client: Client, folder: Path) -> str:
+    """Why it is not; empty if it is."""
+    began_s = time.monotonic()
+    try:
+        environments.python_of(client, folder)
+    except environments.NotInstalled as error:
+        print(f"{client.name}: not installed: {error}", flush=True)
+        return f"not installed: {error}"
+    print(f"{client.name}: installed, {time.monotonic() - began_s:.0f} s", flush=True)
+    return ""
+
+
+def _tried(client: Client, folder: Path, box: Box, trouble: str) -> Row:
+    today = time.strftime("%Y-%m-%d")
+    if trouble:
+        return Row(client.name, "", today, {}, trouble)
+    python = environments.python_of(client, folder)
+    commands = f"{environments.path_of(client, folder)}{os.pathsep}{os.environ.get('PATH', '')}"
+    # What this process was started with is nothing of the client's.
+    around = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    command = [python, str(Path(__file__).with_name(client.script))]
+    log = folder / f"{client.name}.log"
+    with open(log, "w") as output:
+        try:
+            subprocess.run(
+                command,
+                env=around | box.environment() | {"PATH": commands},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=_TRY_S,
+                cwd=folder,
+            )
+        except subprocess.TimeoutExpired:
+            trouble = f"not done after {_TRY_S} s"
+    checks = {name: _one_line(failed) for name, failed in table.verdicts(log.read_text()).items()}
+    if not checks and not trouble:
+        trouble = _one_line(log.read_text()[-_TOLD_CHARS:]) or "said nothing"
+    row = Row(client.name, environments.version_of(client, folder), today, checks, trouble)
+    print(f"{row.client} {row.version}: {row.checks} {row.trouble}", flush=True)
+    return row
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:_TOLD_CHARS].replace("|", "/")
+
+
+def _surprises(client: Client, row: Row) -> list[str]:
+    failed = [name for name, why in row.checks.items() if why and name not in client.known]
+    return failed + ([row.trouble] if row.trouble and "trouble" not in client.known else [])

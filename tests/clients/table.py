@@ -1,0 +1,66 @@
+"""The table of docs/clients.md, out of what scripts said. Pure but for the two files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.clients.clients import CHECKS, CLIENTS
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).with_name("results.json")
+PAGE = ROOT / "docs" / "clients.md"
+BEGINS, ENDS = "<!-- made by `make clients` -->", "<!-- end -->"
+_SAID = "@@"
+
+
+@dataclass
+class Row:
+    """What came of one client. checks: by name, "" if it worked, else why not. trouble: why nothing was tried."""
+
+    client: str
+    version: str
+    date: str
+    checks: dict[str, str]
+    trouble: str = ""
+
+
+def verdicts(output: str) -> dict[str, str]:
+    """Of a script's output (report.py): by check, "" or why it failed."""
+    lines = [json.loads(line.removeprefix(_SAID)) for line in output.splitlines() if line.startswith(_SAID)]
+    return {line["check"]: line["failed"] for line in lines}
+
+
+def record(rows: Iterable[Row], path: Path = RESULTS) -> list[Row]:
+    """Replace these clients' rows; the others stay. Returns all, in the order of CLIENTS."""
+    known = {row["client"]: Row(**row) for row in json.loads(path.read_text())} if path.exists() else {}
+    known |= {row.client: row for row in rows}
+    kept = [known[client.name] for client in CLIENTS if client.name in known]
+    path.write_text(json.dumps([asdict(row) for row in kept], indent=1) + "\n")
+    return kept
+
+
+def drawn(rows: Iterable[Row]) -> str:
+    """The table, and under it why something failed."""
+    lines = [f"| client | version | tried | {' | '.join(CHECKS)} |", "|---" * (3 + len(CHECKS)) + "|"]
+    why = []
+    for row in rows:
+        cells = []
+        for check in CHECKS:
+            failed = row.checks.get(check)
+            cells.append("–" if failed is None else "yes" if not failed else "**no**")
+            if failed:
+                why.append(f"- `{row.client}`, {check}: {failed}")
+        if row.trouble:
+            why.append(f"- `{row.client}`: {row.trouble}")
+        lines.append(f"| `{row.client}` | {row.version or 'not installed'} | {row.date} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *why]).rstrip() + "\n"
+
+
+def put(table: str, page: Path = PAGE) -> None:
+    text = page.read_text()
+    before, _, rest = text.partition(BEGINS)
+    _, _, after = rest.partition(ENDS)
+    page.write_text(f"{before}{BEGINS}\n{table}{ENDS}{after}")

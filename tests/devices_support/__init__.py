@@ -1,0 +1,1 @@
+"""Drivers of devices that this machine lacks."""

@@ -1,0 +1,141 @@
+"""A driver of NVIDIA GPUs as pynvml shows it, from a description of the machine: answers and errors in NVML's shapes.
+
+The machines below are written down from `nvidia-smi -q`, `nvidia-smi topo -m` and NVML's reference. What a function is
+not told here raises NVMLError_Uninitialized, as without a driver.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pynvml
+import pytest
+
+GIB = 2**30
+
+
+@dataclass
+class Gpu:
+    """One GPU. `switched`: behind an NVSwitch with the others. `datacentre`: it reports ECC, remapped rows and MIG;
+    a GeForce raises NotSupported. `handle_error`, `error`: what asking for it, or anything about it, raises."""
+
+    uuid: str
+    name: str = "NVIDIA H100 80GB HBM3"
+    memory_bytes: int = 80 * GIB
+    used_bytes: int = 500 * 2**20
+    bus: str = "00000000:17:00.0"
+    switched: bool = False
+    datacentre: bool = True
+    mig: bool = False
+    mode: int = pynvml.NVML_COMPUTEMODE_DEFAULT
+    pids: tuple[int, ...] = ()
+    temperature_c: int = 41
+    ecc: int = 0
+    handle_error: pynvml.NVMLError | None = None
+    error: pynvml.NVMLError | None = None
+
+
+@dataclass
+class Machine:
+    """`xids`: (GPU's number, Xid) that the driver has to tell. `users`: how often NVML was started and not ended."""
+
+    gpus: list[Gpu]
+    driver: str = "580.95.05"
+    init_error: pynvml.NVMLError | None = None
+    xids: list[tuple[int, int]] = field(default_factory=list)
+    users: int = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Machine:
+        """Put it in place of this machine's driver."""
+        for name, function in vars(_Functions(self)).items():
+            monkeypatch.setattr(pynvml, name, function)
+        return self
+
+
+def eight_h100() -> Machine:
+    buses = (0x19, 0x3B, 0x4C, 0x5D, 0x9B, 0xBB, 0xCB, 0xDB)
+    return Machine([Gpu(f"GPU-h100-{n}", bus=f"00000000:{bus:02X}:00.0", switched=True) for n, bus in enumerate(buses)])
+
+
+def four_4090() -> Machine:
+    gpu = Gpu("", "NVIDIA GeForce RTX 4090", 24_564 * 2**20, datacentre=False)
+    return Machine([replace(gpu, uuid=f"GPU-4090-{n}", bus=f"00000000:{n + 1:02X}:00.0") for n in range(4)])
+
+
+class _Functions:
+    def __init__(self, machine: Machine):
+        def asked(handle: Gpu) -> Gpu:
+            if not machine.users:
+                raise pynvml.NVMLError_Uninitialized()
+            if handle.error is not None:
+                raise handle.error
+            return handle
+
+        def about(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
+            return lambda handle, *_: answer(asked(handle))
+
+        def of_datacentre(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
+            def ask(handle: Gpu, *_: Any) -> Any:
+                if not asked(handle).datacentre:
+                    raise pynvml.NVMLError_NotSupported()
+                return answer(handle)
+
+            return ask
+
+        def init() -> None:
+            if machine.init_error is not None:
+                raise machine.init_error
+            machine.users += 1
+
+        def shutdown() -> None:
+            if not machine.users:
+                raise pynvml.NVMLError_Uninitialized()
+            machine.users -= 1
+
+        def handle_by_index(index: int) -> Gpu:
+            if not machine.users:
+                raise pynvml.NVMLError_Uninitialized()
+            gpu = machine.gpus[index]
+            if gpu.handle_error is not None:
+                raise gpu.handle_error
+            return gpu
+
+        def p2p(one: Gpu, other: Gpu, caps: int) -> int:
+            assert caps == pynvml.NVML_P2P_CAPS_INDEX_NVLINK and one is not other
+            if asked(one).switched and asked(other).switched:
+                return pynvml.NVML_P2P_STATUS_OK
+            return pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
+
+        def wait(events: Any, timeout_ms: int) -> Any:
+            if not machine.xids:
+                raise pynvml.NVMLError_Timeout()
+            index, xid = machine.xids.pop(0)
+            return types.SimpleNamespace(device=machine.gpus[index], eventData=xid)
+
+        self.nvmlInit, self.nvmlShutdown = init, shutdown
+        self.nvmlSystemGetDriverVersion = lambda: machine.driver
+        self.nvmlDeviceGetCount = lambda: len(machine.gpus)
+        self.nvmlDeviceGetHandleByIndex = handle_by_index
+        self.nvmlDeviceGetIndex = about(lambda gpu: machine.gpus.index(gpu))
+        self.nvmlDeviceGetName = about(lambda gpu: gpu.name)
+        self.nvmlDeviceGetUUID = about(lambda gpu: gpu.uuid)
+        self.nvmlDeviceGetMemoryInfo = about(
+            lambda gpu: types.SimpleNamespace(total=gpu.memory_bytes, used=gpu.used_bytes)
+        )
+        self.nvmlDeviceGetPciInfo = about(lambda gpu: types.SimpleNamespace(busId=gpu.bus))
+        self.nvmlDeviceGetP2PStatus = p2p
+        self.nvmlDeviceGetMigMode = of_datacentre(lambda gpu: [int(gpu.mig), int(gpu.mig)])
+        self.nvmlDeviceGetComputeMode = about(lambda gpu: gpu.mode)
+        self.nvmlDeviceGetComputeRunningProcesses = about(
+            lambda gpu: [types.SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in gpu.pids]
+        )
+        self.nvmlDeviceGetTemperature = about(lambda gpu: gpu.temperature_c)
+        self.nvmlDeviceGetTemperatureThreshold = about(lambda gpu: 87)
+        self.nvmlDeviceGetTotalEccErrors = of_datacentre(lambda gpu: gpu.ecc)
+        self.nvmlDeviceGetRemappedRows = of_datacentre(lambda gpu: (0, 1, 0, 0))
+        self.nvmlEventSetCreate = lambda: object()
+        self.nvmlDeviceRegisterEvents = of_datacentre(lambda gpu: None)
+        self.nvmlEventSetWait_v2 = wait

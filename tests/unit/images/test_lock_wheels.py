@@ -1,0 +1,87 @@
+"""The CUDA lock installs on every Python that the appliance supports, and no two of its wheels write the same file."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+REQUIREMENTS = Path(__file__).resolve().parents[3] / "images" / "requirements"
+CUDA = (REQUIREMENTS / "cuda.txt").read_text()
+PYTHONS = ("3.11", "3.12", "3.13")
+# Pure Python, built by pip: without a wheel for any Python.
+BUILT_FROM_SOURCE = {"deepspeed"}
+# Wheels known to share a file with the same content or without one: namespace packages.
+HARMLESS = re.compile(r"(^|/)(__init__\.py|LICENSE[^/]*|NOTICE[^/]*|README[^/]*)$")
+
+
+def pinned(name: str) -> tuple[int, ...]:
+    (version,) = re.findall(rf"^{name}==([\d.]+)", CUDA, re.MULTILINE)
+    return tuple(map(int, version.split(".")))
+
+
+def test_cudas_python_packages_are_of_one_version():
+    """cuda-python 12 was a full wheel, without a build for 3.13, whose files are those of cuda-bindings; from 13 on it
+    only names the cuda-bindings of its own version."""
+    assert pinned("cuda-python")[0] >= 13
+    assert pinned("cuda-python")[:2] == pinned("cuda-bindings")[:2]
+
+
+def downloaded(python: str, names: list[str], to: Path) -> list[Path]:
+    """Wheels of these lines of the lock for one Python, by pip with the user's settings; fails where one has none."""
+    lines = re.findall(r"^(\S+==\S+)", CUDA, re.MULTILINE)
+    wanted = [line for line in lines if line.partition("==")[0] in names]
+    assert len(wanted) == len(names)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(to)]
+    tags = [f"--python-version={python}", "--platform=manylinux_2_28_x86_64", "--platform=manylinux2014_x86_64"]
+    tags += ["--platform=manylinux_2_27_x86_64", "--platform=manylinux_2_24_x86_64", "--implementation=cp"]
+    done = subprocess.run([*command, *tags, *wanted], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return list(to.glob("*.whl"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("python", PYTHONS)
+def test_every_wheel_exists_for_every_python(python, tmp_path):
+    """Asks the registry and takes metadata, where it keeps that apart from the wheels; else some gigabytes of them."""
+    lock = tmp_path / "cuda.txt"
+    blocks = re.split(r"(?m)^(?=[a-zA-Z])", CUDA)
+    lock.write_text("".join(block for block in blocks if block.partition("==")[0] not in BUILT_FROM_SOURCE))
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet"]
+    command += [
+        "--require-hashes",
+        f"--python-version={python}",
+        "--target",
+        str(tmp_path / "none"),
+        "--report",
+        str(report),
+    ]
+    command += ["--only-binary=:all:", "--implementation=cp", "-r", str(lock)]
+    for glibc in range(35, 4, -1):
+        command += [f"--platform=manylinux_2_{glibc}_x86_64"]
+    command += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64", "--platform=linux_x86_64"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(json.loads(report.read_text())["install"]) > 150
+
+
+@pytest.mark.soak
+def test_no_two_wheels_of_cudas_python_packages_share_a_file(tmp_path):
+    if shutil.disk_usage(tmp_path).free < 2 * 2**30:
+        pytest.skip("needs 2 GB for the wheels")
+    owners: dict[str, set[str]] = defaultdict(set)
+    names = ["cuda-python", "cuda-bindings", "cuda-core", "cuda-pathfinder", "nvidia-ml-py"]
+    for wheel in downloaded("3.12", names, tmp_path):
+        with zipfile.ZipFile(wheel) as opened:
+            for path in opened.namelist():
+                if not path.endswith("/") and not HARMLESS.search(path):
+                    owners[path].add(wheel.name)
+    assert owners and {path: sorted(names) for path, names in owners.items() if len(names) > 1} == {}

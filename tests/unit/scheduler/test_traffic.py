@@ -1,0 +1,123 @@
+"""Traffic that is made for the simulator, coarse clocks, and requests that move to an engine that opens."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from scheduler.core.workload import Policy
+from scheduler.simulator.cluster import Cluster
+from scheduler.simulator.engine import EngineModel
+from scheduler.simulator.simulate import Setup, run_policy, static_shares
+from scheduler.simulator.trace import Requests
+from scheduler.simulator.traffic import KINDS, Traffic, at_scale, drawn, made
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_a_seed_makes_the_same_trace_with_the_rate_and_sizes_that_were_asked(name: str) -> None:
+    kind = KINDS[name]
+    found, again, other = made(kind, 1), made(kind, 1), made(kind, 2)
+    assert found == again and found != other
+    assert list(found.arrival_s) == sorted(found.arrival_s) and found.arrival_s[0] == 0
+    assert 0.4 * kind.per_s * kind.seconds < len(found) < 2.5 * kind.per_s * kind.seconds
+    assert min(found.prompt) >= 1 and min(found.output) >= 1
+    if kind.clock_s:
+        assert found.clock_s == pytest.approx(kind.clock_s)
+
+
+def test_gaps_have_the_variation_that_was_asked() -> None:
+    def cv(kind: Traffic) -> float:
+        at_s = made(kind, 3).arrival_s
+        gaps = [b - a for a, b in zip(at_s, at_s[1:], strict=False)]
+        mean = sum(gaps) / len(gaps)
+        return (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 / mean
+
+    one = {"per_s": 5.0, "seconds": 7200.0, "clients": 1}
+    assert cv(Traffic(**one)) == pytest.approx(1.0, abs=0.05)
+    assert cv(Traffic(**one, gap_cv=3.0)) == pytest.approx(3.0, rel=0.15)
+    assert cv(Traffic(**one, gaps="weibull", gap_cv=2.0)) == pytest.approx(2.0, rel=0.15)
+
+
+def test_more_devices_get_more_load_of_the_same_kind() -> None:
+    assert at_scale(KINDS["reasoning"], 32).per_s == 4 * KINDS["reasoning"].per_s
+    for seed in range(20):
+        kind = replace(drawn(random.Random(seed), 4), seconds=300.0)
+        assert len(made(kind, seed)) > 0
+
+
+def test_a_coarse_clock_is_seen_and_its_arrivals_are_spread() -> None:
+    exact = made(Traffic(5.0, seconds=1800), 1)
+    assert exact.clock_s == 0.0 and exact.spread() is exact
+    coarse = made(Traffic(5.0, seconds=1800, clock_s=3.0), 1)
+    spread = coarse.spread(1)
+    assert coarse.clock_s == pytest.approx(3.0) and spread.clock_s == 0.0
+    assert sorted(spread.prompt) == sorted(coarse.prompt) and len(set(spread.arrival_s)) == len(coarse)
+    few = Requests(array("d", [0.0, 3.0, 6.0, 9.0]), array("l", [1] * 4), array("l", [1] * 4))
+    assert few.clock_s == 0.0, "one request at each stamp: they may be that far apart"
+
+
+def waits_s(requests: Requests, opens_s: float, model: EngineModel | None = None) -> list[float]:
+    """Times to first token with one engine from the start and a second from `opens_s` on."""
+    cluster = Cluster(requests, model or EngineModel())
+    cluster.start("a")
+    cluster.open("a")
+    cluster.advance(opens_s)
+    cluster.start("b")
+    cluster.open("b")
+    cluster.advance(10_000.0)
+    assert min(cluster.served.end_s) >= 0, "each was answered once"
+    return [first - at for first, at in zip(cluster.served.first_token_s, requests.arrival_s, strict=True)]
+
+
+def test_requests_that_wait_move_to_an_engine_that_opens() -> None:
+    prompts = Requests(array("d", [0.0] * 40), array("l", [8000] * 40), array("l", [2] * 40))
+    alone, helped = waits_s(prompts, 9_000.0), waits_s(prompts, 1.0)
+    assert max(helped) < 0.6 * max(alone), "half of what is left after a second is served by the other"
+
+
+def test_requests_that_wait_for_a_full_cache_move_too() -> None:
+    small = EngineModel(kv_tokens=20_000)
+    stuck = Requests(array("d", [0.0] * 20), array("l", [100] * 20), array("l", [1900] * 20))
+    assert max(waits_s(stuck, 1.0, small)) == pytest.approx(1.0, abs=0.2), "prompts are short, but ten fill a cache"
+    assert max(waits_s(stuck, 9_000.0, small)) > 5
+
+
+def test_new_requests_go_where_their_first_token_comes_first() -> None:
+    # One engine decodes long answers, the other has a long prompt before it: the next prompt goes to the first.
+    arrivals = Requests(array("d", [0.0, 0.0, 1.0]), array("l", [100, 60_000, 500]), array("l", [2000, 2, 2]))
+    cluster = Cluster(arrivals, EngineModel())
+    for name in ("a", "b"):
+        cluster.start(name)
+        cluster.open(name)
+    cluster.advance(10_000.0)
+    assert cluster.served.first_token_s[2] - 1.0 < 0.1
+
+
+def test_every_split_is_tried() -> None:
+    assert static_shares(8) == list(range(9)) and static_shares(32) == list(range(33))
+    assert len(static_shares(1024)) == 65 and static_shares(1024)[-1] == 1024
+
+
+@pytest.mark.parametrize("name", ["code, short answers", "reasoning, bursts"])
+def test_auto_finds_the_best_constant_within_half_an_hour(name: str) -> None:
+    """What a seed makes of two kinds; `tests/property/test_no_regret.py` draws thousands."""
+    kind = KINDS[name]
+    setup = Setup(made(replace(kind, seconds=1800.0), 11))
+    auto = run_policy(setup, Policy("auto"))
+    possible = run_policy(setup, Policy("split", 0)).slo_attainment
+    need = min(0.99, possible)
+    best_hours = 0.0
+    for serve in range(1, 9):
+        split = run_policy(setup, Policy("split", 8 - serve))
+        if split.slo_attainment >= need:
+            best_hours = split.training_gpu_hours
+            break
+    assert auto.slo_attainment >= need - 0.01
+    assert auto.training_gpu_hours >= 0.99 * best_hours - START_UP_S * 8 / 3600
+
+
+START_UP_S = 60.0
+"""What finding the constant may cost: this long of all devices."""

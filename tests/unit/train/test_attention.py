@@ -1,0 +1,98 @@
+"""Packed attention: exact by splits on a processor, by one kernel on a GPU, and without a row of zeros per example."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from train.model import attention
+from train.model.attention import packed_attention
+
+LENGTHS = (5, 1, 17, 9)
+SEGMENTS = tuple((sum(LENGTHS[:i]), sum(LENGTHS[: i + 1])) for i in range(len(LENGTHS)))
+
+
+def row(heads=4, kv_heads=2, dim=8, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((1, count, sum(LENGTHS), dim) for count in (heads, kv_heads, kv_heads))
+    return [torch.randn(shape, generator=draw, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def by_mask(query, key, value, window):
+    """One call over the whole row, with the mask that says what may see what."""
+    of = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    at = torch.arange(sum(LENGTHS))
+    distance = at[:, None] - at[None, :]
+    mask = (of[:, None] == of[None, :]) & (distance >= 0)
+    if window is not None:
+        mask &= distance < window
+    found = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
+    return found.transpose(1, 2)
+
+
+def outcome(attend):
+    tensors = row()
+    out = attend(*tensors)
+    out.square().sum().backward()
+    return [out, *(tensor.grad for tensor in tensors)]
+
+
+def packed(query, key, value, window):
+    return packed_attention(
+        torch.nn.Module(), query, key, value, None, segments=SEGMENTS, scaling=0.3, sliding_window=window
+    )[0]
+
+
+def varlen_by_hand(query, key, value, starts, keys_start, longest, longest_key, *, scale, window_size, enable_gqa):
+    """What torch.nn.attention.varlen documents, one sequence at a time: (tokens, heads, dim), a window of W tokens to
+    the left beside the token itself."""
+    assert starts.dtype == torch.int32 and torch.equal(starts, keys_start)
+    assert longest == longest_key == max(LENGTHS) and query.shape[0] == starts[-1] and window_size[1] == 0
+    outs = []
+    for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        q, k, v = (tensor[first:last].transpose(0, 1)[None] for tensor in (query, key, value))
+        at = torch.arange(last - first)
+        distance = at[:, None] - at[None, :]
+        mask = distance >= 0
+        if window_size[0] >= 0:
+            mask &= distance <= window_size[0]
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("window", [None, 4, 100])
+@pytest.mark.parametrize("one_kernel", [False, True], ids=["split", "varlen"])
+def test_a_row_equals_one_call_with_the_whole_mask(monkeypatch, window, one_kernel):
+    if one_kernel:
+        monkeypatch.setattr(attention, "_one_kernel", lambda query, dropout: True)
+        monkeypatch.setattr(attention.varlen, "varlen_attn", varlen_by_hand)
+    wanted = outcome(lambda *tensors: by_mask(*tensors, window))
+    found = outcome(lambda *tensors: packed(*tensors, window))
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_the_kernel_for_whole_rows_is_for_gpus_and_half_precision():
+    meta = torch.empty((1, 4, 32, 64), device="meta", dtype=torch.bfloat16)  # stands for memory that is no host's
+    assert attention._one_kernel(meta, 0.0)
+    assert not attention._one_kernel(meta, 0.1)
+    assert not attention._one_kernel(meta.float(), 0.0)
+    assert not attention._one_kernel(torch.empty((1, 4, 32, 320), device="meta", dtype=torch.bfloat16), 0.0)
+    assert not attention._one_kernel(torch.empty((1, 4, 32, 64), dtype=torch.bfloat16), 0.0)
+
+
+def test_the_backward_pass_fills_no_row_per_example():
+    """Slices made a zeroed tensor of q's size for each of 32 examples."""
+    tokens, count = 512, 32
+    query, key, value = (torch.randn(1, 4, tokens, 16, requires_grad=True) for _ in range(3))
+    segments = tuple((i * tokens // count, (i + 1) * tokens // count) for i in range(count))
+    out, _ = packed_attention(torch.nn.Module(), query, key, value, None, segments=segments)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as told:
+        out.sum().backward()
+    whole = [
+        event for event in told.events() if event.name == "aten::zero_" and event.input_shapes[0] == [1, 4, 512, 16]
+    ]
+    assert not whole
+    assert not any("SliceBackward" in event.name for event in told.events())

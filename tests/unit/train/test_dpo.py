@@ -1,0 +1,297 @@
+"""DPO computes what TRL's DPOTrainer computes, and refuses pairs of which a cut leaves nothing to compare."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.train_support.tiny import make_model_dir, write_pair_file
+from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
+from train.control.progress import ControlSignals, Progress
+from train.data.chat import ChatEncoder
+from train.data.formats import BadRecord
+from train.data.packing import StepPlan, build_row
+from train.data.token_set import open_token_set
+from train.methods import head_gradient
+from train.methods.dpo import METHOD as DPO
+from train.methods.dpo import RATE_SHARE
+from train.methods.packed_objective import LogProbHead, to_batch
+from train.model.model import load_model, load_tokenizer
+from train.plan import auto, estimate
+from train.plan.errors import InvalidTrainingData, SnapshotMismatch
+from train.plan.spec import TrainSpec
+from train.run import loop
+from train.run.prepare import prepare
+from train.run.reference import Reference
+from train.state import snapshot
+
+# TRL 1.16.0's DPOTrainer on the model and pairs below: batches of four in order, AdamW at 1e-3, beta 0.1.
+TRL = [
+    # loss, rewards: chosen, rejected, margins; log-probabilities: chosen, rejected; gradient norm
+    (0.693147, 0.0, 0.0, 0.0, -16.833351, -128.552231, 4.29877),
+    (0.459483, -0.03267, -0.571977, 0.539307, -17.177151, -134.241913, 2.383072),
+    (0.342836, -0.049143, -0.943434, 0.894292, -17.482845, -137.890121, 1.805418),
+    (0.280219, -0.062767, -1.19186, 1.129093, -17.568506, -140.560867, 1.535459),
+    (0.224843, -0.093308, -1.471215, 1.377907, -17.766428, -143.264374, 1.286115),
+    (0.186011, -0.090079, -1.677626, 1.587547, -17.751244, -145.298401, 1.091111),
+]
+RAW = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+
+
+def parity_model(path):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {letter: n + 3 for n, letter in enumerate(letters)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=RAW
+    ).save_pretrained(path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).float().save_pretrained(path)
+    return path
+
+
+def converted(path, records):
+    path.write_text("".join(json.dumps(DPO.convert(record, "preference")) + "\n" for record in records))
+    return path
+
+
+def test_it_computes_what_trl_computes(tmp_path, monkeypatch):
+    records = [
+        {"prompt": f"What is {a}+{b}?", "chosen": f" {a + b}", "rejected": f" I cannot add {a} and {b}."}
+        for a in range(4)
+        for b in range(4)
+    ]
+    spec = TrainSpec(
+        job_id="j",
+        base_path=str(parity_model(tmp_path / "base")),
+        train_path=str(converted(tmp_path / "t.jsonl", records)),
+        valid_path=str(tmp_path / "t.jsonl"),
+        run_dir=str(tmp_path / "run"),
+        shm_root=str(tmp_path / "store"),
+        output_model="m",
+        method="dpo",
+        options={"beta": 0.1},
+        n_epochs=2,
+        batch_size=4,
+        micro_batch=2,
+        max_length=64,
+        packing=False,
+        learning_rate=1e-3,
+        adam_betas=(0.9, 0.999),
+        precision="fp32",
+    )
+    monkeypatch.setattr(StepPlan, "_order", lambda plan, epoch: np.arange(plan.n_packs))
+    monkeypatch.setattr(loop, "learning_rate", lambda *_, **__: 1e-3)
+    told = []
+    run = prepare(spec, lambda event, **data: told.append({"event": event, **data}), ControlSignals(), Progress())
+    assert run.run()["outcome"] == "succeeded"
+    run.close()
+    steps = [event for event in told if event["event"] == "metrics"]
+    for step, (loss, chosen, rejected, margin, chosen_logp, rejected_logp, norm) in zip(steps[:6], TRL, strict=True):
+        got = [step[key] for key in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins")]
+        assert got == pytest.approx([loss, chosen, rejected, margin], abs=1e-5), step
+        # Sums of a hundred float32 numbers; the norm is rounded to 13 bits (train.state.fragments).
+        assert [step["logps/chosen"], step["logps/rejected"]] == pytest.approx([chosen_logp, rejected_logp], abs=1e-4)
+        assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    # Strictly greater: equal rewards are no success.
+    assert [step["rewards/accuracies"] for step in steps[:2]] == [0.0, 1.0]
+    first, *_, last = [event for event in told if event["event"] == "validation"]
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-6) and first["rewards/accuracies"] == 0.0
+    assert last["loss"] < steps[6]["loss"] and last["rewards/accuracies"] == 1.0
+
+
+def tiny_spec(tmp_path, **fields):
+    base = tmp_path / "base"
+    return TrainSpec(
+        job_id="j",
+        base_path=str(base if base.exists() else make_model_dir(base, dtype=torch.float32)),
+        train_path=str(write_pair_file(tmp_path / "t.jsonl", 12)),
+        run_dir=str(tmp_path / "run"),
+        shm_root=str(tmp_path / "store"),
+        output_model="m",
+        method="dpo",
+        options={"beta": 0.1},
+        batch_size=2,
+        max_length=64,
+        learning_rate=1e-2,
+        precision="fp32",
+        **fields,
+    )
+
+
+def silent(event, **data):
+    pass
+
+
+@pytest.mark.parametrize("wish", ["suspend", "cancel"])
+def test_a_reference_that_is_broken_off_goes_on_where_it_was(tmp_path, monkeypatch, wish):
+    signals, rounds, whole = ControlSignals(), [], Reference._one_round
+
+    def one_round(reference, values):
+        whole(reference, values)
+        rounds.append(values.done)
+        if len(rounds) == 2:
+            signals.ask(wish)
+
+    monkeypatch.setattr(Reference, "_one_round", one_round)
+    spec = tiny_spec(tmp_path)
+    run = prepare(spec, silent, signals, Progress())
+    outcome = run.run()
+    run.close()
+    assert (outcome["outcome"], outcome["step"]) == ({"suspend": "suspended", "cancel": "cancelled"}[wish], 0)
+    assert rounds == [1, 2] and run.train.reference is None
+    again = prepare(spec, silent, ControlSignals(), Progress())
+    assert again.run()["outcome"] == "succeeded"
+    again.close()
+    assert rounds == list(range(1, len(again.train.packs) + 1)), "no row twice"
+    fresh = prepare(replace(spec, run_dir=str(tmp_path / "fresh")), silent, ControlSignals(), Progress())
+    while fresh.reference.learn_some():
+        pass
+    assert np.array_equal(fresh.train.reference, again.train.reference)
+    fresh.close()
+
+
+def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path, monkeypatch):
+    spec, signals = tiny_spec(tmp_path), ControlSignals()
+
+    def emit(event, **data):
+        if event == "metrics" and data["step"] == 2:
+            signals.ask("suspend")
+
+    run = prepare(spec, emit, signals, Progress())
+    left = run.run()
+    run.close()
+    assert left["outcome"] == "suspended" and left["step"] >= 2
+    (file,) = (tmp_path / "run" / "reference").iterdir()
+    reference = run.train.reference
+    assert np.array_equal(np.load(file)["values"], reference) and reference.shape == (12, 2)
+    objective = DPO.objective(load_model(spec), spec.options)
+    for pack in range(len(run.train.packs)):
+        batch = DPO.batch(run.train.row(np.array([pack])), 1.0, "cpu")
+        with torch.no_grad():
+            said = objective(batch | {"reference": None}).view(-1, 2)
+        assert np.allclose(said, reference[run.train.packs[pack]], rtol=1e-6)
+
+    # On a machine without the folder's files they come from the snapshot; a snapshot without them is refused.
+    file.unlink()
+    again = prepare(spec, silent, ControlSignals(), Progress(), left["snapshot_path"])
+    assert again.reference.complete and np.array_equal(again.train.reference, reference)
+    again.close()
+    file.unlink()
+    monkeypatch.setattr(snapshot, "read_kept", lambda *_: None)
+    with pytest.raises(SnapshotMismatch, match="None as reference of the data 'train'"):
+        prepare(spec, silent, ControlSignals(), Progress(), left["snapshot_path"])
+
+
+@pytest.mark.parametrize("rows, held", [(1000, 1000), (3, 1000), (3, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_and_their_gradients_are_exact(monkeypatch, rows, held, dtype):
+    monkeypatch.setattr(head_gradient, "HOST_LOGITS_BYTES", 4 * 50 * rows)
+    monkeypatch.setattr(head_gradient, "held_rows", lambda n, *_: min(n, held))
+    torch.manual_seed(0)
+    head = LogProbHead(16, 50, bias=False, dtype=dtype)
+    hidden, labels = torch.randn(11, 16, dtype=dtype, requires_grad=True), torch.randint(0, 50, (11,))
+    weights = torch.randn(11)
+    got = head(hidden, labels)
+    (got * weights).sum().backward()
+    ours = hidden.grad.clone(), head.weight.grad.clone()
+    hidden.grad = head.weight.grad = None
+    wanted = -functional.cross_entropy(head(hidden).float(), labels, reduction="none")
+    (wanted * weights).sum().backward()
+    assert got.dtype == torch.float32 and torch.allclose(got, wanted, atol=1e-6)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for mine, theirs in zip(ours, (hidden.grad, head.weight.grad), strict=True):
+        assert torch.allclose(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+def opened(tmp_path, records, max_length):
+    base = make_model_dir(tmp_path / "base", dtype=torch.float32)
+    encoder = ChatEncoder(load_tokenizer(str(base)))
+    tokens = open_token_set(
+        converted(tmp_path / "t.jsonl", records),
+        base,
+        lambda: encoder,
+        tmp_path / "tokens",
+        max_length=max_length,
+        packing=True,
+        rank=0,
+        world_size=1,
+        barrier=lambda: None,
+        sequences=DPO.sequences,
+        encode=DPO.encode,
+        cut=DPO.cut,
+    )
+    return tokens, encoder.tokenizer
+
+
+def test_a_pair_shares_its_prompt_and_ends_both_sides(tmp_path):
+    tokens, tokenizer = opened(tmp_path, [{"prompt": "how many", "chosen": "all", "rejected": "none of them"}], 64)
+    (chosen, learnt), (rejected, other) = tokens._example(0)
+    prompt = int(learnt.argmax())
+    assert prompt == other.argmax() and (chosen[:prompt] == rejected[:prompt]).all()
+    assert tokenizer.decode(chosen[learnt]) == "all<|im_end|>"
+    assert tokenizer.decode(rejected[other]) == "none of them<|im_end|>"
+    row = tokens.row(np.array([0]))
+    assert row.sequence_sizes == (int(learnt.sum()), int(other.sum())) and len(row.segments) == 3  # and the padding
+
+
+def test_pairs_that_a_cut_leaves_without_an_output_are_refused_by_line(tmp_path):
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    long = {"prompt": "a" * 60, "chosen": "b", "rejected": "c"}
+    alike = {"prompt": "a", "chosen": "z" * 60 + "1", "rejected": "z" * 60 + "2"}
+    with pytest.raises(InvalidTrainingData) as refused:
+        opened(tmp_path, [good, long, alike], 48)
+    (first, why), (second, same) = refused.value.errors
+    assert (first, second) == (2, 3)
+    assert "preferred output begins after token" in why and "max_length 48" in why
+    assert "same tokens within max_length 48" in same
+    with pytest.raises(BadRecord, match="non-preferred output"):
+        ids = np.arange(9, dtype=np.int32)
+        DPO.cut([(ids[:4], ids[:4] > 2), (ids, ids > 6)], 5)
+
+
+def test_its_defaults_and_memory():
+    dataset, model = auto.DatasetStats(100, 20_000, 100), auto.ModelStats(7_000_000_000, 4096)
+    fields = DPO.resolve({}, dataset, model, 1)
+    assert fields["options"] == {"beta": 0.1} and fields["n_epochs"] == 3
+    assert DPO.resolve({"full": True}, dataset, model, 1)["learning_rate"] == pytest.approx(5e-7)
+    assert DPO.resolve({"learning_rate": 1e-5, "n_epochs": 7}, dataset, model, 1)["learning_rate"] == 1e-5
+    assert RATE_SHARE < 1 and DPO.resolve({}, auto.DatasetStats(5000, 10**6, 100), model, 1)["n_epochs"] == 1
+    shape = estimate.ModelShape(10**9, 64, 2, 2, 32, 128, 1000)
+    one = DPO.rank_memory(shape, fields, 1)
+    single = estimate.rank_memory(shape, fields, 1)
+    assert one.weights_bytes == single.weights_bytes, "no second copy of the model"
+    doubled = estimate.rank_memory(shape, fields | {"max_length": 2 * fields["max_length"]}, 1)
+    assert one.activations_bytes == doubled.activations_bytes > single.activations_bytes
+
+
+def test_padding_and_other_pairs_change_no_log_probability(tmp_path):
+    base = make_model_dir(tmp_path / "base", dtype=torch.float32)
+    spec = TrainSpec("j", str(base), "", "", "", "o", precision="fp32", method="dpo", options={"beta": 0.1})
+    objective = DPO.objective(load_model(spec), spec.options)
+    draw = np.random.default_rng(0)
+    sides = [(draw.integers(3, 384, n).astype(np.int32), np.arange(n) >= 4) for n in (9, 14, 20, 7)]
+    with torch.no_grad():
+        whole = objective(to_batch(build_row([sides], 128, 0, packing=True), 1.0, "cpu"))
+        apart = [objective(to_batch(build_row([sides[n : n + 2]], 64, 0, packing=True), 1.0, "cpu")) for n in (0, 2)]
+    assert torch.allclose(whole, torch.cat(apart), rtol=1e-6)

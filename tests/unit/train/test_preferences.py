@@ -1,0 +1,105 @@
+"""Pairs of outputs in every shape become two chats with one prompt, of which only the outputs are learnt."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.train_support.tiny import shared_data
+from train.data.check import check_training_file
+from train.data.formats import BadRecord
+from train.data.preferences import pair
+from train.methods.dpo import METHOD as DPO
+
+QUESTION = {"role": "user", "content": "2 and 2?"}
+RIGHT, WRONG = ({"role": "assistant", "content": text} for text in ("4", "5"))
+OPENAI = {"input": {"messages": [QUESTION]}, "preferred_output": [RIGHT], "non_preferred_output": [WRONG]}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        OPENAI,
+        {"prompt": "2 and 2?", "chosen": "4", "rejected": "5"},
+        {"prompt": [QUESTION], "chosen": [RIGHT], "rejected": [WRONG]},
+        {"chosen": [QUESTION, RIGHT], "rejected": [QUESTION, WRONG]},
+        # As the hub has UltraFeedback: the prompt is repeated as a text.
+        {"prompt": "2 and 2?", "chosen": [QUESTION, RIGHT], "rejected": [QUESTION, WRONG]},
+        {"prompt": "2 and 2?", "chosen": "4", "rejected": "5", "id": 7, "source": "elsewhere"},
+        {
+            "conversations": [{"from": "human", "value": "2 and 2?"}],
+            "chosen": {"from": "gpt", "value": "4"},
+            "rejected": {"from": "gpt", "value": "5"},
+        },
+        {"conversations": [{"from": "human", "value": "2 and 2?"}], "chosen": "4", "rejected": "5"},
+    ],
+    ids=["openai", "texts", "messages", "implicit", "repeated", "more-columns", "sharegpt", "sharegpt-texts"],
+)
+def test_every_shape_is_the_same_pair(record):
+    chosen, rejected = pair(record)
+    assert chosen == {"messages": [QUESTION, RIGHT | {"weight": 1}]}
+    assert rejected == {"messages": [QUESTION, WRONG | {"weight": 1}]}
+
+
+def test_the_pairs_in_the_docs_are_pairs():
+    page = (Path(__file__).parents[3] / "docs" / "dpo.md").read_text()
+    lines = page.partition("```json\n")[2].partition("```")[0].splitlines()
+    assert len(lines) == 3 and all(pair(json.loads(line)) == pair(OPENAI) for line in lines)
+
+
+def test_only_outputs_are_learnt_and_tools_are_kept():
+    before = [QUESTION, RIGHT | {"weight": 1}, {"role": "user", "content": "more"}]
+    called = {"role": "assistant", "tool_calls": [CALL]}
+    answer = {"role": "tool", "tool_call_id": "1", "content": "4"}
+    record = {
+        "input": {"messages": before, "tools": TOOLS, "parallel_tool_calls": False},
+        "preferred_output": [called, answer, RIGHT],
+        "non_preferred_output": [WRONG],
+    }
+    chosen, rejected = pair(record)
+    assert [m.get("weight") for m in chosen["messages"]] == [None, 0, None, 1, None, 1]
+    assert [m.get("weight") for m in rejected["messages"]] == [None, 0, None, 1]
+    assert chosen["tools"] == rejected["tools"] == TOOLS
+    implicit = pair({"chosen": "Q: a\nA: yes", "rejected": "Q: a\nA: no"})
+    assert [m["content"] for m in implicit[0]["messages"]] == ["Q: a\nA:", " yes"]
+
+
+@pytest.mark.parametrize(
+    "record, reason",
+    [
+        (OPENAI | {"non_preferred_output": [dict(RIGHT)]}, "both outputs are the same"),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "both outputs are the same"),
+        ({"chosen": [QUESTION, RIGHT], "rejected": [{"role": "user", "content": "2 and 3?"}, WRONG]}, "prompts differ"),
+        ({"chosen": [RIGHT], "rejected": [WRONG]}, "no prompt"),
+        ({"chosen": "yes", "rejected": "no"}, "no prompt"),
+        ({"prompt": " ", "chosen": "yes", "rejected": "no"}, "no prompt"),
+        ({"prompt": "q", "chosen": "a", "rejected": [WRONG]}, "both texts or both lists"),
+        ({"prompt": "q", "chosen": "a", "rejected": " "}, "without text"),
+        ({"prompt": 5, "chosen": "a", "rejected": "b"}, "'prompt' must be"),
+        (OPENAI | {"input": [QUESTION]}, "'input' must be an object"),
+        (OPENAI | {"input": {"messages": [QUESTION], "temperature": 1}}, "unknown key 'temperature'"),
+        (OPENAI | {"weight": 1}, "unknown key 'weight'"),
+        (OPENAI | {"preferred_output": []}, "'preferred_output' must be a list"),
+        (OPENAI | {"preferred_output": [QUESTION]}, r"preferred_output\[0\] is from 'user'"),
+        (OPENAI | {"input": {"messages": [QUESTION, RIGHT]}}, "prompt ends with a message from 'assistant'"),
+        ({"conversations": [{"from": "human", "value": "q"}], "chosen": {}, "rejected": "b"}, "'chosen' must be"),
+        ({"conversations": "q", "chosen": "a", "rejected": "b"}, "'conversations' must be a list"),
+        (OPENAI | {"preferred_output": [{"role": "assistant", "content": [{"type": "image_url"}]}]}, "only text"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_the_reason(record, reason):
+    with pytest.raises(BadRecord, match=reason):
+        pair(record)
+
+
+def test_real_pairs_of_the_sharegpt_shape(tmp_path):
+    source = tmp_path / "pairs.json"
+    source.write_bytes(gzip.decompress((shared_data() / "finetune" / "dpo_en_demo.json.gz").read_bytes()))
+    report = check_training_file(source, chat_path=tmp_path / "out", convert=DPO.convert)
+    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()] if report.ok else []
+    assert report.ok and len(lines) == report.n_examples == 300, report.errors[:3]
+    for chosen, rejected in (line["sequences"] for line in lines):
+        assert chosen["messages"][:-1] == rejected["messages"][:-1] and chosen != rejected

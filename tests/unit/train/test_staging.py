@@ -1,0 +1,106 @@
+"""The ring between a device and pageable memory, with a device whose copies arrive only when they are waited for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from runtime.devices.cpu import Cpu
+from train.state import copies, staging
+from train.state.copies import CopyPlan
+from train.state.staging import StagingRing
+from weights.format.layout import Layout, TensorSpec
+from weights.format.slices import Strided
+from weights.memory.store import WeightStore
+
+
+class LateBuffer(torch.Tensor):
+    """Page-locked memory: copies in and out of it that do not block are only queued."""
+
+    queue: list = []
+
+    def copy_(self, source, non_blocking=False):
+        if not non_blocking:
+            return super().copy_(source)
+        LateBuffer.queue.append((self.as_subclass(torch.Tensor), source))
+        return self
+
+
+class Late(Cpu):
+    """Its copies run in order, and no sooner than somebody waits for a mark behind them."""
+
+    def __init__(self):
+        self.lock, self.waits = threading.Lock(), 0
+        LateBuffer.queue = []
+
+    def locked_buffer(self, elements):
+        return torch.full((elements,), -1.0).as_subclass(LateBuffer)
+
+    def mark(self):
+        queued = len(LateBuffer.queue)
+
+        def wait():
+            with self.lock:
+                self.waits += 1
+                for place in range(queued):
+                    job = LateBuffer.queue[place]
+                    if job is not None:
+                        job[0].copy_(job[1])
+                        LateBuffer.queue[place] = None
+
+        return wait
+
+
+@pytest.mark.parametrize("count", [1, staging.BUFFERS, 5 * staging.BUFFERS + 3])
+def test_every_piece_arrives_whole_though_buffers_are_used_again(count):
+    kind, source = Late(), torch.randn(count, 64)
+    target, back = torch.zeros_like(source), torch.zeros(count, 64).as_subclass(LateBuffer)
+    with StagingRing(kind, 64, lambda to, of: to.copy_(of)) as ring:
+        for n in range(count):
+            ring.to_host(target[n], source[n])
+    assert torch.equal(target, source) and kind.waits >= count
+    kind = Late()
+    with StagingRing(kind, 64, lambda to, of: to.as_subclass(torch.Tensor).copy_(of)) as ring:
+        for n in range(count):
+            ring.to_device(back[n], target[n])
+    assert torch.equal(back.as_subclass(torch.Tensor), source)
+
+
+def test_a_failed_copy_is_raised_and_no_thread_is_left():
+    def fails(target, source):
+        raise OSError("no space")
+
+    before = threading.active_count()
+    with pytest.raises(OSError, match="no space"), StagingRing(Late(), 8, fails) as ring:
+        ring.to_host(torch.zeros(8), torch.ones(8))
+    assert threading.active_count() == before
+
+
+def test_a_plan_copies_a_devices_tensors_through_the_ring(tmp_path, monkeypatch):
+    made = []
+
+    def late(device):
+        made.append(Late())
+        return made[-1]
+
+    monkeypatch.setattr(copies, "in_host_memory", lambda device: not copying)
+    monkeypatch.setattr(copies, "of_torch", late)
+    monkeypatch.setattr(copies, "_copy", lambda target, source: target.as_subclass(torch.Tensor).copy_(source))
+    monkeypatch.setattr(copies, "_PIECE_ELEMENTS", 1000)
+    copying = True
+    layout = Layout.plan([TensorSpec("a", "F32", (123, 77))])
+    ours = torch.randn(123 * 77)
+    plan = CopyPlan.of(layout, [("a", Strided(0, ours.numel(), ours.numel(), 1), ours)])
+    store = WeightStore(tmp_path / "store", budget_bytes=None)
+    with store.reserve(layout, kind="snapshot", model="j", version="1") as draft:
+        assert sum(plan.write(draft)) == ours.numel()
+        stored = draft.commit(meta={})
+    assert made and made[0].waits >= 9
+    was = ours.clone()
+    ours.zero_()
+    back = CopyPlan.of(layout, [("a", Strided(0, ours.numel(), ours.numel(), 1), ours.as_subclass(LateBuffer))])
+    with store.lease(stored) as lease:
+        back.read(lease)
+    assert torch.equal(ours, was)

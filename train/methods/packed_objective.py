@@ -1,0 +1,133 @@
+"""What the objectives of all methods share: a model over packed rows, whose output head runs only where something is
+learnt.
+
+Of a row of thousands of tokens often a tenth is learnt. The hidden states of those positions are gathered before the
+output head, so the head's matrix product and the vocabulary-wide softmax are paid for them alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from train.data.packing import Row
+from train.methods.head_gradient import HeadGradient, chunk_rows
+
+# What some architectures do to logits or hidden states around the head; they go through their own forward.
+_HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+class PackedObjective(nn.Module):
+    """Holds the model as `model`. A subclass has the forward that the training engine calls with `to_batch`."""
+
+    def __init__(self, model: PreTrainedModel, head: type[nn.Linear]):
+        """`head` replaces the class of a plain output head, to compute more than logits in its forward: under ZeRO-3
+        the weight is only there inside the module's own forward."""
+        super().__init__()
+        self.model = model
+        config = model.config.get_text_config()
+        output = model.get_output_embeddings()
+        plain = type(output) is nn.Linear and output.bias is None
+        self._fused = plain and not any(getattr(config, name, None) for name in _HEAD_EXTRAS)
+        if self._fused:
+            output.__class__ = head
+
+    def head(self, batch: dict[str, Any], *arguments: Any) -> torch.Tensor:
+        """What the head's class makes of the hidden states (n, width) of the n learnt positions, the labels and
+        `arguments`. Only where the head is fused."""
+        hidden = self.model.get_decoder()(**_row(batch)).last_hidden_state
+        learnt = hidden[0].index_select(0, batch["predict_at"])
+        return self.model.get_output_embeddings()(learnt, batch["labels"], *arguments)
+
+    def logits(self, batch: dict[str, Any]) -> torch.Tensor:
+        """(n, vocabulary) float32 of the n learnt positions, by the model's own forward."""
+        return self.model(**_row(batch), logits_to_keep=batch["predict_at"]).logits[0].float()
+
+    def log_probs(self, batch: dict[str, Any]) -> torch.Tensor:
+        """(n,) float32: the log-probability of each learnt token. Of an objective whose head is a LogProbHead."""
+        if self._fused:
+            return self.head(batch)
+        return -functional.cross_entropy(self.logits(batch), batch["labels"], reduction="none")
+
+
+class LogProbHead(nn.Linear):
+    """The output head; called with labels it returns their log-probabilities in place of logits."""
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden (n, width), labels (n,) int64 -> (n,) float32; without labels the usual logits (..., vocabulary)."""
+        if labels is None:
+            return super().forward(hidden)
+        return _LinearLogProbs.apply(hidden, self.weight, labels)
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """log_softmax(hidden @ weight.T)[labels], by chunks. What each token's gradient is multiplied by is known only when
+    all are there, so the backward computes the logits of each chunk again instead of keeping any."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels):
+        log_probs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
+        log_sums = torch.empty_like(log_probs)
+        for part in _chunks(hidden, weight):
+            logits = (hidden[part] @ weight.t()).float()
+            log_sums[part] = torch.logsumexp(logits, dim=-1)
+            log_probs[part] = logits.gather(1, labels[part, None])[:, 0] - log_sums[part]
+        ctx.save_for_backward(hidden, weight, labels, log_sums)
+        return log_probs
+
+    @staticmethod
+    def backward(ctx, upstream):
+        hidden, weight, labels, log_sums = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        hidden_grad = torch.empty_like(hidden) if need_hidden else None
+        rows = chunk_rows(hidden, weight.shape[0])
+        weight_grad = HeadGradient(hidden, weight.shape[0], rows) if need_weight else None
+        for part in _chunks(hidden, weight):
+            grad = (hidden[part] @ weight.t()).float().sub_(log_sums[part, None]).exp_().neg_()  # minus the softmax
+            target = labels[part, None]
+            grad.scatter_add_(1, target, torch.ones_like(target, dtype=grad.dtype))
+            grad = grad.mul_(upstream[part, None])
+            grad = grad.to(hidden.dtype) if weight_grad is None else weight_grad.add(grad)
+            if hidden_grad is not None:
+                torch.mm(grad, weight, out=hidden_grad[part])
+        return hidden_grad, None if weight_grad is None else weight_grad.total(), None
+
+
+def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
+    n, rows = hidden.shape[0], chunk_rows(hidden, weight.shape[0])
+    return [slice(start, min(n, start + rows)) for start in range(0, n, rows)]
+
+
+def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, Any]:
+    """The tensors that an objective takes, on `device`; `scale` as in `Method.batch`.
+
+    sequence_sizes: the number of labels of each sequence. reference: (sequences,) float32, or None.
+    """
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return {
+        "input_ids": tensor(row.input_ids)[None],
+        "position_ids": tensor(row.position_ids)[None],
+        "predict_at": tensor(row.predict_at),
+        "labels": tensor(row.labels),
+        "segments": row.segments,
+        "sequence_sizes": row.sequence_sizes,
+        "reference": None if row.reference is None else tensor(row.reference),
+        "scale": scale,
+    }
+
+
+def _row(batch: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "input_ids": batch["input_ids"],
+        "position_ids": batch["position_ids"],
+        "use_cache": False,
+        "segments": batch["segments"],
+    }

@@ -1,0 +1,161 @@
+"""What the starting model says of every sequence of the data: computed once, before the first step, and kept with the
+job.
+
+A method that compares the trained model with the one it started from (Method.needs_reference) needs no second copy of
+the weights for it: before the first step the model is that one (an adapter then adds nothing). All ranks share the
+packs; the values are added up over the ranks, so every rank has the same. They lie in `<run_dir>/reference/<key>.npz`,
+the key being the base version, the tokens (so the template, the tokenizer and the data) and how they are computed; and
+in every snapshot, so that a run that goes on elsewhere finds them there: by then the starting model is gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed import comm
+
+from train.control.progress import Events, Progress
+from train.data.token_set import TokenSet
+from train.methods.method import Method
+from train.plan.errors import SnapshotMismatch, TrainingDiverged
+from train.plan.spec import TrainSpec
+from train.state import fragments, snapshot
+from weights.memory.store import WeightStore
+
+_SAVE_EVERY_S = 10.0
+_PREFIX = "reference."  # of the names in a snapshot
+
+
+class Reference:
+    """Of the token sets of one run, by name. A set's `reference` is None until all of it is known."""
+
+    def __init__(
+        self,
+        method: Method,
+        spec: TrainSpec,
+        engine: Any,
+        sets: Mapping[str, TokenSet | None],
+        emit: Events,
+        progress: Progress,
+    ):
+        self._method, self._engine, self._emit, self._progress = method, engine, emit, progress
+        self._grid = fragments.grid(engine)
+        self._sets = {name: tokens for name, tokens in sets.items() if tokens is not None and method.needs_reference}
+        self._began_s, self._saved_s = 0.0, 0.0
+        self._learning = {
+            name: _Values(Path(spec.run_dir) / "reference" / f"{_key(spec, tokens)}.npz", tokens)
+            for name, tokens in self._sets.items()
+            if tokens.reference is None
+        }
+        self._take_complete()
+
+    @property
+    def complete(self) -> bool:
+        return not self._learning
+
+    def learn_some(self) -> bool:
+        """Collective: compute one row on each rank; False if nothing is left to compute. The engine's weights must be
+        the starting ones."""
+        if self.complete:
+            return False
+        now_s = time.monotonic()
+        self._began_s = self._began_s or now_s
+        values = next(iter(self._learning.values()))
+        self._progress.enter("reference")
+        self._one_round(values)
+        if values.complete or now_s - self._saved_s > _SAVE_EVERY_S:
+            self.save()
+            self._saved_s = now_s
+        if values.complete:
+            self._take_complete()
+        if self.complete:
+            pairs = ", ".join(f"{tokens.n_examples} examples ({name})" for name, tokens in self._sets.items())
+            seconds = time.monotonic() - self._began_s
+            self._emit("message", level="info", text=f"the starting model read {pairs} for reference: {seconds:.1f} s")
+        return True
+
+    def save(self) -> None:
+        """What is known so far, so that a run that is interrupted before its first step does not begin anew."""
+        if self._grid.rank == 0:
+            for values in self._learning.values():
+                values.save()
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """What snapshots take along."""
+        return {f"{_PREFIX}{name}": torch.from_numpy(tokens.reference) for name, tokens in self._sets.items()}
+
+    def take_from(self, store: WeightStore, path: str | Path) -> None:
+        """What is not known here, out of a snapshot of the run. Raises SnapshotMismatch if it does not have it."""
+        for name, values in self._learning.items():
+            found = snapshot.read_kept(store, path, f"{_PREFIX}{name}")
+            if found is None or found.shape != values.values.shape:
+                raise SnapshotMismatch(
+                    f"the snapshot {path} has {None if found is None else tuple(found.shape)} as reference of the data "
+                    f"{name!r}, expected {values.values.shape}; it was made with other data or by another method"
+                )
+            values.values, values.done = found.numpy(), len(values.tokens.packs)
+        self.save()
+        self._take_complete()
+
+    def _one_round(self, values: _Values) -> None:
+        tokens, grid = values.tokens, self._grid
+        mine = values.done + grid.data_rank
+        packs = range(values.done, min(values.done + grid.data_size, len(tokens.packs)))
+        # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
+        row = tokens.row(np.array([min(mine, packs[-1])]))
+        self._engine.eval()
+        with torch.no_grad():
+            found = self._engine(self._method.batch(row, 1.0, self._engine.device))
+        self._engine.train()
+        members = [tokens.packs[pack] for pack in packs]
+        heard = torch.zeros(sum(map(len, members)), tokens.sequences, dtype=torch.float32, device=self._engine.device)
+        if mine in packs and grid.tensor_rank == 0:
+            start = sum(map(len, members[: grid.data_rank]))
+            heard[start : start + len(members[grid.data_rank])] = found.view(-1, tokens.sequences)
+        comm.all_reduce(heard)
+        if not heard.isfinite().all():
+            raise TrainingDiverged(0, heard.sum().item(), 0.0)
+        values.values[np.concatenate(members)] = heard.cpu().numpy()
+        values.done += len(packs)
+
+    def _take_complete(self) -> None:
+        for name in [name for name, values in self._learning.items() if values.complete]:
+            values = self._learning.pop(name)
+            values.tokens.reference = values.values
+
+
+class _Values:
+    """(examples, sequences) float32 of a token set, of which those of the first `done` packs are known."""
+
+    def __init__(self, path: Path, tokens: TokenSet):
+        self._path, self.tokens = path, tokens
+        self.values, self.done = np.zeros((tokens.n_examples, tokens.sequences), np.float32), 0
+        if path.exists():
+            with np.load(path) as kept:
+                self.values, self.done = kept["values"], int(kept["done"])
+
+    @property
+    def complete(self) -> bool:
+        return self.done == len(self.tokens.packs)
+
+    def save(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_suffix(".partial")
+        with open(partial, "wb") as file:
+            np.savez(file, values=self.values, done=self.done)
+        os.rename(partial, self._path)
+
+
+def _key(spec: TrainSpec, tokens: TokenSet) -> str:
+    # Not the path of a base with a version: it is in shared memory at one time and on disk at another.
+    base = [spec.base_model, spec.base_version] if spec.base_version else [spec.base_path, spec.base_adapter]
+    facts = [*base, tokens.digest, tokens.capacity, spec.packing, spec.method, spec.options, spec.precision]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
