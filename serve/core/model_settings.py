@@ -24,7 +24,6 @@ ENGINE_ARGUMENTS = frozenset(
         "attention-backend",
         "block-size",
         "chat-template-content-format",
-        "default-chat-template-kwargs",
         "disable-cascade-attn",
         "disable-chunked-mm-input",
         "disable-custom-all-reduce",

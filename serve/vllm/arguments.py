@@ -115,7 +115,8 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
         args += ["--enforce-eager", "--worker-cls", CPU_WORKER, "--scheduler-cls", CPU_SCHEDULER]
     else:
         # The cumem allocator's level-2 sleep frees the memory of weights and KV and keeps their addresses.
-        args += ["--enable-sleep-mode"]
+        # Captured graphs stay on the device unless they lie in its pool; they then go to host memory.
+        args += ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
         # Otherwise vLLM refuses to start if less than its own default fraction is free, whatever the KV cache size;
         # sleeping engines keep a CUDA context and more on the device.
         args += ["--gpu-memory-utilization", str(spec.gpu_memory_fraction)]

@@ -7,7 +7,7 @@ from typing import Any
 from appliance.controller.http.views import job_phase, job_status
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.ports import EngineSizer, SchedulerStatus, TierPort
-from appliance.controller.jobs import claims
+from appliance.controller.jobs import claims, forgetting
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.objects.adapters import AdapterRow
@@ -37,6 +37,7 @@ def job(row: JobRow) -> dict[str, Any]:
         "total_steps": row.total_steps,
         "loss": row.loss,
         "valid_loss": row.valid_loss,
+        "general": forgetting.in_short(row.general),
         "tokens_per_s": row.tokens_per_s,
         "eta_s": row.eta_s,
         "snapshot": row.snapshot,
