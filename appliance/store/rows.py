@@ -119,6 +119,19 @@ class TierRemovalRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSettingsRow:
+    """A version of the settings of a model's engines (`serve.core.model_settings`). digest: names equal settings alike.
+    by_whom: a key's name, or "box"."""
+
+    model: str
+    number: int
+    created_s: float
+    digest: str
+    by_whom: str = ""
+    settings: dict[str, Any] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class DeploymentRow:
     """How a model is to be served.
 

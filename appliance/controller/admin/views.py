@@ -11,7 +11,7 @@ from appliance.controller.jobs import claims, forgetting
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.objects.adapters import AdapterRow
-from appliance.store.records import deployments
+from appliance.store.records import deployments, model_settings
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow, KeyRow, ModelRow
 
 
@@ -81,6 +81,7 @@ def model(
     `message`: why its engines fail, None if they do not."""
     found = deployments.find(db, row.id)
     size = sizes.size(row, None)
+    set_up = model_settings.current(db, row.id)
     return {
         "name": row.id,
         "kind": row.kind,
@@ -102,6 +103,8 @@ def model(
         "state": states.word(row.id),
         "message": states.message(row.id),
         "deployment": deployment(found, status) if found else None,
+        "settings": set_up.settings if set_up else {},
+        "settings_number": set_up.number if set_up else 0,
         "versions": [
             {
                 "version": v.version,
