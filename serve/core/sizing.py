@@ -34,6 +34,18 @@ ADAPTER_ARCHITECTURES = frozenset(
     f"{family}ForCausalLM"
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Granite", "Olmo2", "Olmo3", "Phi3")
 )
+# Their linear layers, by the last part of their names.
+ADAPTER_MODULES = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "qkv_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "gate_up_proj",
+    "down_proj",
+)
 # Activations, CUDA context, graphs and the slots of adapters beside weights and KV; measured by vLLM's own profile at
 # 1-4 GiB.
 GPU_RESERVE_BYTES = 4 * 2**30
