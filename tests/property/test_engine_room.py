@@ -1,4 +1,4 @@
-"""Engines start on cards of any size beside as many sleeping engines as one may keep, or are refused with the reason."""
+"""Engines start on cards of any size beside all that may sleep there, or are refused with the reason."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sized(kind: str, memory: int, shape: ServedShape, asleep: int, shards: int, 
 
 
 def vllm_starts(size: EngineSize, kind: str, memory: int, asleep: int) -> bool:
-    """Whether vLLM would (vllm/v1/worker/utils.request_memory, after it made its context), and has what it then takes."""
+    """Whether vLLM would (vllm/v1/worker/utils.request_memory, after its context is made) and has what it takes."""
     free = memory - asleep * kind_of(kind).asleep_bytes
     asked = -(-memory * round(size.gpu_memory_fraction * 10_000) // 10_000)
     return free - kind_of(kind).context_bytes >= asked and size.memory.device_bytes <= free

@@ -105,7 +105,7 @@ def test_a_third_kind_is_planned_for(abacus):
     )
     assert size.dtype == "bfloat16" and size.memory.kv_cache_bytes > 30 * GIB
     model = auto.ModelStats(10**9, 8192, "abacus")
-    fields = auto.resolve({}, auto.DatasetStats(100, 100_000, 400), model, 8)
+    fields = auto.resolve({}, auto.DatasetStats(100_000, 40_000_000, 400), model, 8)
     assert fields["max_length"] == 4096
 
 
