@@ -20,6 +20,9 @@ from tests.e2e.test_families_soak import PROMPT, SHAPE, answered
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 GREEDY_TOKENS = 16
+# What the CPU's build of vLLM does not compute, and the words that say so. int8 (w8a8) has layers whose weights vLLM frees
+# before it wraps them for adapters.
+NOT_SERVED = {"w8a8": "ended during start", "fp8": "quantised by fp8", "fp8-blocks": "quantised layers"}
 NATS = 0.1  # bfloat16 has three digits
 
 
@@ -159,11 +162,14 @@ def test_a_quantised_checkpoint_computes_what_its_weights_mean_or_is_refused_in_
         found = answered(client, form, tokenizer)
         row["nats"] = round(max(abs(first[token].item() - value) for token, value in found.items()), 3)
     except openai.APIStatusError as error:
-        row["refused"] = str(error)[:1500]
+        row["refused"] = str(error)[:300]
     finally:
         with capsys.disabled():
             print("\n" + json.dumps(row), flush=True)
-    assert row["nats"] < NATS, row
+    if form in NOT_SERVED:
+        assert NOT_SERVED[form] in row["refused"], row
+    else:
+        assert row["nats"] < NATS, row
     with pytest.raises(openai.BadRequestError, match="quantised"):
         client.fine_tuning.jobs.create(model=form, training_file=box.upload(gsm8k("train", 4)))
     box.run("model", "rm", form)
