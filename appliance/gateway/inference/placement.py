@@ -134,10 +134,11 @@ class Placement(Placeable):
     def _choose(self, now: float) -> Choice | None:
         """Use the canary for its share; the model takes requests that failed there or for which it has no capacity."""
         router, checked = self.state.router, self.checked
+        pending = checked.prompt_tokens
         if self._continued:
             if self._row not in router.models:
                 return None
-            return router.choose(self._row, checked.tokens, checked.stream, checked.prefix, now)
+            return router.choose(self._row, checked.tokens, checked.stream, checked.prefix, now, pending)
         choice = None
         if not self._attempts:
             canary = None
@@ -145,8 +146,8 @@ class Placement(Placeable):
                 caller = self.request.caller
                 canary = router.canary_for(checked.model, caller.id if caller else "", checked.conversation)
             if canary is not None:
-                choice = router.choose(canary, checked.tokens, checked.stream, checked.prefix, now)
-        return choice or router.choose(checked.model, checked.tokens, checked.stream, checked.prefix, now)
+                choice = router.choose(canary, checked.tokens, checked.stream, checked.prefix, now, pending)
+        return choice or router.choose(checked.model, checked.tokens, checked.stream, checked.prefix, now, pending)
 
     def _connected(self, result: UpstreamConnection | OSError) -> None:
         self._connecting = None
