@@ -125,8 +125,9 @@ class Router:
         self.loads: dict[str, Load] = {}
         self._states: dict[str, tuple[str, str]] = {}
 
-    def apply(self, models: Iterable[Model]) -> None:
-        """Replace the table. A replica that changed state, version or socket is no longer suspect."""
+    def apply(self, models: Iterable[Model]) -> set[str]:
+        """Replace the table. A replica that changed state, version or socket is no longer suspect. Returns the replicas
+        that opened."""
         self.models = {model.name: model for model in models}
         states: dict[str, tuple[str, str]] = {}
         seen: dict[str, set[tuple[str, str, str]]] = {}
@@ -139,22 +140,32 @@ class Router:
             load = self.loads.setdefault(replica_id, Load())
             if self._states.get(replica_id) != described:
                 load.failures, load.suspect_until_s = 0, 0.0
+        opened = {key for key, row in states.items() if row[1] == OPEN and self._states.get(key, ("", ""))[1] != OPEN}
         self._states = states
         self.loads = {key: load for key, load in self.loads.items() if key in states or load.inflight}
+        return opened
 
     def choose(
-        self, name: str, tokens: int, stream: bool, prefix: Callable[[], bytes], now_s: float, pending: int = 0
+        self,
+        name: str,
+        tokens: int,
+        stream: bool,
+        prefix: Callable[[], bytes],
+        now_s: float,
+        pending: int = 0,
+        avoid: str = "",
     ) -> Choice | None:
         """Place a request; None if no replica of the model can take it now. Raises KeyError: unknown model.
 
-        prefix: returns the beginning of the prompt; called only if there is a choice. pending: its prompt's tokens."""
+        prefix: returns the beginning of the prompt; called only if there is a choice. pending: its prompt's tokens.
+        avoid: a replica that takes it only if no other can."""
         best: Replica | None = None
         best_load: Load | None = None
         usable: list[tuple[Replica, Load]] = []
         loads = self.loads
         for avoided in (False, True):
             for replica in self.models[name].replicas:
-                if replica.state != OPEN or replica.avoid != avoided:
+                if replica.state != OPEN or (replica.avoid or replica.id == avoid) != avoided:
                     continue
                 load = loads[replica.id]
                 if load.inflight >= self.max_inflight or load.suspect_until_s > now_s:
