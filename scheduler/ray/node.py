@@ -17,7 +17,9 @@ from runtime.errors import RuntimeLayerError
 from runtime.processes.warm_parents import NodeAgent, WarmSpec
 from runtime.tunnel import NodeCertificate, Shared, Tunnels, TunnelServer
 from scheduler.core.inventory import Device
+from scheduler.devices.host_reading import read_memory
 from scheduler.devices.readings import DeviceReadings
+from scheduler.loop.memory_policy import MemoryReading
 from scheduler.ray.node_copies import NodeCopies
 from serve.adapters.source import AdapterServer, AdapterUnavailable, brought_in
 from weights.format.errors import WeightsError
@@ -78,6 +80,14 @@ class NodeConfig:
         return next(spec.socket_path for spec in self.warm if spec.name == name)
 
 
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What a node says of itself every second. leaves: nothing new may start there. memory: of its host."""
+
+    leaves: bool
+    memory: MemoryReading
+
+
 class Node(NodeAgent, NodeCopies):
     """Body of the actor `node:<name>`."""
 
@@ -101,8 +111,8 @@ class Node(NodeAgent, NodeCopies):
         """From now on nothing new may start here, and everything that runs must move elsewhere."""
         self._leaves = True
 
-    async def leaves(self) -> bool:
-        return self._leaves
+    async def report(self) -> NodeReport:
+        return NodeReport(self._leaves, await asyncio.to_thread(read_memory))
 
     async def readings(self) -> tuple[Reading, ...]:
         """The health of this node's GPUs; empty if it has none."""

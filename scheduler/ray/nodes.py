@@ -21,9 +21,10 @@ from runtime.devices.kind import Reading
 from scheduler.core.errors import EffectFailed, NodeNameTaken
 from scheduler.core.inventory import Device, NodeChange
 from scheduler.handover.effects import Event, InventoryChanged
-from scheduler.ray.actors import actor_names, ask, find_actor, named_actor
+from scheduler.loop.memory_policy import MemoryReading
+from scheduler.ray.actors import actor_names, ask, find_actor, named_actor, within
 from scheduler.ray.device_reservations import DEVICE_RESOURCE, any_reserved
-from scheduler.ray.node import NODE, Node, NodeConfig
+from scheduler.ray.node import NODE, Node, NodeConfig, NodeReport
 from weights.memory.lease import StoredVersion
 from weights.tiers.record import Name
 
@@ -47,6 +48,7 @@ class _Known:
     ray_id: str
     actor: Any
     leaves: bool = False
+    memory: MemoryReading | None = None
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -100,18 +102,21 @@ class Nodes:
                     if name == self.home.name:
                         raise
                     log.warning("the node's agent does not start; the node seems to be dying", extra={"node": name})
-        away = [name for name, known in self._known.items() if name != self.home.name and not known.leaves]
-        for name, leaves in zip(away, await asyncio.gather(*map(self._asks_to_leave, away)), strict=True):
-            if leaves:
+        away = [name for name in self._known if name != self.home.name]
+        for name, report in zip(away, await asyncio.gather(*map(self._reported, away)), strict=True):
+            known = self._known.get(name)
+            if report is None or known is None:
+                continue
+            if report.leaves and not known.leaves:
                 log.info("node is leaving; its holders release its devices first", extra={"node": name})
-                self._known[name] = replace(self._known[name], leaves=True)
+            self._known[name] = replace(known, leaves=known.leaves or report.leaves, memory=report.memory)
         return {name: (known.leaves, known.actor) for name, known in self._known.items()} != before
 
-    async def _asks_to_leave(self, name: str) -> bool:
+    async def _reported(self, name: str) -> NodeReport | None:
         try:
-            return await _within(ANSWER_S, self._known[name].actor.leaves.remote())
+            return await _within(ANSWER_S, self._known[name].actor.report.remote())
         except (RayError, TimeoutError):
-            return False  # dying or busy: the next observation shows which
+            return None  # dying or busy: the next observation shows which
 
     async def _take_in(self, name: str, alive: dict[str, set[str]]) -> None:
         actor = find_actor(NODE + name)
@@ -128,6 +133,27 @@ class Nodes:
             self._known[name] = _Known(place, ray_id, actor)
             if name != self.home.name:
                 self._on_change(name, "joined", place.devices)
+
+    def memory(self) -> dict[str, MemoryReading]:
+        """The last report of each node but home about its host's memory."""
+        return {name: known.memory for name, known in self._known.items() if known.memory is not None}
+
+    async def idle_bytes(self, name: str) -> tuple[int, int]:
+        """See NodeCopies. Raises EffectFailed, as `trim_pool` and `evict` do."""
+        return tuple(await self._asked(name, "idle_bytes"))
+
+    async def trim_pool(self, name: str) -> int:
+        return await self._asked(name, "trim_pool")
+
+    async def evict(self, name: str, nbytes: int) -> int:
+        return await self._asked(name, "evict", nbytes)
+
+    async def _asked(self, name: str, method: str, *arguments: Any) -> Any:
+        """The answer of a node's agent about its host's memory."""
+        known = self._known.get(name)
+        if known is None:
+            raise EffectFailed(method, name, f"node {name} is gone")
+        return await within(method, name, ask(method, name, getattr(known.actor, method).remote(*arguments)))
 
     @property
     def devices(self) -> tuple[Device, ...]:
