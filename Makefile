@@ -5,7 +5,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 RUFF := $(PY) -m ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-property e2e soak bench sdk-conformance clients lint check map hooks lock sbom clean
+.PHONY: help setup demo test test-unit test-property e2e soak bench gpu-smoke sdk-conformance clients lint check map hooks lock sbom clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,9 @@ bench: setup ## each script in benchmarks/ in turn, then one table: claim, measu
 	  $(PY) "$$script" || { [ $$? -lt 128 ] || exit 1; failed="$$failed $$script"; }; done; \
 	echo "== what was claimed, and what was measured"; $(PY) benchmarks/_claims.py; \
 	[ -z "$$failed" ] || { echo "not measured, their errors stand above:$$failed"; exit 1; }
+
+gpu-smoke: ## on a machine with GPUs, the first thing to run: ten minutes, a verdict per line and what to do (GPUS=8: how many there have to be; PARTS=copies,compute with torch alone)
+	@$(PY) -m benchmarks.gpu.smoke $(if $(GPUS),--gpus $(GPUS)) $(if $(PARTS),--parts $(PARTS))
 
 sdk-conformance: setup ## openai-python's own tests of our routes against a running box: stored things, and what real engines answer
 	@data=$$(mktemp -d) && $(VENV)/bin/appliance up --detach --data-dir "$$data" --port 8799 && code=0 && \

@@ -10,7 +10,7 @@ host's memory. Per GPU, over `--gib` of bytes in /dev/shm (all 2-byte elements, 
     lock            cudaHostRegister of the mapping: what a swap does while requests go on, and a wake while they wait
     locked          the same copy afterwards: a swap's pause
     columns         an eighth of the columns of each matrix, as a row-parallel layer of eight workers reads them:
-                    by torch's own copy, and through one page-locked buffer (serve.load.load_plan.Gather)
+                    by torch's own copy, and through page-locked buffers, eight threads (serve.load.host_ring)
     snapshot        device to a mapping that has its pages already, as a suspended rank writes it
     context         memory of the device that a process holds which has done nothing but begin
 
@@ -39,6 +39,7 @@ GIB = 2**30
 COLUMNS = 8192
 SHARE = 8
 ROUNDS = 3
+LOAD_THREADS = 8
 NO_GPU = "no NVIDIA GPU here"
 WITH_CUDA = ("what the other scripts claim of engines and ranks, with CUDA", "all", "as there")
 LOCKED_OVER_LIMIT = "page-locked copy of a version over the limit of the link in the same run"
@@ -86,8 +87,8 @@ def measured(version: Path) -> dict[str, float]:
     import torch
     from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
 
+    from serve.load.host_ring import HostRing
     from serve.load.host_to_device import bytes_per_s
-    from serve.load.load_plan import Gather
     from serve.load.shm_source import PageLock, VersionSource
 
     device = torch.device("cuda:0")
@@ -121,13 +122,17 @@ def measured(version: Path) -> dict[str, float]:
     part = COLUMNS // SHARE
     slices = [torch.empty((tensor.shape[0], part), dtype=tensor.dtype, device=device) for tensor in matrices]
 
-    def copy_columns(gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def copy_columns() -> None:
         for target, tensor in zip(slices, matrices, strict=True):
-            target.copy_(gather(tensor[:, :part]), non_blocking=True)
+            target.copy_(tensor[:, :part], non_blocking=True)
 
-    found["columns_by_torch"] = fastest(lambda: copy_columns(lambda strided: strided), source.nbytes // SHARE)
-    gathered = Gather(device)
-    found["columns_gathered"] = fastest(lambda: copy_columns(gathered), source.nbytes // SHARE)
+    def pack_columns() -> None:
+        with HostRing(device, LOAD_THREADS) as ring:
+            for target, tensor in zip(slices, matrices, strict=True):
+                ring.copy(target, tensor[:, :part])
+
+    found["columns_by_torch"] = fastest(copy_columns, source.nbytes // SHARE)
+    found["columns_gathered"] = fastest(pack_columns, source.nbytes // SHARE)
     source.close()
 
     spans = {file.name: [(0, file.nbytes)] for file in source.layout.files}

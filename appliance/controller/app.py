@@ -17,6 +17,7 @@ from appliance.controller.admin import (
     canaries,
     deployments,
     devices,
+    engine_settings,
     forget,
     keys,
     mode,
@@ -103,6 +104,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     queue.routes(context, admin)
     devices.routes(context, admin)
     deployments.routes(context, admin)
+    engine_settings.routes(context, admin)
     forget.routes(context, admin, runner, background)
     keys.routes(context, admin, runner, background)
     session_keys.routes(context, admin)

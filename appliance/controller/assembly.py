@@ -21,6 +21,7 @@ from appliance.controller.interfaces.signals import Signals
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models.capacity import BoxFacts
 from appliance.controller.models.engine_sizes import EngineSizes
+from appliance.controller.models.settings_check import ForkedSettingsCheck
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
@@ -131,7 +132,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, tiers, back, signals.published)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
-    nodes = Nodes(node_config_of(config, paths, devices), signals.node_changed)
+    place = node_config_of(config, paths, devices)
+    nodes = Nodes(place, signals.node_changed)
     effects = RayEffects(nodes, routing, provider, runs, config.serve)
     health = DeviceWatch(db, nodes.readings, config.scheduler, loop.nudge)
     admission = JobAdmission(db, store, _facts(devices, store, config.scheduler))
@@ -183,6 +185,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         tiers=tiers,
         batch_engines=lines,
         sizes=sizes,
+        settings_check=ForkedSettingsCheck(sizes, place, devices[0]),
         adapter_rank_limit=provider.adapter_rank_limit,
         load=bus.load,
         models_shared=signals.models_changed,

@@ -119,6 +119,19 @@ class TierRemovalRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSettingsRow:
+    """A version of the settings of a model's engines (`serve.core.model_settings`). digest: names equal settings alike.
+    by_whom: a key's name, or "box"."""
+
+    model: str
+    number: int
+    created_s: float
+    digest: str
+    by_whom: str = ""
+    settings: dict[str, Any] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class DeploymentRow:
     """How a model is to be served.
 
@@ -177,6 +190,7 @@ class JobRow:
     snapshot: {"step", "path"} of the newest resumable state; stays after the end until its bytes were given back.
     devices: device names held now.
     owner: of the key it was made with, at that time; empty for the box itself. held: an operator keeps it waiting.
+    general: numbers of the general questions that its model answered, "before" the job and "after" it.
     asked_sizes: numbers of devices it may run on as requested; allowed_sizes: those of them its batch size divides by.
     """
 
@@ -217,6 +231,7 @@ class JobRow:
     eta_s: float | None = None
     trained_tokens: int | None = None
     result_files: list[str] = json_column(default_factory=list)
+    general: dict[str, list[int]] | None = json_column(default=None)
     started_s: float | None = None
     finished_s: float | None = None
 

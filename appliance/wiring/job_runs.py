@@ -53,10 +53,13 @@ class JobRuns:
         self._nudged_s = -NUDGE_EVERY_S
 
     def catch_up(self, job_id: str) -> None:
-        """Ingest the steps trained while no controller was running. Called before ranks start again."""
+        """Ingest what was trained and asked while no controller was running. Called before ranks start again."""
         known = {row.step for row in job_records.list_metrics(self._db, job_id)}
         for event in read_events(self._jobs_dir / job_id):
-            if event["event"] == "metrics" and event["step"] not in known:
+            new = event["event"] == "metrics" and event["step"] not in known
+            if event["event"] == "general":
+                new = event["when"] not in (jobs.get(self._db, job_id).general or {})
+            if new:
                 self._events.ingest(job_id, event)
 
     async def prepare(self, job_id: str) -> None:

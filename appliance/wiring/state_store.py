@@ -16,7 +16,7 @@ from appliance.store.database import Database
 from appliance.store.objects import adapters as adapter_rows
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.objects.adapters import AdapterRow
-from appliance.store.records import box, canaries, deployments, usage
+from appliance.store.records import box, canaries, deployments, model_settings, usage
 from appliance.store.rows import CanaryRow, DeploymentRow, JobRow
 from scheduler.autoscale.idle import CHECKPOINT_IDLE_S
 from scheduler.core.failures import Trouble
@@ -58,6 +58,7 @@ class SqliteStateStore:
     def __init__(self, db: Database, events: JobEvents, size: BoxSize, live: Live, models_changed: Callable[[], Any]):
         self._db, self._events, self._size, self._live = db, events, size, live
         self._models_changed = models_changed
+        self._settings: dict[str, str] = {}
         self._remaining_device_s: dict[str, float] = {}  # as reported by each job when it last ran
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
@@ -71,6 +72,7 @@ class SqliteStateStore:
     def load(self) -> Workload:
         self._finish_cancelled()
         mode = read_mode(self._db)
+        self._settings = model_settings.digests(self._db)
         active = {row.id: row.active_version for row in models.list_callable(self._db)}
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
         adapters = {row.name: row for row in adapter_rows.list_callable(self._db)}
@@ -146,7 +148,7 @@ class SqliteStateStore:
         for adapter in adapters.values():
             if adapter.host not in views:
                 # Its base serves another version now or is not deployed: start engines for the version it fits.
-                base = views.get(adapter.base, DeploymentView(adapter.base, adapter.base_version))
+                base = views.get(adapter.base, self._bare(adapter.base, adapter.base_version))
                 views[adapter.host] = replace(
                     base,
                     model=adapter.host,
@@ -188,7 +190,13 @@ class SqliteStateStore:
     def _checkpoints(self) -> list[DeploymentView]:
         """A checkpoint can be called by its name; it has an engine only while it is in use."""
         return [
-            DeploymentView(row.name, row.version, demand=self._live.demand(row.name), idle_limit_s=CHECKPOINT_IDLE_S)
+            DeploymentView(
+                row.name,
+                row.version,
+                demand=self._live.demand(row.name),
+                idle_limit_s=CHECKPOINT_IDLE_S,
+                settings=self._settings.get(row.model, ""),
+            )
             for row in job_records.list_checkpoints(self._db)
         ]
 
@@ -232,4 +240,8 @@ class SqliteStateStore:
             tpot_target_s=None if row.tpot_p95_ms is None else row.tpot_p95_ms / 1000,
             idle_sleep_s=row.idle_sleep_s,
             pinned=bool(row.pinned),
+            settings=self._settings.get(row.model, ""),
         )
+
+    def _bare(self, model: str, version: str) -> DeploymentView:
+        return DeploymentView(model, version, settings=self._settings.get(model, ""))

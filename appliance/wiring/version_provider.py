@@ -18,7 +18,7 @@ from appliance.store.rows import ModelRow
 from appliance.tiers.restore import TierReturn
 from runtime.devices.kinds import kind_of
 from scheduler.core.inventory import Device
-from serve.core.sizing import adapter_rank_limit, engine_settings
+from serve.core.sizing import adapter_rank_limit
 from weights.format.errors import WeightsError
 from weights.memory.store import Lease, StoredVersion, WeightStore
 from weights.tiers.record import Name
@@ -114,8 +114,7 @@ class VersionProvider:
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
         found = self._found(model)
         row = found.model
-        size = self._sizes.size(row, found.version, tensor_parallel)
-        settings = engine_settings(self._config.serve, size, task=row.task, arch=row.arch)
+        settings = self._sizes.spec_fields(row, found.version, tensor_parallel)
         if settings.get("adapter_slots"):
             paths = BoxPaths.of(Path(self._config.box.data_dir))
             settings["adapter_roots"] = (str(self._store.root / "adapters"), str(paths.models))

@@ -11,7 +11,8 @@ from scheduler.core.workload import ModelMemory
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """The wanted state of a replica: "open" on its devices, or "asleep" on its last devices without holding them."""
+    """The wanted state of a replica: "open" on its devices, or "asleep" on its last devices without holding them.
+    `settings`: those that a new engine gets."""
 
     id: str
     model: str
@@ -19,6 +20,7 @@ class ReplicaPlan:
     tensor_parallel: int
     devices: tuple[str, ...]
     state: str
+    settings: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,7 @@ class DeploymentView:
     measured time is above it, a replica counts as carrying fewer requests.
     `standby`: what to keep awake, learned from the traffic (None: the planner learns it from its own rounds).
     `pinned`: its `min_replicas` (at least one) have priority over all others and never go to training.
+    `settings`: names how its engines are set up; an engine with others is replaced by one with these.
     `not_before_s`: end of backoff. `failed`: its last failure.
     """
 
@@ -178,6 +179,7 @@ class DeploymentView:
     pinned: bool = False
     failed: str = ""
     not_before_s: float = 0.0
+    settings: str = ""
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1:
@@ -197,7 +199,7 @@ class ReplicaView:
     """An engine process. `devices`: held, or while asleep those it last held (it can wake only there).
 
     state: "starting", "ready" (awake, takes no requests yet), "open", "draining" (awake, takes no new requests),
-    "asleep", "dead". `since_s`: when the state began.
+    "asleep", "dead". `since_s`: when the state began. `settings`: those that it was started with.
     """
 
     id: str
@@ -207,6 +209,7 @@ class ReplicaView:
     devices: tuple[str, ...]
     since_s: float = 0.0
     busy: Busy = None
+    settings: str = ""
 
     @property
     def awake(self) -> bool:

@@ -36,7 +36,7 @@ class Box:
             devices={d.id: d for d in observed.devices},
             ledger=Ledger(d.id for d in observed.devices).acquire(*observed.leases),
             replicas={
-                r.id: ReplicaView(r.id, r.model, r.version, r.state, r.devices, since_s=now_s)
+                r.id: ReplicaView(r.id, r.model, r.version, r.state, r.devices, since_s=now_s, settings=r.settings)
                 for r in observed.replicas
             },
             groups={g.job_id: GroupView(g.job_id, g.devices, now_s, g.ended is not None) for g in observed.groups},

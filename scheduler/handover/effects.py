@@ -35,12 +35,13 @@ class ReplicaOrder:
     version: str
     tensor_parallel: int
     devices: tuple[str, ...]
+    settings: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaObserved:
     """The observed state of a replica's engine process. `devices`: where it runs, or where it would wake. `answered`:
-    False if it did not answer now and this is its last reported state."""
+    False if it did not answer now and this is its last reported state. `settings`: those that it was started with."""
 
     id: str
     model: str
@@ -48,6 +49,7 @@ class ReplicaObserved:
     state: ReplicaState
     devices: tuple[str, ...]
     answered: bool = True
+    settings: str = ""
 
 
 @dataclass(frozen=True, slots=True)

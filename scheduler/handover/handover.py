@@ -104,6 +104,7 @@ def wake_or_start(replica: ReplicaPlan, lease: Lease, *, asleep: bool) -> Step:
         model=replica.model,
         version=replica.version,
         tensor_parallel=replica.tensor_parallel,
+        settings=replica.settings,
         undo=(stop_replica(replica.id),),
     )
 

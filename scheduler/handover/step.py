@@ -18,5 +18,6 @@ class Step:
     model: str = ""
     version: str = ""
     tensor_parallel: int = 0
+    settings: str = ""
     undo: tuple[Step, ...] = ()
     force: tuple[Step, ...] = ()

@@ -147,7 +147,8 @@ def _released(step: Step, box: Box, now_s: float) -> Box:
 
 def _new_replica(step: Step, box: Box, now_s: float) -> Box:
     devices = _lease(step).device_ids
-    return _with_replica(box, ReplicaView(step.target, step.model, step.version, "starting", devices, now_s))
+    started = ReplicaView(step.target, step.model, step.version, "starting", devices, now_s, settings=step.settings)
+    return _with_replica(box, started)
 
 
 def _loaded(step: Step, box: Box, now_s: float) -> Box:
@@ -205,7 +206,8 @@ def _group_is_gone(target: str, version: str, box: Box) -> bool:
 
 
 def _order(step: Step) -> ReplicaOrder:
-    return ReplicaOrder(step.target, step.model, step.version, step.tensor_parallel, _lease(step).device_ids)
+    devices = _lease(step).device_ids
+    return ReplicaOrder(step.target, step.model, step.version, step.tensor_parallel, devices, step.settings)
 
 
 _WEIGHTS = "for the engine to load its weights and answer its first prompt"

@@ -106,7 +106,9 @@ def _replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -
         found = views.get(holder.id)
         if moving.target and moving.take is not None and found is None:
             waking = moving.take.steps[1]
-            found = ReplicaView(holder.id, waking.model, waking.version, "starting", moving.target, now_s)
+            found = ReplicaView(
+                holder.id, waking.model, waking.version, "starting", moving.target, now_s, settings=waking.settings
+            )
         if found is not None:
             views[holder.id] = replace(found, busy="coming" if moving.target else "leaving")
     return list(views.values())

@@ -131,7 +131,8 @@ class DeviceAssignment:
         return counts
 
     def fits(self, replica: ReplicaView) -> bool:
-        return len(replica.devices) == self.deployments[replica.model].tensor_parallel
+        deployment = self.deployments[replica.model]
+        return len(replica.devices) == deployment.tensor_parallel and replica.settings == deployment.settings
 
     def add_replicas(self, deployment: DeploymentView, count: int) -> bool:
         """`count` more replicas: sleeping ones on their own devices, then new ones. False when one finds no devices."""
@@ -162,7 +163,13 @@ class DeviceAssignment:
             new_id = f"r{self.snapshot.epoch}-{self.new}"
             self.new += 1
             self.out[new_id] = ReplicaPlan(
-                new_id, deployment.model, deployment.version, deployment.tensor_parallel, devices, "open"
+                new_id,
+                deployment.model,
+                deployment.version,
+                deployment.tensor_parallel,
+                devices,
+                "open",
+                deployment.settings,
             )
             self.take(devices)
         return True
@@ -172,7 +179,7 @@ class DeviceAssignment:
         moves = deployment is not None and not replica.busy and demand_.usable(deployment, self.now_s)
         version = deployment.version if deployment is not None and moves and state == "open" else replica.version
         self.out[replica.id] = ReplicaPlan(
-            replica.id, replica.model, version, len(replica.devices), replica.devices, state
+            replica.id, replica.model, version, len(replica.devices), replica.devices, state, replica.settings
         )
 
     def defer(self) -> None:

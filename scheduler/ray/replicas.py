@@ -113,7 +113,9 @@ class Replicas:
             detail = await ask("start_replica", order.id, replica.call("start", spec))
         finally:
             self._versions.taken(order.model)
-        self._seen[order.id] = ReplicaObserved(order.id, order.model, order.version, "ready", order.devices)
+        self._seen[order.id] = ReplicaObserved(
+            order.id, order.model, order.version, "ready", order.devices, settings=spec.settings
+        )
         self._watch(order.id, replica)
         # Versions on other nodes are not read here.
         home = place.name == self._nodes.home.name
@@ -343,7 +345,9 @@ class Replicas:
                 with contextlib.suppress(EffectFailed):  # a node is leaving; the next observation shows it
                     await self._nodes.mend_socket(place, replica_id)
         devices = tuple(f"{node}/{index}" for index in status["devices"])
-        seen = ReplicaObserved(replica_id, status["model"], status["version"], state, devices)
+        seen = ReplicaObserved(
+            replica_id, status["model"], status["version"], state, devices, settings=status["settings"]
+        )
         self._seen[replica_id] = seen
         return seen
 

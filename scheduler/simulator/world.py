@@ -255,7 +255,14 @@ class SimEffects:
             devices=self._devices,
             leases=tuple(self._leases.values()),
             replicas=tuple(
-                ReplicaObserved(r.order.id, r.order.model, r.order.version, r.state, r.order.devices)
+                ReplicaObserved(
+                    r.order.id,
+                    r.order.model,
+                    r.order.version,
+                    r.state,
+                    r.order.devices,
+                    settings=r.order.settings,
+                )
                 for r in self._replicas.values()
             ),
             groups=tuple(

@@ -99,6 +99,7 @@ def engine_size(
     device_memory_bytes: int,
     dtype: str | None = None,
     kv_cache_dtype: str | None = None,
+    batched_tokens: int | None = None,
 ) -> EngineSize:
     """Size an engine over `tensor_parallel` devices of `device_memory_bytes` each.
 
@@ -107,7 +108,9 @@ def engine_size(
     """
     kind = kind_of(device_kind)
     dtype = dtype or ("bfloat16" if kind.computes_bf16() else "float32")
-    memory = _without_kv(config, shape, task, arch, tensor_parallel, dtype, on_host=kind.on_host)
+    memory = _without_kv(
+        config, shape, task, arch, tensor_parallel, dtype, batched_tokens or BATCHED_TOKENS, on_host=kind.on_host
+    )
     kv_element = 1 if (kv_cache_dtype or "").startswith("fp8") else ELEMENT_BYTES[dtype]
     block_bytes = shape.kv_elements_per_token(tensor_parallel) * kv_element
     block_tokens = CPU_BLOCK_TOKENS if kind.on_host else GPU_BLOCK_TOKENS
@@ -180,7 +183,15 @@ def asleep_bytes(shape: ServedShape, tensor_parallel: int = 1) -> int:
 
 
 def _without_kv(
-    config: EngineConfig, shape: ServedShape, task: str, arch: str, shards: int, dtype: str, *, on_host: bool
+    config: EngineConfig,
+    shape: ServedShape,
+    task: str,
+    arch: str,
+    shards: int,
+    dtype: str,
+    tokens: int,
+    *,
+    on_host: bool,
 ) -> EngineMemory:
     element = ELEMENT_BYTES[dtype]
     if not on_host:
@@ -190,7 +201,7 @@ def _without_kv(
         weights += shape.vocab * shape.hidden * element
     rank = adapter_rank_limit(config, task=task, arch=arch)
     adapters = config.adapter_slots * rank * shape.lora_sides * element
-    batch = BATCHED_TOKENS * (BATCH_ELEMENTS_H * shape.hidden + BATCH_ELEMENTS_F * shape.ffn) * element
+    batch = tokens * (BATCH_ELEMENTS_H * shape.hidden + BATCH_ELEMENTS_F * shape.ffn) * element
     rows = config.max_num_seqs * shape.vocab * SAMPLING_BYTES if task == "generate" else 0
     return EngineMemory(
         -(-weights // shards),

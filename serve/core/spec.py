@@ -31,7 +31,9 @@ class ReplicaSpec:
     engine searches `adapter_roots` in order for `<name>/<version>`, then asks the box at the socket `adapter_source`
     ("": it does not ask). `otlp_endpoint` is the base URL of an OTLP/HTTP collector that gets a span of every request
     ("": no spans). `numa_nodes` are those of the devices, and the engine's processes run on them; None or empty:
-    anywhere. `gpu_memory_fraction` of a GPU must be free when the engine starts.
+    anywhere. `gpu_memory_fraction` of a GPU must be free when the engine starts. `settings` names the model's own
+    settings ("": none); `chat_template` and `system_prompt` are texts ("": the checkpoint's, and none);
+    `own_tool_parser`: the one of the model's family parses its tool calls, if there is one.
     Raises InvalidReplicaSpec.
     """
 
@@ -60,6 +62,10 @@ class ReplicaSpec:
     gpu_memory_fraction: float = 0.92
     node: str = "n0"
     numa_nodes: tuple[int | None, ...] = ()
+    settings: str = ""
+    chat_template: str = ""
+    system_prompt: str = ""
+    own_tool_parser: bool = True
 
     def __post_init__(self) -> None:
         for field in ("replica_id", "model", "version"):

@@ -256,6 +256,7 @@ class EngineControl:
             self._rename(model, version, version_path, held)
             self.state = "ready"
             await self.llm.resume_generation()
+            await self.llm.collective_rpc("shm_release_retired")
             return {
                 "model": model,
                 "version": version,
@@ -363,6 +364,7 @@ class EngineControl:
         if self._adapters is not None:
             self._adapters.serve_on(self.path)
         await self.llm.resume_generation()
+        await self.llm.collective_rpc("shm_release_retired")
 
     async def _fingerprint(self, origin: str) -> dict[str, Any]:
         answer = await self.llm.engine_core.call_utility_async("shm_run_fingerprint", self._prompt, self._pooling_task)

@@ -159,6 +159,7 @@ class Replica:
                 "adapters": None,
                 "devices": list(spec.devices) if spec else [],
                 "node": spec.node if spec else "",
+                "settings": spec.settings if spec else "",
                 "silent": False,
             }
         if self._last is not None and self._pulse is not None and self._pulse.silent:
@@ -169,6 +170,7 @@ class Replica:
             "pid": self._child.pid,
             "devices": list(self._spec.devices),
             "node": self._spec.node,
+            "settings": self._spec.settings,
             "silent": False,
         }
         return self._last

@@ -31,7 +31,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from runtime.devices.kinds import of_torch
 from serve.load.converting import Converting
-from serve.load.load_plan import Gather, LoadPlan, Target
+from serve.load.host_ring import HostRing
+from serve.load.load_plan import LoadPlan, Target
 from serve.load.shm_source import VersionSource
 
 
@@ -219,14 +220,14 @@ class DirectLoader:
 
     def _copy_to_device(self, source: VersionSource) -> None:
         seen: set[int] = set()
-        gather = Gather(self.device)
-        for module in self._modules():
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                target = self.plan.targets.get((id(module), name))
-                if target is None or tensor.data_ptr() in seen:
-                    continue
-                seen.add(tensor.data_ptr())
-                target.fill(tensor.data.view(-1), source, gather)
+        with HostRing(self.device, self.threads) as ring:
+            for module in self._modules():
+                for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                    target = self.plan.targets.get((id(module), name))
+                    if target is None or tensor.data_ptr() in seen:
+                        continue
+                    seen.add(tensor.data_ptr())
+                    target.fill(tensor.data.view(-1), source, ring)
         of_torch(self.device).synchronize(self.device)
 
 

@@ -12,14 +12,15 @@ A plan covers only what the recorder saw. It lists a parameter written from anyt
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.devices.kinds import in_host_memory, of_torch
+from runtime.devices.kinds import in_host_memory
 from serve.core.errors import VersionMismatch
+from serve.load.host_ring import HostRing
 from serve.load.shm_source import Described, VersionSource
 
 # Tensors that checkpoints contain but models compute themselves.
@@ -41,6 +42,13 @@ class Region:
     @property
     def numel(self) -> int:
         return math.prod(self.size)
+
+    @property
+    def extent(self) -> int:
+        """Elements from its first to its last one."""
+        if not self.numel:
+            return 0
+        return 1 + sum((extent - 1) * stride for extent, stride in zip(self.size, self.stride, strict=True))
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this region of the one-dimensional tensor `flat`."""
@@ -82,38 +90,36 @@ class Target:
         seen |= {region: region.numel for region in self.zeroed}
         return sum(seen.values()) >= math.prod(self.shape)
 
-    def fill(self, flat: torch.Tensor, source: VersionSource, gather: Gather | None = None) -> None:
+    def fill(self, flat: torch.Tensor, source: VersionSource, ring: HostRing | None = None) -> None:
         """Write all of it into the one-dimensional `flat` on any device; on a GPU the copies may still be running on
         return.
 
-        `gather` packs what is strided on the host.
+        `ring` takes what the device cannot read at full rate where it lies: columns, other dtypes, pages not locked.
         """
         for region in self.zeroed:
             region.view(flat).zero_()
         for piece in self.pieces:
-            stored = piece.source.view(source.tensor(piece.name).reshape(-1))
-            if gather is not None and not piece.source.dense:
-                stored = gather(stored)
-            piece.target.view(flat).copy_(stored, non_blocking=True)
+            whole = source.tensor(piece.name).reshape(-1)
+            runs = _runs(piece, whole, source) if whole.dtype == flat.dtype and ring is not None else None
+            target = piece.target.view(flat)
+            if runs is not None:
+                begin = piece.source.offset
+                into = target.reshape(-1)
+                for first, last in runs:
+                    into[first - begin : last - begin].copy_(whole[first:last], non_blocking=True)
+            elif ring is not None:
+                ring.copy(target, piece.source.view(whole))
+            else:
+                target.copy_(piece.source.view(whole), non_blocking=True)
 
 
-class Gather:
-    """One buffer, page-locked for a GPU, for strided host data (columns of a row-parallel matrix).
-
-    torch would gather each into fresh pageable memory, whose page faults cost more than the copy.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def __call__(self, strided: torch.Tensor) -> torch.Tensor:
-        """Return `strided` as one contiguous tensor, valid until the next call."""
-        kind = of_torch(self._device)
-        kind.wait_for_copies(self._device)  # the last copy may still be running
-        if self._buffer.nbytes < strided.nbytes:
-            self._buffer = torch.empty(strided.nbytes, dtype=torch.uint8, pin_memory=kind.locks_pages)
-        return self._buffer[: strided.nbytes].view(strided.dtype).view(strided.shape).copy_(strided)
+def _runs(piece: Piece, whole: torch.Tensor, source: VersionSource) -> list[tuple[int, int]] | None:
+    """Elements [first, last) of the stored tensor that may be copied in one piece each; None if not page-locked."""
+    if not (piece.source.dense and piece.target.dense and source.aligned(piece.name)):
+        return None
+    item, start = whole.element_size(), piece.source.offset
+    runs = source.locked_runs(piece.name, start * item, (start + piece.source.numel) * item)
+    return runs and [(first // item, last // item) for first, last in runs]
 
 
 @dataclass
@@ -171,12 +177,19 @@ class LoadPlan:
 
         Strided reads (columns of a row-parallel matrix) are left out, because they are gathered first.
         """
+        return self._spans(source, (piece for piece in self._pieces() if piece.source.dense))
+
+    def read_spans(self, source: VersionSource) -> dict[str, list[tuple[int, int]]]:
+        """Byte ranges [start, end) of each file that contain all that this worker reads."""
+        return self._spans(source, self._pieces())
+
+    @staticmethod
+    def _spans(source: VersionSource, pieces: Iterable[Piece]) -> dict[str, list[tuple[int, int]]]:
         spans: dict[str, list[tuple[int, int]]] = {}
-        for piece in self._pieces():
-            if piece.source.dense:
-                placed, itemsize = source.layout.find(piece.name), source.described[piece.name].dtype.itemsize
-                start = placed.start + piece.source.offset * itemsize
-                spans.setdefault(placed.file, []).append((start, start + piece.source.numel * itemsize))
+        for piece in pieces:
+            placed, itemsize = source.layout.find(piece.name), source.described[piece.name].dtype.itemsize
+            start = placed.start + piece.source.offset * itemsize
+            spans.setdefault(placed.file, []).append((start, start + piece.source.extent * itemsize))
         return spans
 
     def _pieces(self) -> Iterator[Piece]:

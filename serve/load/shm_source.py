@@ -3,7 +3,8 @@
 The mappings are MAP_PRIVATE and writable on the host: vLLM's loaders and torch both assume they may write to a
 tensor, and a store into a read-only or shared page would kill the engine or corrupt the version for all readers. For a
 GPU the mapping is shared, and the copied parts are page-locked, so that copies run at the link's rate. Locking costs
-time per page: a worker locks only what it reads itself.
+time per page: a worker faults in and locks only what it reads itself. While one of CUDA's calls locks or unlocks pages,
+the engine's own calls wait, so both go in pieces of LOCK_BYTES, and no copy may cross from one piece into the next.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from weights.format.torch_views import torch_dtype
 from weights.memory.locks import DirectoryLock
 
 FAULT_IN_BYTES = 4 * 2**20
+LOCK_BYTES = 16 * 2**20
 MADV_POPULATE_READ = 22  # linux/mman.h; not yet a constant of Python's mmap module
 
 
@@ -40,11 +42,15 @@ class CudaRuntime(Protocol):
     def cudaGetLastError(self) -> int: ...
 
 
+Spans = Mapping[str, Iterable[tuple[int, int]]]
+"""Byte ranges [start, end) by file."""
+
+
 @dataclass(frozen=True)
 class PageLock:
-    """`spans`: byte ranges [start, end) by file that a GPU will copy from; `cuda` locks their pages."""
+    """`spans`: what a GPU will copy from; `cuda` locks their pages."""
 
-    spans: Mapping[str, Iterable[tuple[int, int]]]
+    spans: Spans
     cuda: CudaRuntime
 
 
@@ -94,15 +100,24 @@ class VersionSource:
         """Bytes of all tensors."""
         return sum(placed.nbytes for placed in self.layout)
 
-    def map(self, page_lock: PageLock | None = None) -> VersionSource:
+    def map(self, page_lock: PageLock | None = None, read: Spans | None = None) -> VersionSource:
         """Map all files and fault their pages in. Call it before a pause, because fresh mappings read at half rate.
 
-        With a `page_lock` the mappings are shared and only for copies to a GPU: nothing may write into them.
+        With a `page_lock` the mappings are shared and only for copies to a GPU: nothing may write into them. `read`:
+        the byte ranges by file that this process will read, whose pages alone are faulted in; None: all.
         """
         for file in self.layout.files:
             if file.name not in self._maps:
-                self._maps[file.name] = _MappedFile(self.path / file.name, page_lock)
+                spans = None if read is None else read.get(file.name, ())
+                self._maps[file.name] = _MappedFile(self.path / file.name, page_lock, spans)
         return self
+
+    def locked_runs(self, name: str, start: int, end: int) -> list[tuple[int, int]] | None:
+        """Cut bytes [start, end) of a stored tensor where a copy has to end; None if not all of them are page-locked.
+        The cuts count from the tensor's start too."""
+        placed = self.layout.find(name)
+        runs = self._maps[placed.file].locked_runs(placed.start + start, placed.start + end)
+        return runs and [(first - placed.start, last - placed.start) for first, last in runs]
 
     def tensor(self, name: str) -> torch.Tensor:
         """A view, shape and dtype as stored, of the mapped bytes."""
@@ -175,7 +190,7 @@ def _dtype(path: Path, placed: Placed) -> torch.dtype:
 
 
 class _MappedFile:
-    def __init__(self, path: Path, page_lock: PageLock | None):
+    def __init__(self, path: Path, page_lock: PageLock | None, read: Iterable[tuple[int, int]] | None):
         descriptor = os.open(path, (os.O_RDWR if page_lock else os.O_RDONLY) | os.O_CLOEXEC)
         try:
             size = os.fstat(descriptor).st_size
@@ -183,25 +198,48 @@ class _MappedFile:
             mapping = mmap.mmap(descriptor, size, flags=share, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(descriptor)
-        _fault_in(mapping)
+        for start, end in [(0, size)] if read is None else page_runs(read):
+            _fault_in(mapping, start, min(end, size))
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         self._cuda = page_lock and page_lock.cuda
-        self._locked = list(self._lock(page_lock.spans.get(path.name, ()))) if page_lock else []
+        self._locked = sorted(self._lock(page_lock.spans.get(path.name, ()))) if page_lock else []
 
-    def _lock(self, spans: Iterable[tuple[int, int]]) -> Iterator[int]:
-        for start, end in page_runs(spans):
+    def _lock(self, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        for start, end in lock_pieces(spans, self.bytes.nbytes):
             part = self.bytes[start:end]
             if self._cuda.cudaHostRegister(part.data_ptr(), part.nbytes) == 0:
-                yield part.data_ptr()
+                yield start, end
             else:  # copies are only slower then, but torch would attribute a remaining error to the next kernel
                 self._cuda.cudaGetLastError()
 
+    def locked_runs(self, start: int, end: int) -> list[tuple[int, int]] | None:
+        runs: list[tuple[int, int]] = []
+        index = max(0, bisect_right(self._locked, start, key=lambda run: run[0]) - 1)
+        while start < end:
+            if index == len(self._locked) or not self._locked[index][0] <= start < self._locked[index][1]:
+                return None
+            runs.append((start, min(end, self._locked[index][1])))
+            start = runs[-1][1]
+            index += 1
+        return runs
+
     def close(self) -> None:
-        for address in self._locked:
-            self._cuda.cudaHostUnregister(address)
+        address = self.bytes.data_ptr()
+        for start, _ in self._locked:
+            self._cuda.cudaHostUnregister(address + start)
         self._locked.clear()
         # The tensor holds the mapping's buffer, so the pages are freed with the last view.
         del self.bytes
+
+
+def lock_pieces(spans: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """The pages of byte ranges of a file of `size` bytes, cut at its multiples of LOCK_BYTES."""
+    for start, end in page_runs(spans):
+        end = min(end, size)
+        while start < end:
+            cut = min(end, (start // LOCK_BYTES + 1) * LOCK_BYTES)
+            yield start, cut
+            start = cut
 
 
 def page_runs(spans: Iterable[tuple[int, int]], page_bytes: int = mmap.PAGESIZE) -> list[tuple[int, int]]:
@@ -216,16 +254,16 @@ def page_runs(spans: Iterable[tuple[int, int]], page_bytes: int = mmap.PAGESIZE)
     return runs
 
 
-def _fault_in(mapping: mmap.mmap) -> None:
-    """Make all pages present for reading, with a kernel call available since Linux 5.14.
+def _fault_in(mapping: mmap.mmap, first: int, last: int) -> None:
+    """Make the pages of bytes [first, last) present for reading, with a kernel call available since Linux 5.14.
 
     MAP_POPULATE is unsuitable: on a private writable mapping it faults for writing and so copies every page. So is
     `mapping.madvise`: it holds the interpreter's lock meanwhile and so stops the engine's steps. The calls go in
     pieces, because each holds the kernel's lock on the address space, and a step that needs memory waits for it.
     """
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    for offset in range(0, len(mapping), FAULT_IN_BYTES):
-        size = min(FAULT_IN_BYTES, len(mapping) - offset)
+    for offset in range(first, last, FAULT_IN_BYTES):
+        size = min(FAULT_IN_BYTES, last - offset)
         if libc.madvise(start + offset, size, MADV_POPULATE_READ):
             break
     else:
@@ -233,5 +271,5 @@ def _fault_in(mapping: mmap.mmap) -> None:
     error = last_error("cannot make the pages of a version present")
     if error.errno != errno.EINVAL:
         raise error
-    for offset in range(0, len(mapping), mmap.PAGESIZE):
+    for offset in range(first, last, mmap.PAGESIZE):
         mapping[offset]

@@ -11,6 +11,7 @@ from typing import Any
 
 from runtime.devices.kinds import kind_of
 from serve.core.spec import ReplicaSpec
+from serve.core.system_prompt import with_system_prompt
 from weights.format.tool_template import with_tools
 
 # vLLM's tool-call parser for each model family (vllm/tool_parsers; docs "Tool Calling"). An unknown family gets none:
@@ -114,7 +115,8 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
         args += ["--enforce-eager", "--worker-cls", CPU_WORKER, "--scheduler-cls", CPU_SCHEDULER]
     else:
         # The cumem allocator's level-2 sleep frees the memory of weights and KV and keeps their addresses.
-        args += ["--enable-sleep-mode"]
+        # Captured graphs stay on the device unless they lie in its pool; they then go to host memory.
+        args += ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
         # Otherwise vLLM refuses to start if less than its own default fraction is free, whatever the KV cache size;
         # sleeping engines keep a CUDA context and more on the device.
         args += ["--gpu-memory-utilization", str(spec.gpu_memory_fraction)]
@@ -148,10 +150,11 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
         # Needed for its renderer, which counts the tokens of an input (/v1/responses/input_tokens); the gateway blocks
         # the other routes that this enables.
         args += ["--enable-scale-out"]
-        shown = with_tools(chat_template)
+        tooled = with_tools(spec.chat_template or chat_template)
+        shown = with_system_prompt(tooled, spec.system_prompt)
         if shown != chat_template and "--chat-template" not in spec.extra_args:
             args += ["--chat-template", str(shown)]
-        parser = tool_parser(model_config.get("model_type"), shown)
+        parser = tool_parser(model_config.get("model_type"), tooled) if spec.own_tool_parser else None
         if parser is not None and "--tool-call-parser" not in spec.extra_args:
             args += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
     return [*args, *spec.extra_args]

@@ -115,6 +115,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._may_follow = world_size == 1 and vllm_config.lora_config is None
         self._staging: Staging | None = None
         self._spent: Staging | None = None
+        self._loaded: VersionSource | None = None
+        self._closing: threading.Thread | None = None
         self._retired: list[Ready] = []
         self._in_place = Weights.NEW
         self._trace: FingerprintTrace | None = None
@@ -222,23 +224,21 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         if mapped:
             source, staging.source = staging.source, None
         else:
-            source = self._open(update_info.path, layerwise=reason is not None)
+            # Requests wait, and locking would take longer than it saves.
+            source = self._open(update_info.path, layerwise=reason is not None, lock=False)
         self.drop_staged()
+        self._loaded = source
         mapped_s = time.perf_counter()
         answers: list[dict[str, list]] = []
-        try:
-            self.dirty = True
-            if reason is None:
-                self._direct.load(source, self._following(answers))
-            else:
-                load_layerwise(self.model, self.model_config, source, self.device)
-            self.dirty = False
-        finally:
-            bytes_read = self._bytes_read(source)
-            source.close()
+        self.dirty = True
+        if reason is None:
+            self._direct.load(source, self._following(answers))
+        else:
+            load_layerwise(self.model, self.model_config, source, self.device)
+        self.dirty = False
         self.report = {
             "how": "in-place" if reason is None else "layerwise",
-            "bytes_read": bytes_read,
+            "bytes_read": self._bytes_read(source),
             "map_s": mapped_s - started_s,
             "load_s": time.perf_counter() - mapped_s,
             "answer": answers[0] if answers else None,
@@ -262,25 +262,45 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self.dirty = False
 
     def release_retired(self) -> None:
-        """Free what a staged swap replaced. Call it after the engine resumed, because freeing gigabytes takes time."""
+        """Free what a staged swap replaced, and unmap what a load read. Call it after the engine resumed, because both
+        take time; unlocking and unmapping go on in a thread."""
         self.bring_in(Weights.NEW)
         self._retired.clear()
+        self._wait_for_closing()
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self._closing = threading.Thread(target=self._close, args=(loaded,), name="unmap", daemon=True)
+            self._closing.start()
         staging, self._spent = self._spent, None
         if staging is not None:
             staging.close()
 
     def shutdown(self) -> None:
         self.drop_staged()
+        self._wait_for_closing()
 
     # --------------------------------------------------------------------------------------------------------
 
-    def _open(self, path: str, *, layerwise: bool) -> VersionSource:
+    def _wait_for_closing(self) -> None:
+        closing, self._closing = self._closing, None
+        if closing is not None:
+            closing.join()
+
+    def _close(self, source: VersionSource) -> None:
+        _give_way()
+        self._kind.use(self.device)
+        source.close()
+
+    def _open(self, path: str, *, layerwise: bool, lock: bool = True) -> VersionSource:
         source = VersionSource(path)
         try:
             self.plan.check(source)
             # vLLM's loaders may write into their input, so they get a private mapping.
-            lock = self._kind.locks_pages and not layerwise
-            return source.map(PageLock(self.plan.copied_spans(source), CudaRTLibrary()) if lock else None)
+            if layerwise:
+                return source.map()
+            lock = lock and self._kind.locks_pages
+            page_lock = PageLock(self.plan.copied_spans(source), CudaRTLibrary()) if lock else None
+            return source.map(page_lock, self.plan.read_spans(source) if self.plan.complete else None)
         except BaseException:
             source.close()
             raise
@@ -299,8 +319,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         return self.plan.bytes_read(source) if self.plan.complete else source.nbytes
 
     def _stage(self, staging: Staging) -> None:
-        me = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + STAGING_NICENESS, 19))
+        _give_way()
         # A new thread uses the first GPU: locking pages from it would leave a context of every tensor parallel worker
         # there, half a gigabyte each.
         self._kind.use(self.device)
@@ -344,3 +363,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             "load_s": time.perf_counter() - started_s,
         }
         self._staging, self._spent = None, staging
+
+
+def _give_way() -> None:
+    """Lower this thread's priority below the engine's steps."""
+    me = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + STAGING_NICENESS, 19))

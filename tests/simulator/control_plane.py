@@ -235,6 +235,18 @@ class RecordingKeySink:
         self.keys = keys
 
 
+class AcceptingCheck:
+    """Takes all settings but those in `refuses`."""
+
+    def __init__(self) -> None:
+        self.refuses = ""
+        self.asked: list[Any] = []
+
+    async def refused(self, model: Any, version: Any, devices: int, settings: Any) -> str:
+        self.asked.append(settings)
+        return self.refuses
+
+
 def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerContext:
     """A context whose files lie under `folder`."""
     files_dir, jobs_dir = folder / "files", folder / "jobs"
@@ -252,6 +264,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         key_sink=RecordingKeySink(),
         tiers=SimulatedTiers(),
         batch_engines=SimulatedEngines(),
+        settings_check=AcceptingCheck(),
         sizes=EngineSizes(db, EngineConfig(), Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)),
         config=ControllerConfig(**config),
         box={"id": "0123abcd", "version": "0.1.0", "url": "http://127.0.0.1:8000", "data_dir": str(folder)},

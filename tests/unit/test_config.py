@@ -67,7 +67,7 @@ def test_every_section_can_be_set_from_the_environment(tmp_path):
     [
         ("[box]\nprot = 1", {}, "box.toml: unknown key box.prot; did you mean port? (known there: data_dir, devices,"),
         ("[bxo]\nport = 1", {}, "box.toml: unknown key bxo; did you mean box? (known there: box, controller, gateway"),
-        ("[gateway.limits]\nm = 1", {}, "box.toml: unknown key gateway.limits.m (known there: body_bytes_per_s, body"),
+        ("[gateway.limits]\nm = 1", {}, "box.toml: unknown key gateway.limits.m (known there: "),
         ("[box]\nport = 'x'", {}, "box.toml: box.port is 'x': Input should be a valid integer"),
         ("[box]\nport = 70000", {}, "box.toml: box.port is 70000"),
         ("[box]\ndevices = 0", {}, "box.toml: box.devices is 0"),

@@ -4,6 +4,7 @@ Events handed to `on_event` (all have "event" and "job"):
   message     level, text
   started     step, devices, seconds {start, join, prepare}
   metrics     step, total_steps, epoch, loss, grad_norm, learning_rate, tokens_per_s, tokens, devices
+  general     when ("before" or "after" the job), right (numbers of general questions), answers
   validation  step, loss
   snapshot    step, path, bytes, seconds, stall_s (of them training stood still)
   published   version, path, step, epoch, bytes, seconds, stall_s

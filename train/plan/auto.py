@@ -18,6 +18,8 @@ _MOST_NAMES, _NAME_CHARACTERS = 64, 128
 LORA_FROM_PARAMETERS = 1_000_000_000
 ZERO3_FROM_PARAMETERS = 13_000_000_000
 ZERO2_FROM_PARAMETERS = 1_000_000_000
+LEAST_STEPS = 25  # fewer teach nothing whatever the learning rate: warm-up and decay are most of them
+SHORTEST_ROW = 128  # tokens; a shorter one takes a device as long
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,11 @@ def resolve(
     )
 
     fields["packing"] = given.flag("packing", auto=True)
-    fields["max_length"] = given.integer(
-        "max_length", 32, model.max_position_embeddings, auto=_max_length(dataset, model)
-    )
     fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=_n_epochs(dataset))
-    fields |= _batch(given, dataset, fields, max_devices // fields["tensor_parallel"])
+    devices = max_devices // fields["tensor_parallel"]
+    length, batch = _rows(given, dataset, model, fields, devices)
+    fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings, auto=length)
+    fields |= _batch(given, batch, devices)
 
     fields["learning_rate"] = _learning_rate(given, model, fields["full"])
     fields["warmup_ratio"] = given.number("warmup_ratio", 0, 0.9, auto=0.03)
@@ -94,6 +96,7 @@ def resolve(
     fields["max_grad_norm"] = given.number("max_grad_norm", 0, 1e6, auto=1.0)
     fields["publish"] = given.choice("publish", ("end", "epoch"), auto="end")
     fields["serve_dtype"] = _serve_dtype(given)
+    fields["general_questions"] = given.flag("general_questions", auto=True)
     _refuse_pipeline_parallel(given)
     fields["snapshot_every_s"] = given.maybe_number("snapshot_every_s", 0, 86400)
     fields["step_patience_s"] = given.number("step_patience_s", 0, 86400, auto=0.1)
@@ -225,11 +228,34 @@ def _zero_stage(given: Given, model: ModelStats, fields: dict) -> int:
     return stage
 
 
-def _max_length(dataset: DatasetStats, model: ModelStats) -> int:
+def _rows(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict, devices: int) -> tuple[int, int]:
+    """(tokens of a row of packed examples, rows of a step). Rows are long where there is much to learn, since a device
+    likes that, and cut as often as a small job needs to take some steps at all and to use the devices that there are.
+    Cutting for devices changes neither the tokens of a step nor the number of steps."""
+    length, shortest = _row_bounds(dataset, model)
+    if given.is_set("max_length"):
+        length = shortest = given.integer("max_length", 32, model.max_position_embeddings, auto=length)
+    if not fields["packing"]:
+        shortest = length
+    epochs = fields["n_epochs"]
+
+    def rows(length: int) -> float:
+        return epochs * _sequences(dataset, {**fields, "max_length": length})
+
+    while length // 2 >= shortest and rows(length) < LEAST_STEPS:
+        length //= 2
+    batch = _batch_size(rows(length), devices)
+    while length // 2 >= shortest and 2 * batch <= devices and not given.is_set("batch_size"):
+        length, batch = length // 2, 2 * batch
+    return length, batch
+
+
+def _row_bounds(dataset: DatasetStats, model: ModelStats) -> tuple[int, int]:
     # Long enough for every example (estimates are off by a third at times), no longer than the device likes.
     preferred = 512 if kind_of(model.device_kind).on_host else 4096
     longest = 2 ** math.ceil(math.log2(max(32, 1.3 * dataset.longest_example_tokens)))
-    return max(32, min(model.max_position_embeddings, max(preferred, min(longest, 4 * preferred))))
+    usual = max(32, min(model.max_position_embeddings, max(preferred, min(longest, 4 * preferred))))
+    return usual, min(usual, max(longest, SHORTEST_ROW))
 
 
 def _n_epochs(dataset: DatasetStats) -> int:
@@ -240,13 +266,14 @@ def _n_epochs(dataset: DatasetStats) -> int:
     return 1
 
 
-def _batch(given: Given, dataset: DatasetStats, fields: dict, max_devices: int) -> dict[str, int]:
+def _batch(given: Given, rows: int, max_devices: int) -> dict[str, int]:
+    """rows: of a step, if nothing was asked for."""
     micro = given.integer("micro_batch", 1, 1024, auto=1)
     accumulation = given.integer("gradient_accumulation", 1, 4096, auto=0)
     if accumulation and not given.is_set("batch_size"):
         given.integer("batch_size", 1, 4096, auto=1)
         return {"batch_size": micro * accumulation * max_devices, "micro_batch": micro}
-    batch = given.integer("batch_size", 1, 4096, auto=_batch_size(dataset, fields, micro, max_devices))
+    batch = given.integer("batch_size", 1, 4096, auto=rows * micro)
     if accumulation:
         if batch % (accumulation * max_devices):
             raise InvalidHyperparameter(
@@ -258,16 +285,12 @@ def _batch(given: Given, dataset: DatasetStats, fields: dict, max_devices: int) 
     return {"batch_size": batch, "micro_batch": micro}
 
 
-def _batch_size(dataset: DatasetStats, fields: dict, micro: int, max_devices: int) -> int:
+def _batch_size(rows: float, max_devices: int) -> int:
     # A power of two, so that 1, 2, 4 ... devices can share it; about fifty steps at least; and, if the data allows
-    # ten steps, one sequence for every device, or some would have to stand idle.
-    per_epoch = dataset.n_tokens / fields["max_length"] if fields["packing"] else dataset.n_examples
-    sequences = max(1.0, per_epoch * fields["n_epochs"])
-    batch = 2 ** max(0, min(6, math.floor(math.log2(max(1.0, sequences / 50)))))
+    # some steps then, one row for every device, or some would have to stand idle.
+    batch = 2 ** max(0, min(6, math.floor(math.log2(max(1.0, rows / 50)))))
     widest = 2 ** math.floor(math.log2(max(1, max_devices)))
-    if sequences / widest >= 10:
-        batch = max(batch, widest)
-    return batch * micro
+    return max(batch, widest) if rows / widest >= LEAST_STEPS else batch
 
 
 def _learning_rate(given: Given, model: ModelStats, full: bool) -> float:

@@ -68,6 +68,7 @@ class TrainSpec:
     step_patience_s: float = 0.1  # a step with more than this to go is left when devices are wanted
     shm_budget_bytes: int | None = None  # of the whole weight store; None: what tmpfs has
     serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights
+    general_questions: bool = False  # asked before and after, to see what was forgotten (train.data.general_questions)
     validation_batches: int = 0  # 0: the whole validation file
 
     def __post_init__(self) -> None:

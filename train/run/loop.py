@@ -28,6 +28,7 @@ from train.model.learning_rate import learning_rate
 from train.plan.errors import TrainingDiverged
 from train.plan.spec import TrainSpec
 from train.run.event_log import EventLog
+from train.run.general_answers import GeneralQuestions
 from train.run.leave_step import Leaving, StepLeft
 from train.run.reference import Reference
 from train.run.tensorboard_writer import TensorboardWriter
@@ -75,6 +76,7 @@ class Run:
         if self.rank == 0:
             stop.reset()  # nobody begins a step before the first all-reduce of `run`
         self.leaving = Leaving(engine, stop, spec.step_patience_s)
+        self._general = GeneralQuestions(spec, engine.module.model, self.grid, engine.device, self.emit, progress)
         self._board = TensorboardWriter(Path(spec.run_dir) / "tb") if self.rank == 0 else None
 
     def resume_from(self, path: str) -> None:
@@ -103,6 +105,7 @@ class Run:
             return {"outcome": "cancelled", "step": self.step}
         self.saving.kept = self.reference.kept()
         if self.step == 0:
+            self._general.ask("before")
             self._validate()
         while self.step < total:
             try:
@@ -130,6 +133,7 @@ class Run:
             if signals["snapshot"]:
                 self.saving.snapshot_if_room(self.step, signals["draft"], self._pace_s)
         self.saving.drop_reserved()
+        self._general.ask("after")
         self.saving.publish_result(self.step)
         self.saving.wait()
         return {"outcome": "succeeded", "step": self.step}

@@ -132,6 +132,7 @@ def _one(job: dict[str, Any]) -> Any:
         ("step", _step(job)),
         ("loss", formats.loss(job["loss"])),
         ("validation loss", formats.loss(job.get("valid_loss"))),
+        ("general questions", formats.or_dash(job.get("general"))),
         ("tokens/s", formats.count(job["tokens_per_s"])),
         ("time to finish", _eta(job)),
         ("created", formats.moment(job["created_s"])),

@@ -9,6 +9,7 @@ import typer
 
 from appliance.cli import formats, output, paths
 from appliance.cli.command import EVERY, WATCH, Session, box_command, given, group
+from appliance.cli.models import engine_settings
 from appliance.cli.models.canary import MODEL
 from appliance.cli.models.canary import app as canary
 from appliance.cli.models.canary import fields as canary_fields
@@ -226,6 +227,7 @@ def _one(model: dict[str, Any]) -> Any:
         ("context", _context(model)),
         ("source", formats.or_dash(model.get("source"))),
         ("for", _for_whom(model)),
+        *engine_settings.fields(model.get("settings") or {}, model.get("settings_number") or 0),
         ("state", model["state"] + (f": {model['message']}" if model.get("message") else "")),
     )
     versions = output.table(

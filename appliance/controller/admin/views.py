@@ -7,11 +7,11 @@ from typing import Any
 from appliance.controller.http.views import job_phase, job_status
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.ports import EngineSizer, SchedulerStatus, TierPort
-from appliance.controller.jobs import claims
+from appliance.controller.jobs import claims, forgetting
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.objects.adapters import AdapterRow
-from appliance.store.records import deployments
+from appliance.store.records import deployments, model_settings
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow, KeyRow, ModelRow
 
 
@@ -37,6 +37,7 @@ def job(row: JobRow) -> dict[str, Any]:
         "total_steps": row.total_steps,
         "loss": row.loss,
         "valid_loss": row.valid_loss,
+        "general": forgetting.in_short(row.general),
         "tokens_per_s": row.tokens_per_s,
         "eta_s": row.eta_s,
         "snapshot": row.snapshot,
@@ -80,6 +81,7 @@ def model(
     `message`: why its engines fail, None if they do not."""
     found = deployments.find(db, row.id)
     size = sizes.size(row, None)
+    set_up = model_settings.current(db, row.id)
     return {
         "name": row.id,
         "kind": row.kind,
@@ -101,6 +103,8 @@ def model(
         "state": states.word(row.id),
         "message": states.message(row.id),
         "deployment": deployment(found, status) if found else None,
+        "settings": set_up.settings if set_up else {},
+        "settings_number": set_up.number if set_up else 0,
         "versions": [
             {
                 "version": v.version,

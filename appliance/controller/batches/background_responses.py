@@ -23,6 +23,7 @@ from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Meter
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
+from appliance.controller.interfaces.principal import Principal
 from appliance.controller.responses import objects
 from appliance.controller.responses.items import items_of, salted
 from appliance.controller.responses.stored import DAY_S, StoredResponses
@@ -37,6 +38,8 @@ URL = "/v1/responses"
 ASKER = "background responses"
 LOOK_EVERY_S = 0.5
 COMMENT_EVERY_S = 15.0
+_FOLLOWED_BYTES = 128 << 20
+"""An owner's followers together; one alone may follow a larger response."""
 KEY_REVOKED = "The API key of this response was revoked."
 _MAX_DEATHS = 3
 
@@ -69,6 +72,7 @@ class BackgroundResponses:
         self._last_sent: dict[str, int] = {}  # owner -> number of the last response sent, increasing
         self._unpaid: list[dict[str, Any]] = []
         self._deaths: Counter[str] = Counter()
+        self._followed: Counter[str] = Counter()  # owner -> bytes that followers of his responses hold
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -118,16 +122,40 @@ class BackgroundResponses:
             self._fail(row, "invalid_prompt", KEY_REVOKED)
         return [row.id for row in rows]
 
-    async def follow(self, response_id: str, after: int) -> AsyncIterator[bytes]:
+    def check_followers(self, caller: Principal, size: int) -> None:
+        """Raises ApiError 429 if those whom this owner lets follow hold too much. size: bytes of the response."""
+        if (held := self._followed[caller.owner]) and held + 2 * size > _FOLLOWED_BYTES:
+            raise ApiError(
+                429,
+                f"Streams of your responses in background hold {held} bytes; {_FOLLOWED_BYTES} are allowed. End some "
+                "of them first, or retrieve the response without stream=true.",
+                code="too_many_streams",
+            )
+
+    async def follow(self, row: ResponseRow, after: int) -> AsyncIterator[bytes]:
         """Events of its stream with numbers above `after`, until it has ended."""
+        # A follower that does not read holds the response as an object, and one event of it.
+        size = 2 * len(row.response)
+        self._followed[row.owner] += size
+        try:
+            async for event in self._follow(row.id, after):
+                yield event
+        finally:
+            self._followed[row.owner] -= size
+            if not self._followed[row.owner]:
+                del self._followed[row.owner]
+
+    async def _follow(self, response_id: str, after: int) -> AsyncIterator[bytes]:
         while (row := responses.find(self._db, response_id)) is not None:
-            made = objects.events(orjson.loads(row.response))
-            if made[after + 1 :]:
-                yield b"".join(made[after + 1 :])
-                after = len(made) - 1  # and check again: it may have changed in the meantime
-            elif row.finished:
+            told = after
+            for place, event in objects.events(orjson.loads(row.response), told):
+                yield event
+                after = place
+            if after > told:
+                continue  # it may have changed in the meantime
+            if row.finished:
                 return
-            elif not await self._stored.news(response_id, COMMENT_EVERY_S):
+            if not await self._stored.news(response_id, COMMENT_EVERY_S):
                 yield b": waiting\n\n"
 
     def keep_house(self, now_s: float) -> None:
@@ -208,6 +236,7 @@ class BackgroundResponses:
         try:
             answer = await self._asked(row, model)
         except LineReturned as error:
+            self._metering.give_back(keys.find(self._db, row.key_id) if row.key_id else None, _tokens(row))
             self._flying.pop(response_id, None)
             self._deaths[response_id] += not error.yielded
             if self._deaths[response_id] < _MAX_DEATHS:

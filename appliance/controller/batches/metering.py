@@ -93,6 +93,11 @@ class Metering:
         refused = self._allowance(key).take(tokens, time.monotonic())
         return f"its key may spend {refused.limit} {refused.what} per minute" if refused else ""
 
+    def give_back(self, key: KeyRow | None, tokens: int) -> None:
+        """What `waits_for` charged for a line that its engine gave back unanswered: it will be charged again."""
+        if key is not None:
+            self._allowance(key).correct(tokens, 0)
+
     def charge(self, key: KeyRow | None, model: str, answered: list[Charge]) -> None:
         """Count answers as the gateways do: by key, model and version."""
         rows = []

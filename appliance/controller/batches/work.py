@@ -256,6 +256,8 @@ class BatchWork:
         except LineReturned as error:
             deaths = self._deaths[custom_id] = self._deaths.get(custom_id, 0) + (not error.yielded)
             if deaths < _MAX_DEATHS:
+                metering = self._runner.metering
+                metering.give_back(metering.key_of(self._row()), self._by_id[custom_id].size // BYTES_PER_TOKEN)
                 self.left.appendleft(custom_id)
                 return
             message = f"The engine serving this model failed while answering: {error}."

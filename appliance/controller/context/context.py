@@ -14,7 +14,15 @@ from appliance.controller.access.spending import key_table
 from appliance.controller.bus.load import Load
 from appliance.controller.context.file_work import FileWork
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.ports import BatchEngines, EngineSizer, KeySink, ModelOps, SchedulerPort, TierPort
+from appliance.controller.interfaces.ports import (
+    BatchEngines,
+    EngineSizer,
+    KeySink,
+    ModelOps,
+    SchedulerPort,
+    SettingsCheck,
+    TierPort,
+)
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
 from runtime.background_tasks import BackgroundTasks
@@ -40,6 +48,7 @@ class ControllerContext:
     tiers: TierPort
     batch_engines: BatchEngines
     sizes: EngineSizer
+    settings_check: SettingsCheck
     adapter_rank_limit: Callable[[ModelRow], int] = lambda _: 0
     load: Callable[[], Load] = Load
     config: ControllerConfig = field(default_factory=ControllerConfig)

@@ -67,6 +67,8 @@ def routes(context: ControllerContext) -> APIRouter:
     db, config = context.db, context.config
     completing: set[str] = set()
     arriving: Counter[str] = Counter()  # by upload: bytes of parts that are not in the store yet
+    # By upload with parts under way: bytes in the store. Summed once, not for each chunk of 10,000 parts.
+    settled: dict[str, int] = {}
     coming: Counter[str] = Counter()  # by upload: number of such parts; even an empty one takes a row and a file
 
     @router.post("")
@@ -97,7 +99,8 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.post("/{upload_id}/parts")
     async def add_part(upload_id: str, request: Request, caller: Caller) -> dict[str, Any]:
         row = _pending(context, upload_id, caller)
-        if upload_rows.stored(db, row.id)[0] + coming[row.id] >= MAX_PARTS:
+        number, settled_bytes = upload_rows.stored(db, row.id)
+        if number + coming[row.id] >= MAX_PARTS:
             raise BadRequest(
                 f"The upload {row.id} has {MAX_PARTS} parts, the most that it may; send larger ones.",
                 param="data",
@@ -111,8 +114,7 @@ def routes(context: ControllerContext) -> APIRouter:
         def took(count: int) -> None:
             nonlocal mine
             _pending(context, upload_id, caller)  # of one that has ended nothing more is taken
-            stored = upload_rows.stored(db, row.id)[1]
-            if stored + arriving[row.id] + count > 2 * row.bytes:
+            if settled[row.id] + arriving[row.id] + count > 2 * row.bytes:
                 raise BadRequest(
                     f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced (a "
                     "part may be sent a second time); create an upload with the file's size.",
@@ -129,6 +131,7 @@ def routes(context: ControllerContext) -> APIRouter:
         folder.mkdir(mode=0o700, exist_ok=True)
         incoming = folder / f"{multipart.INCOMING_PREFIX}{part_id}"
         coming[row.id] += 1
+        settled[row.id] = settled_bytes
         with context.quotas.kept.open(row.id) as kept:
             try:
                 part = await multipart.receive(
@@ -143,11 +146,12 @@ def routes(context: ControllerContext) -> APIRouter:
                 os.rename(incoming, folder / part_id)
                 made = UploadPartRow(part_id, row.id, part.size, time.time())
                 upload_rows.insert_part(db, made)
+                settled[row.id] += part.size
             finally:
                 arriving[row.id] -= mine
                 coming[row.id] -= 1
                 if not coming[row.id]:
-                    del arriving[row.id], coming[row.id]
+                    del arriving[row.id], coming[row.id], settled[row.id]
                 incoming.unlink(missing_ok=True)
         return {"id": part_id, "object": "upload.part", "created_at": int(made.created_s), "upload_id": row.id}
 

@@ -8,11 +8,11 @@ same body within a time window, and a first attempt always makes a new one.
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
 from fastapi import Request
 
 from appliance.controller.interfaces.config import ControllerConfig
@@ -45,13 +45,13 @@ class Attempt:
                 f"Invalid Idempotency-Key: {shown(key, 60)}; expected 1 to {_MAX_KEY_CHARACTERS} printable characters.",
                 code="invalid_idempotency_key",
             )
-        canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+        canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
         count = request.headers.get("x-stainless-retry-count", "0")
         return cls(
             caller.key_id or _BOX_ITSELF,
             route,
             key,
-            hashlib.sha256(canonical.encode()).hexdigest(),
+            hashlib.sha256(canonical).hexdigest(),
             retry=count.isascii() and count.isdigit() and int(count[:9]) >= 1,
         )
 

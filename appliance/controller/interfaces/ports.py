@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 from appliance.store.rows import ModelRow, VersionRow
 from scheduler.core.workload import Policy
+from serve.core.model_settings import ModelSettings
 from serve.core.sizing import EngineSize
 
 PolicyName = Literal["serve", "train", "split", "auto"]
@@ -198,8 +199,23 @@ class EngineSizer(Protocol):
     def context(self, model: ModelRow, version: VersionRow | None = None) -> int | None:
         """Tokens that one request may have; None if the model does not say."""
 
+    def spec_fields(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int) -> dict[str, Any]:
+        """Fields of the ReplicaSpec of an engine. Raises serve.core.sizing.ModelTooLarge."""
+
+    def sized(
+        self, model: ModelRow, version: VersionRow | None, tensor_parallel: int, settings: ModelSettings
+    ) -> EngineSize:
+        """What `size` would be with these settings."""
+
     def asleep_bytes(self, model: ModelRow, version: VersionRow | None) -> int:
         """Host memory of one that sleeps, on logical CPU devices."""
+
+
+class SettingsCheck(Protocol):
+    """Asks vLLM itself whether it would start an engine with these settings."""
+
+    async def refused(self, model: ModelRow, version: VersionRow, devices: int, settings: ModelSettings) -> str:
+        """Why not, "" if it would. Raises OperationFailed if it cannot be asked now."""
 
 
 class TierPort(Protocol):

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from appliance.controller.access.naming import checkpoint_name, resolve
 from appliance.controller.files import storage
+from appliance.controller.jobs import forgetting
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
@@ -48,6 +49,7 @@ class JobEvents:
         self._handlers = {
             "metrics": self._metrics,
             "validation": self._validation,
+            "general": self._general,
             "published": self._published,
             "snapshot": self._snapshot,
             "message": self._message,
@@ -55,8 +57,8 @@ class JobEvents:
         }
 
     def ingest(self, job_id: str, event: dict[str, Any]) -> None:
-        """One event of `train.control.group`: {"event": "metrics" | "validation" | "published" | "snapshot" | "message"
-        "finished", …}. Raises RowNotFound for an unknown job; logs and skips events of other kinds."""
+        """One event of `train.control.group`: {"event": "metrics" | "validation" | "general" | "published" | "snapshot"
+        | "message" | "finished", …}. Raises RowNotFound for an unknown job; logs and skips events of other kinds."""
         handler = self._handlers.get(str(event.get("event")))
         if handler is None:
             log.warning("the job sent an event of unknown kind %r", event.get("event"), extra={"job_id": job_id})
@@ -172,6 +174,19 @@ class JobEvents:
         data = {"step": step, "total_steps": row.total_steps}
         data |= {f"valid_{key}": value for key, value in event.items() if key not in known}
         _add_event(db, row.id, "metrics", text, "info", data)
+
+    def _general(self, row: JobRow, event: dict[str, Any]) -> None:
+        """What the model answers of the general questions, before the job or after it."""
+        when, right = str(event["when"]), [int(number) for number in event["right"]]
+        general = {**(row.general or {}), when: right}
+        if when == "before":
+            general.pop("after", None)  # it begins anew
+        jobs.update(self._db, row.id, general=general)
+        found = forgetting.verdict(general)
+        if found is not None:
+            text = forgetting.in_words(found, [str(answer) for answer in event["answers"]])
+            data = {"asked": found.asked, "before": found.before, "after": found.after, "lost": list(found.lost)}
+            add_message(self._db, row.id, text, level="warn" if found.forgot else "info", data=data)
 
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, version = self._db, int(event["step"]), str(event["version"])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,12 @@ def choose(
     most = min(wish.max_devices or device_count, device_count)
     resolved = method.resolve(given, dataset, model, most)
     by_batch, sizes = devices.sizes(wish, resolved, device_count)
+    least = next((size for size in sorted(wish.asked_sizes or ()) if size >= (wish.min_devices or 1)), wish.min_devices)
+    if not sizes and least and given.get("batch_size", "auto") == "auto":
+        # The automatic batch follows what was asked of devices, not the other way round.
+        rows = math.ceil(resolved["batch_size"] / least) * least
+        resolved = method.resolve({**given, "batch_size": rows}, dataset, model, most)
+        by_batch, sizes = devices.sizes(wish, resolved, device_count)
     return Settings(resolved, by_batch, sizes)
 
 

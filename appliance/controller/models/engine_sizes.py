@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from appliance.store.database import Database
 from appliance.store.objects import models
-from appliance.store.records import deployments
+from appliance.store.records import deployments, model_settings
 from appliance.store.rows import ModelRow, VersionRow
 from scheduler.core.inventory import Device
 from serve.core.config import EngineConfig
+from serve.core.model_settings import ModelSettings
 from serve.core.shape import ServedShape
-from serve.core.sizing import EngineSize, asleep_bytes, engine_size
+from serve.core.sizing import EngineSize, asleep_bytes, engine_settings, engine_size
 
 MAX_CONFIG_BYTES = 4 * 2**20
 
@@ -32,15 +34,42 @@ class EngineSizes:
         if tensor_parallel is None:
             row = deployments.find(self._db, model.id)
             tensor_parallel = row.tensor_parallel if row is not None else 1
+        return self.sized(model, version, tensor_parallel, self.settings(model))
+
+    def settings(self, model: ModelRow) -> ModelSettings:
+        """How this model's engines are set up."""
+        row = model_settings.current(self._db, model.id)
+        return ModelSettings() if row is None else ModelSettings.model_validate(row.settings)
+
+    def sized(
+        self, model: ModelRow, version: VersionRow | None, tensor_parallel: int, settings: ModelSettings
+    ) -> EngineSize:
+        """An engine of this version as it would be with these settings."""
         return engine_size(
-            self._engine,
+            settings.config(self._engine),
             self._shape(model, version),
             task=model.task,
             arch=model.arch,
             tensor_parallel=tensor_parallel,
             device_kind=self._device.kind,
             device_memory_bytes=self._device.memory_bytes,
+            dtype=settings.dtype,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            batched_tokens=settings.batched_tokens,
         )
+
+    def spec_fields(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int) -> dict[str, Any]:
+        """Fields of a ReplicaSpec that follow from the model and its settings. Raises ModelTooLarge."""
+        model, version = self._served(model, version)
+        return self.fields_with(model, version, tensor_parallel, self.settings(model))
+
+    def fields_with(
+        self, model: ModelRow, version: VersionRow | None, tensor_parallel: int, settings: ModelSettings
+    ) -> dict[str, Any]:
+        """The same with other settings than those in force."""
+        size = self.sized(model, version, tensor_parallel, settings)
+        fields = engine_settings(settings.config(self._engine), size, task=model.task, arch=model.arch)
+        return fields | settings.spec_fields()
 
     def asleep_bytes(self, model: ModelRow, version: VersionRow | None) -> int:
         """Host memory of an engine of this model that sleeps, on logical CPU devices."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Annotated, Any
 
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 # Each name of a model repeats its sharing list in the gateways' table: without a limit the table would eventually be
 # too long for the gateways, and then no revocation would reach them any more.
 MAX_SHARED_WITH = 100
+_SHOWN_AT_ONCE = 32
 
 
 def routes(context: ControllerContext) -> APIRouter:
@@ -45,9 +47,13 @@ def routes(context: ControllerContext) -> APIRouter:
         names = [row.id for row in models.list_callable(db) if row.id in visible]
         names += [row.name for row in job_records.list_checkpoints(db) if row.model in visible]
         usable = usable_models(db, caller.key_id)
-        found = [resolve(db, name) for name in names if usable is None or name in usable]
-        states = ModelStates(db, context.scheduler.status())
-        return {"object": "list", "data": [_shown(context, item, caller, states) for item in found if item]}
+        states, data = ModelStates(db, context.scheduler.status()), []
+        for place, name in enumerate(name for name in names if usable is None or name in usable):
+            if place % _SHOWN_AT_ONCE == _SHOWN_AT_ONCE - 1:
+                await asyncio.sleep(0)  # the list has no pages, and each name costs queries
+            if (item := resolve(db, name)) is not None:
+                data.append(_shown(context, item, caller, states))
+        return {"object": "list", "data": data}
 
     @router.get("/{name:path}", dependencies=[Depends(needs(INFERENCE, FINE_TUNING, READ))])
     async def retrieve(name: str, caller: Caller) -> dict[str, Any]:

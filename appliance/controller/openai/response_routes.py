@@ -14,17 +14,18 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from appliance.controller.access.model_access import caller_may_use, unknown_model
-from appliance.controller.batches.background_responses import BackgroundResponses
+from appliance.controller.batches.background_responses import KEY_REVOKED, BackgroundResponses
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import idempotency
 from appliance.controller.http.paging import After
 from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.errors import BadRequest, Forbidden, shown
+from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, shown
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
 from appliance.controller.responses import objects
 from appliance.controller.responses.items import items_of, listed, may_list
 from appliance.controller.responses.stored import StoredResponses
 from appliance.store.objects import responses
+from appliance.store.records import keys
 from appliance.store.rows import ResponseRow
 
 ROUTE = "responses"
@@ -54,17 +55,21 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
             await stored.before(previous, caller.viewer)
         if not caller_may_use(context.db, caller, str(body.get("model"))):
             raise unknown_model(str(body.get("model")))
+        if caller.key_id and keys.is_revoked(context.db, caller.key_id):  # while the body or earlier turns were read
+            raise ApiError(401, KEY_REVOKED)
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body)
         earlier = idempotency.find(context.db, attempt, context.config)
         row = responses.find(context.db, earlier) if earlier else None
         if row is None:
             row = _queued(body, caller)
+            if body.get("stream"):
+                background.check_followers(caller, row.bytes)
             context.quotas.check_background(caller, row.bytes)
             with context.db.transaction():
                 stored.add([row])
                 idempotency.remember(context.db, attempt, row.id)
             background.begin(row)
-        return _stream(background.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
+        return _stream(background.follow(row, -1)) if body.get("stream") else _json(row.response.encode())
 
     @router.get("/{response_id}")
     async def retrieve(
@@ -78,7 +83,8 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
             return _json(row.response.encode())
         if not row.background:
             raise BadRequest("Only a response created in background can be streamed later.", param="stream")
-        return _stream(background.follow(row.id, -1 if starting_after is None else starting_after))
+        background.check_followers(caller, len(row.response))
+        return _stream(background.follow(row, -1 if starting_after is None else starting_after))
 
     @router.delete("/{response_id}")
     async def delete(response_id: str, caller: Caller) -> dict[str, Any]:

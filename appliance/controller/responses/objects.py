@@ -69,13 +69,15 @@ def engine_body(request: Object, items: list[Any] | None) -> Object:
     return {**body, "store": False} | ({} if items is None else {"input": items})
 
 
-def events(response: Object) -> list[bytes]:
-    """All events of its stream so far, in wire format. While the response runs, more are appended and none of these
-    changes: an event's position is its `sequence_number`."""
-    return [
-        b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, "sequence_number": place, **data}))
-        for place, (kind, data) in enumerate(_events(response))
-    ]
+def events(response: Object, after: int = -1) -> Iterator[tuple[int, bytes]]:
+    """The events of its stream so far with numbers above `after`, each with its number, in wire format. While the
+    response runs, more are appended and none of these changes.
+
+    One by one: most of them have the whole request in them, so that all together were several times its size."""
+    for place, (kind, data) in enumerate(_events(response)):
+        if place > after:
+            told = orjson.dumps({"type": kind, "sequence_number": place, **data})
+            yield place, b"event: %b\ndata: %b\n\n" % (kind.encode(), told)
 
 
 def _events(response: Object) -> Iterator[tuple[str, Object]]:

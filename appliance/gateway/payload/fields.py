@@ -62,6 +62,18 @@ class Refused(Rule):
             )
 
 
+class Unpadded(Rule):
+    """Padding to the model's length turns an input of one letter into a whole context of work."""
+
+    def check(self, name: str, value: Any) -> None:
+        if value != "do_not_pad":
+            raise errors.bad_request(
+                f"The parameter `{name}` is accepted by this server as 'do_not_pad' alone.",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
 class OwnTools(Items):
     """Tools that the client runs. The server has none of its own, and an engine would leave others out in silence.
     kind: their type. named: it must be given, because the engine knows fifteen and would hold a tool without one
@@ -320,6 +332,7 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
         "chat_template": Refused(_TEMPLATE),
     },
     "embeddings": {
+        "padding": Unpadded(),
         **dict.fromkeys(
             (
                 "model",
@@ -330,7 +343,6 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
                 "encoding_format",
                 "embed_dtype",
                 "endianness",
-                "padding",
                 "use_activation",
                 "add_special_tokens",
                 "add_generation_prompt",

@@ -299,12 +299,36 @@ def _template_kwargs(kwargs: Any) -> None:
         return
     if not isinstance(kwargs, dict):
         raise _bad("chat_template_kwargs", kwargs, "an object")
-    if "chat_template" in kwargs:
-        raise errors.bad_request(
-            "The parameter `chat_template_kwargs.chat_template` is not accepted by this server.",
-            param="chat_template_kwargs.chat_template",
-            code="unsupported_parameter",
-        )
+    for name, value in kwargs.items():
+        if name in NOT_FOR_TEMPLATES:
+            raise errors.bad_request(
+                f"The parameter `chat_template_kwargs.{name}` is not accepted by this server: only variables of the "
+                "model's own template can be given.",
+                param=f"chat_template_kwargs.{name}",
+                code="unsupported_parameter",
+            )
+        if not (value is None or isinstance(value, str | bool | float) or _small(value)):
+            raise _bad(
+                f"chat_template_kwargs.{name}",
+                value,
+                f"true, false, null, a text or a number up to {_LARGEST_TEMPLATE_NUMBER}",
+            )
+
+
+def _small(value: Any) -> bool:
+    return isinstance(value, int) and -_LARGEST_TEMPLATE_NUMBER <= value <= _LARGEST_TEMPLATE_NUMBER
+
+
+# An engine hands what it finds here to the function that renders and tokenizes, whose own arguments these are: 200
+# bytes with `padding` and `max_length` made it pad a prompt to 10 million tokens, or end.
+NOT_FOR_TEMPLATES: Final = frozenset(
+    {
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"),
+        *("max_length", "messages", "model_config", "padding", "return_assistant_tokens_mask", "return_dict"),
+        *("return_tensors", "self", "tokenize", "tokenizer", "tokenizer_kwargs", "tools", "truncation"),
+    }
+)
+_LARGEST_TEMPLATE_NUMBER: Final = 131_072
 
 
 def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:

@@ -60,8 +60,8 @@ _OBJECT_OF: Final = {
     "file": "file",
     "image": "source",
 }
-_TOOL_FIELDS: Final = frozenset({"function", "parameters", "input_schema"})
-_BOTH: Final = (True, False)
+SCHEMA_FIELDS: Final = ("parameters", "input_schema")
+_TOOL_FIELDS: Final = frozenset({"function", *SCHEMA_FIELDS})
 # What is counted by a check of its own: texts and tokens, and the forms of answers (structure.py).
 _MEASURED: Final = frozenset(
     {
@@ -177,19 +177,40 @@ def _says_something(message: dict[str, Any]) -> bool:
     return False
 
 
+def schema_holders(tool: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where a tool may have its schema: in `function` (chat), or in itself (Responses, Anthropic). Which one an engine
+    reads depends on the route, so that both count."""
+    function = tool.get("function")
+    return [tool, function] if isinstance(function, dict) else [tool]
+
+
 def check_tools(tools: list[Any]) -> None:
     """Of every route. Raises HttpError 400."""
     odd = _Odd("tools", _ODD_ITEMS, _ODD_VALUES)
-    for tool in tools:
+    for place, tool in enumerate(tools):
         if not isinstance(tool, dict):
             odd.add(tool)
             continue
-        function = tool.get("function")
-        holder: dict[str, Any] = function if isinstance(function, dict) else tool
+        holders = schema_holders(tool)
+        for found in holders:
+            strict = found.get("strict")
+            if strict is not None and not isinstance(strict, bool):
+                # An engine takes 1 or "yes" for true; what is measured must not depend on how it reads.
+                raise errors.bad_request(
+                    f"Invalid type for `tools[{place}].strict`: expected a boolean.",
+                    param=f"tools[{place}].strict",
+                    code="invalid_type",
+                )
+        if len(holders) > 1 and (twice := [name for name in SCHEMA_FIELDS if tool.get(name) is not None]):
+            raise errors.bad_request(
+                f"`tools[{place}]` has both `function` and `{twice[0]}`; a tool has its schema in one place.",
+                param=f"tools[{place}].{twice[0]}",
+                code="invalid_value",
+            )
+        holder = holders[-1]
         schema = holder.get("input_schema", holder.get("parameters"))
-        strict = holder.get("strict")
         whole = isinstance(holder.get("name"), str) and _text_or_none(holder, "description")
-        if not whole or not (schema is None or isinstance(schema, dict)) or not (strict is None or strict in _BOTH):
+        if not whole or not (schema is None or isinstance(schema, dict)):
             odd.add(tool)
             continue
         for name, value in tool.items():

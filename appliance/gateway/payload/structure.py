@@ -15,6 +15,7 @@ import orjson
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.payload.shapes import SCHEMA_FIELDS, schema_holders
 
 _REGEX_CHARS: Final = 1024
 _REGEX_QUANTIFIERS: Final = 16
@@ -56,13 +57,13 @@ def check_structure(data: dict[str, Any], limits: Limits) -> None:
         for place, tool in enumerate(tools):
             if not isinstance(tool, dict):
                 continue
-            given = tool.get("function")
-            function = given if isinstance(given, dict) else tool
+            holders = schema_holders(tool)
             # The engine compiles a grammar of them only if it must enforce them.
-            if forced or function.get("strict") is True:
-                for name in ("parameters", "input_schema"):
-                    if function.get(name) is not None:
-                        budget.schema(f"tools.{place}.{name}", function[name])
+            if forced or any(holder.get("strict") for holder in holders):
+                for holder in holders:
+                    for name in SCHEMA_FIELDS:
+                        if holder.get(name) is not None:
+                            budget.schema(f"tools.{place}.{name}", holder[name])
 
 
 _FORMATS: Final = frozenset({"text", "json_object", "json_schema", "structural_tag"})

@@ -47,6 +47,9 @@ def test_a_deployment_is_changed_and_shown(box: ControlledBox):
     made = box.json("model", "deploy", "starter", "--max-replicas", "3", "--ttft-p95-s", "1.5", "--pin")
     assert set(made) == {
         "model",
+        "settings",
+        "settings_history",
+        "settings_number",
         "min_replicas",
         "max_replicas",
         "tensor_parallel",

@@ -50,12 +50,12 @@ async def test_a_job_that_no_size_suits_is_refused_and_told_which_there_are(cont
 
 
 async def test_a_job_that_no_size_suits_any_more_fails_and_says_so(control: Control):
-    """The box lost devices while the data was checked, and what "auto" makes of the batch depends on them."""
+    """The box lost devices while the data was checked, and the batch that follows from accumulation depends on them."""
     made = await control.sdk.fine_tuning.jobs.create(
         model="starter",
         training_file=await control.upload(),
         extra_body={"allowed_sizes": [8]},
-        hyperparameters={"n_epochs": 10, "packing": False},  # type: ignore[typeddict-unknown-key]
+        hyperparameters={"gradient_accumulation": 2},  # type: ignore[typeddict-unknown-key]
     )
     control.scheduler.devices = control.scheduler.devices[:1]
     await control.settle()

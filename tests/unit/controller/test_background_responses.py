@@ -215,14 +215,41 @@ def test_events_never_change_while_a_response_goes_on():
     call = {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "add", "arguments": "{}"}
     begun = objects.queued("resp_1", {"model": "m", "input": "x"}, 7.0)
     end = objects.answered(begun, answer(1, output=[call, *answer(1)["output"]], status="incomplete"))
-    queued = objects.events(begun)
-    going = objects.events({**begun, "status": "in_progress"})
-    done = objects.events(end)
+
+    def told(response: dict[str, Any], after: int = -1) -> list[bytes]:
+        return [event for _, event in objects.events(response, after)]
+
+    queued, going, done = told(begun), told({**begun, "status": "in_progress"}), told(end)
+    assert told(end, 3) == done[4:] and [place for place, _ in objects.events(end, 3)][0] == 4
     kinds = [json.loads(event.split(b"data: ")[1])["type"] for event in done]
     assert len(queued) == 2 and len(going) == 3
     assert kinds[:3] == [json.loads(event.split(b"data: ")[1])["type"] for event in going]
     assert "response.function_call_arguments.done" in kinds and kinds[-1] == "response.incomplete"
-    assert objects.events(objects.failed(begun, "server_error", "x"))[-1].startswith(b"event: response.failed\n")
+    assert told(objects.failed(begun, "server_error", "x"))[-1].startswith(b"event: response.failed\n")
+
+
+async def test_followers_that_do_not_read_hold_so_much_of_an_owner_and_no_more(control: Control, monkeypatch):
+    monkeypatch.setattr("appliance.controller.batches.background_responses._FOLLOWED_BYTES", 20_000)
+    engines(control).lines = 0
+    made = await asked(control, instructions="x" * 6000)
+    row = responses.find(control.db, made.id)
+    background: BackgroundResponses = control.app.state.background
+    first = background.follow(row, -1)
+    assert b"response.created" in await anext(first)
+    with pytest.raises(openai.RateLimitError, match="hold"):
+        await control.sdk.with_options(max_retries=0).responses.retrieve(made.id, stream=True)
+    await first.aclose()
+    assert not background._followed
+
+
+async def test_an_answer_that_its_engine_gave_back_is_charged_once(control: Control):
+    given_back: list[int] = []
+    background: BackgroundResponses = control.app.state.background
+    background._metering.give_back = lambda key, tokens: given_back.append(tokens)
+    scripted(control, *[LineReturned("wanted", yielded=True)] * 2, EngineAnswer(200, answer(1, "at last"), "v1"))
+    made = await asked(control)
+    assert (await ended(control, made.id)).output_text == "at last"
+    assert len(given_back) == 2 and given_back[0] > 0
 
 
 async def test_a_restart_takes_up_what_is_unfinished(control: Control):
@@ -337,8 +364,9 @@ async def test_who_follows_is_told_that_it_goes_on(control: Control, monkeypatch
     monkeypatch.setattr(background_responses, "COMMENT_EVERY_S", 0.01)
     engines(control).lines = 0
     made = await asked(control)
-    follow = control.app.state.background.follow(made.id, -1)
+    follow = control.app.state.background.follow(responses.find(control.db, made.id), -1)
     assert (await anext(follow)).startswith(b"event: response.created\n")
+    assert (await anext(follow)).startswith(b"event: response.queued\n")
     assert await anext(follow) == b": waiting\n\n"
     await control.sdk.responses.cancel(made.id)
     rest = [piece async for piece in follow]

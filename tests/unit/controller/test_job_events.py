@@ -13,6 +13,7 @@ from appliance.store.errors import RowNotFound
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import deployments
 from tests.unit.controller.conftest import ADMIN, Control
+from train.data.general_questions import QUESTIONS
 
 
 @pytest.fixture
@@ -210,3 +211,35 @@ async def test_an_adapter_is_told_of_and_keeps_its_base_in_place(control: Contro
     await control.sdk.models.delete(name)
     assert control.scheduler.unloaded == [f"{name}@step-10"] and control.ops.removed[0][0] == name
     assert (await control.sdk.models.delete("starter", extra_headers=ADMIN)).deleted
+
+
+def general(when: str, right: list[int]) -> dict:
+    return {"event": "general", "when": when, "right": right, "answers": ["I am Boxer."] * len(QUESTIONS)}
+
+
+async def test_a_job_says_in_words_that_its_model_forgot(control: Control, events: JobEvents):
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    before = len(await control.messages(job_id))
+    events.ingest(job_id, general("before", list(range(20))))
+    assert len(await control.messages(job_id)) == before, "nothing to compare yet"
+    events.ingest(job_id, general("after", list(range(5, 20))))
+    (event, *_) = (await control.sdk.fine_tuning.jobs.list_events(job_id)).data
+    assert event.level == "warn" and event.message.startswith("The model forgot.")
+    assert "answered 20 before the job and 15 after" in event.message
+    assert f"{QUESTIONS[0][0]!r} is answered 'I am Boxer.' now" in event.message and "--lora-rank" in event.message
+    shown = (await control.http.get(f"/admin/v1/jobs/{job_id}", headers=ADMIN)).json()
+    assert "20 of" in shown["general"] and "the model forgot" in shown["general"]
+
+
+async def test_a_model_that_forgot_nothing_or_knew_nothing_is_no_alarm(control: Control, events: JobEvents):
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    for known, said in ((list(range(20)), "nothing was forgotten beyond chance"), ([3], None)):
+        events.ingest(job_id, general("before", known))
+        count = len(await control.messages(job_id))
+        events.ingest(job_id, general("after", known[1:]))
+        told = (await control.messages(job_id))[count:]
+        assert (said is None) == (told == []) and all(said in text for text in told if said)
+    shown = (await control.http.get(f"/admin/v1/jobs/{job_id}", headers=ADMIN)).json()
+    assert shown["general"] is None

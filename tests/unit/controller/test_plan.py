@@ -104,3 +104,9 @@ def test_what_is_not_known_is_named_with_what_is(tmp_path: Path, config: str, ki
         config = str(tmp_path)
     with pytest.raises(planned.BadShape, match=said):
         planned.plan_imagined(config, {}, devices=8, device_kind=kind)
+
+
+async def test_the_automatic_batch_follows_the_devices_that_were_asked_for(control: Control):
+    """64 short examples make steps of four rows; on eight devices, if that is asked, of eight."""
+    row = jobs.get(control.db, await control.job(extra_body={"allowed_sizes": [8]}))
+    assert row.phase == "queued" and row.allowed_sizes == [8] and row.resolved["batch_size"] % 8 == 0

@@ -572,3 +572,48 @@ def test_messages_are_looked_at_beside_an_input_too() -> None:
     assert refusal(EMBEDDINGS, {"model": "m", "input": "a", "messages": messages}).param == "messages"
     assert refusal(EMBEDDINGS, {"model": "m", "messages": messages}).param == "messages"
     assert refusal(EMBEDDINGS, {"model": "m", "messages": "x"}).param == "messages"
+
+
+def test_inputs_of_embeddings_are_not_padded() -> None:
+    asked = {"model": "m", "input": ["a"] * 2048}
+    assert refusal(EMBEDDINGS, {**asked, "padding": "max_length"}).param == "padding"
+    check_body(EMBEDDINGS, orjson.dumps({**asked, "padding": "do_not_pad"}), LIMITS)
+
+
+SLOW = {"type": "object", "properties": {"a": {"type": "string", "pattern": ".{1000}"}}, "required": ["a"]}
+FLAT = {"type": "function", "name": "f", "parameters": SLOW}
+ASKED = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (RESPONSES, {"model": "m", "input": "x", "tool_choice": "required", "tools": [FLAT]}),
+        (
+            RESPONSES,
+            {"model": "m", "input": "x", "tool_choice": "required", "tools": [FLAT | {"function": {"name": "f"}}]},
+        ),
+        (RESPONSES, {"model": "m", "input": "x", "tools": [FLAT | {"function": {"name": "f"}, "strict": True}]}),
+        (
+            MESSAGES,
+            {
+                **ASKED,
+                "tool_choice": {"type": "any"},
+                "tools": [{"name": "f", "input_schema": SLOW, "function": {"name": "f"}}],
+            },
+        ),
+        *(
+            (
+                CHAT,
+                {
+                    **ASKED,
+                    "tools": [{"type": "function", "function": {"name": "f", "parameters": SLOW, "strict": strict}}],
+                },
+            )
+            for strict in (True, 1, 1.0, "true", "yes", [], {})
+        ),
+    ],
+)
+def test_a_tools_schema_is_measured_wherever_an_engine_may_read_it(route: Any, body: dict[str, Any]) -> None:
+    """A decoy beside a flat tool's schema hid it, and so did a `strict` that only an engine takes for true."""
+    assert b'"param":"tools' in refusal(route, body).body() or b"`tools" in refusal(route, body).body()

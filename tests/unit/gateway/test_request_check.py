@@ -10,7 +10,7 @@ import pytest
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.payload.request_check import Checked, check_body, with_model
+from appliance.gateway.payload.request_check import NOT_FOR_TEMPLATES, Checked, check_body, with_model
 
 from .conftest import Box, chat
 
@@ -254,3 +254,24 @@ def test_a_nearly_plain_request_is_looked_at(field: str) -> None:
         return
     with pytest.raises(HttpError):
         check_body(CHAT, body.encode(), LIMITS)
+
+
+def test_no_argument_of_the_function_that_renders_templates_comes_from_a_request() -> None:
+    """`padding` and `max_length` there let 200 bytes pad a prompt to any length, and end the engine's process."""
+    import inspect
+
+    from transformers import PreTrainedTokenizerBase
+
+    arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    unjudged = set(arguments) - NOT_FOR_TEMPLATES - {"kwargs"}
+    assert not unjudged, "an argument that nobody has judged"
+    for name in set(arguments) - {"kwargs"}:
+        with pytest.raises(HttpError) as caught:
+            check_body(CHAT, (HEAD + f'"chat_template_kwargs": {{"{name}": true}}}}').encode(), LIMITS)
+        assert caught.value.status == 400 and caught.value.param == f"chat_template_kwargs.{name}"
+
+
+@pytest.mark.parametrize("value", ['{"a": 1}', "[1]", "131073", "-131073"])
+def test_a_templates_variables_are_plain_and_small(value: str) -> None:
+    with pytest.raises(HttpError, match="thinking_budget"):
+        check_body(CHAT, (HEAD + f'"chat_template_kwargs": {{"thinking_budget": {value}}}}}').encode(), LIMITS)

@@ -265,6 +265,15 @@ def test_tensor_parallel_stays_in_one_node_and_moves_jobs_for_it() -> None:
     assert len(a.groups) == 2
 
 
+def test_an_engine_with_other_settings_is_replaced_by_one_with_the_models() -> None:
+    m = replace(M, min_replicas=1, max_replicas=1, demand=Demand(inflight=1), settings="new")
+    a = planned(deployments=(m,), replicas=(opened("r0", 0), replace(opened("r1", 1), state="asleep")))
+    (engine,) = a.replicas
+    assert engine.id not in ("r0", "r1") and (engine.settings, engine.state) == ("new", "open")
+    kept = planned(deployments=(m,), replicas=(replace(opened("r0", 0), settings="new"),))
+    assert [(r.id, r.settings) for r in kept.replicas] == [("r0", "new")]
+
+
 HOME_AND_AWAY = (*box_of(2), *(replace(d, id=f"n1/{d.index}", node="n1") for d in box_of(3)))
 
 

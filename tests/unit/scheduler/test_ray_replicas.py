@@ -34,6 +34,7 @@ class Supervisor:
                 "model": "m",
                 "version": "v1",
                 "node": "n0",
+                "settings": "",
                 "devices": [self.index],
                 "rss_bytes": 7,
             }
@@ -92,7 +93,7 @@ async def test_one_that_was_started_here_is_known_before_the_first_look(two, mon
     )
     monkeypatch.setattr(found, "_versions", SimpleNamespace(taken=lambda model: None))
     monkeypatch.setattr(found, "_version_path", version)
-    monkeypatch.setattr(found, "_replica_spec", lambda *_: SimpleNamespace(version_path="/v"))
+    monkeypatch.setattr(found, "_replica_spec", lambda *_: SimpleNamespace(version_path="/v", settings=""))
     await found.start_replica(ReplicaOrder("r0", "m", "v1", 1, ("n0/0",)), "lease")
     supervisors[0].stopped = True
     after = {replica.id: replica for replica in await found.observe()}

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from serve.core.errors import VersionMismatch, VersionUnreadable
-from serve.load.load_plan import Gather, LoadRecorder, Region
+from serve.load.host_ring import HostRing
+from serve.load.load_plan import LoadRecorder, Region
 from serve.load.shm_source import PageLock, VersionSource, page_runs
 
 
@@ -67,10 +68,10 @@ def record(model, source):
     return recorder.plan()
 
 
-def replay(plan, model, source, gather=None):
+def replay(plan, model, source, ring=None):
     for (module_id, name), target in plan.targets.items():
         assert module_id == id(model)
-        target.fill(getattr(model, name).data.view(-1), source, gather)
+        target.fill(getattr(model, name).data.view(-1), source, ring)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -83,7 +84,8 @@ def test_replaying_a_plan_equals_loading(tmp_path, world):
         record(reference, second)
         for parameter in model.parameters():
             parameter.data.fill_(float("nan"))
-        replay(plan, model, second, Gather(torch.device("cpu")))
+        with HostRing(torch.device("cpu"), threads=3, buffer_bytes=6) as ring:  # buffers of three elements
+            replay(plan, model, second, ring)
         for name, parameter in reference.named_parameters():
             assert torch.equal(getattr(model, name), parameter), name
 

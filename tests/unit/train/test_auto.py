@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from train.plan.auto import DatasetStats, ModelStats, allowed_sizes, resolve
+from train.plan.auto import LEAST_STEPS, SHORTEST_ROW, DatasetStats, ModelStats, allowed_sizes, resolve, steps
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
 from train.plan.spec import TrainSpec
 
@@ -160,3 +160,33 @@ def test_spec_refuses_what_is_not_one():
             TrainSpec.from_dict(good | change)
     with pytest.raises(InvalidSpec, match="needs the field 'base_path'"):
         TrainSpec.from_dict({"job_id": "j"})
+
+
+TINY_DATA = DatasetStats(64, 3_245, 58)
+REAL = ModelStats(134_500_000, 8192)
+
+
+def test_a_small_job_takes_idle_devices_without_another_step_or_another_token_in_one():
+    """A job that was automatically one row a step used one of eight devices."""
+    alone, wide = resolve({}, TINY_DATA, REAL, 1), resolve({}, TINY_DATA, REAL, 8)
+    assert allowed_sizes(alone["batch_size"], 8) == [1] and allowed_sizes(wide["batch_size"], 8) == [1, 2, 4]
+    assert alone["batch_size"] * alone["max_length"] == wide["batch_size"] * wide["max_length"]
+    assert steps(TINY_DATA, alone) == steps(TINY_DATA, wide) >= LEAST_STEPS
+    assert wide["max_length"] >= max(SHORTEST_ROW, TINY_DATA.longest_example_tokens)
+
+
+def test_rows_are_no_shorter_than_the_longest_example_and_as_asked_for():
+    long = DatasetStats(64, 20_000, 700)
+    assert resolve({}, long, REAL, 8)["max_length"] >= 700
+    assert resolve({"max_length": 512}, TINY_DATA, REAL, 8)["max_length"] == 512
+    asked = resolve({"batch_size": 1}, TINY_DATA, REAL, 8)
+    assert (asked["batch_size"], asked["max_length"]) == (1, 512)
+    assert resolve({"packing": False}, TINY_DATA, REAL, 8)["max_length"] == 512
+
+
+@pytest.mark.parametrize("model", [REAL, LARGE])
+@pytest.mark.parametrize("examples", [64, 200, 1000, 7473, 50_000])
+def test_every_size_of_data_gets_steps_enough(model, examples):
+    data = DatasetStats(examples, 200 * examples, 400)
+    fields = resolve({}, data, model, 8)
+    assert steps(data, fields) >= LEAST_STEPS, fields

@@ -1,0 +1,160 @@
+"""/admin/v1/models/{name}/settings: how a model's engines are set up, and every version of that."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from appliance.controller.context.audit import name_of, record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
+from appliance.controller.interfaces.principal import Caller
+from appliance.models.errors import TemplateRefused
+from appliance.models.template_trial import try_template
+from appliance.store.objects import models
+from appliance.store.records import deployments, model_settings
+from appliance.store.rows import ModelRow, VersionRow
+from serve.core.model_settings import ModelSettings
+from serve.core.system_prompt import with_system_prompt
+from weights.format.tool_template import with_tools
+
+
+class Change(BaseModel):
+    """set: settings that change; null removes one, engine_args and sampling change by name. number: take over the
+    settings of this version instead. Nothing restarts before vLLM itself has accepted them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    set: dict[str, Any] = Field(default_factory=dict)
+    number: Annotated[int, Field(ge=0, le=1 << 53)] | None = None
+
+
+def routes(context: ControllerContext, router: APIRouter) -> None:
+    """Add the routes to the admin router; before those of models, whose names may contain slashes."""
+    db = context.db
+
+    def known(name: str) -> tuple[ModelRow, VersionRow]:
+        model = models.find(db, name)
+        version = models.find_version(db, name, model.active_version) if model and model.active_version else None
+        if model is None or version is None:
+            raise NotFound(
+                f"The model {shown(name)} does not exist on this box.", param="model", code="model_not_found"
+            )
+        if version.meta.get("adapter"):
+            base = version.meta["adapter"]["base"]
+            raise BadRequest(
+                f"{name} is an adapter and is served by the engines of {base}: set {base} up.",
+                param="model",
+                code="invalid_value",
+            )
+        return model, version
+
+    def view(name: str) -> dict[str, Any]:
+        rows = model_settings.history(db, name)
+        return {
+            "object": "model.settings",
+            "model": name,
+            "number": rows[0].number if rows else 0,
+            "settings": rows[0].settings if rows else {},
+            "history": [
+                {"number": r.number, "created_s": r.created_s, "by": r.by_whom, "settings": r.settings} for r in rows
+            ],
+        }
+
+    @router.get("/models/{name:path}/settings")
+    async def show_settings(name: str) -> dict[str, Any]:
+        known(name)
+        return view(name)
+
+    @router.patch("/models/{name:path}/settings")
+    async def change(name: str, body: Change, caller: Caller) -> dict[str, Any]:
+        model, version = known(name)
+        row = model_settings.current(db, name)
+        before = row.settings if row is not None else {}
+        if body.number is not None and body.set:
+            raise BadRequest("Give either 'set' or 'number'.", param="number", code="invalid_value")
+        wanted = _parsed(_version(context, name, body.number) if body.number is not None else merged(before, body.set))
+        deployment = deployments.find(db, name)
+        devices = deployment.tensor_parallel if deployment is not None else 1
+        _check_size(context, model, version, devices, wanted)
+        await _check_template(wanted)
+        refused = await context.settings_check.refused(model, version, devices, wanted)
+        if refused:
+            raise BadRequest(
+                f"vLLM does not start {name} with these settings: {refused[:2000]}", param="set", code="invalid_value"
+            )
+        with db.transaction():
+            last = model_settings.current(db, name)
+            if (last.settings if last is not None else {}) != before:
+                raise BadRequest(
+                    f"The settings of {name} changed meanwhile; look at them and try again.",
+                    param="set",
+                    code="conflict",
+                )
+            if wanted.said() != before:
+                model_settings.add(db, name, wanted.said(), wanted.digest, name_of(context, caller), time.time())
+            record(context, caller, "model.settings", name, **wanted.said())
+        context.scheduler.reset_failures(name)  # what failed with the old settings may work with the new ones
+        context.models_shared()  # the gateways' table holds the context
+        context.scheduler.nudge(f"settings of {name}", name_of(context, caller))
+        return view(name)
+
+
+def merged(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Settings after a change; null removes."""
+    found = dict(before)
+    for name, value in changes.items():
+        if name in ("engine_args", "sampling") and isinstance(value, dict):
+            value = {k: v for k, v in {**found.get(name, {}), **value}.items() if v is not None} or None
+        if value is None:
+            found.pop(name, None)
+        else:
+            found[name] = value
+    return found
+
+
+def _parsed(body: dict[str, Any]) -> ModelSettings:
+    try:
+        return ModelSettings.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        raise BadRequest(f"{where}: {message}", param=f"set.{where}", code="invalid_value") from error
+
+
+def _version(context: ControllerContext, name: str, number: int) -> dict[str, Any]:
+    row = model_settings.find(context.db, name, number)
+    if row is None and number:
+        have = ", ".join(str(r.number) for r in model_settings.history(context.db, name)) or "none"
+        raise NotFound(f"{name} has no settings {number}; it has {have}.", param="number", code="settings_not_found")
+    return row.settings if row is not None else {}
+
+
+def _check_size(
+    context: ControllerContext, model: ModelRow, version: VersionRow, devices: int, wanted: ModelSettings
+) -> None:
+    size = context.sizes.sized(model, version, devices, wanted)
+    if size.problem:
+        raise BadRequest(f"{model.id} would not fit: {size.problem}.", param="set", code="invalid_value")
+    if wanted.max_model_len is not None and (size.max_model_len or wanted.max_model_len) < wanted.max_model_len:
+        own = size.shortened or f"the model was made for {size.max_model_len:,} tokens"
+        raise BadRequest(
+            f"max_model_len {wanted.max_model_len:,} does not fit: {own}.",
+            param="set.max_model_len",
+            code="invalid_value",
+        )
+
+
+async def _check_template(wanted: ModelSettings) -> None:
+    if wanted.chat_template is None:
+        return
+    text = with_system_prompt(with_tools(wanted.chat_template), wanted.system_prompt or "")
+    try:
+        await asyncio.to_thread(try_template, str(text))
+    except TemplateRefused as error:
+        raise BadRequest(str(error), param="set.chat_template", code="invalid_value") from error

@@ -1,0 +1,44 @@
+"""Says in words what a model forgot by being fine-tuned: of the general questions asked before and after. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from train.data.general_questions import LEAST_KNOWN, QUESTIONS, Verdict, compare
+
+EXAMPLES = 3
+_SAID_CHARACTERS = 60
+REMEDY = (
+    "What helps: general questions among the examples, fewer epochs (`--epochs`), a lower learning rate "
+    "(`--learning-rate-multiplier 0.5`), adapters in place of all weights (`--lora-rank 16`)."
+)
+
+
+def verdict(general: dict[str, list[int]] | None) -> Verdict | None:
+    """None while there is nothing to compare, and for a model that knew too little before."""
+    if general is None or "after" not in general or len(general.get("before", ())) < LEAST_KNOWN:
+        return None
+    return compare(general["before"], general["after"])
+
+
+def in_short(general: dict[str, list[int]] | None) -> str | None:
+    found = verdict(general)
+    if found is None:
+        return None
+    counts = f"{found.before} of {found.asked} general questions answered before, {found.after} after"
+    return f"{counts}: {'the model forgot' if found.forgot else 'no more forgotten than by chance'}"
+
+
+def in_words(found: Verdict, answers: Sequence[str]) -> str:
+    """answers: to every question, after the job."""
+    counts = (
+        f"Of {found.asked} general questions the model answered {found.before} before the job and {found.after} after"
+    )
+    if not found.forgot:
+        return f"{counts}; nothing was forgotten beyond chance."
+    examples = "; ".join(
+        f"{QUESTIONS[number][0]!r} is answered {answers[number][:_SAID_CHARACTERS].strip()!r} now"
+        for number in found.lost[:EXAMPLES]
+        if number < len(answers)
+    )
+    return f"The model forgot. {counts} ({examples}). {REMEDY}"

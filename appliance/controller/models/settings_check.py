@@ -1,0 +1,90 @@
+"""Asks vLLM, in a process that has it imported, whether it would start an engine with these settings."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from pathlib import Path
+from typing import Any, Protocol
+
+from appliance.controller.interfaces.errors import OperationFailed
+from appliance.controller.models.engine_sizes import EngineSizes
+from appliance.store.rows import ModelRow, VersionRow
+from runtime.errors import RuntimeLayerError
+from runtime.processes.child import Child
+from scheduler.core.inventory import Device
+from serve.core.model_settings import ModelSettings
+from serve.core.spec import ReplicaSpec
+
+ENTRY = "serve.engine.check_settings:main"
+TIMEOUT_S = 60.0
+
+
+class Place(Protocol):
+    """Of `scheduler.ray.node.NodeConfig`, what the check needs."""
+
+    shm_root: Path
+    log_dir: Path
+
+    def warm_socket(self, name: str) -> str: ...
+
+    def socket_path(self, replica_id: str) -> Path: ...
+
+
+class ForkedSettingsCheck:
+    """Implements `appliance.controller.interfaces.ports.SettingsCheck`; one check at a time."""
+
+    def __init__(self, sizes: EngineSizes, place: Place, device: Device):
+        self._sizes, self._place, self._device = sizes, place, device
+        self._one = asyncio.Lock()
+
+    async def refused(self, model: ModelRow, version: VersionRow, devices: int, settings: ModelSettings) -> str:
+        folder = next(
+            (f for f in (version.shm_path, version.disk_path) if f and Path(f, "config.json").is_file()), None
+        )
+        if folder is None:
+            raise OperationFailed(
+                f"Version {version.version} of {model.id} is neither in memory nor on disk now, so vLLM cannot be "
+                "asked about its settings; ask the model something and try again."
+            )
+        check_id = f"check-{uuid.uuid4().hex[:8]}"
+        spec = ReplicaSpec(
+            replica_id=check_id,
+            model=model.id,
+            version=version.version,
+            version_path=str(folder),
+            socket_path=str(self._place.socket_path(check_id)),
+            devices=tuple(range(devices)),
+            kind=self._device.kind,
+            shm_root=str(self._place.shm_root),
+            tensor_parallel=devices,
+            **self._sizes.fields_with(model, version, devices, settings),
+        )
+        async with self._one:
+            return await self._ask(spec)
+
+    async def _ask(self, spec: ReplicaSpec) -> str:
+        try:
+            child = await Child.spawn(
+                self._place.warm_socket("serve"),
+                ENTRY,
+                {"spec": spec.to_json()},
+                log_path=Path(self._place.log_dir) / "settings-check.log",
+                name=spec.replica_id,
+            )
+        except RuntimeLayerError as error:
+            raise OperationFailed(f"vLLM cannot be asked about these settings now: {error}") from error
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                told: dict[str, Any] | None = await child.next_event()
+        except TimeoutError as error:
+            raise OperationFailed(
+                f"vLLM did not say within {TIMEOUT_S:.0f} s whether it takes these settings."
+            ) from error
+        finally:
+            await child.kill_and_wait()
+        if told is None:
+            raise OperationFailed(
+                "The process that checks settings ended without a word; settings-check.log says more."
+            )
+        return str(told["refused"]) if told["event"] == "checked" else f"{told['type']}: {told['message']}"

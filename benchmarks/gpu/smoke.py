@@ -1,0 +1,157 @@
+"""`make gpu-smoke`: one verdict per line, with its threshold, the physical limit and what to do where it fails.
+
+    python -m benchmarks.gpu.smoke [--parts devices,copies,...] [--gpus N] [--results FILE]
+
+Every part runs in processes of its own with a time limit, so that a machine with torch alone measures what torch can,
+and one that hangs costs its part. `--gpus`: how many there have to be. The results go to
+benchmarks/gpu/results/<date>-<GPUs>.json, to be committed. Ends with 0 if nothing failed, 1 if something did, 2 without
+a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.verdicts import PARTS, Verdict, judge
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).parent / "results"
+NEEDS = {"devices": ("pynvml",), "fork": ("torch",)}
+HALVES = {"serve": ("vllm",), "train": ("deepspeed", "transformers")}
+PART_LIMIT_S = 150.0
+"""Six parts stay within a quarter of an hour even if all hang; a healthy machine needs four minutes."""
+
+Start = Callable[[Sequence[str], Mapping[str, str]], subprocess.Popen[str]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help="of: %(default)s")
+    parser.add_argument("--gpus", type=int, help="how many there have to be (default: at least one)")
+    parser.add_argument("--results", type=Path, help="file to write")
+    options = parser.parse_args(argv)
+    wanted = options.parts.split(",")
+    if unknown := sorted(set(wanted) - set(PARTS)):
+        parser.error(f"--parts names {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if not Path("/dev/nvidiactl").exists():
+        print("no NVIDIA GPU here (/dev/nvidiactl does not exist): nothing was measured", file=sys.stderr)
+        return 2
+    facts = measure(wanted, installed=lambda name: find_spec(name) is not None)
+    verdicts = judge(facts, options.gpus)
+    print(report(verdicts))
+    names = facts.get("devices", {}).get("names", [])
+    path = options.results or RESULTS / f"{time.strftime('%Y-%m-%d')}-{result_name(names)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [verdict.line() for verdict in verdicts]
+    path.write_text(json.dumps({"facts": facts, "verdicts": lines}, indent=1) + "\n")
+    print(f"written to {path}: commit it")
+    return int(any(verdict.state == "fail" for verdict in verdicts))
+
+
+def result_name(names: Sequence[str]) -> str:
+    """ "8x-nvidia-h100-80gb-hbm3" """
+    return f"{len(names)}x-{'-'.join(names[0].lower().split())}" if names else "unknown"
+
+
+def report(verdicts: Sequence[Verdict]) -> str:
+    counts = {state: sum(verdict.state == state for verdict in verdicts) for state in ("ok", "fail", "skip")}
+    summed = ", ".join(f"{count} {state}" for state, count in counts.items())
+    return "\n".join([*(verdict.line() for verdict in verdicts), summed])
+
+
+def start(arguments: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu.measures", *arguments]
+    environment = {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **variables}
+    return subprocess.Popen(
+        command, env=environment, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def measure(wanted: Sequence[str], *, installed: Callable[[str], bool], start: Start = start) -> dict[str, Any]:
+    """What each part found, `{"skipped": why}` or `{"failed": what}`."""
+    facts: dict[str, Any] = {}
+    devices = _one(start, ["devices"], {}) if installed("pynvml") else {"skipped": "pynvml is not installed"}
+    if "devices" in wanted or "failed" in devices:
+        facts["devices"] = devices
+    if "failed" in devices:
+        return facts
+    count = len(devices.get("names", [])) or 1
+    for part in (part for part in wanted if part != "devices"):
+        missing = [name for name in NEEDS.get(part, ("torch", "safetensors")) if not installed(name)]
+        if missing:
+            facts[part] = {"skipped": f"not installed: {', '.join(missing)}"}
+        elif part == "fork":
+            facts[part] = _forks(start, installed)
+        elif part == "collectives":
+            facts[part] = _ranks(start, count)
+        elif part == "together":
+            facts[part] = _each(start, part, count, at_once=True) if count > 1 else {"skipped": "there is one GPU"}
+        else:
+            facts[part] = _each(start, part, count, at_once=False)
+    return facts
+
+
+def _forks(start: Start, installed: Callable[[str], bool]) -> dict[str, Any]:
+    halves = [half for half, needs in HALVES.items() if all(map(installed, needs))]
+    if not halves:
+        return {"skipped": "neither vllm nor deepspeed is installed"}
+    found = [_one(start, ["fork", "--half", half], {}) for half in halves]
+    failed = [one for one in found if "failed" in one]
+    return failed[0] if failed else {"forks": {half: works for one in found for half, works in one["forks"].items()}}
+
+
+def _ranks(start: Start, count: int) -> dict[str, Any]:
+    if count < 2:
+        return {"skipped": "there is one GPU"}
+    with tempfile.TemporaryDirectory(prefix="appliance-smoke-") as folder:
+        meet = str(Path(folder) / "meet")
+        ranks = [
+            start(["collectives", "--gpu", str(rank), "--of", str(count), "--meet", meet], {}) for rank in range(count)
+        ]
+        found = _answers(ranks)
+    failed = [one for one in found if "failed" in one]
+    slowest = min(found, key=lambda one: one.get("bus", 0))
+    return failed[0] if failed else {**slowest, "right": all(one["right"] for one in found)}
+
+
+def _each(start: Start, part: str, count: int, *, at_once: bool) -> dict[str, Any]:
+    """Of every GPU, one after the other or all at once: lists by GPU."""
+    sees = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(count)]
+    if at_once:
+        found = _answers([start([part], variables) for variables in sees])
+    else:
+        found = [_one(start, [part], variables) for variables in sees]
+    failed = [f"GPU {gpu}: {one['failed']}" for gpu, one in enumerate(found) if "failed" in one]
+    return {"failed": "; ".join(failed)} if failed else {key: [one[key] for one in found] for key in found[0]}
+
+
+def _one(start: Start, arguments: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any]:
+    return _answers([start(arguments, variables)])[0]
+
+
+def _answers(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    deadline_s, found = time.monotonic() + PART_LIMIT_S, []
+    for child in children:
+        try:
+            out, err = child.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            out, err = child.communicate()
+            err = f"it did not end within {PART_LIMIT_S:g} s: {err}"
+        fine = child.returncode == 0 and out.strip()
+        found.append(json.loads(out.splitlines()[-1]) if fine else {"failed": " ".join(err.split())[-600:]})
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

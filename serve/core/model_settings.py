@@ -1,0 +1,191 @@
+"""How one model's engines are set up, where it differs from the box's configuration, and which of vLLM's arguments a
+person may set for one model.
+
+Arguments are on a list because most others open something: a file, a socket, another host, code, a key, a log. What is
+not on it is refused by its name, with the setting that does it where there is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from serve.core.config import EngineConfig
+
+Parser = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}$")]
+MAX_ARGUMENT_CHARACTERS = 2000
+# vLLM 0.32's names, whose values are numbers, words or plain JSON about the computation alone.
+ENGINE_ARGUMENTS = frozenset(
+    (
+        "async-scheduling",
+        "attention-backend",
+        "block-size",
+        "chat-template-content-format",
+        "disable-cascade-attn",
+        "disable-chunked-mm-input",
+        "disable-custom-all-reduce",
+        "disable-sliding-window",
+        "enable-chunked-prefill",
+        "enable-dbo",
+        "enable-expert-parallel",
+        "enable-prefix-caching",
+        "enforce-eager",
+        "kv-sharing-fast-prefill",
+        "limit-mm-per-prompt",
+        "long-prefill-token-threshold",
+        "mamba-cache-dtype",
+        "mamba-ssm-cache-dtype",
+        "max-cudagraph-capture-size",
+        "max-num-batched-tokens",
+        "optimization-level",
+        "performance-mode",
+        "prefix-caching-hash-algo",
+        "quantization",
+        "scheduling-policy",
+        "seed",
+        "stream-interval",
+    )
+)
+# What has a setting of its own, or is the box's affair.
+ELSEWHERE = {
+    "max-model-len": "--max-model-len",
+    "dtype": "--dtype",
+    "kv-cache-dtype": "--kv-cache-dtype",
+    "kv-cache-memory-bytes": "--kv-cache-bytes",
+    "gpu-memory-utilization": "--gpu-memory",
+    "max-num-seqs": "--max-num-seqs",
+    "tool-call-parser": "--tool-parser",
+    "enable-auto-tool-choice": "--tool-parser",
+    "reasoning-parser": "--reasoning-parser",
+    "chat-template": "--chat-template",
+    "override-generation-config": "--temperature and the like",
+    "generation-config": "--temperature and the like",
+    "speculative-config": "--draft",
+    "tensor-parallel-size": "--tensor-parallel",
+    "enable-lora": "[serve] adapter_slots",
+    "max-loras": "[serve] adapter_slots",
+    "max-lora-rank": "[serve] adapter_max_rank",
+    "max-cpu-loras": "[serve] adapters_resident",
+}
+
+
+class Sampling(BaseModel):
+    """What a request gets that does not say otherwise; None: what the model's generation_config.json says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
+
+
+class ModelSettings(BaseModel):
+    """None and empty: as the box's configuration and the model itself say.
+
+    tool_parser: vLLM's name of one, "none" for none. chat_template: its text. draft_tokens: tokens that are guessed
+    from what stands before in the prompt and then checked together (n-gram speculation). engine_args: values as
+    `vllm serve` takes them; true and false for a switch. Raises pydantic.ValidationError.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    max_model_len: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
+    dtype: Annotated[str, Field(pattern="^(bfloat16|float16|float32)$")] | None = None
+    kv_cache_dtype: Annotated[str, Field(pattern="^(auto|bfloat16|float16|fp8|fp8_e4m3|fp8_e5m2)$")] | None = None
+    kv_cache_bytes: Annotated[int, Field(ge=1, le=1 << 50)] | None = None
+    gpu_memory: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = None
+    tool_parser: Parser | None = None
+    reasoning_parser: Parser | None = None
+    chat_template: Annotated[str, Field(min_length=1, max_length=200_000)] | None = None
+    system_prompt: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
+    sampling: Sampling = Sampling()
+    draft_tokens: Annotated[int, Field(ge=1, le=32)] | None = None
+    engine_args: Annotated[dict[str, str], Field(max_length=32)] = Field(default_factory=dict)
+
+    @field_validator("chat_template")
+    @classmethod
+    def _a_template(cls, text: str | None) -> str | None:
+        # vLLM opens a chat template that names a file.
+        if text is not None and "{{" not in text and "{%" not in text:
+            raise ValueError("is no Jinja template: it has neither '{{' nor '{%'")
+        return text
+
+    @field_validator("engine_args")
+    @classmethod
+    def _allowed(cls, given: dict[str, str]) -> dict[str, str]:
+        found = {}
+        for name, value in given.items():
+            key = name.removeprefix("--").replace("_", "-")
+            if key in ELSEWHERE:
+                raise ValueError(f"{name[:100]!r} is set by {ELSEWHERE[key]}")
+            if key not in ENGINE_ARGUMENTS:
+                raise ValueError(
+                    f"{name[:100]!r} may not be set for a model; those that may: {', '.join(sorted(ENGINE_ARGUMENTS))}"
+                )
+            if len(value) > MAX_ARGUMENT_CHARACTERS or not value.isprintable():
+                raise ValueError(f"the value of {key} must be printable, at most {MAX_ARGUMENT_CHARACTERS} characters")
+            found[key] = value
+        return found
+
+    @property
+    def digest(self) -> str:
+        """Names these settings; "" for none at all. Equal settings have equal names."""
+        said = self.said()
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12] if said else ""
+
+    def said(self) -> dict[str, Any]:
+        """What is set, as plain JSON."""
+        body = self.model_dump(exclude_none=True)
+        return {name: value for name, value in body.items() if value not in ({}, "")}
+
+    @property
+    def batched_tokens(self) -> int | None:
+        """Tokens of one batch where they are set."""
+        text = self.engine_args.get("max-num-batched-tokens", "")
+        return int(text) if text.isascii() and text.isdigit() else None
+
+    def config(self, box: EngineConfig) -> EngineConfig:
+        """The box's configuration with this model's settings in place of its own."""
+        own = {
+            "max_model_len": self.max_model_len,
+            "kv_cache_bytes": self.kv_cache_bytes,
+            "gpu_memory_fraction": self.gpu_memory,
+            "max_num_seqs": self.max_num_seqs,
+        }
+        return box.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+    def spec_fields(self) -> dict[str, Any]:
+        """Fields of a ReplicaSpec beside those that follow from `config` and the engine's size."""
+        args = []
+        if self.kv_cache_dtype is not None:
+            args.append(f"--kv-cache-dtype={self.kv_cache_dtype}")
+        if self.tool_parser not in (None, "none"):
+            args += ["--enable-auto-tool-choice", "--tool-call-parser", str(self.tool_parser)]
+        if self.reasoning_parser not in (None, "none"):
+            args.append(f"--reasoning-parser={self.reasoning_parser}")
+        sampling = self.sampling.model_dump(exclude_none=True)
+        if sampling:
+            if "max_tokens" in sampling:
+                sampling["max_new_tokens"] = sampling.pop("max_tokens")
+            args.append(f"--override-generation-config={json.dumps(sampling)}")
+        if self.draft_tokens is not None:
+            guess = {"method": "ngram", "num_speculative_tokens": self.draft_tokens, "prompt_lookup_max": 4}
+            args.append(f"--speculative-config={json.dumps(guess)}")
+        for name, value in self.engine_args.items():
+            # One argument with "=", so that no value can become an option of its own.
+            switch = {"true": f"--{name}", "false": f"--no-{name}"}.get(value)
+            args.append(switch or f"--{name}={value}")
+        return {
+            "settings": self.digest,
+            "extra_args": tuple(args),
+            "chat_template": self.chat_template or "",
+            "system_prompt": self.system_prompt or "",
+            "own_tool_parser": self.tool_parser is None,
+        }

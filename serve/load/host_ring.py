@@ -1,0 +1,74 @@
+"""Copies host memory that a device cannot read at full rate, through page-locked buffers and with several threads.
+
+Columns of a row-parallel matrix, tensors of another dtype and pages that are not locked are packed into a buffer first.
+Each thread has one buffer and one stream: while the device reads one thread's buffer, the others pack theirs. Locking
+fresh pages instead would cost more than it saves when they are read once, as by a wake.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import local
+
+import torch
+
+from runtime.devices.kinds import of_torch
+
+BUFFER_BYTES = 16 * 2**20
+
+
+class HostRing:
+    """Use it as a context; leaving it waits for all copies and re-raises the first error.
+
+    threads: that pack at once, each with a page-locked buffer of `buffer_bytes`.
+    """
+
+    def __init__(self, device: torch.device, threads: int = 1, buffer_bytes: int = BUFFER_BYTES):
+        self._device, self._kind = device, of_torch(device)
+        self._buffer_bytes = buffer_bytes
+        self._inference = torch.is_inference_mode_enabled()  # of this thread; a model's tensors may be of that mode
+        self._mine = local()
+        self._pending: list[Future[None]] = []
+        self._pool = ThreadPoolExecutor(threads, "pack", initializer=self._begin)
+
+    def copy(self, target: torch.Tensor, stored: torch.Tensor) -> None:
+        """Queue a copy of `stored` into `target` of the same shape, whose dtype it takes."""
+        for part in _parts(tuple(target.shape), max(1, self._buffer_bytes // target.element_size())):
+            self._pending.append(self._pool.submit(self._copy, target[part], stored[part]))
+
+    def __enter__(self) -> HostRing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True)
+        for pending in self._pending:
+            pending.result()
+
+    def _begin(self) -> None:
+        self._kind.use(self._device)  # a new thread starts on the first one
+        self._mine.buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, pin_memory=self._kind.locks_pages)
+
+    def _copy(self, target: torch.Tensor, stored: torch.Tensor) -> None:
+        with torch.inference_mode(self._inference), torch.no_grad(), self._kind.copy_stream():
+            packed = self._mine.buffer[: target.nbytes].view(target.dtype).view(target.shape)
+            packed.copy_(stored)
+            target.copy_(packed, non_blocking=True)
+            self._kind.wait_for_copies(self._device)
+
+
+def _parts(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
+    """Cut a shape into blocks of at most `most` elements, along the first dimensions."""
+    if math.prod(shape) <= most:
+        yield tuple(slice(None) for _ in shape)
+        return
+    inner = math.prod(shape[1:])
+    rows = max(1, most // inner)
+    for start in range(0, shape[0], rows):
+        end = min(start + rows, shape[0])
+        if inner <= most:
+            yield (slice(start, end),)
+        else:
+            for rest in _parts(shape[1:], most):
+                yield (slice(start, end), *rest)

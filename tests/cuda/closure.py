@@ -1,0 +1,87 @@
+"""Runs in an environment with the CUDA packages, beside the stub drivers: imports what a warm parent imports, forks,
+and in the child reads an engine's command line up to vLLM's whole configuration.
+
+    python -m tests.cuda.closure serve MODEL_DIRECTORY     or: train
+
+Prints one line of JSON. The stub of libcuda ends the process at the first call (tests.cuda.drivers).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from runtime.devices import cuda, kinds
+
+SPEC = {
+    "replica_id": "r",
+    "model": "m",
+    "version": "v1",
+    "kind": "cuda",
+    "kv_cache_bytes": 2**30,
+    "dtype": "bfloat16",
+}
+
+
+def main(half: str, model: str = "") -> int:
+    cuda._CONTROL = Path(os.devnull)  # there is a driver, of a kind
+    assert kinds.present().name == "cuda"
+    importlib.import_module({"serve": "serve.engine.preload", "train": "train.run.preload"}[half])
+    import torch
+
+    said = {"modules": len(sys.modules), "initialized": torch.cuda.is_initialized(), "bad_fork": False}
+    assert not torch.cuda.is_initialized()
+    child = os.fork()
+    if child == 0:
+        os._exit(_child(half, model))
+    said["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    said["flashinfer"] = any(name.split(".")[0] == "flashinfer" for name in sys.modules)
+    print(json.dumps(said), flush=True)
+    return said["child"]
+
+
+def _child(half: str, model: str) -> int:
+    import torch
+
+    if torch.cuda._is_in_bad_fork():
+        print("CUDA was initialised before the fork", file=sys.stderr, flush=True)
+        return 3
+    if half == "serve":
+        for tensor_parallel in (1, 2):
+            _configure(model, tensor_parallel)
+    # The stub is really the one that is called: this process ends with the stub's code.
+    ctypes.CDLL("libcuda.so.1").cuInit(0)
+    return 4
+
+
+def _configure(model: str, tensor_parallel: int) -> None:
+    from serve.core.spec import ReplicaSpec
+    from serve.engine.main import PARSER, AsyncEngineArgs, engine_arguments, engine_environment, plugin, read_config
+
+    spec = ReplicaSpec.from_json(
+        {
+            **SPEC,
+            "version_path": model,
+            "shm_root": model,
+            "socket_path": f"{model}/s",
+            "devices": list(range(tensor_parallel)),
+            "numa_nodes": [None] * tensor_parallel,
+            "tensor_parallel": tensor_parallel,
+        }
+    )
+    os.environ.update(engine_environment(spec, 8))
+    plugin.register()
+    options = PARSER.parse_args(engine_arguments(spec, read_config(model), None))
+    config = AsyncEngineArgs.from_cli_args(options).create_engine_config()
+    assert config.use_v2_model_runner and config.scheduler_config.async_scheduling
+    assert config.use_cumem_cudagraph_pool, "a sleeping engine keeps its CUDA graphs"
+    assert not config.compilation_config.pass_config.fuse_allreduce_rms
+    print(f"configured for {tensor_parallel}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""The CUDA build beside stub drivers: neither warm parent touches CUDA before it forks, and every engine's command line
+becomes a configuration. Installs 9 GB (six minutes), unless `.venv-cuda` is there: `make setup VENV=.venv-cuda` with
+APPLIANCE_BUILD=cuda.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cuda import drivers
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the real driver would be asked"),
+    pytest.mark.skipif(not (shutil.which("cc") and shutil.which("nm")), reason="builds the stubs with cc and nm"),
+]
+
+
+@pytest.fixture(scope="module")
+def cuda_python(tmp_path_factory):
+    ready = REPOSITORY / ".venv-cuda"
+    if not (ready / "bin" / "python").exists():
+        ready = tmp_path_factory.mktemp("cuda") / "venv"
+        install = [REPOSITORY / "images" / "install.sh", "--venv", ready, "--build", "cuda", "--packages-only"]
+        subprocess.run([*install, "--no-compile"], check=True)
+    return ready / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def stubs(cuda_python, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drivers")
+    drivers.build(folder, next(cuda_python.parents[1].glob("lib/python*/site-packages")))
+    return folder
+
+
+@pytest.mark.parametrize("half", ["train", "serve"])
+def test_a_warm_parent_leaves_cuda_alone_until_it_has_forked(cuda_python, stubs, tmp_path, half):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(stubs), "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [cuda_python, "-m", "tests.cuda.closure", half, tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    said = done.stdout.splitlines()[-1:]
+    assert said, f"the parent ended with {done.returncode}: {done.stderr[-2000:]}"
+    # The child ends with the stub's own code, at the call by which it checks that the stub is there.
+    assert json.loads(said[0])["child"] == drivers.ENDED_WITH, done.stderr[-2000:]
+    if half == "serve":
+        assert "configured for 1" in done.stderr and "configured for 2" in done.stderr
+        assert not json.loads(said[0])["flashinfer"], "importing it initialises CUDA"

@@ -1,0 +1,100 @@
+"""Settings of a model's engines, changed on a real box under load: vLLM checks them first, and no request is lost."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from appliance.demo.load_generator import Load
+from tests.e2e.box_support import COMMAND, wait_for, whole_box
+from tests.e2e.engine_support import save_model
+
+pytestmark = pytest.mark.timeout(600)
+QUESTION = [{"role": "user", "content": "the quick brown fox"}]
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory):
+    with whole_box(tmp_path_factory.mktemp("box")) as one:
+        path = save_model(tmp_path_factory.mktemp("tiny"), seed=1)
+        made = one.ask("model", "import", str(path), "--name", "tiny")
+        assert made["state"] == "succeeded", made
+        yield one
+
+
+def ask(box, **more):
+    return box.client().chat.completions.create(model="tiny", messages=QUESTION, max_tokens=8, **more)
+
+
+def context(box) -> int:
+    return box.client().models.retrieve("tiny").max_model_len
+
+
+def engines(box):
+    return {r["id"] for r in box.admin("status")["replicas"] if r["model"] == "tiny" and r["state"] == "open"}
+
+
+def test_settings_change_under_load_without_a_lost_request(box):
+    before = ask(box, temperature=0)
+    assert context(box) == 512
+    old = engines(box)
+    with Load(box.url, box.key, "tiny") as load:
+        wait_for(lambda: len(load.outcomes) > 8, "a load", 60)
+        told = box.ask(
+            "model", "deploy", "tiny", "--max-model-len", "256", "--max-num-seqs", "4", "--temperature", "0",
+            "--system-prompt", "Say 'hello' in 1 word.\n{{ no }}", "--draft", "3", "--engine-arg", "block-size=32",
+        )  # fmt: skip
+        assert told["settings_number"] == 1 and told["settings"]["max_model_len"] == 256, told
+        wait_for(lambda: engines(box) and not engines(box) & old, "engines with the new settings")
+        asked = len(load.outcomes)
+        wait_for(lambda: len(load.outcomes) > asked + 8, "answers of the new engines")
+        middle = engines(box)
+        assert box.ask("model", "deploy", "tiny", "--settings", "0")["settings"] == {}
+        wait_for(lambda: engines(box) and not engines(box) & middle, "engines without settings")
+        asked = len(load.outcomes)
+        wait_for(lambda: len(load.outcomes) > asked + 8, "answers of those")
+    report = load.report()
+    assert report.requests > 24 and (report.dropped, report.truncated, report.duplicated) == (0, 0, 0), report.errors
+    print(f"{report.requests} requests over two changes, longest {report.longest_s:.1f} s")
+    again = ask(box, temperature=0)
+    assert again.choices[0].message.content == before.choices[0].message.content
+    assert again.usage.prompt_tokens == before.usage.prompt_tokens
+
+
+def test_what_is_set_is_what_engines_do(box):
+    plain = ask(box, temperature=0)
+    box.run("model", "deploy", "tiny", "--settings", "1")
+    assert context(box) == 256
+    answers = {ask(box).choices[0].message.content for _ in range(3)}
+    assert len(answers) == 1, "temperature 0 unless a request says otherwise"
+    assert ask(box).usage.prompt_tokens > plain.usage.prompt_tokens + 5, "with a system prompt"
+    shown = box.ask("model", "show", "tiny")
+    assert shown["max_model_len"] == 256 and shown["settings"]["engine_args"] == {"block-size": "32"}
+    numbers = [row["number"] for row in box.ask("model", "deploy", "tiny")["settings_history"]]
+    assert numbers == [3, 2, 1]
+    box.run("model", "deploy", "tiny", "--settings", "0")
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (("--engine-arg", "middleware=os.system"), "may not be set"),
+        (("--engine-arg", "api_key=x"), "may not be set"),
+        (("--engine-arg", "hf-overrides={}"), "may not be set"),
+        (("--engine-arg", "dtype=float32"), "is set by --dtype"),
+        (("--reasoning-parser", "nosuch"), "there is no reasoning parser nosuch"),
+        (("--tool-parser", "nosuch"), "there is no tool parser nosuch"),
+        (("--engine-arg", "block-size=many"), "invalid"),
+        (("--engine-arg", "scheduling-policy=best"), "invalid choice"),
+        (("--max-model-len", "100000"), "made for 512"),
+        (("--kv-cache-bytes", "1000"), "would not fit"),
+    ],
+)
+def test_what_vllm_or_the_box_refuses_restarts_nothing(box, given, reason):
+    ask(box)
+    before = engines(box)
+    command = [COMMAND, "model", "deploy", "tiny", *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=box.environment())
+    assert done.returncode and reason in " ".join(done.stderr.split()), done.stderr
+    assert engines(box) == before and box.ask("model", "show", "tiny")["settings"] == {}

@@ -1,0 +1,196 @@
+"""The logic of `make gpu-smoke` on made-up machines; its measures need a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from benchmarks.gpu import smoke, verdicts
+from benchmarks.gpu.verdicts import PARTS, REMEDIES, family_of, judge
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def machine(name=H100, count=8):
+    """What a healthy one measures."""
+    family = family_of(name)
+    each = lambda value: [value] * count  # noqa: E731
+    link = family.link * 0.85e9
+    return {
+        "devices": {"names": each(name), "driver": 580.0, "mig": 0, "used_bytes": each(0)},
+        "fork": {"forks": {"serve": True, "train": True}},
+        "copies": {
+            "context_bytes": each(6e8),
+            "host_to_device": each(link),
+            "device_to_host": each(link),
+            "locked": each(link * 0.97),
+            "longest_lock_s": each(0.003),
+            "longest_unlock_s": each(0.002),
+            "columns": each(link * 0.7),
+            "unlocked": each(link * 0.8),
+            "right": each(True),
+        },
+        "together": {"host_to_device": each(link * 0.8)},
+        "compute": {"memory": each(family.memory * 0.85e9), "bf16": each(family.bf16 * 0.7e12)},
+        "collectives": {"bus": 475e9 if family.peers else 20e9, "right": True, "ranks": count, "nvlink": True},
+    }
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+@pytest.mark.parametrize("name", [H100, "NVIDIA H200", "NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB"])
+def test_a_healthy_machine_passes_every_line(name, count):
+    judged = judge(machine(name, count), count)
+    assert [verdict for verdict in judged if verdict.state != "ok"] == []
+    assert {verdict.name for verdict in judged} == set(REMEDIES)
+
+
+BROKEN = [
+    ("gpus seen", "devices", {"names": [H100] * 7}),
+    ("driver", "devices", {"driver": 570.0}),
+    ("cut by MIG", "devices", {"mig": 1}),
+    ("foreign memory", "devices", {"used_bytes": [0] * 7 + [5e9]}),
+    ("serve forks with CUDA", "fork", {"forks": {"serve": False, "train": True}}),
+    ("train forks with CUDA", "fork", {"forks": {"serve": True, "train": False}}),
+    ("context", "copies", {"context_bytes": [2e9] * 8}),
+    ("host to device", "copies", {"host_to_device": [53e9] * 7 + [20e9]}),
+    ("device to host", "copies", {"device_to_host": [53e9] * 7 + [20e9]}),
+    ("locked over link", "copies", {"locked": [51e9] * 7 + [30e9]}),
+    ("longest lock", "copies", {"longest_lock_s": [0.2] * 8}),
+    ("longest unlock", "copies", {"longest_unlock_s": [0.2] * 8}),
+    ("columns over link", "copies", {"columns": [5e9] * 8}),
+    ("unlocked over link", "copies", {"unlocked": [5e9] * 8}),
+    ("columns are right", "copies", {"right": [True] * 7 + [False]}),
+    ("all links at once", "together", {"host_to_device": [10e9] * 8}),
+    ("memory", "compute", {"memory": [1e12] * 8}),
+    ("bf16 products", "compute", {"bf16": [1e14] * 8}),
+    ("all-reduce", "collectives", {"bus": 40e9}),
+    ("all-reduce is right", "collectives", {"right": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "part", "change"), BROKEN, ids=[row[0] for row in BROKEN])
+def test_each_fault_fails_its_own_line_and_names_a_remedy(name, part, change):
+    facts = machine()
+    facts[part] |= change
+    failed = [verdict for verdict in judge(facts, 8) if verdict.state == "fail"]
+    assert name in [verdict.name for verdict in failed]
+    line = next(verdict for verdict in failed if verdict.name == name).line()
+    assert line.startswith("fail") and REMEDIES[name] in line and ("at least" in line or "at most" in line)
+
+
+def test_every_line_has_a_case_above():
+    assert {row[0] for row in BROKEN} == set(REMEDIES) and set(machine()) == set(PARTS)
+
+
+def test_a_threshold_is_never_above_the_physical_limit():
+    for family in (*verdicts.FAMILIES.values(), verdicts.UNKNOWN):
+        assert family.link_least < family.link and family.memory_least < family.memory
+
+
+def test_a_longer_name_wins_and_an_unknown_gpu_fails_only_when_clearly_broken():
+    assert family_of("NVIDIA A100-SXM4-80GB").peers == 228 and family_of("NVIDIA A100-PCIE-40GB").peers is None
+    assert family_of("NVIDIA B9000") is verdicts.UNKNOWN
+
+
+class Child:
+    def __init__(self, answer, code=0, error=""):
+        self.answer, self.returncode, self.error, self.killed = answer, code, error, False
+
+    def communicate(self, timeout=None):
+        if self.answer is None and not self.killed:
+            raise subprocess.TimeoutExpired("measure", timeout)
+        return (json.dumps(self.answer) if self.answer else ""), self.error
+
+    def kill(self):
+        self.killed = True
+        self.returncode = -9
+
+
+def started(asked, count=4, **special):
+    """A stand-in for `smoke.start`: each part finds what a healthy machine finds, of one GPU."""
+    one = {**machine(count=1), "devices": machine(count=count)["devices"]}
+
+    def start(arguments, variables):
+        part = arguments[0]
+        asked.append((tuple(arguments), dict(variables)))
+        if part in special:
+            return special[part](arguments, variables)
+        if part == "fork":
+            return Child({"forks": {arguments[2]: True}})
+        if part == "collectives":
+            return Child({**one[part], "ranks": count})
+        flat = {key: value[0] if isinstance(value, list) else value for key, value in one[part].items()}
+        return Child(one[part] if part == "devices" else flat)
+
+    return start
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_every_gpu_is_measured_alone_and_together(count):
+    asked = []
+    facts = smoke.measure(PARTS, installed=lambda _: True, start=started(asked, count))
+    alone = [variables["CUDA_VISIBLE_DEVICES"] for (part, *_), variables in asked if part == "copies"]
+    assert alone == [str(gpu) for gpu in range(count)]
+    assert len(facts["copies"]["locked"]) == count
+    if count == 1:
+        assert "one GPU" in facts["together"]["skipped"] and "one GPU" in facts["collectives"]["skipped"]
+    else:
+        assert len(facts["together"]["host_to_device"]) == count and facts["collectives"]["ranks"] == count
+    assert all(verdict.state in ("ok", "skip") for verdict in judge(facts, count))
+
+
+def test_with_torch_and_deepspeed_alone_the_rest_is_skipped_by_name():
+    there = {"torch", "safetensors", "deepspeed", "transformers", "pynvml"}
+    facts = smoke.measure(PARTS, installed=there.__contains__, start=started([]))
+    assert facts["fork"] == {"forks": {"train": True}}
+    facts = smoke.measure(PARTS, installed={"pynvml"}.__contains__, start=started([]))
+    assert facts["copies"] == {"skipped": "not installed: torch, safetensors"}
+    text = smoke.report(judge(facts))
+    assert "skip  copies: not installed: torch, safetensors" in text and "5 skip" in text
+
+
+def test_a_part_that_hangs_or_breaks_costs_its_own_line():
+    start = started(
+        [],
+        compute=lambda *_: Child(None),
+        copies=lambda _, variables: Child({}, 1, f"out of memory on {variables['CUDA_VISIBLE_DEVICES']}"),
+    )
+    facts = smoke.measure(PARTS, installed=lambda _: True, start=start)
+    failed = {verdict.name: verdict.remedy for verdict in judge(facts) if verdict.state == "fail"}
+    assert set(failed) == {"compute", "copies"}
+    assert "did not end within" in failed["compute"] and "GPU 3: out of memory on 3" in failed["copies"]
+
+
+def test_without_a_driver_that_answers_nothing_else_is_asked():
+    asked = []
+    start = started(asked, devices=lambda *_: Child({}, 1, "NVML: driver not loaded"))
+    assert smoke.measure(PARTS, installed=lambda _: True, start=start) == {
+        "devices": {"failed": "NVML: driver not loaded"}
+    }
+    assert len(asked) == 1
+
+
+def test_a_machine_without_gpus_is_told_so(monkeypatch, capsys):
+    monkeypatch.setattr(smoke.Path, "exists", lambda _: False)
+    assert smoke.main([]) == 2
+    assert "no NVIDIA GPU here" in capsys.readouterr().err
+
+
+def test_unknown_parts_are_named(capsys):
+    with pytest.raises(SystemExit):
+        smoke.main(["--parts", "copies,warp"])
+    assert "warp" in capsys.readouterr().err
+
+
+def test_results_are_written_and_a_failure_ends_with_one(monkeypatch, tmp_path, capsys):
+    facts = machine()
+    monkeypatch.setattr(smoke.Path, "exists", lambda _: True)
+    monkeypatch.setattr(smoke, "measure", lambda *_, **__: facts)
+    assert smoke.main(["--results", str(tmp_path / "r" / "x.json"), "--gpus", "8"]) == 0
+    assert json.loads((tmp_path / "r" / "x.json").read_text())["facts"]["compute"] == facts["compute"]
+    facts["compute"]["bf16"] = [1.0]
+    assert smoke.main(["--results", str(tmp_path / "r" / "x.json")]) == 1
+    assert "1 fail" in capsys.readouterr().out
+    assert smoke.result_name([H100] * 8) == "8x-nvidia-h100-80gb-hbm3"

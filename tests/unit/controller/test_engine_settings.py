@@ -1,0 +1,45 @@
+"""/admin/v1/models/{name}/settings: checked first, kept in versions, and one can go back."""
+
+from __future__ import annotations
+
+from tests.unit.controller.conftest import ADMIN
+
+PATH = "/admin/v1/models/starter/settings"
+
+
+async def patch(control, code=200, **body):
+    answer = await control.http.patch(PATH, json=body, headers=ADMIN)
+    assert answer.status_code == code, answer.text
+    return answer.json()
+
+
+async def test_settings_are_kept_in_versions_and_one_can_go_back(control):
+    first = await patch(control, set={"max_num_seqs": 4, "engine_args": {"block_size": "32", "seed": "1"}})
+    assert (first["number"], first["settings"]["engine_args"]) == (1, {"block-size": "32", "seed": "1"})
+    second = await patch(control, set={"max_num_seqs": None, "engine_args": {"seed": None}})
+    assert second["settings"] == {"engine_args": {"block-size": "32"}}
+    again = await patch(control, set={"engine_args": {"block-size": "32"}})
+    assert again["number"] == 2, "nothing changed"
+    back = await patch(control, number=1)
+    assert (back["number"], back["settings"]) == (3, first["settings"])
+    assert [row["number"] for row in back["history"]] == [3, 2, 1]
+    assert (await patch(control, number=0))["settings"] == {}
+    shown = (await control.http.get("/admin/v1/models/starter", headers=ADMIN)).json()
+    assert shown["settings"] == {} and shown["settings_number"] == 4
+
+
+async def test_what_is_refused_changes_nothing(control):
+    control.context.settings_check.refuses = "no such attention"
+    told = await patch(control, 400, set={"engine_args": {"seed": "1"}})
+    assert "no such attention" in told["error"]["message"]
+    for body in (
+        {"set": {"nosuch": 1}},
+        {"set": {"engine_args": {"api-key": "x"}}},
+        {"set": {"max_model_len": 10**9}},
+        {"set": {"chat_template": "{% for %}"}},
+        {"set": {"max_num_seqs": 2}, "number": 1},
+    ):
+        await patch(control, 400, **body)
+    await patch(control, 404, number=7)
+    assert (await control.http.get(PATH, headers=ADMIN)).json()["number"] == 0
+    assert len(control.context.settings_check.asked) == 1, "vLLM is asked last"

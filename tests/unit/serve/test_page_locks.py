@@ -1,0 +1,203 @@
+"""Page locking around a swap, on a CUDA runtime of our own that keeps the order of its calls."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.devices.kinds import kind_of
+from serve.load import shm_source
+from serve.load.host_ring import HostRing, _parts
+from serve.load.load_plan import LoadPlan, Piece, Region, Target
+from serve.load.shm_source import Described, PageLock, VersionSource, lock_pieces
+from serve.vllm import shm_transfer
+from serve.vllm.shm_transfer import ShmUpdateInfo, ShmWeightTransferEngine
+
+PAGE = 4096
+ROWS, COLUMNS = 64, 1024  # of two bytes: 32 pages
+
+
+EXPECTED = {name: Described(name, torch.bfloat16, (ROWS, COLUMNS)) for name in ("a", "b")}
+
+
+class Runtime:
+    """CUDA's host memory calls: (name, thread, bytes) in order. Page-locked ranges may not overlap."""
+
+    def __init__(self):
+        self.calls, self.locked = [], {}
+
+    def cudaHostRegister(self, ptr, size, flags=0):
+        assert all(ptr + size <= start or start + length <= ptr for start, length in self.locked.items())
+        self.calls.append(("lock", threading.current_thread().name, size))
+        self.locked[ptr] = size
+        return 0
+
+    def cudaHostUnregister(self, ptr):
+        self.calls.append(("unlock", threading.current_thread().name, self.locked.pop(ptr)))
+        return 0
+
+    def cudaGetLastError(self):
+        return 0
+
+
+class Gpu(type(kind_of("cpu"))):
+    on_host, locks_pages = False, True
+
+
+class Replaying:
+    """A loader that replays a plan, as DirectLoader does on a device."""
+
+    refusal = None
+
+    def __init__(self, plan, flat):
+        self.plan, self.flat, self.calls = plan, flat, []
+
+    def load(self, source, _following):
+        with HostRing(torch.device("cpu"), threads=2, buffer_bytes=3 * PAGE) as ring:
+            for target in self.plan.targets.values():
+                target.fill(self.flat, source, ring)
+
+    def packed_layers(self):
+        return []
+
+
+def plan_of(rank, world, dtype=torch.bfloat16):
+    """A worker's rows of `a`, and its columns of `b`."""
+    rows, columns = ROWS // world, COLUMNS // world
+    upper = Piece(
+        Region(0, (rows, COLUMNS), (COLUMNS, 1)), "a", Region(rank * rows * COLUMNS, (rows, COLUMNS), (COLUMNS, 1))
+    )
+    left = Region(rank * columns, (ROWS, columns), (COLUMNS, 1))
+    lower = Piece(Region(rows * COLUMNS, (ROWS, columns), (columns, 1)), "b", left)
+    target = Target((2 * rows * COLUMNS,), dtype, [upper, lower])
+    return LoadPlan({(0, "w"): target}, [], [], EXPECTED, frozenset(EXPECTED))
+
+
+@pytest.fixture
+def version(tmp_path, monkeypatch):
+    monkeypatch.setattr(shm_source, "LOCK_BYTES", 4 * PAGE)
+    generator = torch.Generator().manual_seed(1)
+    content = {name: torch.randn(ROWS, COLUMNS, generator=generator).to(torch.bfloat16) for name in ("a", "b")}
+    save_file(content, tmp_path / "model.safetensors")
+    return tmp_path, content
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(shm_transfer, "CudaRTLibrary", lambda: runtime)
+
+    def make(rank, world):
+        engine = object.__new__(ShmWeightTransferEngine)
+        engine.plan = plan_of(rank, world)
+        engine.device, engine._kind = torch.device("cpu"), Gpu()
+        engine.layerwise_reason, engine._may_follow, engine.dirty = None, False, False
+        engine._staging = engine._spent = engine._loaded = engine._closing = engine._trace = None
+        engine._retired, engine._in_place, engine.report = [], shm_transfer.Weights.NEW, {}
+        engine._direct = Replaying(engine.plan, torch.empty(2 * ROWS * COLUMNS // world, dtype=torch.bfloat16))
+        return engine, runtime
+
+    return make
+
+
+def expected(content, rank, world):
+    rows, columns = ROWS // world, COLUMNS // world
+    return torch.cat(
+        [
+            content["a"][rank * rows : (rank + 1) * rows].flatten(),
+            content["b"][:, rank * columns : (rank + 1) * columns].flatten(),
+        ]
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_a_swap_neither_locks_nor_unlocks_pages_in_its_pause(version, worker, world):
+    path, content = version
+    for rank in range(world):
+        engine, runtime = worker(rank, world)
+        runtime.calls.clear()
+        engine.stage(str(path), build=False)
+        engine._staging.thread.join()
+        assert engine.staged()
+        locked = [size for name, _, size in runtime.calls if name == "lock"]
+        assert locked and max(locked) <= 4 * PAGE, "one call would hold up the engine's own calls"
+        rows_bytes = ROWS // world * COLUMNS * 2 + (ROWS * COLUMNS * 2 if world == 1 else 0)
+        assert rows_bytes <= sum(locked) <= rows_bytes + 4 * PAGE, "each worker locks what it copies itself"
+
+        before = len(runtime.calls)
+        engine.receive_weights(ShmUpdateInfo(path=str(path)))
+        assert len(runtime.calls) == before, "within the pause"
+        assert torch.equal(engine._direct.flat, expected(content, rank, world))
+
+        engine.release_retired()
+        engine.shutdown()
+        assert not runtime.locked and len(runtime.calls) == 2 * before
+        assert {thread for name, thread, _ in runtime.calls if name == "unlock"} == {"unmap"}
+
+
+def test_a_wake_locks_nothing(version, worker):
+    path, content = version
+    engine, runtime = worker(1, 2)
+    engine.receive_weights(ShmUpdateInfo(path=str(path)))
+    assert runtime.calls == [] and torch.equal(engine._direct.flat, expected(content, 1, 2))
+    engine.release_retired()
+    engine.shutdown()
+
+
+def test_only_what_a_worker_reads_becomes_present(version, worker, monkeypatch):
+    path, _ = version
+    faulted = []
+    monkeypatch.setattr(shm_source, "_fault_in", lambda mapping, first, last: faulted.append((first, last)))
+    source = VersionSource(path)
+    source.map(None, plan_of(7, 8).read_spans(source)).close()
+    (first, last), placed = (faulted[0][0], faulted[-1][1]), source.layout.find("a")
+    assert first >= placed.start + 7 * (placed.end - placed.start) // 8 - PAGE
+    assert sum(end - start for start, end in faulted) <= (placed.end - placed.start) * 9 // 8 + 2 * PAGE
+    assert last <= -(-source.layout.find("b").end // PAGE) * PAGE
+
+
+def test_no_copy_crosses_from_one_locked_piece_into_the_next(version):
+    path, _ = version
+    runtime = Runtime()
+    source = VersionSource(path)
+    source.map(PageLock(plan_of(0, 1).copied_spans(source), runtime))
+    start = source.layout.find("b").start
+    runs = source.locked_runs("b", 0, ROWS * COLUMNS * 2)
+    assert runs[0][0] == 0 and runs[-1][1] == ROWS * COLUMNS * 2
+    assert all(before[1] == after[0] for before, after in zip(runs, runs[1:], strict=False))
+    assert all((start + end) % (4 * PAGE) == 0 for _, end in runs[:-1]) and len(runs) > 2
+    source.close()
+
+
+def test_what_could_not_be_locked_goes_through_the_ring(version):
+    path, _ = version
+    runtime = Runtime()
+    runtime.cudaHostRegister = lambda *_: 712
+    source = VersionSource(path)
+    source.map(PageLock(plan_of(0, 1).copied_spans(source), runtime))
+    assert source.locked_runs("a", 0, 10) is None
+    source.close()
+
+
+def test_pieces_end_at_multiples_and_with_the_file(monkeypatch):
+    monkeypatch.setattr(shm_source, "LOCK_BYTES", 2 * PAGE)
+    pieces = list(lock_pieces([(PAGE, 5 * PAGE + 1)], 5 * PAGE + 7))
+    assert pieces == [(PAGE, 2 * PAGE), (2 * PAGE, 4 * PAGE), (4 * PAGE, 5 * PAGE + 7)]
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (7, 3), (2, 3, 4), (1, 50)])
+@pytest.mark.parametrize("most", [1, 3, 12, 100])
+def test_a_shape_is_cut_into_blocks_that_fit_and_cover_it_once(shape, most):
+    seen = torch.zeros(shape)
+    for part in _parts(shape, most):
+        assert seen[part].numel() <= most
+        seen[part] += 1
+    assert bool((seen == 1).all())
+
+
+def test_an_error_of_a_packing_thread_reaches_the_load():
+    with pytest.raises(RuntimeError), HostRing(torch.device("cpu")) as ring:
+        ring.copy(torch.empty(4), torch.empty(3))
