@@ -48,6 +48,7 @@ from appliance.wiring.scheduler_port import LoopPort
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from appliance.wiring.version_provider import VersionProvider
 from runtime.background_tasks import BackgroundTasks
+from runtime.tunnel import NodeCertificate
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Demand, DeploymentView
@@ -133,7 +134,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
     place = node_config_of(config, paths, devices)
-    nodes = Nodes(place, signals.node_changed)
+    removed = NodeCertificate.below(paths.certificates).removed
+    nodes = Nodes(place, signals.node_changed, removed.out)
     effects = RayEffects(nodes, routing, provider, runs, config.serve)
     health = DeviceWatch(db, nodes.readings, config.scheduler, loop.nudge)
     admission = JobAdmission(db, store, _facts(devices, store, config.scheduler))

@@ -155,6 +155,11 @@ class EnrolmentServer:
         hello = json.loads(await reader.readline())
         token_id, theirs = str(hello["id"]), str(hello["nonce"])
         shared = token_id == _SHARED
+        removed = self._authority.home.files.removed
+        if shared and removed.any():
+            raise NotEnrolled(
+                "a node was removed from this box, and it had ray.token too: use a token of `appliance node token`"
+            )
         key = _key_of(self._ray_token) if shared else self._tokens.key(token_id)
         if key is None:
             raise NotEnrolled("the token is unknown, used or too old; `appliance node token` on the box makes another")
@@ -170,6 +175,7 @@ class EnrolmentServer:
         certificate = self._authority.sign(request.encode(), name, address)
         if not shared and not self._tokens.take(token_id):
             raise NotEnrolled("the token was used just now by somebody else")
+        removed.joined_anew(name)
         log.info("%s is a node now, at %s", name, address)
         authority = self._authority.home.files.authority.read_text()
         answer = {"authority": authority, "certificate": certificate.decode(), "ray_token": self._ray_token.decode()}

@@ -8,6 +8,8 @@ die and restart while they continue.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +112,10 @@ class Node(NodeAgent, NodeCopies):
     async def leave(self) -> None:
         """From now on nothing new may start here, and everything that runs must move elsewhere."""
         self._leaves = True
+
+    async def end(self) -> None:
+        """End this node's Ray, and with it all that runs here: the node was removed from the box."""
+        os.kill(os.getppid(), signal.SIGKILL)  # the raylet: whatever it started dies with it, us included
 
     async def report(self) -> NodeReport:
         return NodeReport(self._leaves, await asyncio.to_thread(read_memory))

@@ -7,8 +7,9 @@ pinned to it. It is gone when Ray says so; its devices then leave the inventory 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,9 +65,11 @@ class Nodes:
         self,
         home: NodeConfig,
         on_change: Callable[[str, NodeChange, tuple[Device, ...]], None] = lambda name, what, devices: None,
+        removed: Callable[[], Collection[str]] = tuple,
     ):
-        """on_change: called with each node that joined or left, and its devices."""
-        self.home, self._on_change = home, on_change
+        """on_change: called with each node that joined or left, and its devices. removed: names that are taken out of
+        the box; none of them is taken in."""
+        self.home, self._on_change, self._removed = home, on_change, removed
         self._known: dict[str, _Known] = {}
         self._tunnels: dict[str, tuple[Any, Any]] = {}  # replica -> agents of home and of its node (tunnel ends)
 
@@ -92,9 +95,15 @@ class Nodes:
                 log.log(level, "node is gone with its %d devices", len(known.place.devices), extra={"node": name})
                 del self._known[name]
                 self._on_change(name, "left" if known.leaves else "lost", known.place.devices)
-        for name in {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)} - set(before):
+        removed = set(self._removed()) - {self.home.name}
+        there = {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)}
+        for name in there & removed:
+            await self._end(name)
+        for name in there - set(before) - removed:
             await self._take_in(name, alive)
         for name, known in list(self._known.items()):
+            if name in removed:
+                continue  # its agent ends with its Ray
             if find_actor(NODE + name) is None:  # only its agent died: engines and ranks there continue
                 try:
                     self._known[name] = replace(known, actor=await _start(known.place, known.ray_id))
@@ -111,6 +120,14 @@ class Nodes:
                 log.info("node is leaving; its holders release its devices first", extra={"node": name})
             self._known[name] = replace(known, leaves=known.leaves or report.leaves, memory=report.memory)
         return {name: (known.leaves, known.actor) for name, known in self._known.items()} != before
+
+    async def _end(self, name: str) -> None:
+        """Ray's TLS lets a removed node in as long as its certificate is valid: end its Ray whenever it is there."""
+        actor = find_actor(NODE + name)
+        if actor is not None:
+            log.warning("node was removed from the box: its Ray is ended", extra={"node": name})
+            with contextlib.suppress(RayError, TimeoutError):  # it dies of it, or is asked again by the next look
+                await _within(ANSWER_S, actor.end.remote())
 
     async def _reported(self, name: str) -> NodeReport | None:
         try:

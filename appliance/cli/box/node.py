@@ -1,4 +1,4 @@
-"""`appliance node`: letting other machines join."""
+"""`appliance node`: letting other machines join, and taking one out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from appliance.cli import output
 from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
 from appliance.cli.errors import CommandFailed
 from appliance.cli.locate import BoxFile
+from appliance.paths import BoxPaths
+from runtime.tunnel import NodeCertificate
 
-app = group("Nodes: tokens with which other machines may join.")
+app = group("Nodes: tokens with which other machines may join, and taking one out.")
 
 
 @app.command(
@@ -44,3 +46,29 @@ def token(
         print(given)
         join = "appliance join NODE_ADDRESS:NODE_PORT --name n1 --address ITS_OWN --token TOKEN"
         output.say(f"good for {minutes:g} minutes, once: {join}")
+
+
+@app.command(
+    epilog=examples(
+        "appliance node remove n1",
+        "",
+        "For the user who runs the box, on its machine. Whoever took the machine over can still speak to Ray with its",
+        "certificate: against that, make a new authority (docs/operations.md, More nodes).",
+    )
+)
+def remove(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The first part of its devices' names, e.g. n1.")],
+    data_dir: DATA_DIR = None,
+    output_format: OUTPUT = "table",
+) -> None:
+    """Take a node out of the box, now: it gets no tunnel, its Ray is ended, and ray.token makes no more nodes."""
+    certificate = NodeCertificate.below(BoxPaths.of(BoxFile.read(data_dir).data_dir).certificates)
+    if not certificate.certificate.exists():
+        raise CommandFailed("this box has no other nodes: [box] node_address is not set in its appliance.toml")
+    if node == "n0":
+        raise CommandFailed("n0 is the box itself; `appliance down` stops it")
+    certificate.removed.remove(node)
+    if output_format == "json":
+        output.print_json({"id": node, "removed": True})
+    else:
+        output.say(f"{node} is removed; a machine may have its name again with a token of `appliance node token`")

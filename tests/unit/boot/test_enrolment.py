@@ -219,3 +219,16 @@ async def test_the_command_prints_a_token_that_the_box_takes(home, mine, tmp_pat
     (tmp_path / "alone").mkdir()
     refused = await asyncio.to_thread(run, tmp_path / "alone")
     assert refused.returncode == 1 and "set node_address in [box]" in refused.stderr
+
+
+async def test_after_a_removal_rays_token_makes_no_node_and_a_new_token_gives_the_name_again(home, mine, tmp_path):
+    """The removed node had Ray's token: under another name it would be a node again."""
+    await enrol(mine, home.box, home.token().text(), "n1", "127.0.0.2")
+    removed = home.credentials.files.removed
+    removed.remove("n1")
+    for name in ("n1", "n9"):
+        with pytest.raises(NotEnrolled, match="a node was removed from this box"):
+            await enrol(Credentials(tmp_path / name), home.box, RAY_TOKEN.decode(), name, "127.0.0.2")
+    assert removed.out() == {"n1"}
+    await enrol(Credentials(tmp_path / "again"), home.box, home.token().text(), "n1", "127.0.0.2")
+    assert removed.out() == set()

@@ -35,6 +35,8 @@ class Agent:
                         return self.it
                     case "report":
                         return NodeReport(self.going, MemoryReading(64, self.available))
+                    case "end":
+                        self.ended = True
                     case "idle_bytes":
                         return 5, 6
                     case "tunnel_address":
@@ -177,3 +179,23 @@ async def test_what_nodes_report_of_their_memory_is_known_and_their_agents_are_a
     assert set(nodes.memory()) == {"n2"}
     with pytest.raises(EffectFailed, match="n1 is gone"):
         await nodes.trim_pool("n1")
+
+
+async def test_a_removed_node_is_ended_whenever_it_shows_itself_and_never_taken_in(ray):
+    out: set[str] = set()
+    for name in ("n0", "n1"):
+        ray.start(place(name))
+    nodes = Nodes(place("n0"), removed=lambda: out)
+    await nodes.connect()
+    assert {device.node for device in nodes.devices} == {"n0", "n1"}
+    out.add("n1")
+    await nodes.look()
+    assert ("end",) in ray.agents["node:n1"].calls
+    del ray.on["n1"], ray.agents["node:n1"]
+    assert await nodes.look() and {device.node for device in nodes.devices} == {"n0"}
+
+    ray.start(place("n1"))  # its supervision starts it anew, and Ray lets it in
+    assert not await nodes.look() and ("end",) in ray.agents["node:n1"].calls
+    assert {device.node for device in nodes.devices} == {"n0"}
+    out.clear()  # somebody gave it a new token
+    assert await nodes.look() and {device.node for device in nodes.devices} == {"n0", "n1"}
