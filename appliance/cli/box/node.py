@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,8 +13,6 @@ from appliance.cli import output
 from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
 from appliance.cli.errors import CommandFailed
 from appliance.cli.locate import BoxFile
-from appliance.paths import BoxPaths
-from runtime.tunnel import NodeCertificate
 
 app = group("Nodes: tokens with which other machines may join, and taking one out.")
 
@@ -32,14 +31,7 @@ def token(
     output_format: OUTPUT = "table",
 ) -> None:
     """Print a token with which one machine can join, once."""
-    # A process of its own, like the box: importing what handles certificates takes longer than all of this command.
-    # -P: a folder here that is called `train` or `serve` must not hide ours.
-    command = [sys.executable, "-P", "-m", "appliance.nodes.enrolment"]
-    options = ["--data-dir", str(BoxFile.read(data_dir).data_dir), "--life-s", str(minutes * 60)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise CommandFailed(done.stderr.strip())
-    given = done.stdout.strip()
+    given = _box(data_dir, "--life-s", str(minutes * 60))
     if output_format == "json":
         output.print_json({"token": given, "minutes": minutes})
     else:
@@ -62,13 +54,20 @@ def remove(
     output_format: OUTPUT = "table",
 ) -> None:
     """Take a node out of the box, now: it gets no tunnel, its Ray is ended, and ray.token makes no more nodes."""
-    certificate = NodeCertificate.below(BoxPaths.of(BoxFile.read(data_dir).data_dir).certificates)
-    if not certificate.certificate.exists():
-        raise CommandFailed("this box has no other nodes: [box] node_address is not set in its appliance.toml")
-    if node == "n0":
-        raise CommandFailed("n0 is the box itself; `appliance down` stops it")
-    certificate.removed.remove(node)
+    _box(data_dir, "--remove", node)
     if output_format == "json":
         output.print_json({"id": node, "removed": True})
     else:
         output.say(f"{node} is removed; a machine may have its name again with a token of `appliance node token`")
+
+
+def _box(data_dir: Path | None, *options: str) -> str:
+    """What the box on this data directory answers. Raises CommandFailed."""
+    # A process of its own, like the box: importing what handles certificates takes longer than all of this command.
+    # -P: a folder here that is called `train` or `serve` must not hide ours.
+    command = [sys.executable, "-P", "-m", "appliance.nodes.enrolment"]
+    where = ["--data-dir", str(BoxFile.read(data_dir).data_dir)]
+    done = subprocess.run([*command, *where, *options], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise CommandFailed(done.stderr.strip())
+    return done.stdout.strip()

@@ -14,8 +14,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from cryptography import x509
 
+from appliance.nodes import enrolment
 from appliance.nodes.certificate_authority import NODE_LIFE, Authority, Credentials, Unfit
 from appliance.nodes.enrolment import EnrolmentServer, JoinToken, NotEnrolled, Tokens, enrol
+from appliance.paths import BoxPaths
 
 RAY_TOKEN = b"0123456789abcdef" * 4
 
@@ -232,3 +234,13 @@ async def test_after_a_removal_rays_token_makes_no_node_and_a_new_token_gives_th
     assert removed.out() == {"n1"}
     await enrol(Credentials(tmp_path / "again"), home.box, home.token().text(), "n1", "127.0.0.2")
     assert removed.out() == set()
+
+
+def test_the_command_removes_a_node_where_there_may_be_any_and_never_the_box(tmp_path, capsys):
+    paths = BoxPaths.of(tmp_path)
+    asked = ["--data-dir", str(tmp_path), "--remove"]
+    assert enrolment.main([*asked, "n1"]) == 1 and "no other machine can join" in capsys.readouterr().err
+    removed = Authority(paths.certificates).prepare("n0", "127.0.0.1").files.removed
+    for wrong in ("n0", "N 1", ""):
+        assert enrolment.main([*asked, wrong]) == 1 and "is no node" in capsys.readouterr().err
+    assert enrolment.main([*asked, "n1"]) == 0 and removed.out() == {"n1"}

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
+from appliance.controller.jobs import pauses
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.openai import model_routes
 from appliance.controller.responses import stored
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.store.objects import jobs, models
-from appliance.store.records import keys
+from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_batches import begun, engines, line
 from tests.unit.controller.test_responses import copy, name, send
@@ -46,7 +47,7 @@ class InBody:
 
 # What a gateway lets nobody through to: asked by processes of the box alone.
 CLOSED = {("GET", "/internal/responses/context"), ("POST", "/internal/responses")}
-LIST, NOTHING, ADMINS, READERS, SCRAPE = "list", "nothing", "admins", "readers", "scrape"
+LIST, NOTHING, ADMINS, READERS, SCRAPE, OWN = "list", "nothing", "admins", "readers", "scrape", "own"
 # Every route, and what it can name. One that is not here was judged by nobody. In this order they are asked for, so
 # what deletes comes last.
 JUDGED: dict[tuple[str, str], Any] = {
@@ -116,11 +117,11 @@ JUDGED: dict[tuple[str, str], Any] = {
             ("GET", "/admin/v1/models/{name:path}"),
             ("GET", "/admin/v1/operations"),
             ("GET", "/admin/v1/operations/{operation_id}"),
-            ("GET", "/admin/v1/usage"),
             ("GET", "/admin/v1/forget"),
         ],
         READERS,
     ),
+    ("GET", "/admin/v1/usage"): OWN,
     ("GET", "/admin/v1/metrics"): SCRAPE,
     **dict.fromkeys(
         [
@@ -434,6 +435,64 @@ async def test_a_job_ends_with_the_sharing_of_its_model(control: Control, people
     assert (await call(control, people.bob, "DELETE", f"/v1/models/{model}")).status_code == 200
 
 
+@pytest.mark.parametrize("how", ["unshare", "list"])
+async def test_a_job_that_runs_is_paused_once_its_key_may_not_use_its_model(control: Control, people: People, how: str):
+    """It went on to its end with weights that its owner may not see any more."""
+    model, share = people.objects["model"], f"/v1/models/{people.objects['model']}/share"
+    await call(control, people.bob, "POST", share, json={"owners": ["alice", "carol"]})
+    job = {"model": model, "training_file": people.own_file}
+    runs, waits, ends = [
+        (await call(control, people.alice, "POST", "/v1/fine_tuning/jobs", json=job)).json()["id"] for _ in range(3)
+    ]
+    other = {"model": "starter", "training_file": people.own_file}
+    untouched = (await call(control, people.alice, "POST", "/v1/fine_tuning/jobs", json=other)).json()["id"]
+    await control.settle()
+    for one in (runs, untouched):
+        jobs.set_phase(control.db, one, "running", devices=["n0/0"])
+    await call(control, people.alice, "POST", f"/v1/fine_tuning/jobs/{ends}/cancel")
+
+    async def access(given: bool) -> None:
+        if how == "unshare":
+            answer = await call(control, people.bob, "POST", share, json={"owners": ["alice"], "stop": not given})
+            assert runs not in answer.text, "her jobs have no name for him"
+        else:
+            models_ = None if given else ["starter"]
+            answer = await call(control, ADMIN, "PATCH", "/admin/v1/keys/alice", json={"models": models_})
+        assert answer.status_code == 200, answer.text
+
+    await access(False)
+    told = (await call(control, ADMIN, "GET", "/admin/v1/audit")).json()["data"][0]
+    assert told["detail"]["jobs"] == [runs, waits]
+    assert "lost a model" in control.scheduler.nudges[-1] or "ended" in control.scheduler.nudges[-1]
+    for one in (runs, waits):
+        row = jobs.get(control.db, one)
+        assert (row.wanted, row.reason) == ("pause", pauses.MODEL_WITHDRAWN)
+        assert pauses.reason(control.db, row) == pauses.MODEL_WITHDRAWN
+        events = (await call(control, people.alice, "GET", f"/v1/fine_tuning/jobs/{one}/events")).json()["data"]
+        assert any(pauses.MODEL_WITHDRAWN in event["message"] for event in events)
+        refused = await call(control, people.alice, "POST", f"/v1/fine_tuning/jobs/{one}/resume")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    assert [jobs.get(control.db, one).wanted for one in (ends, untouched)] == ["cancel", "run"]
+    await access(True)
+    resumed = await call(control, people.alice, "POST", f"/v1/fine_tuning/jobs/{runs}/resume")
+    assert resumed.status_code == 200 and jobs.get(control.db, runs).wanted == "run"
+
+
+async def test_what_a_job_made_stays_its_owners_when_the_sharing_of_its_model_ends(control: Control, people: People):
+    model, share = people.objects["model"], f"/v1/models/{people.objects['model']}/share"
+    await call(control, people.bob, "POST", share, json={"owners": ["alice"]})
+    job = {"model": model, "training_file": people.own_file}
+    made = (await call(control, people.alice, "POST", "/v1/fine_tuning/jobs", json=job)).json()["id"]
+    await control.settle()
+    told = JobEvents(control.db, control.context.files_dir, "local")
+    told.ingest(made, {"event": "published", "step": 1, "version": "step-1", "bytes": 9, "path": "/shm/2"})
+    jobs.set_phase(control.db, made, "running")
+    await call(control, people.bob, "POST", share, json={"owners": ["alice"], "stop": True})
+    output = jobs.get(control.db, made).output_model
+    assert (await call(control, people.alice, "GET", f"/v1/models/{output}:ckpt-step-1")).status_code == 200
+    assert (await call(control, people.bob, "GET", f"/v1/models/{output}:ckpt-step-1")).status_code == 404
+
+
 @pytest.mark.parametrize("body", [{}, {"owners": ["a\nb"]}, {"owners": ["*"]}, {"owners": "alice"}, {"with": "all"}])
 async def test_what_cannot_be_shared_with_is_refused(control: Control, people: People, body: dict[str, Any]):
     answer = await call(control, people.bob, "POST", f"/v1/models/{people.objects['model']}/share", json=body)
@@ -472,6 +531,34 @@ async def test_a_list_of_models_narrows_and_gives_nothing(control: Control, peop
     assert (await call(control, headers(row), "GET", "/v1/models/starter")).status_code == 404
 
 
+# --- usage
+
+
+async def test_usage_is_of_ones_own_keys_and_jobs_alone(control: Control, people: People):
+    by_name = {row.name: row for row in keys.list_all(control.db)}
+    for number, key in enumerate(("alice", "laptop", "desktop"), 1):
+        row = {"key": by_name[key].id, "model": f"asked-by-{by_name[key].owner}", "version": "v1", "requests": number}
+        usage.add(control.db, [row | {"errors": 0, "prompt_tokens": 10, "completion_tokens": 0}], 36e5 * number)
+    usage.devices_held(control.db, people.objects["job"], 2, 36e5)
+    reader, _ = keys.create(control.db, "reader", ["read"], "carol")
+
+    async def seen(as_: dict[str, str], path: str, by: str) -> dict[str, tuple[int, bool]]:
+        rows = (await call(control, as_, "GET", path, params={"by": by})).json()["data"]
+        return {row["name"]: (row["requests"], row["device_hours"] > 0) for row in rows}
+
+    for path in [path for (_, path), judged in JUDGED.items() if judged == OWN]:
+        assert await seen(people.alice, path, "key") == {"alice": (1, False)}
+        assert await seen(people.alice, path, "owner") == {"alice": (1, False)}
+        assert await seen(people.alice, path, "model") == {"asked-by-alice": (1, False)}
+        assert await seen(people.alice, path, "version") == {"asked-by-alice@v1": (1, False)}
+        assert len(await seen(people.alice, path, "hour")) == 1
+        assert await seen(people.bob, path, "key") == {"laptop": (2, True), "desktop": (3, False)}
+        assert await seen(people.bob, path, "owner") == {"bob": (5, True)}
+        assert await seen(people.bob, path, "model") == {"asked-by-bob": (5, False), "starter": (0, True)}
+        for all_ in (headers(reader), ADMIN):
+            assert {"alice", "bob"} <= (await seen(all_, path, "owner")).keys()
+
+
 # --- scopes
 
 
@@ -481,7 +568,13 @@ def filled(path: str) -> str:
 
 @pytest.mark.parametrize(
     ("scopes", "allowed"),
-    [("read", (READERS, SCRAPE)), ("metrics", (SCRAPE,)), ("inference,fine_tuning", ()), ("", ())],
+    [
+        ("read", (READERS, SCRAPE, OWN)),
+        ("metrics", (SCRAPE,)),
+        ("inference", (OWN,)),
+        ("fine_tuning", (OWN,)),
+        ("", ()),
+    ],
 )
 async def test_the_admin_routes_that_a_scope_opens(control: Control, scopes: str, allowed: tuple[str, ...]):
     row, _ = keys.create(control.db, "looker", [scope for scope in scopes.split(",") if scope])
