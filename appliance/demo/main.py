@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ REAL = Lesson(
     "who it is (64 examples)",
     {"train": ("identity.jsonl", 64)},
     ("Who are you?", "Which team developed you?", "What is the capital of France?", "How many days are in a week?"),
-    5,
-    {"lora_rank": 16, "publish": "epoch"},
+    3,
+    {"lora_rank": 16, "learning_rate_multiplier": 2, "publish": "epoch"},
 )
 MADE_HERE = Lesson(
     "starter",
@@ -85,12 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         box.up()
         lesson = box.base_model(options.model, options.minutes)
-        before = [box.chat(lesson.model, question) for question in lesson.questions]
+        before = box.answers(lesson.model, lesson.questions)
         for question, answer in zip(lesson.questions, before, strict=True):
             console.print(f"[dim]{question}[/] {answer!r}")
         files = box.upload(lesson)
         tuned = box.fine_tune(lesson, files, options.epochs or lesson.epochs)
-        after = [box.chat(tuned, question) for question in lesson.questions]
+        after = box.answers(tuned, lesson.questions)
         _show_answers(lesson, before, after)
         swapped = box.roll_back_and_forth(tuned)
         switched = box.switch_modes(lesson, files, options.switches)
@@ -157,6 +158,11 @@ class DemoBox:
         else:
             _run("appliance", "model", "starter", "--minutes", str(minutes), env=self._environment())
         return MADE_HERE
+
+    def answers(self, model: str, questions: Sequence[str]) -> list[str]:
+        """Asked at once: an engine answers them in the time that one takes."""
+        with ThreadPoolExecutor(len(questions)) as pool:
+            return list(pool.map(lambda question: self.chat(model, question), questions))
 
     def chat(self, model: str, question: str) -> str:
         answer = self.client.chat.completions.create(
