@@ -29,6 +29,7 @@ from rich.table import Table
 
 from appliance.demo.load_generator import Load, LoadReport
 
+ENDED = ("succeeded", "failed", "cancelled")
 CLIPS = "Natalia sold clips to 48 friends in April, and half as many in May. How many clips did she sell altogether?"
 
 
@@ -127,6 +128,9 @@ class DemoBox:
         key = self.admin("key", "create", "--name", f"demo-{int(time.time())}")["key"]
         self.key = key
         self.client = openai.OpenAI(base_url=self.url, api_key=key, timeout=900)
+        for job in self.admin("job", "list")["data"]:
+            if job["status"] not in ENDED:  # of a demo that was stopped: it would go on beside this one
+                self.admin("job", "cancel", job["id"])
         _run("appliance", "gpu", "list", env=self._environment())
 
     def down(self) -> None:
