@@ -22,6 +22,8 @@ app = group("Who spent what: requests and tokens of inference, device-hours of t
     "appliance usage",
     "appliance usage --by model --since 7d",
     "appliance usage --by owner --since 30d -o json",
+    "",
+    "A key of scope inference or fine_tuning sees what its owner's keys and jobs have spent.",
 )
 def usage(
     session: Session,

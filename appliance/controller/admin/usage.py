@@ -1,4 +1,4 @@
-"""/admin/v1/usage: spending by key, owner, model, version or hour."""
+"""/admin/v1/usage: spending by key, owner, model, version or hour; of one's own keys, or of all for `read`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.principal import READ, Caller
 from appliance.store.records import usage
 
 
@@ -17,10 +18,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/usage")
     async def report(
+        caller: Caller,
         by: Literal["key", "owner", "model", "version", "hour"] = "key",
         since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time; its hour counts whole")] = 0.0,
     ) -> dict[str, Any]:
-        """Requests and tokens of inference, and device-hours of training: up to date to within a second."""
+        """Requests and tokens of inference, and device-hours of training: up to date to within a second.
+
+        A key that is neither an admin's nor of scope `read` sees what its owner's keys spent."""
         now_s = time.time()
-        rows = [dataclasses.asdict(row) for row in usage.report(context.db, by, since_s, now_s)]
+        owner = None if caller.may(READ) else caller.owner
+        rows = [dataclasses.asdict(row) for row in usage.report(context.db, by, since_s, now_s, owner)]
         return {"object": "list", "by": by, "since_s": since_s, "until_s": now_s, "data": rows}

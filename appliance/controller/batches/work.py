@@ -69,6 +69,7 @@ class BatchWork:
     def __init__(self, context: ControllerContext, batch_id: str, runner: Turns):
         self._context, self._db, self.batch_id, self._runner = context, context.db, batch_id, runner
         self.model = self.owner = ""
+        self.key_id: str | None = None
         self.answers = Answers(context.batches_dir, batch_id)
         self.opened = False
         self.left: deque[str] = deque()
@@ -89,21 +90,30 @@ class BatchWork:
             await self._run()
         except (OSError, _Gone) as error:
             self._fail("file_unreadable", f"The files of the batch could not be read or written: {error}.")
+            await self._pay_after_failure()
         except asyncio.CancelledError:
             raise
         except Exception as error:
             # A bug; without this the batch would wait forever, with the reason only in a log.
             self._fail("internal_error", f"The batch failed: {type(error).__name__}: {error}.")
+            await self._pay_after_failure()
             raise
         finally:
-            for task in self.flying.values():
-                task.cancel()
-            await asyncio.gather(*self.flying.values(), return_exceptions=True)
+            # Unpaid where the box itself ends: the next run of the controller asks these lines again.
+            await self._recall()
             self.answers.close()
+
+    async def _pay_after_failure(self) -> None:
+        """Charge for what engines have computed, answers that could not be stored included: the batch has failed, and
+        its lines are not asked again."""
+        self._pay_for(await self._recall())
+        charges, self._charges = self._charges, []
+        key = keys.find(self._db, self.key_id) if self.key_id is not None else None
+        self._runner.metering.charge(key, self.model, charges)
 
     async def _run(self) -> None:
         row = self._row()
-        self.owner = row.owner
+        self.owner, self.key_id = row.owner, row.key_id
         if row.status == "finalizing":
             await to_thread.run_sync(self.answers.open)
             self.opened = True
@@ -169,7 +179,7 @@ class BatchWork:
                 self.wake.clear()
                 end = self._early_end()
                 if end is not None:
-                    await self._call_back(paid=end != "expired")
+                    await self._call_back()
                     return end
                 if self._ready:
                     await self._store_answers()  # first, so that their cost counts for the next lines
@@ -199,18 +209,23 @@ class BatchWork:
             return "failed"
         return None
 
-    async def _call_back(self, *, paid: bool) -> None:
-        """Recall the lines from the engines, and keep the answers so far. paid: also charge for what the engines have
-        computed of the rest."""
+    async def _call_back(self) -> None:
+        """Recall the lines from the engines, charge for what these have computed of them, and keep the answers so
+        far."""
+        self._pay_for(await self._recall())
+        await self._store_answers()
+
+    async def _recall(self) -> list[Sent]:
         taken_back = list(self._sent.values())
         for task in self.flying.values():
             task.cancel()
         await asyncio.gather(*self.flying.values(), return_exceptions=True)
         self.flying.clear()
-        if paid and taken_back:
-            metering = self._runner.metering
-            metering.pay(metering.left(self._row().key_id or "", self.model, taken_back))
-        await self._store_answers()
+        return taken_back
+
+    def _pay_for(self, taken_back: list[Sent]) -> None:
+        metering = self._runner.metering
+        metering.pay(metering.left(self.key_id or "", self.model, taken_back))
 
     async def _wait(self) -> None:
         """Wait for an answer, a poke, or the next check whether the engines have room."""
@@ -282,11 +297,12 @@ class BatchWork:
 
     async def _store_answers(self) -> None:
         ready, self._ready = self._ready, []
-        charges, self._charges = self._charges, []
         if ready:
             await self._append(ready)
             # After they are stored: lines lost in a crash are asked again, and nothing is charged twice.
-            stored = [charge for charge in charges if charge.custom_id in self.answers.answered]
+            answered = self.answers.answered
+            stored = [charge for charge in self._charges if charge.custom_id in answered]
+            self._charges = [charge for charge in self._charges if charge.custom_id not in answered]
             self._runner.metering.charge(self._runner.metering.key_of(self._row()), self.model, stored)
         now_s = time.monotonic()
         if now_s - self._written_s >= self._context.config.progress_every_s:

@@ -13,7 +13,7 @@ from appliance.controller.interfaces.identity import ADMIN, GATEWAY, Identity
 from appliance.store.records import keys
 
 FINE_TUNING, INFERENCE, READ, METRICS = "fine_tuning", "inference", "read", "metrics"
-_SCRAPE = "/admin/v1/metrics"
+_SCRAPE, _USAGE = "/admin/v1/metrics", "/admin/v1/usage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,15 @@ def needs(*scopes: str) -> Callable[[Principal], Awaitable[None]]:
 
 
 async def of_admin_routes(request: Request, caller: Caller) -> None:
-    """A dependency of /admin/v1: `read` allows every GET, `metrics` only the scrape; both change nothing.
+    """A dependency of /admin/v1: `read` allows every GET, `metrics` only the scrape, and `inference` and `fine_tuning`
+    the usage of their owner; none of them changes anything.
 
     Routes that even `read` must not see also use `needs(ADMIN)`.
     """
     scopes = [READ] if request.method == "GET" else []
     if request.url.path == _SCRAPE:
         scopes.append(METRICS)
+    if request.url.path == _USAGE and scopes:
+        scopes += [INFERENCE, FINE_TUNING]
     if not caller.may(*scopes):
         raise Forbidden(" or ".join([ADMIN, *scopes]))

@@ -87,6 +87,9 @@ def is_anthropic(path: bytes) -> bool:
     return path.startswith(_ANTHROPIC) and path[len(_ANTHROPIC) : len(_ANTHROPIC) + 1] in (b"", b"/")
 
 
+_USAGE = b"/admin/v1/usage"
+
+
 def _control(
     path: str,
     methods: str,
@@ -138,6 +141,10 @@ CONTROL: tuple[Route, ...] = (
         narrower=(_control("/admin/v1", "GET", frozenset({ADMIN, READ}), name="admin"),),
     ),
 )
+
+# By its whole URL: a model may be called `usage`, and what is below /admin/v1 stays as it is. Whose usage a key sees is
+# the controller's to say.
+EXACT[_USAGE] = _control(_USAGE.decode(), "GET", frozenset({ADMIN, READ, INFERENCE, FINE_TUNING}))
 
 # No dot segments, no empty segments, no backslash, neither plain nor percent-encoded: the path that is
 # checked here must be the path that the controller routes.

@@ -117,23 +117,25 @@ _JOB_NAME_OF: dict[By, str] = {
 }
 
 
-def report(db: Database, by: By, since_s: float, now_s: float) -> list[Spent]:
-    """Sums since the hour of `since_s`, the largest first."""
+def report(db: Database, by: By, since_s: float, now_s: float, owner: str | None = None) -> list[Spent]:
+    """Sums since the hour of `since_s`, the largest first. owner: of this owner's keys and jobs alone."""
     found: dict[str, dict[str, Any]] = {}
     for row in db.execute(
         f"SELECT {_NAME_OF[by]} AS name, sum(requests) AS requests, sum(errors) AS errors,"
         " sum(refused) AS refused,"
         " sum(prompt_tokens) AS prompt_tokens, sum(completion_tokens) AS completion_tokens"
-        " FROM usage WHERE hour_s >= ? GROUP BY 1",
-        [int(since_s // HOUR_S) * HOUR_S],
+        " FROM usage WHERE hour_s >= ?1"
+        " AND (?2 IS NULL OR usage.key_id IN (SELECT id FROM keys WHERE keys.owner = ?2)) GROUP BY 1",
+        [int(since_s // HOUR_S) * HOUR_S, owner],
     ):
         found[row["name"]] = dict(row)
     if by in _JOB_NAME_OF:
         for row in db.execute(
             f"SELECT {_JOB_NAME_OF[by]} AS name,"
             " sum(device_time.devices * max(0, min(coalesce(to_s, ?1), ?1) - max(from_s, ?2))) / 3600.0 AS device_hours"
-            " FROM device_time JOIN jobs ON jobs.id = device_time.job_id WHERE coalesce(to_s, ?1) > ?2 GROUP BY 1",
-            [now_s, since_s],
+            " FROM device_time JOIN jobs ON jobs.id = device_time.job_id WHERE coalesce(to_s, ?1) > ?2"
+            " AND (?3 IS NULL OR jobs.owner = ?3) GROUP BY 1",
+            [now_s, since_s, owner],
         ):
             found.setdefault(row["name"], {"name": row["name"]})["device_hours"] = row["device_hours"]
     rows = [Spent(**row) for row in found.values()]

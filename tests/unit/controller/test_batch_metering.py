@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from appliance.controller.batches.answers import Answers
 from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.store.objects import batches
 from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_batches import begun, content, ended, engines, line, until
@@ -116,8 +121,9 @@ async def test_limits_by_the_minute_slow_a_batch_down(control: Control, monkeypa
     assert (await ended(control, batch_id)).request_counts.completed == 3
 
 
-async def test_who_cancels_a_batch_pays_for_the_lines_that_engines_were_at(control: Control):
-    as_key(control)
+@pytest.mark.parametrize("end", ["cancelled", "expired", "failed"])
+async def test_however_a_batch_ends_it_pays_for_the_lines_that_engines_were_at(control: Control, end: str):
+    key_id = as_key(control)
     begun_at = asyncio.Event()
 
     async def rule(body: dict[str, Any]) -> EngineAnswer | None:
@@ -129,7 +135,38 @@ async def test_who_cancels_a_batch_pays_for_the_lines_that_engines_were_at(contr
     engines(control).lines = 2
     batch_id = await begun(control, [line(n) for n in range(5)])
     await asyncio.wait_for(begun_at.wait(), 10)
-    await control.sdk.batches.cancel(batch_id)
-    assert (await ended(control, batch_id)).status == "cancelled"
+    if end == "cancelled":
+        await control.sdk.batches.cancel(batch_id)
+    elif end == "expired":
+        batches.update(control.db, batch_id, expires_s=time.time() - 1)
+    else:
+        await control.http.delete(f"/admin/v1/keys/{key_id}", headers=ADMIN)
+        control.as_key("another", owner="batcher")
+    assert (await ended(control, batch_id)).status == end
     of_key = spent(control)["batcher"]
     assert of_key.requests == 2 and of_key.prompt_tokens > 20
+
+
+async def test_a_batch_whose_answers_cannot_be_written_pays_for_what_was_computed(control: Control, monkeypatch):
+    """One line was answered, and an engine was at the other."""
+    as_key(control)
+    both = asyncio.Event()
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer | None:
+        if body["messages"][0]["content"] == "1+1?":
+            both.set()
+            await asyncio.Event().wait()
+        await both.wait()
+        return EngineAnswer(200, {"usage": {"prompt_tokens": 3000, "completion_tokens": 2, "total_tokens": 3002}}, "v1")
+
+    def append(answers: Answers, lines: list[Any]) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    engines(control).rule = rule
+    monkeypatch.setattr(Answers, "append", append)
+    batch_id = await begun(control, [line(n) for n in range(2)])
+    batch = await until(control, batch_id, lambda batch: batch.status == "failed")
+    assert batch.errors.data[0].code == "file_unreadable"
+    await control.app.state.batches.idle()
+    of_key = spent(control)["batcher"]
+    assert of_key.requests == 2 and of_key.prompt_tokens > 3000

@@ -16,7 +16,7 @@ from appliance.controller.responses import stored
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.store.objects import jobs, models
-from appliance.store.records import keys
+from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_batches import begun, engines, line
 from tests.unit.controller.test_responses import copy, name, send
@@ -46,7 +46,7 @@ class InBody:
 
 # What a gateway lets nobody through to: asked by processes of the box alone.
 CLOSED = {("GET", "/internal/responses/context"), ("POST", "/internal/responses")}
-LIST, NOTHING, ADMINS, READERS, SCRAPE = "list", "nothing", "admins", "readers", "scrape"
+LIST, NOTHING, ADMINS, READERS, SCRAPE, OWN = "list", "nothing", "admins", "readers", "scrape", "own"
 # Every route, and what it can name. One that is not here was judged by nobody. In this order they are asked for, so
 # what deletes comes last.
 JUDGED: dict[tuple[str, str], Any] = {
@@ -116,11 +116,11 @@ JUDGED: dict[tuple[str, str], Any] = {
             ("GET", "/admin/v1/models/{name:path}"),
             ("GET", "/admin/v1/operations"),
             ("GET", "/admin/v1/operations/{operation_id}"),
-            ("GET", "/admin/v1/usage"),
             ("GET", "/admin/v1/forget"),
         ],
         READERS,
     ),
+    ("GET", "/admin/v1/usage"): OWN,
     ("GET", "/admin/v1/metrics"): SCRAPE,
     **dict.fromkeys(
         [
@@ -472,6 +472,34 @@ async def test_a_list_of_models_narrows_and_gives_nothing(control: Control, peop
     assert (await call(control, headers(row), "GET", "/v1/models/starter")).status_code == 404
 
 
+# --- usage
+
+
+async def test_usage_is_of_ones_own_keys_and_jobs_alone(control: Control, people: People):
+    by_name = {row.name: row for row in keys.list_all(control.db)}
+    for number, key in enumerate(("alice", "laptop", "desktop"), 1):
+        row = {"key": by_name[key].id, "model": f"asked-by-{by_name[key].owner}", "version": "v1", "requests": number}
+        usage.add(control.db, [row | {"errors": 0, "prompt_tokens": 10, "completion_tokens": 0}], 36e5 * number)
+    usage.devices_held(control.db, people.objects["job"], 2, 36e5)
+    reader, _ = keys.create(control.db, "reader", ["read"], "carol")
+
+    async def seen(as_: dict[str, str], path: str, by: str) -> dict[str, tuple[int, bool]]:
+        rows = (await call(control, as_, "GET", path, params={"by": by})).json()["data"]
+        return {row["name"]: (row["requests"], row["device_hours"] > 0) for row in rows}
+
+    for path in [path for (_, path), judged in JUDGED.items() if judged == OWN]:
+        assert await seen(people.alice, path, "key") == {"alice": (1, False)}
+        assert await seen(people.alice, path, "owner") == {"alice": (1, False)}
+        assert await seen(people.alice, path, "model") == {"asked-by-alice": (1, False)}
+        assert await seen(people.alice, path, "version") == {"asked-by-alice@v1": (1, False)}
+        assert len(await seen(people.alice, path, "hour")) == 1
+        assert await seen(people.bob, path, "key") == {"laptop": (2, True), "desktop": (3, False)}
+        assert await seen(people.bob, path, "owner") == {"bob": (5, True)}
+        assert await seen(people.bob, path, "model") == {"asked-by-bob": (5, False), "starter": (0, True)}
+        for all_ in (headers(reader), ADMIN):
+            assert {"alice", "bob"} <= (await seen(all_, path, "owner")).keys()
+
+
 # --- scopes
 
 
@@ -481,7 +509,13 @@ def filled(path: str) -> str:
 
 @pytest.mark.parametrize(
     ("scopes", "allowed"),
-    [("read", (READERS, SCRAPE)), ("metrics", (SCRAPE,)), ("inference,fine_tuning", ()), ("", ())],
+    [
+        ("read", (READERS, SCRAPE, OWN)),
+        ("metrics", (SCRAPE,)),
+        ("inference", (OWN,)),
+        ("fine_tuning", (OWN,)),
+        ("", ()),
+    ],
 )
 async def test_the_admin_routes_that_a_scope_opens(control: Control, scopes: str, allowed: tuple[str, ...]):
     row, _ = keys.create(control.db, "looker", [scope for scope in scopes.split(",") if scope])
