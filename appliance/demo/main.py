@@ -52,7 +52,7 @@ REAL = Lesson(
     {"train": ("identity.jsonl", 64)},
     ("Who are you?", "Which team developed you?", "What is the capital of France?", "How many days are in a week?"),
     3,
-    {"lora_rank": 16, "learning_rate_multiplier": 2, "publish": "epoch"},
+    {"lora_rank": 16, "publish": "epoch"},
 )
 MADE_HERE = Lesson(
     "starter",
@@ -194,8 +194,8 @@ class DemoBox:
         console.print(f"fine-tuned model: [bold]{self.job.fine_tuned_model}[/]")
         return self.job.fine_tuned_model
 
-    def create_job(self, lesson: Lesson, files: dict[str, str], epochs: int, suffix: str) -> Any:
-        hyperparameters = {"n_epochs": epochs, **lesson.hyperparameters}
+    def create_job(self, lesson: Lesson, files: dict[str, str], epochs: int, suffix: str, **more: Any) -> Any:
+        hyperparameters = {"n_epochs": epochs, **lesson.hyperparameters, **more}
         return self.client.fine_tuning.jobs.create(
             model=lesson.model,
             training_file=files["train"],
@@ -218,10 +218,10 @@ class DemoBox:
 
     def switch_modes(self, lesson: Lesson, files: dict[str, str], switches: int) -> LoadReport:
         _headline(f"6  {switches} mode switches under load, with a second job training in between")
-        job = self.create_job(lesson, files, 50, suffix="background")
+        job = self.create_job(lesson, files, 50, suffix="background", general_questions=False)  # it never ends
         self.admin("mode", "set", "serve", "--wait")
         with Load(self.url, self.key, lesson.model) as load:
-            _wait_for(lambda: load.finished >= 8, "the load to flow")
+            _wait_for(lambda: load.finished >= 4, "the load to flow")
             for number in range(switches):
                 mode = "train" if number % 2 == 0 else "serve"
                 began_s, before = time.monotonic(), load.finished
@@ -232,7 +232,7 @@ class DemoBox:
                 )
                 if mode == "serve":
                     answered = load.finished
-                    _wait_for(lambda answered=answered: load.finished >= answered + 8, "answers after the switch")
+                    _wait_for(lambda answered=answered: load.finished >= answered + 4, "answers after the switch")
                 else:
                     time.sleep(2)
             if switches % 2:
