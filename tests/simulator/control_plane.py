@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +230,9 @@ class RecordingKeySink:
         self.keys: dict[str, dict[str, Any]] = {}
 
     table_bytes = 0
+
+    def bytes_of(self, owner: str, names: Collection[str]) -> int:
+        return 0
 
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
         self.keys = keys
