@@ -108,7 +108,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         background=background,
     )
     spending = Spending(db, signals.keys_changed)
-    sizes = EngineSizes(db, config.serve, devices[0])
+    sizes = EngineSizes(db, config.serve, devices[0], config.scheduler.max_asleep_per_device)
     routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.context, loop.trouble)
     lines = SocketEngines(
         bus,
