@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +231,9 @@ class RecordingKeySink:
 
     table_bytes = 0
 
+    def bytes_of(self, owner: str, names: Collection[str]) -> int:
+        return 0
+
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
         self.keys = keys
 
@@ -265,7 +268,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         tiers=SimulatedTiers(),
         batch_engines=SimulatedEngines(),
         settings_check=AcceptingCheck(),
-        sizes=EngineSizes(db, EngineConfig(), Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)),
+        sizes=EngineSizes(db, EngineConfig(), Device("n0/0", "n0", 0, memory_bytes=3 * 2**30), 2),
         config=ControllerConfig(**config),
         box={"id": "0123abcd", "version": "0.1.0", "url": "http://127.0.0.1:8000", "data_dir": str(folder)},
     )

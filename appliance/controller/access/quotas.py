@@ -14,6 +14,7 @@ from appliance.controller.access.disk import Disk
 from appliance.controller.access.kept_bytes import KeptBytes
 from appliance.controller.interfaces.config import ControllerConfig, OwnerBounds
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError
+from appliance.controller.interfaces.ports import KeySink
 from appliance.controller.interfaces.principal import ADMIN, Principal
 from appliance.store.database import Database
 from appliance.store.records import keys
@@ -25,9 +26,9 @@ Took = Callable[[int], None]
 class Quotas:
     """Checks raise ApiError: 429 for a number, 413 for bytes, 507 where the disk is short whoever asks."""
 
-    def __init__(self, db: Database, config: ControllerConfig, disk: Disk, table_bytes: Callable[[], int] = lambda: 0):
-        """table_bytes: length of the gateways' table (`Bus.table_bytes`)."""
-        self._db, self._config, self.disk, self.table_bytes = db, config, disk, table_bytes
+    def __init__(self, db: Database, config: ControllerConfig, disk: Disk, table: Callable[[], KeySink]):
+        """table: the gateways' table, for its length."""
+        self._db, self._config, self.disk, self._table = db, config, disk, table
         self.kept = KeptBytes()
         self._arriving_bytes: Counter[str] = Counter()
         self._arriving: Counter[str] = Counter()
@@ -75,12 +76,20 @@ class Quotas:
 
     def check_names(self, caller: Principal) -> None:
         """More names that can be called, or more owners who may call them: the gateways get all in one table, and what
-        is longer than they read would keep revoked keys alive."""
-        if _bounded(caller) is not None and self.table_bytes() > self._config.bus_line_bytes // _SHARE_OF_LINE:
+        is longer than they read would keep revoked keys alive.
+
+        Once it is full, those have reached their bound who take more than an equal part of it; the others go on, and
+        all of them together fill it once more at most."""
+        key_id, table, full = _bounded(caller), self._table(), self._config.bus_line_bytes // _SHARE_OF_LINE
+        if key_id is None or table.table_bytes <= full:
+            return
+        owner, part = self._owner(key_id), full // max(1, keys.count_owners(self._db))
+        used = table.bytes_of(owner, holdings.names(self._db, owner))
+        if used > part:
             raise ApiError(
                 429,
-                "The models and checkpoints of this box fill the gateways' table. Delete models that nobody needs, "
-                "or ask an admin to.",
+                f"The gateways' table is full, and your models and checkpoints take {used} bytes of it, more than your "
+                f"part of {part}. Delete models that you do not need.",
                 kind="insufficient_quota",
                 code="limit_reached",
                 param="models",

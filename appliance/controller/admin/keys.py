@@ -18,10 +18,9 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, needs
 from appliance.controller.jobs import claims, pauses
-from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import Priority
 from appliance.store.errors import DuplicateRow
-from appliance.store.objects import batches, jobs, models
+from appliance.store.objects import batches, models
 from appliance.store.records import keys, session_keys
 from appliance.store.rows import KeyRow
 
@@ -138,8 +137,12 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
         limits = body.columns()
         with db.transaction():
             keys.update(db, row.id, **limits)
-            record(context, caller, "key.limit", row.id, name=row.name, **limits)
+            # Only where there are some: the row tells what was asked.
+            paused = {"jobs": ids} if (ids := pauses.pause_jobs_without_model(context)) else {}
+            record(context, caller, "key.limit", row.id, name=row.name, **limits, **paused)
         context.publish_keys()
+        if paused:
+            context.scheduler.nudge(f"{row.id} lost a model")
         return views.key(keys.find(db, row.id) or row)
 
     @router.delete("/keys/{id_or_name}")
@@ -153,7 +156,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
         with db.transaction():
             row = keys.revoke(db, before.id)
             if before.revoked_s is None:
-                stopped["jobs"] = _pause_jobs(context, row)
+                stopped["jobs"] = pauses.pause_jobs_of(context, row.id)
                 stopped["batches"] = [batch.id for batch in batches.list_unfinished(db, key_id=row.id)]
                 stopped["responses"] = background.revoke(row.id)
             record(
@@ -180,13 +183,3 @@ def _refuse_unknown(context: ControllerContext, names: list[str] | None, known: 
                 param="models",
                 code="model_not_found",
             )
-
-
-def _pause_jobs(context: ControllerContext, key: KeyRow) -> list[str]:
-    """Not cancelled: the owner with another key, or a successor, may want the results so far."""
-    paused = [job.id for job in jobs.list_unfinished_of(context.db, key.id) if job.wanted == "run"]
-    for job_id in paused:
-        jobs.set_wanted(context.db, job_id, "pause")
-        jobs.update(context.db, job_id, reason=pauses.KEY_REVOKED)
-        add_message(context.db, job_id, f"Fine-tuning job paused: {pauses.KEY_REVOKED}", level="warn")
-    return paused

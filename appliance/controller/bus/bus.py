@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,14 @@ class Bus:
             if self._on_table is not None:
                 self._on_table()
         return self._generation
+
+    def bytes_of(self, owner: str, names: Collection[str]) -> int:
+        mine = set(names)
+        rows = {name: row for name, row in self._models.items() if name in mine or name.partition("@")[0] in mine}
+        audiences = {tuple(row.get("owners") or ()) for row in rows.values()}
+        lists = [key.get("models") for key in self._keys.values() if key.get("owner") == owner]
+        alone = {name: row | {"owners": None} for name, row in rows.items()}
+        return len(orjson.dumps([alone, list(audiences), lists]))
 
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
         if keys != self._keys:

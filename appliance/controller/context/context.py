@@ -61,7 +61,7 @@ class ControllerContext:
 
     def __post_init__(self) -> None:
         self.quotas = Quotas(
-            self.db, self.config, Disk(self.files_dir, self.config.disk_floor_bytes), lambda: self.key_sink.table_bytes
+            self.db, self.config, Disk(self.files_dir, self.config.disk_floor_bytes), lambda: self.key_sink
         )
 
     def publish_keys(self) -> None:

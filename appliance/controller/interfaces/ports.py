@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
@@ -184,6 +184,10 @@ class KeySink(Protocol):
 
     table_bytes: int
     """Length of the table that the gateways get."""
+
+    def bytes_of(self, owner: str, names: Collection[str]) -> int:
+        """How much of it an owner takes by these names of models and checkpoints: their rows, those of their versions,
+        whom they are shared with, and the lists of the owner's keys."""
 
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
         """keys: SHA-256 in hex -> {"id", "name", "scopes"} and those of "models", "requests_per_minute",

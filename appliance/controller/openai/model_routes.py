@@ -24,6 +24,7 @@ from appliance.controller.interfaces.errors import (
 )
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal, needs
+from appliance.controller.jobs.pauses import pause_jobs_without_model
 from appliance.controller.models.removal import known_model, remove
 from appliance.store.database import Database
 from appliance.store.objects import job_records, models
@@ -73,7 +74,8 @@ def routes(context: ControllerContext) -> APIRouter:
     # A POST, because names contain slashes: a GET or DELETE of "a/share" refers to the model of that name.
     @router.post("/{name:path}/share", dependencies=[Depends(needs(FINE_TUNING))])
     async def share(name: str, body: Share, caller: Caller) -> dict[str, Any]:
-        """Share a model with other owners, with all its versions and checkpoints, or stop sharing it."""
+        """Share a model with other owners, with all its versions and checkpoints, or stop sharing it, which pauses
+        their jobs that train it. What these have made stays theirs."""
         found = usable_model(context, name, caller)
         model = found.model
         if found.checkpoint or found.pinned:
@@ -98,6 +100,7 @@ def routes(context: ControllerContext) -> APIRouter:
                     param="owners",
                     code="too_many_owners",
                 )
+            paused = pause_jobs_without_model(context) if body.stop else []
             record(
                 context,
                 caller,
@@ -105,8 +108,11 @@ def routes(context: ControllerContext) -> APIRouter:
                 model.id,
                 owners=body.owners,
                 everybody=body.everybody,
+                **({"jobs": paused} if paused else {}),
             )
         context.models_shared()
+        if paused:
+            context.scheduler.nudge(f"the sharing of {model.id} ended")
         return {"id": model.id, "object": "model", **_audience(db, model)}
 
     return router

@@ -67,6 +67,11 @@ def owner_of(db: Database, key_id: str) -> str:
     return (row["owner"] if row is not None else "") or key_id
 
 
+def count_owners(db: Database) -> int:
+    """Owners who have a live key."""
+    return db.execute("SELECT count(DISTINCT owner) FROM keys WHERE revoked_s IS NULL AND NOT session").fetchone()[0]
+
+
 def is_revoked(db: Database, key_id: str) -> bool:
     return db.execute("SELECT 1 FROM keys WHERE id = ? AND revoked_s IS NOT NULL", [key_id]).fetchone() is not None
 

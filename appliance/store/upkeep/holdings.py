@@ -74,6 +74,16 @@ def models(db: Database, key_id: str) -> tuple[int, int]:
     return _number(db, owned, key_id), _number_and_bytes(db, sizes, key_id)[1]
 
 
+def names(db: Database, owner: str) -> list[str]:
+    """Public names of this owner's models and of their checkpoints."""
+    rows = db.execute(
+        "SELECT id AS name FROM models WHERE owner = ?1 UNION"
+        " SELECT name FROM checkpoints WHERE model IN (SELECT id FROM models WHERE owner = ?1)",
+        [owner],
+    )
+    return [row["name"] for row in rows]
+
+
 def _number(db: Database, where: str, key_id: str) -> int:
     return db.execute(f"SELECT count(*) FROM {where}", [key_id]).fetchone()[0]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
+from appliance.controller.jobs import pauses
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.openai import model_routes
 from appliance.controller.responses import stored
@@ -432,6 +433,64 @@ async def test_a_job_ends_with_the_sharing_of_its_model(control: Control, people
     ended = jobs.get(control.db, late)
     assert ended.phase == "failed" and "not shared with the job's owner" in ended.error["message"]
     assert (await call(control, people.bob, "DELETE", f"/v1/models/{model}")).status_code == 200
+
+
+@pytest.mark.parametrize("how", ["unshare", "list"])
+async def test_a_job_that_runs_is_paused_once_its_key_may_not_use_its_model(control: Control, people: People, how: str):
+    """It went on to its end with weights that its owner may not see any more."""
+    model, share = people.objects["model"], f"/v1/models/{people.objects['model']}/share"
+    await call(control, people.bob, "POST", share, json={"owners": ["alice", "carol"]})
+    job = {"model": model, "training_file": people.own_file}
+    runs, waits, ends = [
+        (await call(control, people.alice, "POST", "/v1/fine_tuning/jobs", json=job)).json()["id"] for _ in range(3)
+    ]
+    other = {"model": "starter", "training_file": people.own_file}
+    untouched = (await call(control, people.alice, "POST", "/v1/fine_tuning/jobs", json=other)).json()["id"]
+    await control.settle()
+    for one in (runs, untouched):
+        jobs.set_phase(control.db, one, "running", devices=["n0/0"])
+    await call(control, people.alice, "POST", f"/v1/fine_tuning/jobs/{ends}/cancel")
+
+    async def access(given: bool) -> None:
+        if how == "unshare":
+            answer = await call(control, people.bob, "POST", share, json={"owners": ["alice"], "stop": not given})
+            assert runs not in answer.text, "her jobs have no name for him"
+        else:
+            models_ = None if given else ["starter"]
+            answer = await call(control, ADMIN, "PATCH", "/admin/v1/keys/alice", json={"models": models_})
+        assert answer.status_code == 200, answer.text
+
+    await access(False)
+    told = (await call(control, ADMIN, "GET", "/admin/v1/audit")).json()["data"][0]
+    assert told["detail"]["jobs"] == [runs, waits]
+    assert "lost a model" in control.scheduler.nudges[-1] or "ended" in control.scheduler.nudges[-1]
+    for one in (runs, waits):
+        row = jobs.get(control.db, one)
+        assert (row.wanted, row.reason) == ("pause", pauses.MODEL_WITHDRAWN)
+        assert pauses.reason(control.db, row) == pauses.MODEL_WITHDRAWN
+        events = (await call(control, people.alice, "GET", f"/v1/fine_tuning/jobs/{one}/events")).json()["data"]
+        assert any(pauses.MODEL_WITHDRAWN in event["message"] for event in events)
+        refused = await call(control, people.alice, "POST", f"/v1/fine_tuning/jobs/{one}/resume")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    assert [jobs.get(control.db, one).wanted for one in (ends, untouched)] == ["cancel", "run"]
+    await access(True)
+    resumed = await call(control, people.alice, "POST", f"/v1/fine_tuning/jobs/{runs}/resume")
+    assert resumed.status_code == 200 and jobs.get(control.db, runs).wanted == "run"
+
+
+async def test_what_a_job_made_stays_its_owners_when_the_sharing_of_its_model_ends(control: Control, people: People):
+    model, share = people.objects["model"], f"/v1/models/{people.objects['model']}/share"
+    await call(control, people.bob, "POST", share, json={"owners": ["alice"]})
+    job = {"model": model, "training_file": people.own_file}
+    made = (await call(control, people.alice, "POST", "/v1/fine_tuning/jobs", json=job)).json()["id"]
+    await control.settle()
+    told = JobEvents(control.db, control.context.files_dir, "local")
+    told.ingest(made, {"event": "published", "step": 1, "version": "step-1", "bytes": 9, "path": "/shm/2"})
+    jobs.set_phase(control.db, made, "running")
+    await call(control, people.bob, "POST", share, json={"owners": ["alice"], "stop": True})
+    output = jobs.get(control.db, made).output_model
+    assert (await call(control, people.alice, "GET", f"/v1/models/{output}:ckpt-step-1")).status_code == 200
+    assert (await call(control, people.bob, "GET", f"/v1/models/{output}:ckpt-step-1")).status_code == 404
 
 
 @pytest.mark.parametrize("body", [{}, {"owners": ["a\nb"]}, {"owners": ["*"]}, {"owners": "alice"}, {"with": "all"}])

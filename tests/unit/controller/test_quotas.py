@@ -16,6 +16,7 @@ import pytest
 from appliance.controller import retention
 from appliance.controller.access.disk import GIB, Disk, floor_of
 from appliance.controller.app import create_app, keep_house
+from appliance.controller.bus.bus import Bus
 from appliance.controller.files import multipart
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import ApiError
@@ -25,7 +26,7 @@ from appliance.store.objects import models, responses
 from appliance.store.records import keys
 from appliance.store.rows import ModelRow, ResponseRow, VersionRow
 from tests.simulator.control_plane import simulated_context
-from tests.unit.controller.conftest import ADMIN, Control, chat_lines
+from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 
 BOUNDS = {
     "files": 3,
@@ -419,3 +420,42 @@ async def test_batches_under_way_hold_the_place_of_their_answers(control: Contro
 def refused_as(answer: httpx.Response, status: int, bound: str) -> bool:
     error = answer.json().get("error", {})
     return (answer.status_code, error.get("code"), error.get("param")) == (status, "limit_reached", bound)
+
+
+async def test_who_fills_the_gateways_table_leaves_the_others_their_part(tmp_path: Path, db: Database):
+    """The quarter of the line that names may take was everybody's, and one owner could use it up for all."""
+    context = simulated_context(tmp_path, db, bus_line_bytes=1 << 20, disk_floor_bytes=0)
+    context.key_sink = bus = Bus(tmp_path / "bus.sock", context.config, first_generation=1)
+    people = {}
+    for name in ("bob", "ann", "carl", "dora"):
+        row, _ = keys.create(db, name, ["inference", "fine_tuning"])
+        people[name] = Principal(row.id, frozenset(row.scopes), "req_1", name)
+    table: dict[str, Any] = {}
+
+    def add(owner: str, number: int) -> None:
+        for n in range(len(table), len(table) + number):
+            insert_model(db, f"ft:{owner}:{n}", kind="fine-tuned", base="starter", owner=owner)
+            table[f"ft:{owner}:{n}"] = {"version": "v" * 980, "replicas": [], "owners": [owner, "o" * 20]}
+        bus.set_models(dict(table))
+
+    def refused(owner: str) -> str:
+        try:
+            context.quotas.check_names(people[owner])
+        except ApiError as error:
+            assert (error.status_code, error.code) == (429, "limit_reached")
+            return error.message
+        return ""
+
+    add("bob", 240)
+    assert not refused("bob"), "the quarter is nobody's before it is full"
+    add("bob", 20)
+    assert bus.table_bytes > 1 << 18
+    assert "your part of 65536" in refused("bob") and not refused("ann")
+    add("ann", 55)
+    assert not refused("ann")
+    add("ann", 15)
+    assert refused("ann") and not refused("carl")
+    # The names on the lists of an owner's keys stand in the table too.
+    bus.keys_changed({"ab": {"owner": "carl", "models": ["m" * 200] * 400}})
+    assert refused("carl") and not refused("dora")
+    context.quotas.check_names(Principal(None, frozenset({"admin"}), "req_1", ""))
