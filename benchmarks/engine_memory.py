@@ -30,7 +30,7 @@ from runtime.devices.kinds import kind_of  # noqa: E402 - the path comes first
 from runtime.processes.kernel import group_pids, held_bytes  # noqa: E402
 from serve.core.config import EngineConfig  # noqa: E402
 from serve.core.shape import ServedShape  # noqa: E402
-from serve.core.sizing import asleep_bytes, engine_settings, engine_size  # noqa: E402
+from serve.core.sizing import CPU_MAX_NUM_SEQS, asleep_bytes, engine_settings, engine_size  # noqa: E402
 from serve.engine.replica import Replica  # noqa: E402
 from tests.e2e.engine_support import Box, client  # noqa: E402
 from weights.format.layout import Layout  # noqa: E402
@@ -91,7 +91,14 @@ async def measure(box: Box, name: str, path: Path, seqs: int, dtype: str, host_b
     shape = ServedShape.from_config(about, layout.nbytes, sum(placed.spec.numel for placed in layout))
     kind = {"task": "generate", "arch": about["architectures"][0]}
     size = engine_size(
-        config, shape, tensor_parallel=1, device_kind="cpu", device_memory_bytes=host_bytes, dtype=dtype, **kind
+        config,
+        shape,
+        tensor_parallel=1,
+        device_kind="cpu",
+        device_memory_bytes=host_bytes,
+        asleep_per_device=0,
+        dtype=dtype,
+        **kind,
     )
     settings = engine_settings(config, size, **kind)
     replica = Replica(str(box.warm_socket), str(box.logs))
@@ -148,7 +155,7 @@ async def run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--real", type=Path, help="a checkpoint directory")
-    parser.add_argument("--seqs", type=int, default=EngineConfig().max_num_seqs, help="requests at once")
+    parser.add_argument("--seqs", type=int, default=CPU_MAX_NUM_SEQS, help="requests at once")
     parser.add_argument("--only", default="", help="names, with commas")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -72,7 +72,7 @@ REMEDIES: Mapping[str, str] = {
     "foreign memory": "`nvidia-smi` names the processes that hold it; end them, or engines will not find their share",
     "serve forks with CUDA": "an import of serve/engine/preload.py touched CUDA: halve its list until it is found",
     "train forks with CUDA": "an import of train/run/preload.py touched CUDA: halve its list until it is found",
-    "context": "plans keep less: context_bytes of runtime/devices/cuda.py, GPU_RESERVE_BYTES of serve/core/sizing.py",
+    "context": "plans keep less: context_bytes of runtime/devices/cuda.py",
     "host to device": "link: slot and BIOS (generation, width), IOMMU off or passthrough, [box] numa_bind",
     "device to host": "link: slot and BIOS (generation, width), IOMMU off or passthrough, [box] numa_bind",
     "locked over link": "pages of /dev/shm on the other socket: numa_bind; else mount /dev/shm with huge=within_size",

@@ -11,16 +11,23 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_replicas: int = Field(2, ge=1, description="replicas a model may have, unless its deployment says otherwise")
-    max_num_seqs: int = Field(64, ge=1, description="requests an engine runs at once; more wait in its queue")
+    max_num_seqs: int | None = Field(
+        None,
+        ge=1,
+        description="requests an engine runs at once, more wait in its queue; None: 1,024 on a GPU of 70 GiB or more, "
+        "256 on a smaller one, 64 on a CPU",
+    )
     max_model_len: int | None = Field(
         None, ge=1, description="tokens; None: the model's own context, or as much of it as the KV cache holds"
     )
     kv_cache_bytes: int | None = Field(
         None,
         ge=1,
-        description="per device; None: on a GPU what weights and a reserve leave, on a CPU one whole context",
+        description="per device; None: on a GPU what all else leaves, on a CPU one whole context",
     )
-    gpu_memory_fraction: float = Field(0.92, gt=0, le=1, description="of a GPU that one engine may use")
+    gpu_memory_fraction: float = Field(
+        0.92, gt=0, le=1, description="of a GPU that one engine may use, at most; engines asleep there may leave less"
+    )
     start_timeout_s: float = Field(
         600.0,
         gt=0,

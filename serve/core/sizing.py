@@ -16,6 +16,15 @@ that one token passes:
                  token of the vocabulary; this much stays while the engine sleeps
 
 The constants are measured by benchmarks/engine_memory.py, whose table stands in benchmarks/results.md.
+
+A GPU's memory is divided as follows; no constant of it is measured yet:
+
+    others       max_asleep_per_device engines asleep, each asleep_bytes of the kind
+    process      context_bytes of the kind, and GRAPH_BYTES for captured graphs
+    weights      as stored, adapters as above
+    activations  a batch of vLLM's default size, of which tensor parallelism divides only the MLP, and sampling;
+                 LEAST_ACTIVATIONS_BYTES at least
+    KV cache     the rest of `gpu_memory_fraction`, or of what the engines asleep leave
 """
 
 from __future__ import annotations
@@ -29,14 +38,14 @@ from serve.core.shape import ServedShape
 
 CPU_KV_BYTES = 256 * 2**20
 LEAST_KV_BYTES = 64 * 2**20
+LEAST_FRACTION = 0.01
 # Dense architectures for which vLLM takes adapters on every linear layer. On a CPU it takes none for experts.
 ADAPTER_ARCHITECTURES = frozenset(
     f"{family}ForCausalLM"
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Granite", "Olmo2", "Olmo3", "Phi3")
 )
-# Activations, CUDA context, graphs and the slots of adapters beside weights and KV; measured by vLLM's own profile at
-# 1-4 GiB.
-GPU_RESERVE_BYTES = 4 * 2**30
+GRAPH_BYTES = 2**30  # vLLM reports 0.5 to 1 GiB for models of 1 to 8 B parameters and its default sizes of batches
+LEAST_ACTIVATIONS_BYTES = 2**30
 
 PROCESS_BYTES = 285_000_000
 WORKER_BYTES = 190_000_000
@@ -44,6 +53,12 @@ TOKENIZER_BYTES = 1_600
 BATCHED_TOKENS = 2048  # vLLM 0.32's default on a CPU (EngineArgs.get_batch_defaults)
 BATCH_ELEMENTS_H, BATCH_ELEMENTS_F = 16, 4  # per token of a batch, times hidden and MLP width
 SAMPLING_BYTES = 40  # per row and token of the vocabulary: logits, sorted values and indexes, their sums
+# The same on a GPU: logits, their float32, what is drawn, and the counts of penalties (vllm/v1/worker/gpu/sample).
+GPU_SAMPLING_BYTES = 16
+CPU_MAX_NUM_SEQS = 64
+# vLLM 0.32's defaults for its server by bytes of the device (EngineArgs.get_batch_defaults): from so many bytes on, so
+# many requests at once and tokens in a batch. It takes the last row for an A100 of any size.
+GPU_BATCHES = ((160 * 2**30, 1024, 16384), (70 * 2**30, 1024, 8192), (0, 256, 2048))
 CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 128, 16
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -60,8 +75,7 @@ class ModelTooLarge(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes that an engine takes of each of its devices under full load. On a GPU `engine_bytes` is a reserve for all
-    that is neither weights nor KV cache."""
+    """Bytes that an engine takes of each of its devices under full load."""
 
     weights_bytes: int
     adapters_bytes: int
@@ -77,6 +91,7 @@ class EngineMemory:
 @dataclass(frozen=True, slots=True)
 class EngineSize:
     """An engine as it would be started. max_model_len: its context in tokens, None where the model does not say.
+    max_num_seqs: requests at once. gpu_memory_fraction: of a GPU that must be free after the engine's own context.
     shortened: why the context is shorter than asked for or the model's own, "" if it is not. problem: why it cannot be
     started, "" if it can."""
 
@@ -84,6 +99,8 @@ class EngineSize:
     dtype: str
     max_model_len: int | None
     kv_tokens: int | None
+    max_num_seqs: int
+    gpu_memory_fraction: float
     shortened: str = ""
     problem: str = ""
 
@@ -97,20 +114,24 @@ def engine_size(
     tensor_parallel: int,
     device_kind: str,
     device_memory_bytes: int,
+    asleep_per_device: int,
     dtype: str | None = None,
     kv_cache_dtype: str | None = None,
     batched_tokens: int | None = None,
 ) -> EngineSize:
     """Size an engine over `tensor_parallel` devices of `device_memory_bytes` each.
 
-    dtype: None takes the one that the device computes in. kv_cache_dtype: None keeps keys and values in `dtype`. All
+    asleep_per_device: engines that may sleep on a device beside this one. dtype: None takes the one that the device
+    computes in. kv_cache_dtype: None keeps keys and values in `dtype`. All
     bytes of the result are per device.
     """
     kind = kind_of(device_kind)
     dtype = dtype or ("bfloat16" if kind.computes_bf16() else "float32")
-    memory = _without_kv(
-        config, shape, task, arch, tensor_parallel, dtype, batched_tokens or BATCHED_TOKENS, on_host=kind.on_host
-    )
+    seqs, tokens = _batch(device_memory_bytes, on_host=kind.on_host)
+    config = config.model_copy(update={"max_num_seqs": config.max_num_seqs or seqs})
+    parts = (config, shape, task, arch, tensor_parallel, dtype, batched_tokens or tokens)
+    memory = _without_kv(*parts) if kind.on_host else _without_kv_on_gpu(*parts, kind.context_bytes)
+    room = room_bytes(config, device_kind, device_memory_bytes, asleep_per_device)
     kv_element = 1 if (kv_cache_dtype or "").startswith("fp8") else ELEMENT_BYTES[dtype]
     block_bytes = shape.kv_elements_per_token(tensor_parallel) * kv_element
     block_tokens = CPU_BLOCK_TOKENS if kind.on_host else GPU_BLOCK_TOKENS
@@ -126,12 +147,13 @@ def engine_size(
         # A share of the host for each device; a longer context does not get more, it is shortened.
         kv = max(CPU_KV_BYTES, min(whole, device_memory_bytes))
     else:
-        kv = int(device_memory_bytes * config.gpu_memory_fraction) - memory.device_bytes
+        kv = room - memory.device_bytes
         if kv < LEAST_KV_BYTES:
             problem = (
-                f"{memory.weights_bytes} bytes of weights per device and {GPU_RESERVE_BYTES} in reserve leave {kv} "
-                f"bytes of {device_memory_bytes} for the KV cache, at least {LEAST_KV_BYTES} are needed: "
-                "raise the deployment's tensor_parallel"
+                f"{memory.weights_bytes} bytes of weights per device, {memory.device_bytes - memory.weights_bytes} for "
+                f"adapters, activations and the engine itself, and {device_memory_bytes - room} for other engines that "
+                f"sleep there leave {kv} bytes of {device_memory_bytes} for the KV cache, at least {LEAST_KV_BYTES} "
+                "are needed: raise the deployment's tensor_parallel, or lower [scheduler] max_asleep_per_device"
             )
             kv = LEAST_KV_BYTES
     kv_tokens = (kv // block_bytes - 1) * block_tokens if block_bytes else None
@@ -146,7 +168,21 @@ def engine_size(
             problem = problem or f"{shortened}: raise kv_cache_bytes or the number of devices"
             length = None
     sized = EngineMemory(**{**asdict(memory), "kv_cache_bytes": kv})
-    return EngineSize(sized, dtype, length, kv_tokens, shortened, problem)
+    # vLLM refuses to start if less is free, when its context is there already (vllm/v1/worker/utils.request_memory).
+    # Rounded down, so that what the command line shows is never more.
+    free = device_memory_bytes - asleep_per_device * kind.asleep_bytes - kind.context_bytes
+    fraction = min(config.gpu_memory_fraction, max(LEAST_FRACTION, free * 10_000 // device_memory_bytes / 10_000))
+    return EngineSize(sized, dtype, length, kv_tokens, config.max_num_seqs, fraction, shortened, problem)
+
+
+def room_bytes(config: EngineConfig, device_kind: str, device_memory_bytes: int, asleep_per_device: int) -> int:
+    """What an engine may take of a device: on a GPU `gpu_memory_fraction` of it, if the engines that may sleep there
+    leave that much."""
+    kind = kind_of(device_kind)
+    if kind.on_host:
+        return device_memory_bytes
+    left = device_memory_bytes - asleep_per_device * kind.asleep_bytes
+    return min(int(device_memory_bytes * config.gpu_memory_fraction), left)
 
 
 def engine_settings(
@@ -169,9 +205,9 @@ def engine_settings(
         "task": task,
         "dtype": size.dtype,
         "max_model_len": size.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
+        "max_num_seqs": size.max_num_seqs,
         "kv_cache_bytes": size.memory.kv_cache_bytes,
-        "gpu_memory_fraction": config.gpu_memory_fraction,
+        "gpu_memory_fraction": size.gpu_memory_fraction,
         **(adapters if rank else {}),
     }
 
@@ -190,19 +226,14 @@ def _without_kv(
     shards: int,
     dtype: str,
     tokens: int,
-    *,
-    on_host: bool,
 ) -> EngineMemory:
     element = ELEMENT_BYTES[dtype]
-    if not on_host:
-        return EngineMemory(-(-shape.stored_bytes // shards), 0, 0, 0, GPU_RESERVE_BYTES)
     weights = shape.stored_bytes if shape.quantized or not shape.n_parameters else shape.n_parameters * element
     if shape.tied:
         weights += shape.vocab * shape.hidden * element
-    rank = adapter_rank_limit(config, task=task, arch=arch)
-    adapters = config.adapter_slots * rank * shape.lora_sides * element
+    adapters = _adapters(config, shape, task, arch, element)
     batch = tokens * (BATCH_ELEMENTS_H * shape.hidden + BATCH_ELEMENTS_F * shape.ffn) * element
-    rows = config.max_num_seqs * shape.vocab * SAMPLING_BYTES if task == "generate" else 0
+    rows = _sampling(config, shape, task, SAMPLING_BYTES)
     return EngineMemory(
         -(-weights // shards),
         -(-adapters // shards),
@@ -210,3 +241,40 @@ def _without_kv(
         batch // shards + rows // shards,
         -(-asleep_bytes(shape, shards) // shards),
     )
+
+
+def _without_kv_on_gpu(
+    config: EngineConfig,
+    shape: ServedShape,
+    task: str,
+    arch: str,
+    shards: int,
+    dtype: str,
+    tokens: int,
+    context_bytes: int,
+) -> EngineMemory:
+    element = ELEMENT_BYTES[dtype]
+    batch = tokens * (BATCH_ELEMENTS_H * shape.hidden + BATCH_ELEMENTS_F * shape.ffn // shards) * element
+    activations = batch + _sampling(config, shape, task, GPU_SAMPLING_BYTES)
+    return EngineMemory(
+        -(-shape.stored_bytes // shards),
+        -(-_adapters(config, shape, task, arch, element) // shards),
+        0,
+        max(LEAST_ACTIVATIONS_BYTES, activations),
+        context_bytes + GRAPH_BYTES,
+    )
+
+
+def _adapters(config: EngineConfig, shape: ServedShape, task: str, arch: str, element: int) -> int:
+    return config.adapter_slots * adapter_rank_limit(config, task=task, arch=arch) * shape.lora_sides * element
+
+
+def _sampling(config: EngineConfig, shape: ServedShape, task: str, per_entry: int) -> int:
+    return (config.max_num_seqs or 0) * shape.vocab * per_entry if task == "generate" else 0
+
+
+def _batch(device_memory_bytes: int, *, on_host: bool) -> tuple[int, int]:
+    """Requests at once and tokens in a batch, where nobody sets them."""
+    if on_host:
+        return CPU_MAX_NUM_SEQS, BATCHED_TOKENS
+    return next((seqs, tokens) for least, seqs, tokens in GPU_BATCHES if device_memory_bytes >= least)

@@ -14,7 +14,7 @@ from typing import Any
 from runtime.devices.kinds import kind_of
 from scheduler.core.config import SchedulerConfig
 from serve.core.config import EngineConfig
-from serve.core.sizing import EngineSize
+from serve.core.sizing import EngineSize, room_bytes
 from train.methods.method import Method
 from train.methods.methods import DEFAULT
 from train.plan import estimate
@@ -65,8 +65,7 @@ class BoxFacts:
 
     def room_per_worker(self, workers: int) -> int:
         """What an engine may take of each device (serve.core.sizing), unless the configuration says otherwise."""
-        room = self.room_per_device(workers)
-        return room if self.on_host else int(room * EngineConfig().gpu_memory_fraction)
+        return room_bytes(EngineConfig(), self.device_kind, self.room_per_device(workers), self.asleep_per_device)
 
 
 @dataclass(frozen=True, slots=True)

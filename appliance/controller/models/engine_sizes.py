@@ -23,8 +23,9 @@ MAX_CONFIG_BYTES = 4 * 2**20
 class EngineSizes:
     """Implements `appliance.controller.interfaces.ports.EngineSizer`."""
 
-    def __init__(self, db: Database, engine: EngineConfig, device: Device):
+    def __init__(self, db: Database, engine: EngineConfig, device: Device, asleep_per_device: int):
         self._db, self._engine, self._device = db, engine, device
+        self._asleep_per_device = asleep_per_device
         self._shapes: dict[tuple[str, str], ServedShape] = {}
 
     def size(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int | None = None) -> EngineSize:
@@ -53,6 +54,7 @@ class EngineSizes:
             tensor_parallel=tensor_parallel,
             device_kind=self._device.kind,
             device_memory_bytes=self._device.memory_bytes,
+            asleep_per_device=self._asleep_per_device,
             dtype=settings.dtype,
             kv_cache_dtype=settings.kv_cache_dtype,
             batched_tokens=settings.batched_tokens,

@@ -115,6 +115,7 @@ def sizes(weight_bytes, shape, kind="cuda", memory_bytes=80 * GIB, config=None):
             tensor_parallel=devices,
             device_kind=kind,
             device_memory_bytes=memory_bytes,
+            asleep_per_device=2,
         )
 
     return size

@@ -101,10 +101,11 @@ def test_a_third_kind_is_planned_for(abacus):
         tensor_parallel=1,
         device_kind="abacus",
         device_memory_bytes=64 * GIB,
+        asleep_per_device=2,
     )
     assert size.dtype == "bfloat16" and size.memory.kv_cache_bytes > 30 * GIB
     model = auto.ModelStats(10**9, 8192, "abacus")
-    fields = auto.resolve({}, auto.DatasetStats(100, 100_000, 400), model, 8)
+    fields = auto.resolve({}, auto.DatasetStats(100_000, 40_000_000, 400), model, 8)
     assert fields["max_length"] == 4096
 
 

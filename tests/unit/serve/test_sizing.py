@@ -7,7 +7,8 @@ from serve.core.config import EngineConfig
 from serve.core.shape import ServedShape
 from serve.core.sizing import (
     CPU_KV_BYTES,
-    GPU_RESERVE_BYTES,
+    GRAPH_BYTES,
+    LEAST_ACTIVATIONS_BYTES,
     ModelTooLarge,
     asleep_bytes,
     engine_settings,
@@ -40,6 +41,7 @@ def size(config=None, shape=None, **kw):
         "tensor_parallel": 1,
         "device_kind": "cuda",
         "device_memory_bytes": 80 * GIB,
+        "asleep_per_device": 2,
         **kw,
     }
     return engine_size(config or EngineConfig(), shape or ServedShape(16 * GIB, context=2048), **given)
@@ -53,11 +55,12 @@ def settings(config=None, task="generate", arch="LlamaForCausalLM", **kw):
     return engine_settings(config or EngineConfig(), size(config, task=task, arch=arch, **kw), task=task, arch=arch)
 
 
-def test_a_gpu_engine_gets_what_weights_and_reserve_leave():
+def test_a_gpu_engine_gets_what_all_else_leaves():
+    reserve = kinds.kind_of("cuda").context_bytes + GRAPH_BYTES + LEAST_ACTIVATIONS_BYTES
     config = EngineConfig(gpu_memory_fraction=0.9)
     assert settings(config)["gpu_memory_fraction"] == 0.9
-    assert settings(config)["kv_cache_bytes"] == int(72 * GIB) - 16 * GIB - GPU_RESERVE_BYTES
-    assert settings(config, tensor_parallel=2)["kv_cache_bytes"] == int(72 * GIB) - 8 * GIB - GPU_RESERVE_BYTES
+    assert settings(config)["kv_cache_bytes"] == int(72 * GIB) - 16 * GIB - reserve
+    assert settings(config, tensor_parallel=2)["kv_cache_bytes"] == int(72 * GIB) - 8 * GIB - reserve
 
 
 def test_a_model_that_leaves_no_room_is_refused_with_the_remedy():
@@ -136,3 +139,13 @@ def test_engines_take_adapters_where_every_layer_of_the_model_does():
     assert (taken["adapter_slots"], taken["adapter_max_rank"], taken["adapters_resident"]) == (4, 32, 4)
     for without in ({"arch": "MixtralForCausalLM"}, {"task": "embed"}, {"config": EngineConfig(adapter_slots=0)}):
         assert "adapter_slots" not in settings(**without)
+
+
+def test_a_gpu_runs_as_many_requests_at_once_as_vllm_would_by_its_memory_unless_it_is_set():
+    given = {n: settings(device_memory_bytes=n * GIB)["max_num_seqs"] for n in (24, 48, 79, 141, 180)}
+    assert given == {24: 256, 48: 256, 79: 1024, 141: 1024, 180: 1024}
+    assert settings(EngineConfig(max_num_seqs=8))["max_num_seqs"] == 8
+    assert on_cpu().max_num_seqs == 64, "a processor gains nothing from more"
+    wide = ServedShape(16 * GIB, hidden=4096, ffn=14336, vocab=128_256, context=2048)
+    few, many = (size(EngineConfig(max_num_seqs=n), wide).memory.activations_bytes for n in (64, 1024))
+    assert many - few == 960 * 128_256 * 16, "their sampling is counted"
