@@ -20,8 +20,8 @@ from tests.e2e.test_families_soak import PROMPT, SHAPE, answered
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 GREEDY_TOKENS = 16
-# What the CPU's build of vLLM does not compute, and the words that say so. int8 (w8a8) has layers whose weights vLLM frees
-# before it wraps them for adapters.
+# What the CPU's build of vLLM does not compute, and the words that say so. For int8 (w8a8) vLLM frees layers' weights
+# before it wraps the layers for adapters.
 NOT_SERVED = {"w8a8": "ended during start", "fp8": "quantised by fp8", "fp8-blocks": "quantised layers"}
 NATS = 0.1  # bfloat16 has three digits
 
