@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import TunnelRefused
+from runtime.removed_nodes import RemovedNodes
 
 GREETING_BYTES = 4096
 GREETING_TIMEOUT_S = 10.0
@@ -44,6 +45,10 @@ class NodeCertificate:
     authority: Path
     certificate: Path
     key: Path
+
+    @property
+    def removed(self) -> RemovedNodes:
+        return RemovedNodes(self.authority.parent / "removed.json")
 
     @classmethod
     def below(cls, folder: Path) -> NodeCertificate:
@@ -113,6 +118,9 @@ class TunnelServer:
                 proof = self._shared.proof("ask", greeting, nonce)
                 if not hmac.compare_digest(str(greeting.get("proof")).encode(), proof.encode()):
                     raise TunnelRefused("the proof of the token is wrong")
+            certificate, connection = self._shared.certificate, writer.get_extra_info("ssl_object")
+            if certificate is not None and certificate.removed.has(connection.getpeercert()):
+                raise TunnelRefused("this node was removed from the box")
             path, nonces = Path(str(greeting["path"])), (nonce, str(greeting["nonce"]))
             if greeting["ask"] == "socket":
                 await self._tunnel(_inside(path, self._sockets), reader, writer, nonces)

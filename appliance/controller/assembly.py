@@ -33,10 +33,11 @@ from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
 from appliance.wiring.adapter_source import AdapterSource
 from appliance.wiring.batch_engines import SocketEngines, circumstances
+from appliance.wiring.box_memory import BoxMemory
 from appliance.wiring.box_status import BoxStatus
 from appliance.wiring.demand_learning import DemandLearning
 from appliance.wiring.handover_trigger import HandoverTrigger
-from appliance.wiring.host_memory import HostMemory, Means
+from appliance.wiring.host_memory import HostMemory, Means, StoredHere
 from appliance.wiring.job_admission import JobAdmission
 from appliance.wiring.job_runs import JobRuns
 from appliance.wiring.journal import SqliteJournal
@@ -47,6 +48,7 @@ from appliance.wiring.scheduler_port import LoopPort
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from appliance.wiring.version_provider import VersionProvider
 from runtime.background_tasks import BackgroundTasks
+from runtime.tunnel import NodeCertificate
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Demand, DeploymentView
@@ -78,7 +80,7 @@ class Parts:
     runs: JobRuns
     nodes: Nodes
     effects: RayEffects
-    memory: HostMemory
+    memory: BoxMemory
     health: DeviceWatch
     states: SqliteStateStore
     box_status: BoxStatus
@@ -132,7 +134,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
     place = node_config_of(config, paths, devices)
-    nodes = Nodes(place, signals.node_changed)
+    removed = NodeCertificate.below(paths.certificates).removed
+    nodes = Nodes(place, signals.node_changed, removed.out)
     effects = RayEffects(nodes, routing, provider, runs, config.serve)
     health = DeviceWatch(db, nodes.readings, config.scheduler, loop.nudge)
     admission = JobAdmission(db, store, _facts(devices, store, config.scheduler))
@@ -145,7 +148,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         on_enough=partial(loop.retry, "memory"),
         save=tiers.nudge,
     )
-    memory = HostMemory(db, store, config.box.memory_reserve_bytes, means)
+    reserve = config.box.memory_reserve_bytes
+    memory = BoxMemory(db, HostMemory(db, StoredHere(store), reserve, means), nodes, reserve, means)
     learning = DemandLearning(routing.traffic, config.scheduler, len(devices))
 
     def demand(model: str) -> Demand:
@@ -161,7 +165,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         db,
         events,
         BoxSize(floor, len(devices), config.serve.max_replicas),
-        Live(demand, job_lacks, bounded, nodes.alike, memory.max_asleep),
+        Live(demand, job_lacks, bounded, memory.job_nodes, memory.max_asleep),
         signals.models_changed,
     )
     trigger = HandoverTrigger(loop.status)

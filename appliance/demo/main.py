@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from rich.table import Table
 
 from appliance.demo.load_generator import Load, LoadReport
 
+ENDED = ("succeeded", "failed", "cancelled")
 CLIPS = "Natalia sold clips to 48 friends in April, and half as many in May. How many clips did she sell altogether?"
 
 
@@ -49,7 +51,7 @@ REAL = Lesson(
     "who it is (64 examples)",
     {"train": ("identity.jsonl", 64)},
     ("Who are you?", "Which team developed you?", "What is the capital of France?", "How many days are in a week?"),
-    5,
+    3,
     {"lora_rank": 16, "publish": "epoch"},
 )
 MADE_HERE = Lesson(
@@ -85,12 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         box.up()
         lesson = box.base_model(options.model, options.minutes)
-        before = [box.chat(lesson.model, question) for question in lesson.questions]
+        before = box.answers(lesson.model, lesson.questions)
         for question, answer in zip(lesson.questions, before, strict=True):
             console.print(f"[dim]{question}[/] {answer!r}")
         files = box.upload(lesson)
         tuned = box.fine_tune(lesson, files, options.epochs or lesson.epochs)
-        after = [box.chat(tuned, question) for question in lesson.questions]
+        after = box.answers(tuned, lesson.questions)
         _show_answers(lesson, before, after)
         swapped = box.roll_back_and_forth(tuned)
         switched = box.switch_modes(lesson, files, options.switches)
@@ -126,6 +128,9 @@ class DemoBox:
         key = self.admin("key", "create", "--name", f"demo-{int(time.time())}")["key"]
         self.key = key
         self.client = openai.OpenAI(base_url=self.url, api_key=key, timeout=900)
+        for job in self.admin("job", "list")["data"]:
+            if job["status"] not in ENDED:  # of a demo that was stopped: it would go on beside this one
+                self.admin("job", "cancel", job["id"])
         _run("appliance", "gpu", "list", env=self._environment())
 
     def down(self) -> None:
@@ -158,6 +163,11 @@ class DemoBox:
             _run("appliance", "model", "starter", "--minutes", str(minutes), env=self._environment())
         return MADE_HERE
 
+    def answers(self, model: str, questions: Sequence[str]) -> list[str]:
+        """Asked at once: an engine answers them in the time that one takes."""
+        with ThreadPoolExecutor(len(questions)) as pool:
+            return list(pool.map(lambda question: self.chat(model, question), questions))
+
     def chat(self, model: str, question: str) -> str:
         answer = self.client.chat.completions.create(
             model=model, messages=[{"role": "user", "content": question}], max_tokens=64, temperature=0
@@ -184,8 +194,8 @@ class DemoBox:
         console.print(f"fine-tuned model: [bold]{self.job.fine_tuned_model}[/]")
         return self.job.fine_tuned_model
 
-    def create_job(self, lesson: Lesson, files: dict[str, str], epochs: int, suffix: str) -> Any:
-        hyperparameters = {"n_epochs": epochs, **lesson.hyperparameters}
+    def create_job(self, lesson: Lesson, files: dict[str, str], epochs: int, suffix: str, **more: Any) -> Any:
+        hyperparameters = {"n_epochs": epochs, **lesson.hyperparameters, **more}
         return self.client.fine_tuning.jobs.create(
             model=lesson.model,
             training_file=files["train"],
@@ -208,10 +218,10 @@ class DemoBox:
 
     def switch_modes(self, lesson: Lesson, files: dict[str, str], switches: int) -> LoadReport:
         _headline(f"6  {switches} mode switches under load, with a second job training in between")
-        job = self.create_job(lesson, files, 50, suffix="background")
+        job = self.create_job(lesson, files, 50, suffix="background", general_questions=False)  # it never ends
         self.admin("mode", "set", "serve", "--wait")
         with Load(self.url, self.key, lesson.model) as load:
-            _wait_for(lambda: load.finished >= 8, "the load to flow")
+            _wait_for(lambda: load.finished >= 4, "the load to flow")
             for number in range(switches):
                 mode = "train" if number % 2 == 0 else "serve"
                 began_s, before = time.monotonic(), load.finished
@@ -222,7 +232,7 @@ class DemoBox:
                 )
                 if mode == "serve":
                     answered = load.finished
-                    _wait_for(lambda answered=answered: load.finished >= answered + 8, "answers after the switch")
+                    _wait_for(lambda answered=answered: load.finished >= answered + 4, "answers after the switch")
                 else:
                     time.sleep(2)
             if switches % 2:

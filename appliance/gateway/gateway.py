@@ -16,9 +16,11 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.inference.response_copies import ResponseCopies
 from appliance.gateway.routing.holds import Refusal
+from appliance.gateway.routing.moves import Waiting, moves
 from appliance.gateway.routing.table import Table
 from appliance.gateway.server.client_connection import ClientConnection
 from appliance.gateway.server.dispatch import Dispatch
+from appliance.gateway.state.placeable import Placeable
 from appliance.gateway.state.reports import REFUSED_ROWS_TOLD, gauges
 from appliance.gateway.state.state import State
 
@@ -112,7 +114,7 @@ class Gateway:
         state.keys = dict(table.keys)
         state.tables_applied += 1
         state.spending.apply(table.keys.values())
-        state.router.apply(table.models)
+        opened = state.router.apply(table.models)
         state.comparison.apply(table.models)
         state.metrics.forget_models(state.router.models)
         state.generation = table.generation
@@ -129,7 +131,26 @@ class Gateway:
         for name in state.holds.models():
             state.place_held(name)
             self._refuse_in_trouble(name)
+        if opened and len(state.router.loads) > len(opened):
+            self._move_to(opened)
         state.on_change(True)
+
+    def _move_to(self, opened: set[str]) -> None:
+        """Requests that wait at other replicas go to those that have just opened, where they are served sooner."""
+        state = self.state
+        waiting: dict[str, list[Waiting[Placeable]]] = {}
+        for conn in state.connections:
+            request = conn.active
+            if isinstance(request, Placeable) and (at := request.waits_at)[0]:
+                row = Waiting(request, at[0], request.waiting_prompt_tokens, at[1])
+                waiting.setdefault(request.row, []).append(row)
+        for name, rows in waiting.items():
+            of_model = (
+                {replica.id for replica in state.router.models[name].replicas} if name in state.router.models else set()
+            )
+            rate = state.metrics.prefill_tokens_per_s(name)
+            for request in moves(rows, opened & of_model, state.router.loads, rate, time.monotonic()):
+                request.move()
 
     def _refuse_in_trouble(self, name: str) -> None:
         """Refuse held requests of a model whose engines failed and will not be restarted soon."""

@@ -2,8 +2,9 @@
 
 The box makes it when it first starts with a `node_address`. Its key never leaves the box. A node makes its own key and
 asks for a certificate with a one-time token (appliance.nodes.enrolment); from then on both sides of every connection
-between nodes show theirs. To revoke a single node, make a new authority: delete the folder, start again, let the others
-join anew.
+between nodes show theirs. What we listen with refuses the certificate of a node that was removed
+(runtime/removed_nodes.py); Ray's TLS knows no such list. Against that only a new authority helps: delete the folder,
+start again, let the others join anew.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from runtime.removed_nodes import BACKDATED_S
 from runtime.tunnel import NodeCertificate
 
 AUTHORITY_LIFE = timedelta(days=3650)
 NODE_LIFE = timedelta(days=730)
-CLOCKS_APART = timedelta(days=1)
+CLOCKS_APART = timedelta(seconds=BACKDATED_S)
 RENEW_BEFORE = timedelta(days=30)
 
 

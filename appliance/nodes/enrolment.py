@@ -155,6 +155,11 @@ class EnrolmentServer:
         hello = json.loads(await reader.readline())
         token_id, theirs = str(hello["id"]), str(hello["nonce"])
         shared = token_id == _SHARED
+        removed = self._authority.home.files.removed
+        if shared and removed.any():
+            raise NotEnrolled(
+                "a node was removed from this box, and it had ray.token too: use a token of `appliance node token`"
+            )
         key = _key_of(self._ray_token) if shared else self._tokens.key(token_id)
         if key is None:
             raise NotEnrolled("the token is unknown, used or too old; `appliance node token` on the box makes another")
@@ -170,6 +175,7 @@ class EnrolmentServer:
         certificate = self._authority.sign(request.encode(), name, address)
         if not shared and not self._tokens.take(token_id):
             raise NotEnrolled("the token was used just now by somebody else")
+        removed.joined_anew(name)
         log.info("%s is a node now, at %s", name, address)
         authority = self._authority.home.files.authority.read_text()
         answer = {"authority": authority, "certificate": certificate.decode(), "ray_token": self._ray_token.decode()}
@@ -238,10 +244,11 @@ def _line(value: Any) -> bytes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a one-time token of the box on a data directory: what `appliance node token` runs."""
+    """Prints a one-time token of the box on a data directory, or removes a node: what `appliance node` runs."""
     parser = argparse.ArgumentParser(prog="appliance.nodes.enrolment", description=main.__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--life-s", type=float, required=True)
+    parser.add_argument("--life-s", type=float, default=TOKEN_LIFE_S)
+    parser.add_argument("--remove", metavar="NODE")
     options = parser.parse_args(argv)
     paths = BoxPaths.of(options.data_dir)
     credentials = Credentials(paths.certificates)
@@ -249,6 +256,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         refused = f"no other machine can join the box on {paths.data_dir}"
         print(f"{refused}: set node_address in [box] of its appliance.toml, then start it anew", file=sys.stderr)
         return 1
+    if options.remove is not None:
+        if not NODE_NAME.fullmatch(options.remove) or options.remove == "n0":
+            print(f"{options.remove!r} is no node that has joined; `appliance gpu list` shows them", file=sys.stderr)
+            return 1
+        credentials.files.removed.remove(options.remove)
+        return 0
     print(Tokens(paths.join_tokens).give(credentials.fingerprint(), options.life_s).text())
     return 0
 

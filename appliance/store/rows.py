@@ -190,7 +190,7 @@ class JobRow:
     snapshot: {"step", "path"} of the newest resumable state; stays after the end until its bytes were given back.
     devices: device names held now.
     owner: of the key it was made with, at that time; empty for the box itself. held: an operator keeps it waiting.
-    general: numbers of the general questions that its model answered, "before" the job and "after" it.
+    general: numbers of the general questions that its model answered, "before" the job and "after" it, and "asked".
     asked_sizes: numbers of devices it may run on as requested; allowed_sizes: those of them its batch size divides by.
     """
 

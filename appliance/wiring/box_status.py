@@ -6,7 +6,7 @@ from typing import Any
 
 from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.ports import SchedulerStatus
-from appliance.wiring.host_memory import HostMemory
+from appliance.wiring.box_memory import BoxMemory
 from runtime.devices.cpu import host_memory_bytes
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray.effects import RayEffects
@@ -24,7 +24,7 @@ class BoxStatus:
         effects: RayEffects,
         bus: Bus,
         weights: WeightStore,
-        host: HostMemory,
+        host: BoxMemory,
         serving_floor: int,
         bounds: dict[str, Any],
         asleep_per_device: int,
@@ -55,6 +55,7 @@ class BoxStatus:
                 "room_bytes": self._weights.room_bytes(),
                 "host_bytes": host_memory_bytes(),
                 "host": self._host.status(),
+                "nodes": self._host.nodes(),
                 "asleep_per_device": self._asleep_per_device,
             },
             "handover": str(now["handovers"][-1]) if now["handovers"] else None,

@@ -1,7 +1,8 @@
-"""Watches and manages host memory: `scheduler.loop.memory_policy` decides, this reads, acts and reports.
+"""Watches and manages the memory of one node's host: `scheduler.loop.memory_policy` decides, this reads, acts and
+reports. `box_memory` has one of these per node.
 
 This module itself frees what can go at once (freed segments, versions that nobody reads, parked ranks). The scheduler
-loop controls engines and jobs: it asks here for limits (`waits_for`, `bounded`, `max_asleep`, `admits`) and is nudged.
+loop controls engines and jobs: it asks here for limits (`lacks`, `bounded`, `max_asleep`, `admits`) and is nudged.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.records import audit
 from appliance.store.rows import AuditRow, JobRow
-from appliance.wiring.host_reading import others_bytes, read_memory
+from scheduler.core.inventory import node_of
 from scheduler.core.workload import DeploymentView
+from scheduler.devices.discovery import HEAD_NODE
+from scheduler.devices.host_reading import others_bytes, read_memory
 from scheduler.loop import memory_policy
 from scheduler.loop.memory_policy import Action, Holdings, MemoryReading, MemoryState, gb
 from weights.memory.store import WeightStore
@@ -40,11 +43,49 @@ _AWAKE = ("starting", "ready", "open", "draining")
 class Parked(Protocol):
     """Parked ranks; `scheduler.ray.groups`."""
 
-    async def parked(self) -> tuple[str, ...]:
-        """Jobs with parked ranks."""
+    async def parked(self, node: str) -> tuple[str, ...]:
+        """Jobs with parked ranks on this node."""
 
-    async def drop_parked(self) -> None:
-        """End all parked ranks."""
+    async def drop_parked(self, node: str) -> None:
+        """End all parked ranks on this node."""
+
+
+class Stored(Protocol):
+    """What a node's shared memory holds that nobody needs there."""
+
+    async def idle_bytes(self) -> tuple[int, int]:
+        """Bytes that the store's pool holds, and those of versions that nobody reads and another tier has."""
+
+    async def trim_pool(self) -> int:
+        """Returns the bytes freed."""
+
+    async def evict(self, nbytes: int) -> int:
+        """Returns the bytes freed."""
+
+    async def others_bytes(self, reading: MemoryReading) -> int | None:
+        """What programs other than the box hold; None if unknown."""
+
+
+class StoredHere:
+    """This machine's."""
+
+    def __init__(self, store: WeightStore):
+        self._store = store
+
+    async def idle_bytes(self) -> tuple[int, int]:
+        pool_bytes = (await asyncio.to_thread(self._store.usage)).pool_bytes
+        return pool_bytes, await asyncio.to_thread(self._store.evictable_bytes)
+
+    async def trim_pool(self) -> int:
+        return await asyncio.to_thread(self._store.trim_pool, 0)
+
+    async def evict(self, nbytes: int) -> int:
+        return await asyncio.to_thread(self._store.evict, nbytes)
+
+    async def others_bytes(self, reading: MemoryReading) -> int | None:
+        # This process's parent is the main process; the whole box runs below it.
+        shared = self._store.usage().used_bytes
+        return await asyncio.to_thread(others_bytes, os.getppid(), shared, reading)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +109,14 @@ class HostMemory:
     def __init__(
         self,
         db: Database,
-        store: WeightStore,
+        stored: Stored,
         reserve: int | None,
         means: Means,
         read: Callable[[], MemoryReading] = read_memory,
         clock: Callable[[], float] = time.time,
+        node: str = HEAD_NODE,
     ):
-        self._db, self._store, self._read, self._clock = db, store, read, clock
+        self._db, self._stored, self._read, self._clock, self._node = db, stored, read, clock, node
         self._reading = read()
         self.reserve = memory_policy.default_reserve(self._reading.total) if reserve is None else reserve
         self._state = MemoryState()
@@ -91,24 +133,31 @@ class HostMemory:
 
     # --- asked by the loop ----------------------------------------------------------------------------------------
 
-    def waits_for(self, row: JobRow) -> str:
-        """Why this job cannot have memory now, in a sentence; "" when it can, or already has it."""
+    def lacks(self, row: JobRow) -> str:
+        """Why this job cannot have memory here now, in a sentence; "" when it can, or already has it."""
         if row.id in self._state.jobs:
             return f"Memory is short{self._why()}; it continues by itself when there is enough."
-        if row.phase == "running":
+        if row.phase == "running" and (not row.devices or node_of(row.devices[0]) == self._node):
             return ""
         if self._state.short:
             return f"Memory is short{self._why()}; it starts by itself when there is enough."
-        needed = min(self._means.job_bytes(row), self._reading.total // 2)
+        needed = self._needs(row)
         # Parked ranks have their memory; a job once waited for as much again for as long as its own ranks held it.
         if needed <= self._room() or row.id in self._parked:
             self._waiting_jobs.pop(row.id, None)
             return ""
-        self._waiting_jobs[row.id] = (needed, self._clock())
         return (
             f"Needs about {gb(needed)} of host memory; {gb(max(0, self._room()))} can be allocated now "
             f"({gb(self._reading.available)} available{self._of_others()}, {gb(self.reserve)} kept in reserve)."
         )
+
+    def want(self, row: JobRow) -> None:
+        """No node has memory for this job: this one gives back for it what nobody computes with."""
+        if row.id not in self._state.jobs and not self._state.short:
+            self._waiting_jobs[row.id] = (self._needs(row), self._clock())
+
+    def _needs(self, row: JobRow) -> int:
+        return min(self._means.job_bytes(row), self._reading.total // 2)
 
     def bounded(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
         """The deployments, limited to as many engines as memory allows; never fewer than one each."""
@@ -143,8 +192,9 @@ class HostMemory:
         if not has_one:
             if model not in self._wanted:
                 log.warning(
-                    "an engine of %s waits for memory: it needs %s, %s can be allocated",
+                    "an engine of %s waits for memory of %s: it needs %s, %s can be allocated",
                     model,
+                    self._reading.where,
                     gb(needed),
                     gb(max(0, room)),
                     extra={"model": model},
@@ -192,11 +242,11 @@ class HostMemory:
         freed = None
         match action.kind:
             case "pool":
-                freed = await asyncio.to_thread(self._store.trim_pool, 0)
+                freed = await self._stored.trim_pool()
             case "versions":
-                freed = await asyncio.to_thread(self._store.evict, action.nbytes)
+                freed = await self._stored.evict(action.nbytes)
             case "parked":
-                await self._means.parked.drop_parked()
+                await self._means.parked.drop_parked(self._node)
             case "job":
                 self._means.save()
         if freed == 0:
@@ -209,7 +259,7 @@ class HostMemory:
                     new_id("audit_"),
                     None,
                     "memory.taken" if action.back else "memory.given",
-                    action.what or "box",
+                    action.what or ("box" if self._node == HEAD_NODE else self._node),
                     "done",
                     "",
                     now_s,
@@ -221,15 +271,15 @@ class HostMemory:
         job_wanted = next((needed for needed, _ in self._waiting_jobs.values()), 0)
         if not self._is_or_may_be_short(max(wanted, job_wanted)):
             return Holdings(wanted=wanted)
-        pool, versions = await asyncio.to_thread(self._stored)
-        running = [job["id"] for job in status["jobs"] if job["devices"] or job["phase"] == "running"]
+        pool, versions = await self._stored.idle_bytes()
+        running = [job["id"] for job in status["jobs"] if self._has(job)]
         return Holdings(
             pool=0 if "pool" in self._barren else pool,
             versions=0 if "versions" in self._barren else versions,
-            sleepers=sum(replica["state"] == "asleep" for replica in status["replicas"]),
-            parked=await self._means.parked.parked(),
+            sleepers=sum(replica["state"] == "asleep" and self._has(replica) for replica in status["replicas"]),
+            parked=await self._means.parked.parked(self._node),
             running=tuple(reversed(running)),  # in queue order: the last is suspended first
-            spare={model: count for model, count in self._awake(status).items() if count > 1},
+            spare=self._spare(status),
             wanted=wanted,
             job_wanted=job_wanted,
         )
@@ -238,7 +288,7 @@ class HostMemory:
         """Only while a job waits: whether it is one whose ranks are there already."""
         if not self._waiting_jobs:
             return
-        self._parked = frozenset(await self._means.parked.parked())
+        self._parked = frozenset(await self._means.parked.parked(self._node))
         for job_id in self._parked & self._waiting_jobs.keys():
             del self._waiting_jobs[job_id]
             self._means.nudge()
@@ -246,10 +296,16 @@ class HostMemory:
     def _is_or_may_be_short(self, wanted: int) -> bool:
         return self._reading.available < self.reserve * memory_policy.ENOUGH_OF_RESERVE + wanted
 
-    def _stored(self) -> tuple[int, int]:
-        """Bytes that the store's pool holds, and those of versions that nobody reads and another tier has."""
-        usage = self._store.usage()
-        return usage.pool_bytes, self._store.evictable_bytes()
+    def _has(self, holder: Mapping[str, Any]) -> bool:
+        """Whether this job or replica is here. No job and no engine spans nodes."""
+        return bool(holder["devices"]) and node_of(holder["devices"][0]) == self._node
+
+    def _spare(self, status: Mapping[str, Any]) -> dict[str, int]:
+        """The bound of a model's engines does not say where one fewer is to be: only home asks for that."""
+        if self._node != HEAD_NODE:
+            return {}
+        here = {replica["model"] for replica in status["replicas"] if self._has(replica) and replica["state"] in _AWAKE}
+        return {model: count for model, count in self._awake(status).items() if count > 1 and model in here}
 
     def _forget(self, now_s: float) -> None:
         self._wanted = _asked_lately(self._wanted, now_s)
@@ -261,9 +317,7 @@ class HostMemory:
     async def _look_at_others(self, now_s: float) -> None:
         if now_s - self._others_s >= OTHERS_EVERY_S:
             self._others_s = now_s
-            # This process's parent is the main process; the whole box runs below it.
-            shared = self._store.usage().used_bytes
-            self._others = await asyncio.to_thread(others_bytes, os.getppid(), shared, self._reading)
+            self._others = await self._stored.others_bytes(self._reading)
 
     def _awake(self, status: Mapping[str, Any] | None = None) -> Counter[str]:
         replicas = (status or self._means.loop_status())["replicas"]
@@ -299,7 +353,8 @@ class HostMemory:
             *([f"{', '.join(sorted(self._state.engines))} has fewer engines"] if self._state.engines else []),
         ]
         have = f"{gb(self._reading.available)} available{self._of_others()}"
-        word = "memory is short" if self._state.short else "memory was short"
+        of = "" if self._node == HEAD_NODE else f" of {self._node}"
+        word = f"memory{of} is short" if self._state.short else f"memory{of} was short"
         return [f"{word}: {have}{'; ' if waiting else ''}{'; '.join(waiting)}"]
 
     def _why(self) -> str:

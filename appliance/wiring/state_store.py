@@ -40,14 +40,14 @@ class Live:
     """Input for a scheduling round that is not in the store.
 
     demand: of a model. job_lacks: why a job cannot begin now, in a sentence; "" if it can. bounded: deployments with
-    values learned from their traffic, within what memory allows. job_nodes: nodes on which jobs can run. max_asleep:
-    how many sleeping engines may stay as processes; None: the configured number."""
+    values learned from their traffic, within what memory allows. job_nodes: nodes on which a job can run. max_asleep:
+    by node, how many sleeping engines may stay as processes; not in it: the configured number."""
 
     demand: Callable[[str], Demand]
     job_lacks: Callable[[JobRow], str] = lambda row: ""
     bounded: Callable[[tuple[DeploymentView, ...]], tuple[DeploymentView, ...]] = lambda deployments: deployments
-    job_nodes: Callable[[], tuple[str, ...]] = lambda: (HEAD_NODE,)
-    max_asleep: Callable[[], int | None] = lambda: None
+    job_nodes: Callable[[JobRow], tuple[str, ...]] = lambda row: (HEAD_NODE,)
+    max_asleep: Callable[[], Mapping[str, int]] = dict
 
 
 class SqliteStateStore:
@@ -215,7 +215,7 @@ class SqliteStateStore:
             max_devices=most,
             allowed_sizes=sizes,
             remaining_device_s=self._remaining_device_s.get(row.id),
-            nodes=self._live.job_nodes(),
+            nodes=self._live.job_nodes(row),
             priority=row.priority,
             submitted_s=row.created_s,
             phase="paused" if row.wanted == "pause" else "suspended" if row.phase == "suspended" else "wanted",

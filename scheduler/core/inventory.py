@@ -46,6 +46,11 @@ class Device:
         return self.health == "ok"
 
 
+def node_of(device_id: str) -> str:
+    """The node's name in a device's id, "n1" of "n1/0"."""
+    return device_id.partition("/")[0]
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Holder:
     """What may hold devices: a replica or a job's group of ranks."""

@@ -6,6 +6,7 @@ Times are seconds since the epoch by the box's clock (`_s`), device counts are w
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
@@ -221,7 +222,8 @@ class Workload:
 
     policy: set by a person at `policy_since_s`. cordoned: devices that an operator wants vacated. windows: mode
     windows (`scheduler.loop.mode_schedule.Window`); the latest start or end of one replaces a policy set before it.
-    max_asleep: sleeping engines that the host has memory for; None: as many as are configured.
+    max_asleep: by node, the sleeping engines that its host has memory for; a node that is not in it: as many as are
+    configured.
     """
 
     policy: Policy
@@ -230,7 +232,7 @@ class Workload:
     cordoned: frozenset[str] = frozenset()
     windows: tuple[Any, ...] = ()
     policy_since_s: float = 0.0
-    max_asleep: int | None = None
+    max_asleep: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,4 +274,4 @@ class Snapshot:
     busy_devices: frozenset[str] = frozenset()
     memory: dict[str, ModelMemory] = field(default_factory=dict)
     epoch: int = 0
-    max_asleep: int | None = None
+    max_asleep: Mapping[str, int] = field(default_factory=dict)

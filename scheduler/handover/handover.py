@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from scheduler.core.allocation import Allocation, ReplicaPlan
-from scheduler.core.inventory import Holder, Lease
+from scheduler.core.inventory import Holder, Lease, node_of
 from scheduler.core.workload import ReplicaView
 from scheduler.handover.box import Box
 from scheduler.handover.step import Step
@@ -187,13 +187,14 @@ def steps(
     return Handover(handover_id, tuple(free), tuple(_wakes_first(take)), tuple(swap))
 
 
-def only_admitted(handover: Handover, admits: Callable[[str], bool]) -> Handover:
-    """The hand-over without the engines that lack host memory now. No other chain waits for them either."""
+def only_admitted(handover: Handover, admits: Callable[[str, str], bool]) -> Handover:
+    """The hand-over without the engines that lack memory on the host of their node now (`admits`: model, node). No
+    other chain waits for them either."""
     refused = {
         chain.holder
         for chain in handover.take
         for step in chain.steps
-        if step.verb in ("wake_replica", "start_replica") and not admits(step.model)
+        if step.verb in ("wake_replica", "start_replica") and not admits(step.model, node_of(chain.devices[0]))
     }
     if not refused:
         return handover

@@ -67,7 +67,7 @@ class SchedulerLoop:
     _journal: Journal
     _reporter: StatusReporter
     _state: ClusterState
-    _admits: Callable[[str], bool]
+    _admits: Callable[[str, str], bool]
 
     def __init__(self, clock: Clock, config: SchedulerConfig | None = None):
         self._clock, self._config = clock, config or SchedulerConfig()
@@ -94,12 +94,12 @@ class SchedulerLoop:
         effects: Effects,
         state_store: StateStore,
         journal: Journal,
-        admits: Callable[[str], bool] = lambda model: True,
+        admits: Callable[[str, str], bool] = lambda model, node: True,
     ) -> SchedulerLoop:
         """Call it once, before anything but `nudge`. Returns the loop.
 
-        admits: whether host memory allows one more engine of this model now. The loop asks before each start and wake,
-        and asks again in the next round for a refused model."""
+        admits: whether the host memory of this node allows one more engine of this model now. The loop asks before
+        each start and wake, and asks again in the next round for a refused model."""
         self._effects, self._store, self._journal, self._admits = effects, state_store, journal, admits
         self._reporter = StatusReporter(state_store)
         self._state = ClusterState(effects, self._clock, self._config, self._reporter)

@@ -11,6 +11,7 @@ from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.allocation import GroupPlan, ReplicaPlan
 from scheduler.core.config import SchedulerConfig
+from scheduler.core.inventory import node_of
 from scheduler.core.workload import DeploymentView, JobView, ReplicaView, Snapshot
 from scheduler.plan.placement import Pool
 
@@ -238,13 +239,15 @@ class DeviceAssignment:
         used = {m: d.demand.last_request_s or 0.0 for m, d in self.deployments.items()}
         rest.sort(key=lambda r: (-used[r.model], -r.since_s, r.id))
         bound = self.config.max_resident_asleep
-        if self.snapshot.max_asleep is not None:
-            bound = min(bound, self.snapshot.max_asleep)
+        on_node = dict(self.snapshot.max_asleep)
         kinds = {device.id: kind_of(device.kind) for device in self.snapshot.devices}
         on_device: Counter[str] = Counter()
         for replica in rest:
             keeps = [device for device in replica.devices if kinds[device].asleep_bytes]
-            if bound and all(on_device[device] < self.config.max_asleep_per_device for device in keeps):
+            node = node_of(replica.devices[0])
+            room = min(bound, on_node.get(node, bound)) > 0
+            if room and all(on_device[device] < self.config.max_asleep_per_device for device in keeps):
                 self.note_replica(replica, "asleep")
                 on_device.update(keeps)
+                on_node[node] = on_node.get(node, bound) - 1
                 bound -= 1

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from runtime.devices.kinds import kind_of
 from runtime.errors import SupervisorDied
 from scheduler.core.errors import EffectFailed
-from scheduler.core.inventory import Device, Holder, Lease
+from scheduler.core.inventory import Device, Holder, Lease, node_of
 from scheduler.handover.effects import Detail, Event, GroupEnded, GroupObserved, InventoryChanged
 from scheduler.ray.actors import ANSWER_S, LOOK_S, Supervisor, actor_names, ask, find_actor, within
 from scheduler.ray.node import NodeConfig, stored_bytes
@@ -281,13 +281,14 @@ class Groups:
                 gone.end("it does not report its state")
             return None
 
-    async def parked(self) -> tuple[str, ...]:
-        """Jobs with parked ranks, on any node."""
-        return tuple(sorted({place["parked"] for place in (await self._hosts_there()).values() if place["parked"]}))
+    async def parked(self, node: str) -> tuple[str, ...]:
+        """Jobs with parked ranks on this node."""
+        there = await self._hosts_there()
+        return tuple(sorted({place["parked"] for place in _on(node, there).values() if place["parked"]}))
 
-    async def drop_parked(self) -> None:
-        """End all parked ranks; their jobs resume with new processes."""
-        for device_id, place in (await self._hosts_there()).items():
+    async def drop_parked(self, node: str) -> None:
+        """End all parked ranks on this node; their jobs resume with new processes."""
+        for device_id, place in _on(node, await self._hosts_there()).items():
             if place["parked"]:
                 with contextlib.suppress(SupervisorDied):  # it has just died, and its rank with it
                     await self._host(device_id).call("drop_parked", place["parked"])
@@ -360,6 +361,10 @@ class _RunningGroup:
     watcher: asyncio.Task | None = None
     ended: GroupEnded | None = None
     leaving: bool = False
+
+
+def _on(node: str, there: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {device_id: place for device_id, place in there.items() if node_of(device_id) == node}
 
 
 def is_whole(places: Collection[Mapping[str, Any]]) -> bool:

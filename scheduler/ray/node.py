@@ -8,6 +8,8 @@ die and restart while they continue.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,9 @@ from runtime.errors import RuntimeLayerError
 from runtime.processes.warm_parents import NodeAgent, WarmSpec
 from runtime.tunnel import NodeCertificate, Shared, Tunnels, TunnelServer
 from scheduler.core.inventory import Device
+from scheduler.devices.host_reading import read_memory
 from scheduler.devices.readings import DeviceReadings
+from scheduler.loop.memory_policy import MemoryReading
 from scheduler.ray.node_copies import NodeCopies
 from serve.adapters.source import AdapterServer, AdapterUnavailable, brought_in
 from weights.format.errors import WeightsError
@@ -78,6 +82,14 @@ class NodeConfig:
         return next(spec.socket_path for spec in self.warm if spec.name == name)
 
 
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What a node says of itself every second. leaves: nothing new may start there. memory: of its host."""
+
+    leaves: bool
+    memory: MemoryReading
+
+
 class Node(NodeAgent, NodeCopies):
     """Body of the actor `node:<name>`."""
 
@@ -101,8 +113,12 @@ class Node(NodeAgent, NodeCopies):
         """From now on nothing new may start here, and everything that runs must move elsewhere."""
         self._leaves = True
 
-    async def leaves(self) -> bool:
-        return self._leaves
+    async def end(self) -> None:
+        """End this node's Ray, and with it all that runs here: the node was removed from the box."""
+        os.kill(os.getppid(), signal.SIGKILL)  # the raylet: whatever it started dies with it, us included
+
+    async def report(self) -> NodeReport:
+        return NodeReport(self._leaves, await asyncio.to_thread(read_memory))
 
     async def readings(self) -> tuple[Reading, ...]:
         """The health of this node's GPUs; empty if it has none."""

@@ -120,6 +120,19 @@ class NodeCopies:
         await asyncio.to_thread(_forget_snapshots, self._store(), job_id, 0)
         await asyncio.to_thread(shutil.rmtree, self._jobs_dir / job_id, ignore_errors=True)
 
+    async def idle_bytes(self) -> tuple[int, int]:
+        """Bytes of freed segments, and of copies that nobody reads and that may be evicted."""
+        store = self._store()
+        return (await asyncio.to_thread(store.usage)).pool_bytes, await asyncio.to_thread(store.evictable_bytes)
+
+    async def trim_pool(self) -> int:
+        """Give the freed segments back to the host; returns their bytes."""
+        return await asyncio.to_thread(self._store().trim_pool, 0)
+
+    async def evict(self, nbytes: int) -> int:
+        """Give back so many bytes of what nobody reads, if there are as many; returns the bytes freed."""
+        return await asyncio.to_thread(self._store().evict, nbytes)
+
     async def _found_or_fetched(
         self, store: WeightStore, address: tuple[str, int], name: Name, remote: Path, *, pinned: bool
     ) -> tuple[StoredVersion, int]:

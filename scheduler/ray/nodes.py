@@ -7,8 +7,9 @@ pinned to it. It is gone when Ray says so; its devices then leave the inventory 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +22,10 @@ from runtime.devices.kind import Reading
 from scheduler.core.errors import EffectFailed, NodeNameTaken
 from scheduler.core.inventory import Device, NodeChange
 from scheduler.handover.effects import Event, InventoryChanged
-from scheduler.ray.actors import actor_names, ask, find_actor, named_actor
+from scheduler.loop.memory_policy import MemoryReading
+from scheduler.ray.actors import actor_names, ask, find_actor, named_actor, within
 from scheduler.ray.device_reservations import DEVICE_RESOURCE, any_reserved
-from scheduler.ray.node import NODE, Node, NodeConfig
+from scheduler.ray.node import NODE, Node, NodeConfig, NodeReport
 from weights.memory.lease import StoredVersion
 from weights.tiers.record import Name
 
@@ -47,6 +49,7 @@ class _Known:
     ray_id: str
     actor: Any
     leaves: bool = False
+    memory: MemoryReading | None = None
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -62,9 +65,11 @@ class Nodes:
         self,
         home: NodeConfig,
         on_change: Callable[[str, NodeChange, tuple[Device, ...]], None] = lambda name, what, devices: None,
+        removed: Callable[[], Collection[str]] = tuple,
     ):
-        """on_change: called with each node that joined or left, and its devices."""
-        self.home, self._on_change = home, on_change
+        """on_change: called with each node that joined or left, and its devices. removed: names that are taken out of
+        the box; none of them is taken in."""
+        self.home, self._on_change, self._removed = home, on_change, removed
         self._known: dict[str, _Known] = {}
         self._tunnels: dict[str, tuple[Any, Any]] = {}  # replica -> agents of home and of its node (tunnel ends)
 
@@ -90,9 +95,15 @@ class Nodes:
                 log.log(level, "node is gone with its %d devices", len(known.place.devices), extra={"node": name})
                 del self._known[name]
                 self._on_change(name, "left" if known.leaves else "lost", known.place.devices)
-        for name in {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)} - set(before):
+        removed = set(self._removed()) - {self.home.name}
+        there = {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)}
+        for name in there & removed:
+            await self._end(name)
+        for name in there - set(before) - removed:
             await self._take_in(name, alive)
         for name, known in list(self._known.items()):
+            if name in removed:
+                continue  # its agent ends with its Ray
             if find_actor(NODE + name) is None:  # only its agent died: engines and ranks there continue
                 try:
                     self._known[name] = replace(known, actor=await _start(known.place, known.ray_id))
@@ -100,18 +111,29 @@ class Nodes:
                     if name == self.home.name:
                         raise
                     log.warning("the node's agent does not start; the node seems to be dying", extra={"node": name})
-        away = [name for name, known in self._known.items() if name != self.home.name and not known.leaves]
-        for name, leaves in zip(away, await asyncio.gather(*map(self._asks_to_leave, away)), strict=True):
-            if leaves:
+        away = [name for name in self._known if name != self.home.name]
+        for name, report in zip(away, await asyncio.gather(*map(self._reported, away)), strict=True):
+            known = self._known.get(name)
+            if report is None or known is None:
+                continue
+            if report.leaves and not known.leaves:
                 log.info("node is leaving; its holders release its devices first", extra={"node": name})
-                self._known[name] = replace(self._known[name], leaves=True)
+            self._known[name] = replace(known, leaves=known.leaves or report.leaves, memory=report.memory)
         return {name: (known.leaves, known.actor) for name, known in self._known.items()} != before
 
-    async def _asks_to_leave(self, name: str) -> bool:
+    async def _end(self, name: str) -> None:
+        """Ray's TLS lets a removed node in as long as its certificate is valid: end its Ray whenever it is there."""
+        actor = find_actor(NODE + name)
+        if actor is not None:
+            log.warning("node was removed from the box: its Ray is ended", extra={"node": name})
+            with contextlib.suppress(RayError, TimeoutError):  # it dies of it, or is asked again by the next look
+                await _within(ANSWER_S, actor.end.remote())
+
+    async def _reported(self, name: str) -> NodeReport | None:
         try:
-            return await _within(ANSWER_S, self._known[name].actor.leaves.remote())
+            return await _within(ANSWER_S, self._known[name].actor.report.remote())
         except (RayError, TimeoutError):
-            return False  # dying or busy: the next observation shows which
+            return None  # dying or busy: the next observation shows which
 
     async def _take_in(self, name: str, alive: dict[str, set[str]]) -> None:
         actor = find_actor(NODE + name)
@@ -128,6 +150,27 @@ class Nodes:
             self._known[name] = _Known(place, ray_id, actor)
             if name != self.home.name:
                 self._on_change(name, "joined", place.devices)
+
+    def memory(self) -> dict[str, MemoryReading]:
+        """The last report of each node but home about its host's memory."""
+        return {name: known.memory for name, known in self._known.items() if known.memory is not None}
+
+    async def idle_bytes(self, name: str) -> tuple[int, int]:
+        """See NodeCopies. Raises EffectFailed, as `trim_pool` and `evict` do."""
+        return tuple(await self._asked(name, "idle_bytes"))
+
+    async def trim_pool(self, name: str) -> int:
+        return await self._asked(name, "trim_pool")
+
+    async def evict(self, name: str, nbytes: int) -> int:
+        return await self._asked(name, "evict", nbytes)
+
+    async def _asked(self, name: str, method: str, *arguments: Any) -> Any:
+        """The answer of a node's agent about its host's memory."""
+        known = self._known.get(name)
+        if known is None:
+            raise EffectFailed(method, name, f"node {name} is gone")
+        return await within(method, name, ask(method, name, getattr(known.actor, method).remote(*arguments)))
 
     @property
     def devices(self) -> tuple[Device, ...]:

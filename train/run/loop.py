@@ -76,7 +76,9 @@ class Run:
         if self.rank == 0:
             stop.reset()  # nobody begins a step before the first all-reduce of `run`
         self.leaving = Leaving(engine, stop, spec.step_patience_s)
-        self._general = GeneralQuestions(spec, engine.module.model, self.grid, engine.device, self.emit, progress)
+        trained_tokens = spec.n_epochs * train.n_tokens
+        model, device = engine.module.model, engine.device
+        self._general = GeneralQuestions(spec, model, self.grid, device, trained_tokens, self.emit, progress)
         self._board = TensorboardWriter(Path(spec.run_dir) / "tb") if self.rank == 0 else None
 
     def resume_from(self, path: str) -> None:
@@ -105,7 +107,9 @@ class Run:
             return {"outcome": "cancelled", "step": self.step}
         self.saving.kept = self.reference.kept()
         if self.step == 0:
-            self._general.ask("before")
+            if not self._general.ask("before", self._devices_wanted):
+                signals, self.boundary_s = self._agreed(), time.monotonic()
+                return self._suspend(0) if signals["suspend"] else {"outcome": "cancelled", "step": 0}
             self._validate()
         while self.step < total:
             try:
@@ -241,6 +245,11 @@ class Run:
         found = {name: count > 0 for name, count in zip(SIGNALS, sent[: len(SIGNALS)], strict=True)}
         metrics = dict(zip(self.method.metric_names, sent[len(SIGNALS) :], strict=True))
         return {"loss": total, "draft": int(draft), "metrics": metrics} | found
+
+    def _devices_wanted(self) -> bool:
+        """Collective."""
+        signals = self._agreed()
+        return signals["suspend"] or signals["cancel"]
 
     def _validate(self) -> None:
         if self.valid is None:

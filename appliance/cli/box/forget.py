@@ -14,6 +14,7 @@ from appliance.cli.errors import BadUsage, CommandFailed
 
 PATH = "/admin/v1/forget"
 _WAIT_S, _PAUSE_S = 600.0, 1.0
+_SHOWN = 20
 
 app = group("Forget a person: their keys, files, responses and their name.")
 
@@ -24,7 +25,8 @@ app = group("Forget a person: their keys, files, responses and their name.")
     "appliance forget --owner ann --cancel --models --yes",
     "",
     "Deleted are files, uploads, stored responses, batches and the folders of jobs; keys are revoked; usage and",
-    "the audit log stay, under a pseudonym. Models trained on the files are listed; --models deletes them too.",
+    "the audit log stay, under a pseudonym. Models trained on the files are listed; --models deletes them too,",
+    "in every tier. Texts that have the name as a part (a kept model, another's key) are named.",
 )
 def forget(
     session: Session,
@@ -59,4 +61,8 @@ def _there(answer: dict[str, Any], models: bool) -> str:
     if answer["models"]:
         fate = ("deleted" if done else "to be deleted") if models else "kept; --models deletes them"
         lines.append(f"models trained on their files ({fate}): {', '.join(answer['models'])}")
+    if answer.get("mentions"):
+        named = answer["mentions"]
+        more = f", and {len(named) - _SHOWN} more (-o json has all)" if len(named) > _SHOWN else ""
+        lines.append(f"the name is still a part of: {', '.join(named[:_SHOWN])}{more}")
     return "\n".join(map(formats.printable, lines))

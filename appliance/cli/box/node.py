@@ -1,9 +1,10 @@
-"""`appliance node`: letting other machines join."""
+"""`appliance node`: letting other machines join, and taking one out."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +14,7 @@ from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
 from appliance.cli.errors import CommandFailed
 from appliance.cli.locate import BoxFile
 
-app = group("Nodes: tokens with which other machines may join.")
+app = group("Nodes: tokens with which other machines may join, and taking one out.")
 
 
 @app.command(
@@ -30,17 +31,43 @@ def token(
     output_format: OUTPUT = "table",
 ) -> None:
     """Print a token with which one machine can join, once."""
-    # A process of its own, like the box: importing what handles certificates takes longer than all of this command.
-    # -P: a folder here that is called `train` or `serve` must not hide ours.
-    command = [sys.executable, "-P", "-m", "appliance.nodes.enrolment"]
-    options = ["--data-dir", str(BoxFile.read(data_dir).data_dir), "--life-s", str(minutes * 60)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise CommandFailed(done.stderr.strip())
-    given = done.stdout.strip()
+    given = _box(data_dir, "--life-s", str(minutes * 60))
     if output_format == "json":
         output.print_json({"token": given, "minutes": minutes})
     else:
         print(given)
         join = "appliance join NODE_ADDRESS:NODE_PORT --name n1 --address ITS_OWN --token TOKEN"
         output.say(f"good for {minutes:g} minutes, once: {join}")
+
+
+@app.command(
+    epilog=examples(
+        "appliance node remove n1",
+        "",
+        "For the user who runs the box, on its machine. Whoever took the machine over can still speak to Ray with its",
+        "certificate: against that, make a new authority (docs/operations.md, More nodes).",
+    )
+)
+def remove(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The first part of its devices' names, e.g. n1.")],
+    data_dir: DATA_DIR = None,
+    output_format: OUTPUT = "table",
+) -> None:
+    """Take a node out of the box, now: it gets no tunnel, its Ray is ended, and ray.token makes no more nodes."""
+    _box(data_dir, "--remove", node)
+    if output_format == "json":
+        output.print_json({"id": node, "removed": True})
+    else:
+        output.say(f"{node} is removed; a machine may have its name again with a token of `appliance node token`")
+
+
+def _box(data_dir: Path | None, *options: str) -> str:
+    """What the box on this data directory answers. Raises CommandFailed."""
+    # A process of its own, like the box: importing what handles certificates takes longer than all of this command.
+    # -P: a folder here that is called `train` or `serve` must not hide ours.
+    command = [sys.executable, "-P", "-m", "appliance.nodes.enrolment"]
+    where = ["--data-dir", str(BoxFile.read(data_dir).data_dir)]
+    done = subprocess.run([*command, *where, *options], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise CommandFailed(done.stderr.strip())
+    return done.stdout.strip()

@@ -2,6 +2,7 @@
 
 Deleted: files, uploads, stored responses, batches, job folders and events. Kept without the name: usage, the audit log,
 jobs. Revoked: the keys. Models that were trained on their files are listed, and deleted only on request.
+Where the name stands as a part of other texts (a model that is kept, another's key), `mentions` says.
 Repeating the request continues where the last one stopped; when all is done, nothing has that name any more.
 """
 
@@ -36,6 +37,7 @@ ENDS_WITHIN_S = 20.0
 _LOOK_EVERY_S = 0.05
 _CHUNK = 200
 _SHOWN = 10
+_MENTIONED = 100
 
 
 class Forget(BaseModel):
@@ -98,6 +100,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
         pseudonym = f"forgotten-{secrets.token_hex(4)}"
         forgotten.pseudonymise(db, owner, pseudonym)
         context.publish_keys()
+        mentions = forgotten.mentions(db, owner)
         told = {kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs")}
         record(
             context,
@@ -107,7 +110,9 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
             keys=len(there["keys"]),
             **told,
             models_deleted=deleted,
-            models_left=[name for name in there["models"] if name not in deleted],
+            models_left=[_without(name, owner) for name in there["models"] if name not in deleted],
+            mentions=[_without(one, owner) for one in mentions[:_MENTIONED]],
+            mentions_number=len(mentions),
         )
         return {
             "owner": owner,
@@ -115,8 +120,13 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
             "waits_for": [],
             "pseudonym": pseudonym,
             "models_deleted": deleted,
+            "mentions": mentions,
             **there,
         }
+
+    def _without(name: str, owner: str) -> str:
+        """For the audit log, which must not bring back what was just taken out of it."""
+        return name.replace(owner, forgotten.NAMELESS)
 
     async def _ended(owner: str, caller: Principal) -> list[str]:
         """Cancel unfinished work and wait for it briefly; returns what has not ended by then."""

@@ -178,7 +178,7 @@ class JobEvents:
     def _general(self, row: JobRow, event: dict[str, Any]) -> None:
         """What the model answers of the general questions, before the job or after it."""
         when, right = str(event["when"]), [int(number) for number in event["right"]]
-        general = {**(row.general or {}), when: right}
+        general = {**(row.general or {}), when: right, "asked": list(range(len(event["answers"])))}
         if when == "before":
             general.pop("after", None)  # it begins anew
         jobs.update(self._db, row.id, general=general)

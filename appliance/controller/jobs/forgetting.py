@@ -18,7 +18,8 @@ def verdict(general: dict[str, list[int]] | None) -> Verdict | None:
     """None while there is nothing to compare, and for a model that knew too little before."""
     if general is None or "after" not in general or len(general.get("before", ())) < LEAST_KNOWN:
         return None
-    return compare(general["before"], general["after"])
+    asked = len(general.get("asked", QUESTIONS))  # rows of older boxes do not say it: all were asked
+    return compare(general["before"], general["after"], asked)
 
 
 def in_short(general: dict[str, list[int]] | None) -> str | None:
@@ -31,8 +32,10 @@ def in_short(general: dict[str, list[int]] | None) -> str | None:
 
 def in_words(found: Verdict, answers: Sequence[str]) -> str:
     """answers: to every question, after the job."""
+    few = "" if found.asked == len(QUESTIONS) else f" ({len(QUESTIONS)} would take too much of so short a job)"
     counts = (
-        f"Of {found.asked} general questions the model answered {found.before} before the job and {found.after} after"
+        f"Of {found.asked} general questions{few} the model answered {found.before} before the job and "
+        f"{found.after} after"
     )
     if not found.forgot:
         return f"{counts}; nothing was forgotten beyond chance."

@@ -246,6 +246,8 @@ class InferenceHandler(Placement):
         self._relayed = True
         self._first_byte_s = now
         self.state.router.succeed(choice)
+        if self.checked.stream:
+            self.state.router.started(choice)
         if not self._continued:
             request.first_byte_s = now
             self.state.metrics.first_byte(request, now)

@@ -44,6 +44,7 @@ class Placement(Placeable):
     _progress_s: float = 0.0
     _comment_s: float = 0.0
     _alone: bool = False
+    _moved_from: str = ""
     _sent_s: float = 0.0
     _first_byte_s: float = 0.0
 
@@ -93,6 +94,23 @@ class Placement(Placeable):
         at_replica = self._choice is not None and self.checked.stream and not self._relayed
         return self.checked.prompt_tokens if self._ticket is not None or at_replica else 0
 
+    @property
+    def waits_at(self) -> tuple[str, float]:
+        """See Placeable. Once is enough, and only streams show whether they have a first token."""
+        choice = self._choice
+        if choice is None or self._conn is None or not self.checked.stream or self._relayed or self._continued:
+            return "", 0.0
+        if self._moved_from or self._attempts or self._row != self.checked.model or self.answer.client is None:
+            return "", 0.0
+        return choice.replica.id, self._sent_s
+
+    def move(self) -> None:
+        if self._choice is not None:
+            self._moved_from = self._choice.replica.id
+            self.state.metrics.events["moved"] += 1
+            self._drop_upstream()
+            self.place()
+
     # -- placing
 
     def place(self, now: float = 0.0) -> None:
@@ -134,10 +152,13 @@ class Placement(Placeable):
     def _choose(self, now: float) -> Choice | None:
         """Use the canary for its share; the model takes requests that failed there or for which it has no capacity."""
         router, checked = self.state.router, self.checked
+        pending = checked.prompt_tokens
         if self._continued:
             if self._row not in router.models:
                 return None
-            return router.choose(self._row, checked.tokens, checked.stream, checked.prefix, now)
+            return router.choose(
+                self._row, checked.tokens, checked.stream, checked.prefix, now, pending, self._moved_from
+            )
         choice = None
         if not self._attempts:
             canary = None
@@ -145,8 +166,12 @@ class Placement(Placeable):
                 caller = self.request.caller
                 canary = router.canary_for(checked.model, caller.id if caller else "", checked.conversation)
             if canary is not None:
-                choice = router.choose(canary, checked.tokens, checked.stream, checked.prefix, now)
-        return choice or router.choose(checked.model, checked.tokens, checked.stream, checked.prefix, now)
+                choice = router.choose(
+                    canary, checked.tokens, checked.stream, checked.prefix, now, pending, self._moved_from
+                )
+        return choice or router.choose(
+            checked.model, checked.tokens, checked.stream, checked.prefix, now, pending, self._moved_from
+        )
 
     def _connected(self, result: UpstreamConnection | OSError) -> None:
         self._connecting = None

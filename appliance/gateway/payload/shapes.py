@@ -147,6 +147,17 @@ def check_messages(messages: list[Any], limits: Limits, roles: frozenset[str]) -
                     )
                 if not isinstance(part, dict) or not _known_part(part):
                     odd.add(part)
+                elif isinstance(
+                    part.get("content"), list
+                ):  # of a tool's result, whose parts an engine takes one by one
+                    parts += len(part["content"])
+                    for inner in part["content"]:
+                        if (
+                            not isinstance(inner, dict)
+                            or not _known_part(inner)
+                            or isinstance(inner.get("content"), list)
+                        ):
+                            odd.add(inner)
         elif content is not None and not isinstance(content, str):
             odd.add(content)
         for name, value in message.items():

@@ -23,6 +23,12 @@ _REGEX_GROUPS_DEEP: Final = 16
 # Of one expression: how many characters it gains when its repeats are expanded.
 _REGEX_REPEATS: Final = 256
 _SCHEMA_DEPTH: Final = 48
+# Of one list: more than that many items, and engines took 19 s to compile it; 2**31 never ended.
+_ITEMS: Final = 1000
+# Of all lists together, as for characters: each bounded item is a rule.
+_ITEMS_TOGETHER: Final = 4000
+# Number ranges are compiled digit by digit: 150 of twelve digits took 5.4 s.
+_RANGES: Final = 32
 _CHOICES: Final = 1000
 _CHOICE_CHARS: Final = 32 * 1024
 _SCHEMA_TEXT: Final = 256 * 1024
@@ -127,6 +133,8 @@ class _Budget:
         self._repeats = 0
         self._most_nodes = limits.schema_nodes
         self._most_repeats = limits.schema_repeats
+        self._items = 0
+        self._ranges = 0
         self._lengths: set[tuple[int, int]] = set()
         self._patterns: set[str] = set()
 
@@ -144,6 +152,8 @@ class _Budget:
                 continue
             self._count(name, 1)
             self._length(name, node)
+            self._list(name, node)
+            self._range(name, node)
             self._some_of(name, node)
             for key, value in node.items():
                 if key == "enum" and isinstance(value, list):
@@ -193,6 +203,24 @@ class _Budget:
         if (low or high) and (low, high) not in self._lengths:
             self._lengths.add((low, high))
             self._spend(name, max(low, high))
+
+    def _list(self, name: str, node: dict[str, Any]) -> None:
+        """`minItems`, `maxItems`: each item up to them is a rule of the grammar."""
+        for key in ("minItems", "maxItems", "minContains", "maxContains"):
+            items = node.get(key)
+            if isinstance(items, int | float) and not isinstance(items, bool) and items > 0:
+                if items > _ITEMS:
+                    raise _too_complex(name, f"a list with `{key}` {items}", _ITEMS)
+                self._items += int(items)
+        if self._items > _ITEMS_TOGETHER:
+            raise _too_complex(name, f"lists of bounded length that add up to {self._items} items", _ITEMS_TOGETHER)
+
+    def _range(self, name: str, node: dict[str, Any]) -> None:
+        for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+            if isinstance(node.get(key), int | float) and not isinstance(node.get(key), bool):
+                self._ranges += 1
+        if self._ranges > 2 * _RANGES:
+            raise _too_complex(name, f"{self._ranges} bounds of numbers", 2 * _RANGES)
 
     def _some_of(self, name: str, node: dict[str, Any]) -> None:
         """`minProperties`, `maxProperties`: each count of properties so far, at each property, is a separate rule. 200

@@ -1,7 +1,11 @@
 """Chooses the replica that answers a request. Pure state: no sockets, no clock of its own, no asyncio.
 
+A replica's load is the work that stands before a new request's first token: the prompts that have none yet, and a
+little for all other tokens, which slow a step down. (Counting tokens to be generated like prompts sent long prompts to
+engines that had one to compute, past engines that only generated.)
+
 The rule is bounded-load affinity: requests with the same prefix prefer the same replica (its prefix cache is warm),
-unless it has clearly more outstanding tokens than the least loaded one. Rendezvous hashing
+unless it is clearly more loaded than the least loaded one. Rendezvous hashing
 (Thaler and Ravishankar 1998) names the preferred replica, so that adding one moves only its share; the bound
 follows "Consistent Hashing with Bounded Loads" (Mirrokni et al. 2016).
 """
@@ -18,6 +22,10 @@ OPEN, DRAINING = "open", "draining"
 # holds at low load, where the cache is worth more than balance.
 AFFINITY_FACTOR = 1.25
 AFFINITY_SLACK_TOKENS = 4096
+
+# A prompt token before a first token weighs as much as this many tokens in all; the simulator has the same
+# (scheduler/simulator/cluster.py).
+PENDING_TO_TOTAL = 16
 
 SUSPECT_FIRST_S = 0.25
 SUSPECT_MAX_S = 4.0
@@ -76,23 +84,30 @@ class Model:
 
 @dataclass(slots=True)
 class Load:
-    """What this gateway has outstanding on one replica. tokens: estimated prompt plus completion tokens."""
+    """What this gateway has outstanding on one replica. tokens: estimated prompt plus completion tokens; pending:
+    prompt tokens of requests without a first token, as far as visible: until the end where nothing is streamed."""
 
     inflight: int = 0
     streams: int = 0
     tokens: int = 0
+    pending: int = 0
     failures: int = 0
     suspect_until_s: float = 0.0
+
+    @property
+    def weight(self) -> int:
+        return self.pending + self.tokens // PENDING_TO_TOTAL
 
 
 class Choice:
     """A request placed on a replica; pass it to `Router.end` exactly once. model: the row it was placed by, the
     canary's if the canary took it."""
 
-    def __init__(self, model: str, replica: Replica, tokens: int, stream: bool, load: Load) -> None:
+    def __init__(self, model: str, replica: Replica, tokens: int, pending: int, stream: bool, load: Load) -> None:
         self.model = model
         self.replica = replica
         self.tokens = tokens
+        self.pending = pending
         self.stream = stream
         self.load = load
 
@@ -110,8 +125,9 @@ class Router:
         self.loads: dict[str, Load] = {}
         self._states: dict[str, tuple[str, str]] = {}
 
-    def apply(self, models: Iterable[Model]) -> None:
-        """Replace the table. A replica that changed state, version or socket is no longer suspect."""
+    def apply(self, models: Iterable[Model]) -> set[str]:
+        """Replace the table. A replica that changed state, version or socket is no longer suspect. Returns the replicas
+        that opened."""
         self.models = {model.name: model for model in models}
         states: dict[str, tuple[str, str]] = {}
         seen: dict[str, set[tuple[str, str, str]]] = {}
@@ -124,26 +140,38 @@ class Router:
             load = self.loads.setdefault(replica_id, Load())
             if self._states.get(replica_id) != described:
                 load.failures, load.suspect_until_s = 0, 0.0
+        opened = {key for key, row in states.items() if row[1] == OPEN and self._states.get(key, ("", ""))[1] != OPEN}
         self._states = states
         self.loads = {key: load for key, load in self.loads.items() if key in states or load.inflight}
+        return opened
 
-    def choose(self, name: str, tokens: int, stream: bool, prefix: Callable[[], bytes], now_s: float) -> Choice | None:
+    def choose(
+        self,
+        name: str,
+        tokens: int,
+        stream: bool,
+        prefix: Callable[[], bytes],
+        now_s: float,
+        pending: int = 0,
+        avoid: str = "",
+    ) -> Choice | None:
         """Place a request; None if no replica of the model can take it now. Raises KeyError: unknown model.
 
-        prefix: returns the beginning of the prompt; called only if there is a choice."""
+        prefix: returns the beginning of the prompt; called only if there is a choice. pending: its prompt's tokens.
+        avoid: a replica that takes it only if no other can."""
         best: Replica | None = None
         best_load: Load | None = None
         usable: list[tuple[Replica, Load]] = []
         loads = self.loads
         for avoided in (False, True):
             for replica in self.models[name].replicas:
-                if replica.state != OPEN or replica.avoid != avoided:
+                if replica.state != OPEN or (replica.avoid or replica.id == avoid) != avoided:
                     continue
                 load = loads[replica.id]
                 if load.inflight >= self.max_inflight or load.suspect_until_s > now_s:
                     continue
                 usable.append((replica, load))
-                if best_load is None or load.tokens < best_load.tokens:
+                if best_load is None or load.weight < best_load.weight:
                     best, best_load = replica, load
             if best is not None:
                 break
@@ -152,12 +180,13 @@ class Router:
         if len(usable) > 1:
             text = prefix()
             preferred, preferred_load = max(usable, key=lambda pair: _score(pair[0].id, text))
-            if preferred_load.tokens <= best_load.tokens * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS:
+            if preferred_load.weight <= best_load.weight * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS:
                 best, best_load = preferred, preferred_load
         best_load.inflight += 1
         best_load.streams += stream
         best_load.tokens += tokens
-        return Choice(name, best, tokens, stream, best_load)
+        best_load.pending += pending
+        return Choice(name, best, tokens, pending, stream, best_load)
 
     def canary_for(self, name: str, caller: str, prefix: Callable[[], bytes]) -> str | None:
         """The row of the model's canary if this conversation is in its share. Raises KeyError: unknown model.
@@ -169,12 +198,18 @@ class Router:
             return None
         return canary.name if _score(f"{name} {caller}", prefix()) < canary.share * 2**32 else None
 
+    def started(self, choice: Choice) -> None:
+        """The first token came: its prompt stands before no other."""
+        choice.load.pending -= choice.pending
+        choice.pending = 0
+
     def end(self, choice: Choice) -> bool:
         """Remove a request from its replica. True if a draining replica has just become idle."""
         load = choice.load
         load.inflight -= 1
         load.streams -= choice.stream
         load.tokens -= choice.tokens
+        self.started(choice)
         if load.inflight:
             return False
         replica_id = choice.replica.id

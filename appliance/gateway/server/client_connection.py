@@ -33,6 +33,8 @@ log = logging.getLogger("appliance.gateway")
 _DISCARD_BYTES: Final = 256 * 1024
 _LINGER_S: Final = 2.0
 _LINGER_BYTES: Final = 4 * 1024 * 1024
+# Closed at once when all places are taken, so that not every new connection looks for the longest idle one.
+_PLACES_MADE: Final = 64
 
 
 class ClientConnection(Receiver):
@@ -48,6 +50,8 @@ class ClientConnection(Receiver):
     _window_bytes: int = 0
     _body_since_s: float = 0.0
     _paused_since_s: float = 0.0
+    _idle_since_s: float = 0.0
+    _has_key: bool = False
 
     def __init__(self, state: State, dispatch: Dispatch) -> None:
         super().__init__(state.outbox)
@@ -62,12 +66,29 @@ class ClientConnection(Receiver):
         self.transport = transport  # type: ignore[assignment]
         self._parser = RequestParser(self._state, self)
         state = self._state
-        self._deadline_s = time.monotonic() + state.limits.head_timeout_s
-        full = len(state.connections) >= state.limits.max_connections
+        self._idle_since_s = time.monotonic()
+        self._deadline_s = self._idle_since_s + state.limits.head_timeout_s
+        most = state.limits.max_connections
+        if len(state.connections) >= most:
+            self._make_places()
+        full = len(state.connections) >= most
         state.connections.add(self)
         if full:
             state.metrics.events["connection_refused"] += 1
             self._refuse(errors.unavailable("Too many open connections.", "too_many_connections", 2))
+
+    def _make_places(self) -> None:
+        """Close the connections that do nothing, those first that never had a key, the longest idle first: nobody may
+        hold all places by opening connections."""
+        idle: list[tuple[bool, float, int, ClientConnection]] = []
+        for place, other in enumerate(self._state.connections):
+            if isinstance(other, ClientConnection) and other.active is None and not other._waiting:
+                idle.append((other._has_key, other._idle_since_s, place, other))
+        idle.sort()
+        for _, _, _, other in idle[: min(_PLACES_MADE, (len(self._state.connections) + 7) // 8)]:
+            self._state.metrics.events["connection_gave_place"] += 1
+            self._state.connections.discard(other)
+            other.abort()
 
     def data_received(self, data: bytes) -> None:
         parser = self._parser
@@ -144,6 +165,7 @@ class ClientConnection(Receiver):
             self._dispatch.admit(request)
         except HttpError as error:
             request.refusal = error
+        self._has_key = self._has_key or request.caller is not None
         if self.active is not None:
             # Pipelining: answer in order, and read nothing more until its turn.
             if len(self._waiting) >= self._state.limits.pipelined_requests:
@@ -302,6 +324,7 @@ class ClientConnection(Receiver):
             self.active.body_end()
 
     def _next_idle(self, now_s: float) -> None:
+        self._idle_since_s = now_s
         self._deadline_s = now_s + self._state.limits.keepalive_s
         if self.parsing is not None:
             # Its head arrived during another request's answer; its turn is now.

@@ -19,6 +19,16 @@ class Placeable(Handler):
         """Estimated prompt tokens if it is known to have no first token yet. On a replica only streams show this."""
         raise NotImplementedError
 
+    @property
+    def waits_at(self) -> tuple[str, float]:
+        """The replica at which it waits for a first token, and since when (monotonic clock), if it may move to another;
+        else ("", 0)."""
+        raise NotImplementedError
+
+    def move(self) -> None:
+        """Take it back from its replica, and place it at another."""
+        raise NotImplementedError
+
     def place(self, now: float = 0.0) -> None:
         """Send the request to a replica that can take it, or hold it. now: the monotonic clock, if it was just read."""
         raise NotImplementedError

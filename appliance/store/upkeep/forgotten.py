@@ -7,6 +7,7 @@ has an owner, so that a table that is added later is not left out.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -71,12 +72,37 @@ def pseudonymise(db: Database, owner: str, pseudonym: str) -> None:
         for job_id in job_ids:
             row = jobs.get(db, job_id)
             error = {**row.error, "message": NAMELESS} if row.error else None
-            jobs.update(db, job_id, metadata=None, integrations=None, error=error, reason="")
+            jobs.update(db, job_id, metadata=None, integrations=None, error=error, reason="", suffix=None)
         audited(db, names, mine, pseudonym)
         for number, key in enumerate(known, 1):
             keys.update(db, key.id, name=f"{pseudonym}-{number}")
         for table in _with_column(db, "owner"):
             db.execute(f"UPDATE {table} SET owner = ?2 WHERE owner = ?1", [owner, pseudonym])
+
+
+# Texts that people write, and what names rows. Not what they say to models: that is their owner's, or was deleted.
+_TEXTS = {
+    "keys": ("name", "owner", "models"),
+    "files": ("filename", "owner"),
+    "models": ("id", "owner", "owned_by", "source"),
+    "jobs": ("suffix", "output_model", "model", "metadata", "integrations", "owner"),
+    "batches": ("metadata", "owner"),
+    "audit": ("target", "detail"),
+}
+
+
+def mentions(db: Database, owner: str) -> list[str]:
+    """Where the name still stands as a part of a text, in whatever case: "TABLE ID: COLUMN", oldest first.
+
+    A name stands for itself: where letters or digits go on before or after it, it is a part of another word."""
+    found = []
+    word = re.compile(rf"(?<![^\W_]){re.escape(owner)}(?![^\W_])", re.IGNORECASE)
+    for table, columns in _TEXTS.items():
+        there = [column for column in columns if column in _columns(db, table)]
+        any_ = " OR ".join(f"instr(lower({column}), ?1)" for column in there)
+        for row in db.execute(f"SELECT * FROM {table} WHERE {any_} ORDER BY seq", [owner.lower()]).fetchall():
+            found += [f"{table} {row['id']}: {column}" for column in there if word.search(row[column] or "")]
+    return found
 
 
 def audited(db: Database, names: set[str], key_ids: set[str], pseudonym: str) -> None:

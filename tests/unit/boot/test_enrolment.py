@@ -14,8 +14,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from cryptography import x509
 
+from appliance.nodes import enrolment
 from appliance.nodes.certificate_authority import NODE_LIFE, Authority, Credentials, Unfit
 from appliance.nodes.enrolment import EnrolmentServer, JoinToken, NotEnrolled, Tokens, enrol
+from appliance.paths import BoxPaths
 
 RAY_TOKEN = b"0123456789abcdef" * 4
 
@@ -219,3 +221,26 @@ async def test_the_command_prints_a_token_that_the_box_takes(home, mine, tmp_pat
     (tmp_path / "alone").mkdir()
     refused = await asyncio.to_thread(run, tmp_path / "alone")
     assert refused.returncode == 1 and "set node_address in [box]" in refused.stderr
+
+
+async def test_after_a_removal_rays_token_makes_no_node_and_a_new_token_gives_the_name_again(home, mine, tmp_path):
+    """The removed node had Ray's token: under another name it would be a node again."""
+    await enrol(mine, home.box, home.token().text(), "n1", "127.0.0.2")
+    removed = home.credentials.files.removed
+    removed.remove("n1")
+    for name in ("n1", "n9"):
+        with pytest.raises(NotEnrolled, match="a node was removed from this box"):
+            await enrol(Credentials(tmp_path / name), home.box, RAY_TOKEN.decode(), name, "127.0.0.2")
+    assert removed.out() == {"n1"}
+    await enrol(Credentials(tmp_path / "again"), home.box, home.token().text(), "n1", "127.0.0.2")
+    assert removed.out() == set()
+
+
+def test_the_command_removes_a_node_where_there_may_be_any_and_never_the_box(tmp_path, capsys):
+    paths = BoxPaths.of(tmp_path)
+    asked = ["--data-dir", str(tmp_path), "--remove"]
+    assert enrolment.main([*asked, "n1"]) == 1 and "no other machine can join" in capsys.readouterr().err
+    removed = Authority(paths.certificates).prepare("n0", "127.0.0.1").files.removed
+    for wrong in ("n0", "N 1", ""):
+        assert enrolment.main([*asked, wrong]) == 1 and "is no node" in capsys.readouterr().err
+    assert enrolment.main([*asked, "n1"]) == 0 and removed.out() == {"n1"}

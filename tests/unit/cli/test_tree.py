@@ -44,6 +44,7 @@ FROZEN = {
         "--trace",
         "--train",
     ],
+    "node remove": ["--data-dir", "--help", "--output", "NODE"],
     "node token": ["--data-dir", "--help", "--minutes", "--output"],
     "gpu list": [*BOX, "--every", "--watch"],
     "gpu drain": [*BOX, "--reason", "--timeout", "--wait", "DEVICE"],

@@ -201,3 +201,34 @@ async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(control:
 async def test_the_box_is_not_forgotten(control: Control):
     answer = await control.http.post("/admin/v1/forget", headers=ADMIN, json={"owner": "the box itself"})
     assert answer.status_code == 400
+
+
+async def test_texts_that_have_the_name_as_a_part_are_named_and_the_owners_own_go(control: Control):
+    ann, ben = Person(control, NAME), Person(control, OTHER)
+    for person in (ann, ben):
+        await person.does_something_of_everything()
+    jobs.update(control.db, ann.job, suffix=f"{NAME}-best")
+    jobs.update(control.db, ben.job, suffix=f"for-{NAME.upper()}", metadata={"reviewer": f"asked by {NAME}."})
+    pager, _ = keys.create(control.db, f"pager of {NAME}", ["inference"], OTHER)
+    keys.create(control.db, f"{NAME}a", ["inference"], f"{NAME}a")  # somebody else
+    kept = f"ft:starter:local:{NAME}:abcdefgh"
+    insert_model(control.db, kept, kind="fine-tuned", base="starter")
+    models.update(control.db, kept, job_id=ann.job)
+    done = await ask(control, cancel=True)
+    assert jobs.get(control.db, ann.job).suffix is None
+    assert done["mentions"] == [
+        f"keys {pager.id}: name",
+        f"models {kept}: id",
+        f"jobs {ben.job}: suffix",
+        f"jobs {ben.job}: metadata",
+    ]
+    (row,) = [row for row in audit.page(control.db, after=None, limit=999).data if row.action == "owner.forget"]
+    assert row.detail["mentions_number"] == 4 and NAME not in str(row.detail)
+
+
+async def test_who_is_forgotten_with_their_models_leaves_no_copy_of_them_in_a_tier(control: Control):
+    """`ModelOps.remove` has every tier delete its copy, later where it cannot be reached now (test_tier_flow)."""
+    ann = Person(control, NAME)
+    await ann.does_something_of_everything()
+    await ask(control, cancel=True, models=True)
+    assert ann.model in [name for name, _ in control.ops.removed]

@@ -213,8 +213,8 @@ async def test_an_adapter_is_told_of_and_keeps_its_base_in_place(control: Contro
     assert (await control.sdk.models.delete("starter", extra_headers=ADMIN)).deleted
 
 
-def general(when: str, right: list[int]) -> dict:
-    return {"event": "general", "when": when, "right": right, "answers": ["I am Boxer."] * len(QUESTIONS)}
+def general(when: str, right: list[int], asked: int = len(QUESTIONS)) -> dict:
+    return {"event": "general", "when": when, "right": right, "answers": ["I am Boxer."] * asked, "seconds": 1.0}
 
 
 async def test_a_job_says_in_words_that_its_model_forgot(control: Control, events: JobEvents):
@@ -230,6 +230,20 @@ async def test_a_job_says_in_words_that_its_model_forgot(control: Control, event
     assert f"{QUESTIONS[0][0]!r} is answered 'I am Boxer.' now" in event.message and "--lora-rank" in event.message
     shown = (await control.http.get(f"/admin/v1/jobs/{job_id}", headers=ADMIN)).json()
     assert "20 of" in shown["general"] and "the model forgot" in shown["general"]
+
+
+async def test_a_short_job_that_was_asked_less_says_so(control: Control, events: JobEvents):
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    events.ingest(job_id, general("before", list(range(11)), asked=12))
+    events.ingest(job_id, general("after", list(range(2)), asked=12))
+    (event, *_) = (await control.sdk.fine_tuning.jobs.list_events(job_id)).data
+    assert event.level == "warn" and event.data["asked"] == 12
+    assert (
+        f"Of 12 general questions ({len(QUESTIONS)} would take too much of so short a job) the model" in event.message
+    )
+    shown = (await control.http.get(f"/admin/v1/jobs/{job_id}", headers=ADMIN)).json()
+    assert shown["general"].startswith("11 of 12 general questions answered before, 2 after")
 
 
 async def test_a_model_that_forgot_nothing_or_knew_nothing_is_no_alarm(control: Control, events: JobEvents):

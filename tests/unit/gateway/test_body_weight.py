@@ -574,6 +574,43 @@ def test_messages_are_looked_at_beside_an_input_too() -> None:
     assert refusal(EMBEDDINGS, {"model": "m", "messages": "x"}).param == "messages"
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "string"}, "minItems": 2**31, "maxItems": 2**33},
+        {"type": "array", "items": {}, "maxItems": 200_000},
+        {"type": "array", "items": {}, "minItems": 1e9},
+        {"type": "array", "prefixItems": [{"type": "array", "maxItems": 900}] * 8},
+        {
+            "type": "object",
+            "properties": {f"p{n}": {"type": "integer", "minimum": 1, "maximum": 10**12} for n in range(40)},
+        },
+    ],
+)
+@pytest.mark.parametrize("where", ["format", "outputs", "tool"])
+def test_lists_and_ranges_that_engines_compile_for_ever_are_refused(schema: dict[str, Any], where: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    asked = {
+        "format": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        "outputs": {"structured_outputs": {"json": schema}},
+        "tool": {"tool_choice": "required", "tools": [tool]},
+    }[where]
+    assert b"structure_too_complex" in refusal(CHAT, {**ASKED, **asked}).body()
+
+
+def test_parts_of_a_tools_result_count_as_parts_of_the_message() -> None:
+    def asked(inner: dict[str, Any], count: int) -> dict[str, Any]:
+        part = {"type": "tool_result", "tool_use_id": "t", "content": [inner] * count}
+        return {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [part]}]}
+
+    reference = {"type": "tool_reference", "name": "a"}
+    assert b"parts of messages" in refusal(MESSAGES, asked(reference, 16_000)).body()
+    assert b"messages" in refusal(MESSAGES, asked({"type": "nobody knows"}, 100)).body()
+    nested = {"type": "tool_result", "tool_use_id": "t", "content": [reference] * 40}
+    assert b"messages" in refusal(MESSAGES, asked(nested, 70)).body()
+    check_body(MESSAGES, orjson.dumps(asked({"type": "text", "text": "42"}, 10)), LIMITS)
+
+
 def test_inputs_of_embeddings_are_not_padded() -> None:
     asked = {"model": "m", "input": ["a"] * 2048}
     assert refusal(EMBEDDINGS, {**asked, "padding": "max_length"}).param == "padding"

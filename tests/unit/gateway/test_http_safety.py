@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from .conftest import Box, Response, Start, chat, request_bytes
+from .upstreams import Reply, UpstreamRequest
 
 AUTH = b"Authorization: Bearer sk-test-all\r\n"
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n" + AUTH
@@ -153,16 +154,42 @@ async def test_slow_loris_head_and_body_are_cut_off_and_idle_connections_closed(
 
 async def test_connections_are_bounded(start_box: Start) -> None:
     box = await start_box(limits={"max_connections": 2})
+    await box.engine("e0", _silent)
+    box.serve("m", "e0")
     wires = [await box.connect() for _ in range(2)]
     for wire in wires:
-        await wire.send(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
-        assert (await wire.response()).status == 200
+        await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
+    await box.until(lambda: len(box.engines["e0"].requests) == 2)
     third = await box.connect()
     response = await third.response()
     assert response.status == 503 and response.error["code"] == "too_many_connections"
     wires[0].close()
     await box.until(lambda: len(box.state.connections) <= 1)
     assert (await box.ask("GET", "/health")).status == 200
+
+
+async def test_connections_that_do_nothing_keep_nobody_out(start_box: Start) -> None:
+    """8,192 of them, opened without a key and kept alive by one request in 74 s, locked everybody out."""
+    box = await start_box(limits={"max_connections": 8})
+    await box.engine("e0")
+    box.serve("m", "e0")
+    mine = await box.connect()
+    await mine.send(request_bytes("POST", "/v1/chat/completions", chat()))
+    assert (await mine.response()).status == 200
+    strangers = [await box.connect() for _ in range(7)]
+    for wire in strangers:
+        await wire.send(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert (await wire.response()).status == 200
+    for _ in range(5):
+        assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+    await mine.send(request_bytes("POST", "/v1/chat/completions", chat()))
+    assert (await mine.response()).status == 200, "who has shown a key goes last"
+    assert await strangers[0].eof() == b"", "the longest idle went first"
+    assert len(box.state.connections) <= 8
+
+
+async def _silent(request: UpstreamRequest, reply: Reply) -> None:
+    await asyncio.Event().wait()
 
 
 async def test_pipelining_depth_is_bounded(box: Box) -> None:

@@ -92,11 +92,11 @@ def test_replica_shared_by_models_counts_once_and_drains_only_when_all_rows_do()
 
 def test_affinity_yields_to_clear_imbalance() -> None:
     router = _router(_model(a="open", b="open"))
-    home = router.choose("m", 100, False, lambda: b"42", 0.0)
+    home = router.choose("m", 100, False, lambda: b"42", 0.0, 100)
     assert home is not None
-    same = router.choose("m", AFFINITY_SLACK_TOKENS, False, lambda: b"42", 0.0)
+    same = router.choose("m", AFFINITY_SLACK_TOKENS, False, lambda: b"42", 0.0, AFFINITY_SLACK_TOKENS)
     assert same is not None and same.replica.id == home.replica.id
-    away = router.choose("m", 100, False, lambda: b"42", 0.0)
+    away = router.choose("m", 100, False, lambda: b"42", 0.0, AFFINITY_SLACK_TOKENS)
     assert away is not None and away.replica.id != home.replica.id
 
 
@@ -106,12 +106,34 @@ def test_load_balances_and_returns_to_zero(requests: list[tuple[int, int, bool]]
     router = _router(_model(a="open", b="open", c="open"))
     placed: list[Choice] = []
     for prefix, tokens, stream in requests:
-        before = [load.tokens for load in router.loads.values()]
-        choice = router.choose("m", tokens, stream, lambda prefix=prefix: b"%d" % prefix, 0.0)
+        before = [load.weight for load in router.loads.values()]
+        choice = router.choose("m", tokens, stream, lambda prefix=prefix: b"%d" % prefix, 0.0, tokens)
         assert choice is not None
         # Whoever was chosen stood within the bound of the least loaded before this request.
-        assert choice.load.tokens - tokens <= min(before) * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS
+        assert choice.load.weight - tokens - tokens // 16 - 1 <= min(before) * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS
         placed.append(choice)
     for choice in placed:
         router.end(choice)
     assert all(row == {"inflight": 0, "streams": 0, "waiting_tokens": 0} for row in router.report().values())
+
+
+def test_new_prompts_go_past_engines_that_compute_one_to_those_that_only_generate() -> None:
+    router = _router(_model(a="open", b="open"))
+    generates = router.choose("m", 30_000, True, lambda: b"0", 0.0, 1000)
+    assert generates is not None
+    router.started(generates)  # its first token came; 29,000 are to come
+    other = next(text for text in (b"%d" % n for n in range(99)) if _home(text) != generates.replica.id)
+    computes = router.choose("m", 20_100, True, lambda: other, 0.0, 20_000)
+    assert computes is not None and computes.replica.id != generates.replica.id
+    third = router.choose("m", 600, True, lambda: other, 0.0, 500)
+    assert third is not None and third.replica.id == generates.replica.id
+    for choice in (generates, computes, third):
+        router.end(choice)
+    assert all(load.weight == 0 for load in router.loads.values())
+
+
+def _home(prefix: bytes) -> str:
+    """Where this prefix is at home while nothing is loaded."""
+    choice = _router(_model(a="open", b="open")).choose("m", 1, True, lambda: prefix, 0.0)
+    assert choice is not None
+    return choice.replica.id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import time
 
 import pytest
 
@@ -231,3 +232,33 @@ async def test_in_a_tunnel_under_tls_each_end_sees_the_other_leave(nodes, tmp_pa
     await tunnels.close(tmp_path / "here.sock")
     await server.stop()
     serving.close()
+
+
+async def test_a_removed_node_gets_no_tunnel_and_may_have_one_again_with_a_later_certificate(there, nodes, tmp_path):
+    home, joined, _ = nodes
+    server = TunnelServer("127.0.0.1", home, sockets=(tmp_path / "run",), folders=(tmp_path / "store",))
+    address, source = await server.start(), tmp_path / "store" / "v1"
+    removed = home.certificate.removed
+    removed.remove("n2")
+    assert await fetch_directory(address, joined, source, tmp_path / "before"), "another node was"
+    removed.remove("n1", time.time())
+    with pytest.raises(TunnelRefused, match="removed from the box"):
+        await fetch_directory(address, joined, source, tmp_path / "stolen")
+    assert not (tmp_path / "stolen").exists() and removed.file.stat().st_mode & 0o777 == 0o600
+    assert removed.out() == {"n1", "n2"}
+    removed.joined_anew("n1")
+    assert removed.out() == {"n2"}
+    with pytest.raises(TunnelRefused, match="removed from the box"):
+        await fetch_directory(address, joined, source, tmp_path / "stolen")
+    removed.remove("n1", time.time() - 60)  # long before this certificate was given out
+    assert await fetch_directory(address, joined, source, tmp_path / "after")
+    await server.stop()
+
+
+async def test_a_list_of_removed_nodes_that_cannot_be_read_lets_nobody_in(there, nodes, tmp_path):
+    home, joined, _ = nodes
+    server = TunnelServer("127.0.0.1", home, sockets=(), folders=(tmp_path / "store",))
+    home.certificate.removed.file.write_text("torn {")
+    with pytest.raises(TunnelRefused):
+        await fetch_directory(await server.start(), joined, tmp_path / "store" / "v1", tmp_path / "copy")
+    await server.stop()

@@ -739,7 +739,7 @@ def test_an_engine_starts_when_memory_admits_it_and_nobody_waits_for_one_that_it
         )
         rig = Rig(store)
         rig.loop = SchedulerLoop(virtual_time.VirtualClock(), rig.config).connect(
-            rig.effects, store, rig.journal, lambda model: admitted.get(model, True)
+            rig.effects, store, rig.journal, lambda model, node: admitted.get(model, True)
         )
         rig.task = asyncio.create_task(rig.loop.run())
         admitted["other"] = False
@@ -756,12 +756,15 @@ def test_an_engine_starts_when_memory_admits_it_and_nobody_waits_for_one_that_it
 
 def test_a_cold_engine_does_not_wait_for_a_wake_that_memory_refuses() -> None:
     def take(replica_id: str, verb: str, model: str, after: frozenset[Holder] = frozenset()) -> handover.Chain:
-        step = Step(verb, replica_id, model=model)
-        return handover.Chain(Holder("replica", replica_id), "take", (step,), after=after)
+        holder = Holder("replica", replica_id)
+        acquire = Step("acquire", replica_id, Lease(f"of-{replica_id}", holder, (f"n{replica_id[1:]}/0",)))
+        return handover.Chain(holder, "take", (acquire, Step(verb, replica_id, model=model)), after=after)
 
     wakes = take("r1", "wake_replica", "m")
     cold = take("r2", "start_replica", "n", frozenset({wakes.holder}))
     both = handover.Handover(1, take=(wakes, cold))
-    assert handover.only_admitted(both, lambda model: True) is both
-    left = handover.only_admitted(both, lambda model: model != "m")
+    assert handover.only_admitted(both, lambda model, node: True) is both
+    left = handover.only_admitted(both, lambda model, node: model != "m")
     assert [(chain.holder.id, chain.after) for chain in left.take] == [("r2", frozenset())]
+    left = handover.only_admitted(both, lambda model, node: node != "n2")
+    assert [chain.holder.id for chain in left.take] == ["r1"], "asked is the node where it would start"

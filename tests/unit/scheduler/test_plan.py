@@ -226,9 +226,11 @@ def test_least_recently_used_sleepers_are_stopped() -> None:
     a = plan(Snapshot(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas), 1000.0, config)
     assert {r.id for r in a.replicas} == {"r2", "r3"}
     for bound, kept in ((3, {"r2", "r3"}), (1, {"r3"}), (0, set())):
-        snapshot = Snapshot(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas, max_asleep=bound)
+        snapshot = Snapshot(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas, max_asleep={"n0": bound})
         a = plan(snapshot, 1000.0, config)
         assert {r.id for r in a.replicas} == kept, "what the host has memory for is a bound beside the configured one"
+    snapshot = Snapshot(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas, max_asleep={"n1": 0})
+    assert {r.id for r in plan(snapshot, 1000.0, config).replicas} == {"r2", "r3"}, "another node is short"
 
 
 def replace_config(**fields) -> SchedulerConfig:  # noqa: ANN003

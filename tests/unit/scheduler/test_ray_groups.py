@@ -210,7 +210,7 @@ async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_
     box.hosts[1].do_not_answer()
     async with asyncio.timeout(5):
         assert [group.job_id for group in await box.groups.observe((LEASE,))] == ["j"]
-        assert await box.groups.parked() == ()
+        assert await box.groups.parked("n0") == ()
 
 
 async def test_the_end_of_a_group_is_told_though_its_death_cannot_be_noted(box):

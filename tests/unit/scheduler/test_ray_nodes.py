@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from ray.exceptions import ActorUnschedulableError
 
+from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import logical_devices
+from scheduler.loop.memory_policy import MemoryReading
 from scheduler.ray import nodes as ray_nodes
-from scheduler.ray.node import NodeConfig
+from scheduler.ray.node import NodeConfig, NodeReport
 from scheduler.ray.nodes import Nodes
 
 
@@ -19,7 +21,7 @@ class Agent:
     """A handle to the actor of a node: what is called on it, and what it answers."""
 
     def __init__(self, place):
-        self.it, self.calls, self.going, self.stopped = place, [], False, False
+        self.it, self.calls, self.going, self.stopped, self.available = place, [], False, False, 32
 
     def __getattr__(self, method):
         class Call:
@@ -31,8 +33,12 @@ class Agent:
                 match method:
                     case "place":
                         return self.it
-                    case "leaves":
-                        return self.going
+                    case "report":
+                        return NodeReport(self.going, MemoryReading(64, self.available))
+                    case "end":
+                        self.ended = True
+                    case "idle_bytes":
+                        return 5, 6
                     case "tunnel_address":
                         return self.it.address, 7000
                     case "readings":
@@ -158,3 +164,38 @@ async def test_a_stopped_agent_holds_up_neither_the_look_nor_the_readings(ray, n
     ray.agents["node:n3"].stopped = False
     await nodes.look()
     assert nodes.place("n3") is not None
+
+
+async def test_what_nodes_report_of_their_memory_is_known_and_their_agents_are_asked_for_it(nodes, ray):
+    assert {name: reading.available for name, reading in nodes.memory().items()} == {"n1": 32, "n2": 32}
+    ray.agents["node:n1"].available = 3
+    assert not await nodes.look(), "the scheduler need not look at the devices for that"
+    assert {name: reading.available for name, reading in nodes.memory().items()} == {"n1": 3, "n2": 32}
+    assert await nodes.idle_bytes("n1") == (5, 6)
+    await nodes.evict("n1", 7)
+    assert ray.agents["node:n1"].calls[-1] == ("evict", 7)
+    del ray.on["n1"], ray.agents["node:n1"]
+    await nodes.look()
+    assert set(nodes.memory()) == {"n2"}
+    with pytest.raises(EffectFailed, match="n1 is gone"):
+        await nodes.trim_pool("n1")
+
+
+async def test_a_removed_node_is_ended_whenever_it_shows_itself_and_never_taken_in(ray):
+    out: set[str] = set()
+    for name in ("n0", "n1"):
+        ray.start(place(name))
+    nodes = Nodes(place("n0"), removed=lambda: out)
+    await nodes.connect()
+    assert {device.node for device in nodes.devices} == {"n0", "n1"}
+    out.add("n1")
+    await nodes.look()
+    assert ("end",) in ray.agents["node:n1"].calls
+    del ray.on["n1"], ray.agents["node:n1"]
+    assert await nodes.look() and {device.node for device in nodes.devices} == {"n0"}
+
+    ray.start(place("n1"))  # its supervision starts it anew, and Ray lets it in
+    assert not await nodes.look() and ("end",) in ray.agents["node:n1"].calls
+    assert {device.node for device in nodes.devices} == {"n0"}
+    out.clear()  # somebody gave it a new token
+    assert await nodes.look() and {device.node for device in nodes.devices} == {"n0", "n1"}

@@ -5,8 +5,20 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from train.data.general_questions import LEAST_KNOWN, QUESTIONS, compare, is_right
+from train.data.general_questions import (
+    FEWEST,
+    LARGEST_SHARE,
+    LEAST_KNOWN,
+    NEW_TOKENS,
+    QUESTIONS,
+    compare,
+    how_many,
+    is_right,
+)
+from train.run.general_answers import _greedy
 
 
 def number(question: str) -> int:
@@ -53,3 +65,28 @@ def test_noise_that_tips_answers_either_way_raises_an_alarm_in_one_case_of_twent
             after = [n for n, is_lost in enumerate(lost) if not is_lost]
             alarms += compare(before, after).forgot
         assert alarms / len(ways) < 0.05
+
+
+def test_asking_takes_a_small_share_of_a_job_and_a_long_job_is_asked_everything():
+    prompts = [37] * len(QUESTIONS)
+    assert how_many(prompts, 10**7, full=False) == len(QUESTIONS)
+    assert how_many(prompts, 0, full=True) == FEWEST > LEAST_KNOWN, "five of them may be lost and be told from chance"
+    for trained in range(1_000, 100_000, 500):
+        fewer, more = how_many(prompts, trained, full=False), how_many(prompts, trained, full=True)
+        assert fewer <= more, "a step of all weights takes longer"
+        if more > FEWEST:  # at least the tokens of prompts and answers, forwards, against three times those trained
+            assert 2 * more * (37 + NEW_TOKENS) <= LARGEST_SHARE * 3 * trained
+    longer = how_many([400] * len(QUESTIONS), 100_000, full=True)
+    assert FEWEST <= longer < how_many(prompts, 100_000, full=True), "a template's system prompt costs as well"
+
+
+def test_devices_that_are_wanted_are_not_kept_for_an_answer():
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    ).train()
+    attention, passes = model.config._attn_implementation, []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    ids = torch.tensor([[1, 2], [3, 4]])
+    assert _greedy(model, ids, torch.ones_like(ids), lambda: len(passes) == 3) is None and len(passes) == 3
+    assert model.training and model.config._attn_implementation == attention
+    assert _greedy(model, ids, torch.ones_like(ids), lambda: False).shape == (2, NEW_TOKENS)

@@ -10,9 +10,9 @@ import pytest
 
 from appliance.store.objects import jobs
 from appliance.store.records import audit
-from appliance.wiring.host_memory import STARTING_FOR_S, WANTED_FOR_S, HostMemory, Means
-from appliance.wiring.host_reading import read_memory
+from appliance.wiring.host_memory import STARTING_FOR_S, WANTED_FOR_S, HostMemory, Means, StoredHere
 from scheduler.core.workload import DeploymentView
+from scheduler.devices.host_reading import read_memory
 from scheduler.loop.memory_policy import MemoryReading
 from tests.unit.weights.conftest import write
 
@@ -84,10 +84,10 @@ class World:
     def status(self) -> dict[str, Any]:
         return {"replicas": self.replicas, "jobs": self.jobs}
 
-    async def parked(self) -> tuple[str, ...]:
+    async def parked(self, node: str) -> tuple[str, ...]:
         return self.parked_jobs
 
-    async def drop_parked(self) -> None:
+    async def drop_parked(self, node: str) -> None:
         self.parked_jobs = ()
 
     def nudge(self) -> None:
@@ -113,7 +113,7 @@ def host(db, store, world: World) -> HostMemory:
         on_enough=lambda: world.count("enough"),
         save=lambda: world.count("saved"),
     )
-    return HostMemory(db, store, GB, means, lambda: world.reading, lambda: world.now_s)
+    return HostMemory(db, StoredHere(store), GB, means, lambda: world.reading, lambda: world.now_s)
 
 
 async def looks(host: HostMemory, world: World, available: int, seconds: float) -> list[str]:
@@ -126,6 +126,14 @@ async def looks(host: HostMemory, world: World, available: int, seconds: float) 
     return [f"{'+' if one['back'] else '-'}{one['what']}" for one in host.status()["given_back"][before:]]
 
 
+def waits_for(host: HostMemory, job: Any) -> str:
+    """As the box asks when it has no other node."""
+    lacking = host.lacks(job)
+    if lacking:
+        host.want(job)
+    return lacking
+
+
 async def test_a_job_waits_says_why_and_goes_on_by_itself(host, world, db, add_model, add_job):
     add_model()
     add_job("ftjob-1", phase="running")
@@ -134,16 +142,16 @@ async def test_a_job_waits_says_why_and_goes_on_by_itself(host, world, db, add_m
     assert await looks(host, world, 20 * GB, 5) == [] and world.nudges == 0
     world.parked_jobs = ("ftjob-0",)
     assert await looks(host, world, GB // 2, 2) == ["-parked", "-job"] and world.parked_jobs == ()
-    waits = host.waits_for(jobs.get(db, "ftjob-2"))
+    waits = waits_for(host, jobs.get(db, "ftjob-2"))
     assert waits.startswith("Memory is short (0.5 GB available") and "continues by itself" in waits
-    assert host.waits_for(jobs.get(db, "ftjob-1")) == "", "one after the other"
+    assert waits_for(host, jobs.get(db, "ftjob-1")) == "", "one after the other"
     (note,) = host.notes()
     assert note.startswith("memory is short: 0.5 GB available") and note.endswith("; training waits")
     assert world.saved == 1 and world.nudges > 0 and world.enough == 0
     world.jobs[1] |= {"devices": [], "phase": "suspended"}
     jobs.set_phase(db, "ftjob-2", "suspended")
     assert await looks(host, world, 20 * GB, 11) == ["+job"]
-    assert host.waits_for(jobs.get(db, "ftjob-2")) == "" and host.notes() == [] and world.enough == 1
+    assert waits_for(host, jobs.get(db, "ftjob-2")) == "" and host.notes() == [] and world.enough == 1
     rows = audit.page(db, after=None, limit=10).data
     assert sorted((row.action, row.target) for row in rows) == [
         ("memory.given", "box"),
@@ -157,11 +165,11 @@ async def test_a_job_is_admitted_against_what_other_programs_leave(host, world, 
     add_model()
     add_job("ftjob-1")
     await looks(host, world, 20 * GB, 0.5)
-    assert host.waits_for(jobs.get(db, "ftjob-1")) == ""
+    assert waits_for(host, jobs.get(db, "ftjob-1")) == ""
     await looks(host, world, 6 * GB, 0.5)
-    assert "Needs about 6.0 GB of host memory; 5.0 GB can be allocated now" in host.waits_for(jobs.get(db, "ftjob-1"))
+    assert "Needs about 6.0 GB of host memory; 5.0 GB can be allocated now" in waits_for(host, jobs.get(db, "ftjob-1"))
     jobs.set_phase(db, "ftjob-1", "running")
-    assert host.waits_for(jobs.get(db, "ftjob-1")) == "", "who has its memory is not asked again"
+    assert waits_for(host, jobs.get(db, "ftjob-1")) == "", "who has its memory is not asked again"
 
 
 async def test_engines_that_start_count_before_their_memory_shows(host, world):
@@ -173,7 +181,7 @@ async def test_engines_that_start_count_before_their_memory_shows(host, world):
 
 
 async def test_a_model_without_an_engine_takes_memory_from_training_a_further_engine_does_not(host, world):
-    world.replicas = [{"model": "chat", "state": "open"}]
+    world.replicas = [{"model": "chat", "state": "open", "devices": ["n0/0"]}]
     world.jobs = [{"id": "ftjob-1", "devices": ["n0/0"], "phase": "running"}]
     await looks(host, world, 2 * GB, 0.5)
     assert not host.admits("chat") and await looks(host, world, 2 * GB, 3) == []
@@ -199,8 +207,7 @@ async def test_versions_that_nobody_reads_go_before_anybody_has_to_wait(host, wo
     stored = write(store, "v1")
     world.jobs = [{"id": "ftjob-1", "devices": ["n0/0"], "phase": "running"}]
     store.unpin(stored)
-    made = host._stored()[1]
-    assert made > 0
+    assert (await StoredHere(store).idle_bytes())[1] > 0
     host_least = "scheduler.loop.memory_policy.LEAST_BYTES"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_least, 1)
@@ -211,10 +218,10 @@ async def test_versions_that_nobody_reads_go_before_anybody_has_to_wait(host, wo
 
 async def test_engines_beyond_the_first_are_bounded_and_the_first_never(host, world):
     world.replicas = [
-        {"model": "chat", "state": "open"},
-        {"model": "chat", "state": "open"},
-        {"model": "code", "state": "open"},
-        {"model": "code", "state": "asleep"},
+        {"model": "chat", "state": "open", "devices": ["n0/0"]},
+        {"model": "chat", "state": "open", "devices": ["n0/0"]},
+        {"model": "code", "state": "open", "devices": ["n0/1"]},
+        {"model": "code", "state": "asleep", "devices": ["n0/1"]},
     ]
     assert await looks(host, world, GB // 2, 4) == ["-sleeper", "-engine"] and host.max_asleep() == 0
     views = host.bounded((DeploymentView("chat", "v1", min_replicas=2, max_replicas=4), DeploymentView("code", "v1")))
@@ -231,29 +238,32 @@ async def test_a_job_whose_ranks_are_parked_waits_for_no_memory(host, world, db,
     jobs.set_phase(db, "ftjob-1", "suspended")
     job = jobs.get(db, "ftjob-1")
     await looks(host, world, 5 * GB, 1)
-    assert "6.0 GB" in host.waits_for(job)
+    assert "6.0 GB" in waits_for(host, job)
     world.parked_jobs = (job.id,)
     nudges = world.nudges
     await looks(host, world, 5 * GB, 1)
-    assert host.waits_for(job) == "" and world.nudges > nudges
+    assert waits_for(host, job) == "" and world.nudges > nudges
 
 
 async def test_for_a_job_that_waits_what_nobody_computes_with_is_given_back(host, world, db, add_model, add_job):
     add_model()
     add_job("ftjob-1")
     job = jobs.get(db, "ftjob-1")
-    world.replicas = [{"model": "base", "state": "asleep"}, {"model": "base", "state": "open"}]
+    world.replicas = [
+        {"model": "base", "state": "asleep", "devices": ["n0/0"]},
+        {"model": "base", "state": "open", "devices": ["n0/0"]},
+    ]
     world.jobs = [{"id": "job-running", "devices": ["n0/0"], "phase": "running"}]
     await looks(host, world, 5 * GB, 1)
     assert host.max_asleep() is None
-    assert host.waits_for(job)
+    assert waits_for(host, job)
     await looks(host, world, 5 * GB, 1)
     assert host.max_asleep() == 0
     world.replicas, world.parked_jobs = world.replicas[1:], ("job-other",)
-    assert host.waits_for(job)
+    assert waits_for(host, job)
     await looks(host, world, 5 * GB, 4)
     assert world.parked_jobs == () and world.saved == 0
     # Jobs and engines that compute go on: nothing else is left to be given.
-    assert host.waits_for(job)
+    assert waits_for(host, job)
     await looks(host, world, 5 * GB, 30)
     assert host.status()["waiting_jobs"] == [] and host.status()["short"] == ""

@@ -35,7 +35,9 @@ def test_notes_are_sentences_that_name_their_model():
     store = SimpleNamespace(usage=lambda: SimpleNamespace(budget_bytes=1, used_bytes=0), room_bytes=lambda: 1)
     loop = SimpleNamespace(status=lambda: told)
     nothing = SimpleNamespace()
-    host = SimpleNamespace(status=lambda: {"short": "1 GB"}, notes=lambda: ["memory is short: 1 GB available"])
+    host = SimpleNamespace(
+        nodes=dict, status=lambda: {"short": "1 GB"}, notes=lambda: ["memory is short: 1 GB available"]
+    )
     shown = BoxStatus(loop, nothing, nothing, store, host, 0, SchedulerConfig().bounds(), 2)
     notes = ["k: not serving: no memory; next try in 4 s", "m: No room.", "stop r1 waits"]
     assert shown.read()["notes"] == ["memory is short: 1 GB available", *notes]
@@ -60,6 +62,7 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
         room_bytes=lambda: 1,
         status=dict,
         notes=list,
+        nodes=dict,
     )
     shown = BoxStatus(loop, nothing, nothing, nothing, nothing, 0, SchedulerConfig().bounds(), 2)
     port = LoopPort(loop, nothing, journal, nothing, db, trigger, shown)

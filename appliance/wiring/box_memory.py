@@ -1,0 +1,155 @@
+"""The memory of all hosts of the box: one `HostMemory` for home and one for each node that has joined.
+
+The same policy is asked for each, with what its node reports, and what it orders is done on that node. A job may begin
+where there is memory for it; an engine that has no memory on its node waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from appliance.store.database import Database
+from appliance.store.rows import JobRow
+from appliance.wiring.host_memory import HostMemory, Means
+from scheduler.core.errors import EffectFailed
+from scheduler.core.workload import DeploymentView
+from scheduler.devices.discovery import HEAD_NODE
+from scheduler.loop.memory_policy import MemoryReading
+
+log = logging.getLogger(__name__)
+
+
+class Away(Protocol):
+    """The nodes that have joined; `scheduler.ray.nodes`. All that is asked of one raises EffectFailed if it is gone."""
+
+    def memory(self) -> Mapping[str, MemoryReading]:
+        """The last report of each node but home."""
+
+    def alike(self) -> tuple[str, ...]:
+        """Nodes on which jobs can run, home first."""
+
+    async def idle_bytes(self, name: str) -> tuple[int, int]: ...
+
+    async def trim_pool(self, name: str) -> int: ...
+
+    async def evict(self, name: str, nbytes: int) -> int: ...
+
+
+class StoredAway:
+    """What the shared memory of a node that has joined holds and nobody needs there; `host_memory.Stored`."""
+
+    def __init__(self, nodes: Away, name: str):
+        self._nodes, self._name = nodes, name
+
+    async def idle_bytes(self) -> tuple[int, int]:
+        return await self._nodes.idle_bytes(self._name)
+
+    async def trim_pool(self) -> int:
+        return await self._nodes.trim_pool(self._name)
+
+    async def evict(self, nbytes: int) -> int:
+        return await self._nodes.evict(self._name, nbytes)
+
+    async def others_bytes(self, reading: MemoryReading) -> int | None:
+        return None
+
+
+class BoxMemory:
+    """Call `look` every `LOOK_EVERY_S`. Runs entirely on the controller's loop. reserve: of each host; None: its own
+    default."""
+
+    def __init__(
+        self,
+        db: Database,
+        home: HostMemory,
+        nodes: Away,
+        reserve: int | None,
+        means: Means,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.home, self._nodes = home, nodes
+        self._make = lambda name: HostMemory(
+            db, StoredAway(nodes, name), reserve, means, lambda: self._readings[name], clock, name
+        )
+        self._readings: dict[str, MemoryReading] = {}
+        self._away: dict[str, HostMemory] = {}
+
+    # --- asked by the loop ----------------------------------------------------------------------------------------
+
+    def job_nodes(self, row: JobRow) -> tuple[str, ...]:
+        """Nodes on which this job can run, those that have memory for it if any has: a job leaves a node that is
+        short of it for one that is not."""
+        alike = self._nodes.alike()
+        return tuple(name for name in alike if not self._lacks(name, row)) or alike
+
+    def waits_for(self, row: JobRow) -> str:
+        """Why this job cannot have memory on any node now, in a sentence; "" when it can, or already has it."""
+        alike = self._nodes.alike()
+        lacking = [self._lacks(name, row) for name in alike]
+        if not all(lacking):
+            return ""
+        for name in alike:
+            self._hosts()[name].want(row)
+        return lacking[0]
+
+    def _lacks(self, name: str, row: JobRow) -> str:
+        """Nothing if the node has not reported yet: what runs there must not be suspended for that."""
+        host = self._hosts().get(name)
+        return "" if host is None else host.lacks(row)
+
+    def bounded(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
+        """See HostMemory. Only home takes engines of a model that has others."""
+        return self.home.bounded(deployments)
+
+    def max_asleep(self) -> dict[str, int]:
+        """By node, how many sleeping engines may stay; a node that is not in it: the configured number."""
+        bounds = {name: host.max_asleep() for name, host in self._hosts().items()}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
+
+    def admits(self, model: str, node: str) -> bool:
+        """Whether the memory of this node's host allows one more engine of the model."""
+        host = self._hosts().get(node)
+        return host is None or host.admits(model)
+
+    # --- one pass ---------------------------------------------------------------------------------------------------
+
+    async def look(self) -> None:
+        """One look at each host. A node that is gone takes nothing with it but its own."""
+        await self.home.look()
+        self._follow()
+        for name, host in list(self._away.items()):
+            try:
+                await host.look()
+            except EffectFailed as error:
+                log.warning("what memory needs on %s could not be done: %s", name, error, extra={"node": name})
+
+    def _follow(self) -> None:
+        """Takes in what nodes have reported, and drops those that are gone."""
+        self._readings = {name: _named(reading, name) for name, reading in self._nodes.memory().items()}
+        self._away = {name: self._away.get(name) or self._make(name) for name in self._readings}
+
+    def _hosts(self) -> dict[str, HostMemory]:
+        return {HEAD_NODE: self.home, **self._away}
+
+    # --- status and notes -------------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """For `/admin/v1/status`: of home, see HostMemory.status."""
+        return self.home.status()
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """The same of each node that has joined."""
+        return {name: host.status() for name, host in sorted(self._away.items())}
+
+    def notes(self) -> list[str]:
+        """What users should know now, one sentence each."""
+        return [note for host in self._hosts().values() for note in host.notes()]
+
+
+def _named(reading: MemoryReading, node: str) -> MemoryReading:
+    where = node if reading.where == "this machine" else f"{reading.where} of {node}"
+    return replace(reading, where=where)
