@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from runtime.devices.kinds import of_torch
+from runtime.devices.kinds import in_host_memory
 from serve.core.errors import VersionError, WrongState
 from serve.vllm.shm_transfer import ShmWeightTransferEngine
 
@@ -68,7 +68,7 @@ class ShmWorkerExtension:
         writes zeros on ROCm only, vllm/device_allocator/cumem.py). The token ids that limit thinking: they lie beside
         the weights and nothing writes them again (vllm/v1/worker/gpu/sample/thinking_budget.py).
         """
-        if of_torch(self.model_runner.device.type).on_host:
+        if in_host_memory(self.model_runner.device):
             return
         for cache in _tensors(self.model_runner.kv_caches):
             cache.zero_()
