@@ -30,6 +30,7 @@ from scheduler.ray.actors import (
 from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes, OnDeath
 from serve.core.config import EngineConfig
+from serve.core.sizing import ModelTooLarge
 from serve.core.spec import ReplicaSpec
 from serve.engine.replica import Replica
 
@@ -74,7 +75,8 @@ class Versions(Protocol):
         """An engine of the model has loaded the version and holds it now, or will not load it."""
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
-        """Fields of ReplicaSpec that depend on the model: task, dtype, max_model_len, kv_cache_bytes, ..."""
+        """Fields of ReplicaSpec that depend on the model: task, dtype, max_model_len, kv_cache_bytes, ... Raises
+        ModelTooLarge, and LookupError for a model that is gone."""
 
 
 class Replicas:
@@ -225,7 +227,12 @@ class Replicas:
     def _replica_spec(self, order: ReplicaOrder, place: NodeConfig, path: Path) -> ReplicaSpec:
         """The spec passed to the engine process."""
         devices = [self._nodes.device(device_id) for device_id in order.devices]
-        settings = dict(self._versions.engine_settings(order.model, order.tensor_parallel))
+        try:
+            settings = dict(self._versions.engine_settings(order.model, order.tensor_parallel))
+        except (ModelTooLarge, LookupError) as error:
+            fix = f"`appliance model deploy {order.model} --kv-cache-bytes BYTES` or `--tensor-parallel N`"
+            remedy = f" ({fix})" if isinstance(error, ModelTooLarge) else ""
+            raise EffectFailed("start_replica", order.id, f"{order.model} does not fit: {error}{remedy}") from error
         if settings.get("adapter_slots") and place.name != self._nodes.home.name:
             settings |= {"adapter_roots": (str(place.adapters),), "adapter_source": str(place.adapter_socket)}
         return ReplicaSpec(

@@ -15,6 +15,7 @@ from scheduler.handover.effects import ReplicaOrder
 from scheduler.ray import replicas
 from scheduler.ray.replicas import ACTOR, Replicas
 from serve.core.config import EngineConfig
+from serve.core.sizing import ModelTooLarge
 
 
 class Supervisor:
@@ -106,3 +107,23 @@ async def test_one_that_nobody_knows_yet_is_waited_for(two):
     supervisors[0].stopped = True
     with pytest.raises(EffectFailed, match="has not answered"):
         await found.observe()
+
+
+@pytest.mark.parametrize("error", [ModelTooLarge("its KV cache of 0 MB holds 0 of 8,192 tokens"), LookupError("gone")])
+def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(error: Exception) -> None:
+    """The configuration may have changed since it was deployed."""
+
+    def refuses(model: str, tensor_parallel: int) -> dict:
+        raise error
+
+    device = SimpleNamespace(index=0, kind="cpu")
+    replicas = Replicas(
+        SimpleNamespace(device=lambda device_id: device, home=SimpleNamespace(name="n0")),  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        SimpleNamespace(engine_settings=refuses),  # type: ignore[arg-type]
+        EngineConfig(),
+        lambda event: None,
+    )
+    order = SimpleNamespace(id="r1-0", model="m", devices=("n0/0",), tensor_parallel=1)
+    with pytest.raises(EffectFailed, match=r"start_replica r1-0: m does not fit: .*(8,192 tokens \(`appliance|gone)"):
+        replicas._replica_spec(order, SimpleNamespace(name="n0"), Path("/v"))  # type: ignore[arg-type]
