@@ -24,6 +24,7 @@ from vllm.config import ModelConfig
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
+from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -106,6 +107,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
         # vLLM caches compiled graphs by a hash that includes the model's path. Every version has its own path, so vLLM
         # would compile each new one again, for 30 s and more, into the same code.
         ModelConfig.compute_hash = _of_any_path(ModelConfig.compute_hash)
+        # The warm parent's imports may have asked about its first GPU, and this engine's may be another kind.
+        forget_devices(type(current_platform))
     else:
         # vLLM hashes prompts in parallel with the steps and labels a step's outputs with the newest version. Here a
         # prompt's hash belongs to a version, and the old version may compute steps (serve.cpu.finishing_scheduler).
@@ -129,6 +132,15 @@ def _then(made: Callable[..., None], after: Callable[[Any], None]) -> Callable[.
         after(self)
 
     return init
+
+
+def forget_devices(platform: type) -> None:
+    """Clear what a platform of vLLM's remembers about devices (vllm/platforms/cuda.py, get_device_capability)."""
+    for owner in platform.__mro__:
+        for method in vars(owner).values():
+            clear = getattr(getattr(method, "__func__", method), "cache_clear", None)
+            if clear is not None:
+                clear()
 
 
 def _of_any_path(compute_hash):
@@ -231,6 +243,7 @@ def _load(
     reports = core.collective_rpc("shm_report")
     if wake_kv:
         core.model_executor.wake_up(["kv_cache"])
+        core.collective_rpc("shm_woken")
     answer, fingerprint_s = reports[0].pop("answer", None), 0.0
     if answer is None:
         began_s = time.perf_counter()

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+
+from runtime.devices.kinds import in_host_memory
 from serve.core.errors import VersionError, WrongState
 from serve.vllm.shm_transfer import ShmWeightTransferEngine
+
+# Of vLLM's reasoning configuration and, by the same names, on the device.
+THINKING_IDS = ("reasoning_start_token_ids", "natural_reasoning_end_token_ids", "reasoning_end_token_ids")
 
 
 class ShmWorkerExtension:
@@ -13,6 +20,7 @@ class ShmWorkerExtension:
 
     weight_transfer_engine: ShmWeightTransferEngine
     model_runner: Any
+    vllm_config: Any
 
     def shm_check(self, path: str) -> dict[str, Any]:
         """Check whether and how a version can be loaded: see ShmWeightTransferEngine.check.
@@ -53,6 +61,25 @@ class ShmWorkerExtension:
             raise WrongState("the last load did not complete; the model holds mixed weights")
         return self.weight_transfer_engine.report
 
+    def shm_woken(self) -> None:
+        """Write what vLLM leaves unwritten when a GPU's weights and KV cache are mapped again after level 2 of sleep.
+
+        The KV cache: kernels read whole blocks and mask what no token wrote, and a masked NaN stays one (vLLM itself
+        writes zeros on ROCm only, vllm/device_allocator/cumem.py). The token ids that limit thinking: they lie beside
+        the weights and nothing writes them again (vllm/v1/worker/gpu/sample/thinking_budget.py).
+        """
+        if in_host_memory(self.model_runner.device):
+            return
+        for cache in _tensors(self.model_runner.kv_caches):
+            cache.zero_()
+        sampler = getattr(self.model_runner, "sampler", None)
+        budget = getattr(sampler, "thinking_budget_state", None)
+        if budget is not None and budget.enabled:
+            reasoning = self.vllm_config.reasoning_config
+            for name in THINKING_IDS:
+                ids = getattr(budget, name)
+                ids.copy_(torch.tensor(getattr(reasoning, name), dtype=ids.dtype))
+
     def shm_adapters(self) -> dict[str, Any]:
         """Return how many LoRA adapters are loaded, and the number and seconds of loads since the start."""
         manager = self.model_runner.lora_manager
@@ -61,3 +88,12 @@ class ShmWorkerExtension:
             "loads": manager.shm_loads,
             "load_s": manager.shm_load_s,
         }
+
+
+def _tensors(caches: Any) -> Iterator[torch.Tensor]:
+    """vLLM keeps one tensor for a layer, or several for layers with a state."""
+    if isinstance(caches, torch.Tensor):
+        yield caches
+    elif isinstance(caches, Iterable):
+        for cache in caches:
+            yield from _tensors(cache)

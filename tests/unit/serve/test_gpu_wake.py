@@ -1,0 +1,93 @@
+"""What a GPU's engine writes again after a sleep that kept nothing, and forgets after its fork."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.worker.gpu.sample import thinking_budget
+from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
+
+from serve.vllm.patches import forget_devices
+from serve.vllm.worker_extension import THINKING_IDS, ShmWorkerExtension
+
+IDS = {
+    "reasoning_start_token_ids": [5],
+    "natural_reasoning_end_token_ids": [7],
+    "reasoning_end_token_ids": [6, 7],
+}
+
+
+class OnHost:
+    def __init__(self, size, dtype):
+        self.np = np.zeros(size, dtype=np.int32)
+
+    def copy_to_uva(self):
+        pass
+
+
+@pytest.fixture
+def woken(monkeypatch):
+    """A worker on whose device (named a GPU's, in the host's memory) nothing of before the sleep is left."""
+    monkeypatch.setattr(thinking_budget, "UvaBackedTensor", OnHost)
+    requests = SimpleNamespace(max_num_reqs=4, device=torch.device("cpu"))
+    reasoning = SimpleNamespace(**IDS)
+    budget = ThinkingBudgetState(requests, reasoning)
+    worker = ShmWorkerExtension()
+    worker.vllm_config = SimpleNamespace(reasoning_config=reasoning)
+    half = torch.full((2, 3, 16), float("nan"), dtype=torch.bfloat16)
+    states = [torch.full((4,), float("nan")), torch.full((2, 8), 255, dtype=torch.uint8)]
+    worker.model_runner = SimpleNamespace(
+        device=torch.device("cuda"),
+        kv_caches=[half.permute(1, 0, 2), states],
+        sampler=SimpleNamespace(thinking_budget_state=budget),
+    )
+    for name in THINKING_IDS:
+        getattr(budget, name).fill_(-77)
+    return worker
+
+
+def test_a_woken_gpu_has_zeros_in_its_kv_cache_and_the_ids_that_end_thinking(woken):
+    woken.shm_woken()
+    attention, states = woken.model_runner.kv_caches
+    assert all(not tensor.float().any() and not tensor.float().isnan().any() for tensor in (attention, *states))
+    budget = woken.model_runner.sampler.thinking_budget_state
+    assert {name: getattr(budget, name).tolist() for name in THINKING_IDS} == IDS
+    every = {name for name, value in vars(budget).items() if isinstance(value, torch.Tensor)}
+    each_request = {"cached_last_start", "cached_last_end", "cached_scan_pos"}
+    assert every == each_request | set(THINKING_IDS), "what else would vLLM keep there that no request writes?"
+
+
+def test_engines_without_thinking_or_generation_wake_too(woken):
+    woken.model_runner.sampler.thinking_budget_state = ThinkingBudgetState(
+        SimpleNamespace(max_num_reqs=4, device=torch.device("cpu")), None
+    )
+    woken.shm_woken()
+    woken.model_runner.sampler = None  # a pooling model's
+    woken.shm_woken()
+    woken.model_runner.device = torch.device("cpu")
+    woken.model_runner.kv_caches = [torch.ones(3)]
+    woken.shm_woken()
+    assert woken.model_runner.kv_caches[0].all(), "on processors memory that is not written takes none"
+
+
+def test_an_engine_asks_anew_what_its_parent_was_told_about_another_gpu():
+    told = [(9, 0)]
+
+    class Platform:
+        @classmethod
+        @cache
+        def get_device_capability(cls, device_id=0):
+            return told[0]
+
+    class Nvml(Platform):
+        pass
+
+    assert Nvml.get_device_capability() == (9, 0)
+    told[0] = (8, 9)
+    assert Nvml.get_device_capability() == (9, 0)
+    forget_devices(Nvml)
+    assert Nvml.get_device_capability() == (8, 9)
