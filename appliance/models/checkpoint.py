@@ -86,7 +86,7 @@ def choose_files(directory: Path) -> Files:
         if name.endswith(INDEX_SUFFIX):
             wanted = name == f"model{INDEX_SUFFIX}"
         if wanted:
-            taken[name] = _regular(directory, name)
+            taken[name] = regular(directory, name)
         else:
             left.append(name)
     for name in sorted(weights):
@@ -109,7 +109,7 @@ def check_header(path: Path, name: str) -> None:
 
 def _weight_files(directory: Path, names: list[str]) -> frozenset[str]:
     if f"model{INDEX_SUFFIX}" in names:
-        index = read_json(_regular(directory, f"model{INDEX_SUFFIX}"), f"model{INDEX_SUFFIX}", MAX_TOKENIZER_BYTES)
+        index = read_json(regular(directory, f"model{INDEX_SUFFIX}"), f"model{INDEX_SUFFIX}", MAX_TOKENIZER_BYTES)
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise NotACheckpoint(f"model{INDEX_SUFFIX}", "has no object 'weight_map'")
@@ -143,7 +143,8 @@ def _weight_files(directory: Path, names: list[str]) -> frozenset[str]:
     )
 
 
-def _regular(directory: Path, name: str) -> Path:
+def regular(directory: Path, name: str) -> Path:
+    """The regular file behind `name` in `directory`. Raises UnsafeLink."""
     path = directory / name
     real = Path(os.path.realpath(path))
     if path.is_symlink():

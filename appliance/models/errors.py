@@ -11,7 +11,8 @@ ModelError
 │   ├── UnsafeLink          a symlink that leaves the checkpoint
 │   ├── MissingTokenizer    no tokenizer files
 │   ├── UnsupportedModel    an architecture that is neither generating nor embedding text
-│   └── TemplateRefused     a chat template that is broken, or does not end in time or memory
+│   ├── TemplateRefused     a chat template that is broken, or does not end in time or memory
+│   └── AdapterRefused      an adapter that its base's engines cannot serve
 ├── NotEnoughDisk           carries the numbers
 ├── NotEnoughMemory         carries the numbers
 ├── HubError
@@ -71,6 +72,10 @@ class UnsupportedModel(CheckpointRefused):
 
 class TemplateRefused(CheckpointRefused):
     """The chat template does not compile, or runs away."""
+
+
+class AdapterRefused(CheckpointRefused):
+    """An adapter that does not fit its base, or is of a kind that engines do not serve."""
 
 
 class NotEnoughDisk(ModelError):

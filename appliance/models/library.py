@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from appliance.models import hub, maker_process
-from appliance.models.checkpoint import Facts, Task, choose_files, examine
+from appliance.models import adapter, hub, maker_process
+from appliance.models.checkpoint import Files, Task, choose_files, examine
 from appliance.models.errors import InvalidModelName, NotEnoughDisk, SourceNotFound
 from appliance.models.recorded import check_same, recorded
 from appliance.models.template_trial import try_template
@@ -93,6 +93,8 @@ class ModelLibrary:
         """
         if (file := _gguf(path)) is not None:
             return self._import_gguf(file, name, report)
+        if path.is_dir() and adapter.is_adapter(path):
+            raise SourceNotFound(f"{path} is an adapter's directory and needs a base; see import_adapter")
         if not path.is_dir():
             what = "is a file and no GGUF" if path.exists() else "does not exist"
             raise SourceNotFound(
@@ -100,6 +102,54 @@ class ModelLibrary:
             )
         chosen_name = check_name(name if name is not None else _name_of(path.resolve().name))
         return self._take_in(path.resolve(), chosen_name, source=str(path.resolve()), meta={}, report=report)
+
+    def find_adapter(self, source: str, *, name: str | None = None) -> tuple[str, str] | None:
+        """What the adapter in the directory `source` would be called, and the base that it names ("" for none); None
+        if `source` is anything else. Raises CheckpointRefused, InvalidModelName."""
+        path = Path(source).expanduser()
+        if not path.is_dir() or not adapter.is_adapter(path):
+            return None
+        return check_name(name if name is not None else _name_of(path.resolve().name)), adapter.read_base(path)
+
+    def import_adapter(
+        self,
+        path: Path,
+        *,
+        name: str,
+        base: str,
+        base_version: str,
+        base_path: Path,
+        rank_limit: int,
+        report: Report = silent,
+    ) -> ModelVersion:
+        """Copies peft's adapter directory `path` in as a version of `name`, to be served beside `base` `base_version`,
+        whose files are in `base_path` and whose engines take ranks up to `rank_limit`.
+
+        It takes adapter_config.json, adapter_model.safetensors and README.md. Raises CheckpointRefused,
+        weights.format.errors.IntegrityError, NotEnoughDisk.
+        """
+        self._sweep()
+        files, before = adapter.choose_files(path), recorded(path)
+        self._require_space(files.nbytes)
+        with self._staging(files.nbytes) as staging:
+            _fill(staging, files, report, move=False)
+            layout, below = Layout.read(staging), Layout.read(base_path)
+            facts = adapter.examine(staging, layout, base=base, base_layout=below, rank_limit=rank_limit)
+            meta = {
+                "source": str(path.resolve()),
+                "params": facts.params,
+                "base": base,
+                "base_version": base_version,
+                "info": {
+                    "adapter": {"rank": facts.rank, "trained_on": facts.base, "modules": list(facts.modules)},
+                },
+            }
+
+            def check(now: Manifest) -> None:
+                if before is not None:
+                    check_same(before, now, path)
+
+            return self._publish(staging, "adapter", name, meta, check)
 
     def _import_gguf(self, file: Path, name: str | None, report: Report) -> ModelVersion:
         """Converts a GGUF file to bfloat16 in a process of its own and takes the result in."""
@@ -167,11 +217,7 @@ class ModelLibrary:
         if not move:
             self._require_space(files.nbytes)
         with self._staging(files.nbytes) as staging:
-            done = 0
-            for file, real in files.taken.items():
-                for count in _transfer(real, staging / file, move=move):
-                    done += count
-                    report(done, files.nbytes, "bytes", f"copying {file}")
+            _fill(staging, files, report, move=move)
             layout = Layout.read(staging)
             facts = examine(staging, layout)
             warnings = list(facts.warnings)
@@ -181,26 +227,29 @@ class ModelLibrary:
                     try_template(str(shown))  # what engines and ranks render
                 warnings += [warning] if warning else []
             facts = replace(facts, warnings=tuple(warnings))
-            report(done, files.nbytes, "bytes", "computing checksums")
+            report(files.nbytes, files.nbytes, "bytes", "computing checksums")
 
             def check(now: Manifest) -> None:
                 if before is not None:
                     check_same(before, now, directory)
 
-            return self._publish(staging, name, facts, source, meta, check)
+            described = {
+                "source": source,
+                "arch": facts.arch,
+                "task": facts.task,
+                "params": facts.params,
+                "max_model_len": facts.max_model_len,
+                "warnings": list(facts.warnings),
+                "info": dict(facts.info),
+            }
+            return self._publish(staging, "version", name, {**meta, **described}, check)
 
     def _publish(
-        self,
-        staging: Path,
-        name: str,
-        facts: Facts,
-        source: str,
-        meta: Mapping[str, Any],
-        check: Callable[[Manifest], None],
+        self, staging: Path, kind: str, name: str, meta: Mapping[str, Any], check: Callable[[Manifest], None]
     ) -> ModelVersion:
         family = self._private(self._root / encode_name(name))
         try:
-            return self._seal_and_rename(staging, family, name, facts, source, meta, check)
+            return self._seal_and_rename(staging, family, kind, name, meta, check)
         except BaseException:
             with contextlib.suppress(OSError):  # other versions are in it
                 family.rmdir()
@@ -210,24 +259,14 @@ class ModelLibrary:
         self,
         staging: Path,
         family: Path,
+        kind: str,
         name: str,
-        facts: Facts,
-        source: str,
         meta: Mapping[str, Any],
         check: Callable[[Manifest], None],
     ) -> ModelVersion:
         while True:
             version = self._next_version(family)
-            described = meta | {
-                "source": source,
-                "arch": facts.arch,
-                "task": facts.task,
-                "params": facts.params,
-                "max_model_len": facts.max_model_len,
-                "warnings": list(facts.warnings),
-                "info": dict(facts.info),
-            }
-            check(copies.seal_dir(staging, kind="version", model=name, version=version, meta=described))
+            check(copies.seal_dir(staging, kind=kind, model=name, version=version, meta=meta))
             for file in staging.iterdir():
                 _sync(file)
             try:
@@ -328,6 +367,14 @@ class ModelLibrary:
             owner = re.search(r"(\d+)-[0-9a-f]{32}", entry.name)
             if owner is None or not Path(f"/proc/{owner[1]}").exists():
                 shutil.rmtree(entry, ignore_errors=True)
+
+
+def _fill(staging: Path, files: Files, report: Report, *, move: bool) -> None:
+    done = 0
+    for file, real in files.taken.items():
+        for count in _transfer(real, staging / file, move=move):
+            done += count
+            report(done, files.nbytes, "bytes", f"copying {file}")
 
 
 def check_name(name: str) -> str:

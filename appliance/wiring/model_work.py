@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.controller.interfaces.ports import ModelStats, Progress, Report, VersionPaths
+from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, ModelStats, Progress, Report, VersionPaths
 from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary, ModelVersion
 from appliance.tiers.check import Checked, check
@@ -35,6 +36,23 @@ class LibraryOps:
 
     async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
         made = await _thread(self._library.import_model, source, name=name, revision=revision, report=_reporter(report))
+        return _stats(made)
+
+    async def find_adapter(self, source: str, *, name: str | None) -> AdapterFound | None:
+        found = await _thread(self._library.find_adapter, source, name=name)
+        return None if found is None else AdapterFound(*found)
+
+    async def import_adapter(self, source: str, *, name: str, base: AdapterBase, report: Report) -> ModelStats:
+        made = await _thread(
+            self._library.import_adapter,
+            Path(source).expanduser(),
+            name=name,
+            base=base.model,
+            base_version=base.version,
+            base_path=Path(base.path),
+            rank_limit=base.rank_limit,
+            report=_reporter(report),
+        )
         return _stats(made)
 
     async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
@@ -112,4 +130,5 @@ def _stats(made: ModelVersion) -> ModelStats:
         disk_path=str(made.path),
         max_model_len=made.max_model_len,
         info={**made.info, "warnings": list(made.warnings)},
+        adapter_rank=made.info.get("adapter", {}).get("rank"),
     )

@@ -44,6 +44,18 @@ ADAPTER_ARCHITECTURES = frozenset(
     f"{family}ForCausalLM"
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Granite", "Olmo2", "Olmo3", "Phi3")
 )
+# Their linear layers, by the last part of their names.
+ADAPTER_MODULES = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "qkv_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "gate_up_proj",
+    "down_proj",
+)
 GRAPH_BYTES = 2**30  # vLLM reports 0.5 to 1 GiB for models of 1 to 8 B parameters and its default sizes of batches
 LEAST_ACTIVATIONS_BYTES = 2**30
 

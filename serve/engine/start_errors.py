@@ -72,6 +72,22 @@ def _heads(found: re.Match[str], model: str) -> Words:
     )
 
 
+_INSTEAD = "import the model as its publisher trained it (bf16 or fp16), or a GGUF file, which is dequantised"
+
+
+def _no_kernel(found: re.Match[str], model: str) -> Words:
+    return Words(
+        f"{model} has quantised layers ({found['format']}) that engines do not compute on this kind of device; "
+        f"{_INSTEAD}"
+    )
+
+
+def _no_format(found: re.Match[str], model: str) -> Words:
+    return Words(
+        f"{model} is quantised by {found['format']}, which engines do not serve on this kind of device; {_INSTEAD}"
+    )
+
+
 _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...] = tuple(
     (re.compile(pattern, re.S), words)
     for pattern, words in (
@@ -88,6 +104,11 @@ _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...
         ),
         (r"Model architectures? \[?'?(?P<arch>[\w', ]+?)'?\]? (?:are|is|was) (?:not )?supported", _unsupported),
         (r"attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<devices>\d+)\)", _heads),
+        (r"Failed to find a kernel that can implement the (?P<format>\w+) linear layer", _no_kernel),
+        (r"Unknown quantization method: (?P<format>[\w.-]+)", _no_format),
+        (r"(?P<format>[\w.-]+) quantization is currently not supported in \w+", _no_format),
+        # An operator that the CPU's build declares and does not have.
+        (r"_C::\w*(?P<format>fp8|int8)\w*\(\) expected at most 0 argument", _no_format),
         (r"out of memory|[Cc]an(?:'|no)t allocate memory|MemoryError|std::bad_alloc", _out_of_memory),
     )
 )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runtime.devices.kinds import kind_of
+from serve.core.sizing import ADAPTER_MODULES
 from serve.core.spec import ReplicaSpec
 from serve.core.system_prompt import with_system_prompt
 from weights.format.tool_template import with_tools
@@ -37,18 +38,6 @@ TOOL_PARSERS: Mapping[str, str] = {
     "gpt_oss": "openai",
 }
 
-# Linear layers of the architectures that take adapters (serve.core.sizing), by the last part of their names.
-ADAPTER_MODULES = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "qkv_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "gate_up_proj",
-    "down_proj",
-)
 LORA_RANK_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CPU_WORKER = "serve.cpu.worker.ShmCPUWorker"
 # A custom scheduler loses vLLM's asynchronous scheduling, which vLLM disables on the CPU anyway.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.ports import (
+    AdapterBase,
+    AdapterFound,
     BatchCapacity,
     EngineAnswer,
     Mode,
@@ -146,6 +149,15 @@ class SimulatedModelOps:
             disk_path=f"/models/{name}/v1",
             max_model_len=2048,
         )
+
+    async def find_adapter(self, source: str, *, name: str | None) -> AdapterFound | None:
+        if not Path(source).name.startswith("adapter"):
+            return None
+        return AdapterFound(name or Path(source).name, "org/starter" if "starter" in source else "org/unknown")
+
+    async def import_adapter(self, source: str, *, name: str, base: AdapterBase, report: Report) -> ModelStats:
+        stats = await self.import_model(source, name=name, revision=None, report=report)
+        return replace(stats, adapter_rank=min(8, base.rank_limit))
 
     async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
         return await self.import_model("starter", name="starter", revision=None, report=report)

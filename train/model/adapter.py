@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
 from peft.utils import load_peft_weights
+from peft.utils.other import get_pattern_key
 from transformers import PreTrainedModel
 
 from runtime.devices.cpu import HOST_MEMORY
@@ -62,7 +63,8 @@ def merge_into(model: PreTrainedModel, directory: str | Path) -> None:
         if weight is None or up is None or weight.shape != (up.shape[0], down.shape[1]):
             raise UnsupportedModel(f"{name} of the adapter {directory} does not fit the model it is merged into")
         rank = down.shape[0]
-        scaling = config.lora_alpha / (rank**0.5 if config.use_rslora else rank)
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, module), config.lora_alpha)
+        scaling = alpha / (rank**0.5 if config.use_rslora else rank)
         weight.copy_(weight.float() + scaling * (up.float() @ down.float()))
 
 

@@ -28,9 +28,11 @@ app.registered_commands += [*deploy.registered_commands, *canary.registered_comm
     "appliance model import ./Qwen3-8B-Q4_K_M.gguf      a file of llama.cpp's, dequantised to bfloat16",
     "appliance model import smollm2-135m                by its name in `appliance model catalog`",
     "appliance model import Qwen/Qwen3-0.6B             from a hub, where the box may go online",
+    "appliance model import ./my-lora --base smollm2-135m    a LoRA adapter, as peft writes it",
     "",
     "A directory needs config.json, tokenizer files and *.safetensors. A box is offline unless its configuration",
-    "says hub_offline = false. Packages are downloaded by pip, as its settings say.",
+    "says hub_offline = false. Packages are downloaded by pip, as its settings say. An adapter's directory has",
+    "adapter_config.json and adapter_model.safetensors; it is served on the engines of its base.",
     name="import",
 )
 def import_model(
@@ -39,6 +41,9 @@ def import_model(
         str, typer.Argument(metavar="SOURCE", help="Directory, .gguf file, name in the catalog, or hub id.")
     ],
     name: Annotated[str | None, typer.Option("--name", help="What clients call it. Default: from the source.")] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="NAME", help="Of an adapter. Default: what it says of itself.")
+    ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
     wait: WAIT = True,
     timeout: TIMEOUT = None,
@@ -48,7 +53,7 @@ def import_model(
     if is_local and Path(source).expanduser().exists():
         source = str(Path(source).expanduser().resolve())
     with fetched(source, name, is_local) as found:
-        body = given(source=found.source, name=found.name, revision=revision)
+        body = given(source=found.source, name=found.name, base=base, revision=revision)
         started = session.client.post("/admin/v1/models/import", body)
         session.show(finish(session, started, wait or found.temporary, timeout), _operation)
 

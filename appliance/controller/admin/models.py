@@ -18,18 +18,19 @@ from appliance.controller.context import operations
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
-from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, SwapFailed, shown
+from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, OperationFailed, SwapFailed, shown
 from appliance.controller.interfaces.model_states import ModelStates
-from appliance.controller.interfaces.ports import ModelStats, Report
-from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.interfaces.ports import AdapterBase, Report
+from appliance.controller.interfaces.principal import Caller
 from appliance.controller.models.activation import switch
 from appliance.controller.models.canaries import Canaries
+from appliance.controller.models.imported import adapter_base, register, register_adapter
 from appliance.controller.models.removal import known_model, place, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
-from appliance.store.records import canaries, deployments
+from appliance.store.records import canaries
 from appliance.store.records import operations as operation_rows
-from appliance.store.rows import DeploymentRow, ModelRow, OperationRow, VersionRow
+from appliance.store.rows import ModelRow, OperationRow
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
@@ -41,6 +42,7 @@ class _Strict(BaseModel):
 class Import(_Strict):
     source: Text
     name: Text | None = None
+    base: Text | None = None
     revision: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,255}$")] | None = None
 
 
@@ -93,12 +95,17 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
         if body.name is not None:
             _check_new_name(db, body.name)
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
+        adapter = await _adapter(context, body)
 
         async def work(report: Report) -> dict[str, Any]:
+            if adapter is not None:
+                name, base = adapter
+                made = await context.model_ops.import_adapter(body.source, name=name, base=base, report=report)
+                return await register_adapter(context, made, base, caller)
             stats = await context.model_ops.import_model(
                 body.source, name=body.name, revision=body.revision, report=report
             )
-            return _register(context, stats, caller)
+            return register(context, stats, caller)
 
         answer = start("import", body.name or body.source, work)
         record(context, caller, "model.import", body.name or body.source, source=body.source, revision=body.revision)
@@ -110,7 +117,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
         context.quotas.disk.check()
 
         async def work(report: Report) -> dict[str, Any]:
-            return _register(context, await context.model_ops.make_starter(minutes=minutes, report=report), caller)
+            return register(context, await context.model_ops.make_starter(minutes=minutes, report=report), caller)
 
         answer = start("starter", "starter", work)
         record(context, caller, "model.starter", "starter", minutes=minutes)
@@ -204,47 +211,21 @@ def _check_new_name(db: Database, name: str) -> None:
         )
 
 
-def _register(context: ControllerContext, stats: ModelStats, caller: Principal) -> dict[str, Any]:
-    """Create the rows of a model whose bytes are in place: model or new active version, and its deployment."""
-    db, now_s = context.db, time.time()
-    with db.transaction():
-        if models.find(db, stats.name) is None:
-            models.insert(
-                db,
-                ModelRow(
-                    id=stats.name,
-                    kind="base",
-                    arch=stats.arch,
-                    params=stats.params,
-                    bytes=stats.bytes,
-                    task=stats.task,
-                    owned_by=f"org-{context.config.organization}",
-                    source=stats.source,
-                    created_s=now_s,
-                    max_model_len=stats.max_model_len,
-                    info=stats.info,
-                    owner=caller.owner,
-                ),
-            )
-        if models.find_version(db, stats.name, stats.version) is None:
-            models.insert_version(
-                db,
-                VersionRow(
-                    model=stats.name,
-                    version=stats.version,
-                    source=stats.source,
-                    bytes=stats.bytes,
-                    created_s=now_s,
-                    disk_path=stats.disk_path,
-                    shm_path=stats.shm_path,
-                    fingerprint=stats.fingerprint,
-                ),
-            )
-        models.activate(db, stats.name, stats.version)
-        if deployments.find(db, stats.name) is None:
-            deployments.insert(db, DeploymentRow(model=stats.name, created_s=now_s))
-    context.scheduler.nudge(f"model {stats.name} version {stats.version} is ready")
-    return {"name": stats.name, "version": stats.version, "params": stats.params, "bytes": stats.bytes}
+async def _adapter(context: ControllerContext, body: Import) -> tuple[str, AdapterBase] | None:
+    """Name and base of the adapter that is to be imported; None for a whole model. Raises BadRequest, Conflict."""
+    try:
+        found = await context.model_ops.find_adapter(body.source, name=body.name)
+    except OperationFailed as error:
+        raise BadRequest(str(error), param="source", code=error.code) from error
+    if found is not None:
+        return found.name, adapter_base(context, found, body.base)
+    if body.base is not None:
+        raise BadRequest(
+            f"A base belongs to an adapter's directory (adapter_config.json), and {shown(body.source)} is none.",
+            param="base",
+            code="invalid_value",
+        )
+    return None
 
 
 def _rollback_target(db: Database, row: ModelRow, asked: str | None) -> str:

@@ -113,7 +113,8 @@ class SchedulerPort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelStats:
-    """An importer's findings about a model; `info` may hold more (layers, hidden size, tokenizer facts)."""
+    """An importer's findings about a model; `info` may hold more (layers, hidden size, tokenizer facts).
+    adapter_rank: of a LoRA adapter; None for a whole model."""
 
     name: str
     version: str
@@ -127,6 +128,7 @@ class ModelStats:
     max_model_len: int | None = None
     fingerprint: dict[str, Any] | None = None
     info: dict[str, Any] = field(default_factory=dict)
+    adapter_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,22 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
+
+
+class AdapterFound(NamedTuple):
+    """name: what it would be called. base: what it says it was trained on, "" if it does not say."""
+
+    name: str
+    base: str
+
+
+class AdapterBase(NamedTuple):
+    """A version that an adapter is to be served on: its files, and the largest rank that its engines take (0: none)."""
+
+    model: str
+    version: str
+    path: str
+    rank_limit: int
 
 
 class VersionPaths(NamedTuple):
@@ -160,6 +178,12 @@ class ModelOps(Protocol):
     async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
         """Import a checkpoint directory or hub repository `source`, checked, as a new version. `name` None: derive it
         from the source."""
+
+    async def find_adapter(self, source: str, *, name: str | None) -> AdapterFound | None:
+        """What the directory `source` says of itself if it is a LoRA adapter's; None for everything else."""
+
+    async def import_adapter(self, source: str, *, name: str, base: AdapterBase, report: Report) -> ModelStats:
+        """Import an adapter as a new version of `name`, checked against the base that it is to be served on."""
 
     async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
         """Pretrain the small model named `starter`."""

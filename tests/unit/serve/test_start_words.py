@@ -51,6 +51,19 @@ LONG = (
             ["9 attention heads", "4 devices", "--tensor-parallel"],
             False,
         ),
+        (
+            "ValueError: Failed to find a kernel that can implement the NVFP4 linear layer. Reasons: \n x",
+            ["m has quantised layers", "NVFP4", "kind of device", "GGUF"],
+            False,
+        ),
+        ("ValueError: Unknown quantization method: hqq. Must be one of ['awq'].", ["by hqq", "bf16 or fp16"], False),
+        (
+            "RuntimeError: _C::static_scaled_fp8_quant() expected at most 0 argument(s) but received 4 argument(s). "
+            "Declaration: _C::static_scaled_fp8_quant() -> ()",
+            ["by fp8", "bf16 or fp16"],
+            False,
+        ),
+        ("ValueError: gguf quantization is currently not supported in cpu.", ["by gguf", "bf16 or fp16"], False),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.", ["[serve] kv_cache_bytes"], True),
         (
             "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",

@@ -1,0 +1,168 @@
+"""What a LoRA adapter's directory is, as peft writes it, and whether engines can serve it on a base. Nothing is loaded.
+
+vLLM's own refusals (vllm/lora/peft_helper.py) come with the first request, as an adapter that does not exist; these
+come with the import.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance.models.checkpoint import MAX_CONFIG_BYTES, Files, check_header, read_json, regular
+from appliance.models.errors import AdapterRefused, NotACheckpoint, PickleRefused
+from serve.core.sizing import ADAPTER_MODULES
+from weights.format.layout import Layout, Placed
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PICKLE, _KEPT = "adapter_model.bin", ("README.md",)
+_PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+# Starts that leave the base as it is. Others (PiSSA, OLoRA, CorDA, LoftQ) belong to a changed base.
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+_MORE_THAN_FACTORS = {
+    "use_dora": "DoRA",
+    "lora_bias": "biases in the factors",
+    "modules_to_save": "whole modules beside the factors",
+    "trainable_token_indices": "embeddings of its own for some tokens",
+    "target_parameters": "factors on parameters (experts) and not on layers",
+    "layer_replication": "repeated layers",
+    "alora_invocation_tokens": "activation by tokens (aLoRA)",
+    "use_bdlora": "block-diagonal factors",
+    "use_qalora": "QA-LoRA",
+}
+
+
+@dataclass(frozen=True)
+class AdapterFacts:
+    """rank: the largest that an engine has to take. params: of the factors. base: what it says it was trained on."""
+
+    rank: int
+    params: int
+    base: str
+    modules: tuple[str, ...]
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether this is the directory of an adapter and of no whole model."""
+    return (directory / CONFIG_FILE).is_file() and not (directory / "config.json").exists()
+
+
+def choose_files(directory: Path) -> Files:
+    """The files of the adapter. Everything else, a tokenizer too, stays behind: engines use the base's. Raises
+    NotACheckpoint, PickleRefused, UnsafeLink."""
+    names = sorted(os.listdir(directory))
+    if WEIGHTS_FILE not in names:
+        if _PICKLE in names:
+            raise PickleRefused(
+                _PICKLE,
+                "the weights are pickles, which can run any code when loaded, and are never opened here. Convert them "
+                "where you trust them: peft's `PeftModel.save_pretrained(DIR)` writes safetensors",
+            )
+        raise NotACheckpoint(WEIGHTS_FILE, f"not in {directory}; an adapter has {CONFIG_FILE} and {WEIGHTS_FILE}")
+    taken = {name: regular(directory, name) for name in (CONFIG_FILE, WEIGHTS_FILE, *_KEPT) if name in names}
+    check_header(taken[WEIGHTS_FILE], WEIGHTS_FILE)
+    left = tuple(name for name in names if name not in taken)
+    return Files(taken, left, sum(path.stat().st_size for path in taken.values()))
+
+
+def read_base(directory: Path) -> str:
+    """The base that the adapter names; "" if it names none. Raises NotACheckpoint, UnsafeLink."""
+    config = read_json(regular(directory, CONFIG_FILE), CONFIG_FILE, MAX_CONFIG_BYTES)
+    named = config.get("base_model_name_or_path")
+    return named if isinstance(named, str) else ""
+
+
+def examine(directory: Path, layout: Layout, *, base: str, base_layout: Layout, rank_limit: int) -> AdapterFacts:
+    """Checks the adapter in `directory`, whose tensors are `layout`, against its base. `rank_limit`: the largest rank
+    that the base's engines take; 0: they take no adapters. Raises AdapterRefused, NotACheckpoint."""
+    config = read_json(directory / CONFIG_FILE, CONFIG_FILE, MAX_CONFIG_BYTES)
+    _refuse_kind(config)
+    if rank_limit == 0:
+        raise AdapterRefused("", f"engines of {base} take no adapters: merge it into the base, and import the result")
+    ranks = [_rank_of(config), *_pairs(layout, base, base_layout)]
+    if max(ranks) > rank_limit:
+        raise AdapterRefused(
+            CONFIG_FILE,
+            f"the adapter has rank {max(ranks)}, engines of {base} take at most {rank_limit}: raise [serve] "
+            "adapter_max_rank, or merge it into the base and import the result",
+        )
+    modules = {name.removesuffix(_DOWN).rpartition(".")[2] for name in layout.names if name.endswith(_DOWN)}
+    params = sum(placed.spec.numel for placed in layout)
+    return AdapterFacts(max(ranks), params, read_base(directory), tuple(sorted(modules)))
+
+
+def _refuse_kind(config: Mapping[str, Any]) -> None:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise AdapterRefused(CONFIG_FILE, f"peft_type is {str(kind)[:40]!r}; engines serve LORA alone")
+    for key, what in _MORE_THAN_FACTORS.items():
+        if config.get(key):
+            raise AdapterRefused(
+                CONFIG_FILE,
+                f"{key} is set: the adapter has {what}, which engines do not serve. Merge it into its base "
+                "(peft's `merge_and_unload`) and import the result",
+            )
+    if config.get("bias", "none") != "none":
+        raise AdapterRefused(
+            CONFIG_FILE, f"bias is {str(config['bias'])[:40]!r}; engines serve adapters without biases"
+        )
+    start = config.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
+        raise AdapterRefused(
+            CONFIG_FILE,
+            f"init_lora_weights is {start[:40]!r}: it belongs to a base that this start changed. Convert it with "
+            "peft's path_initial_model_for_weight_conversion, or merge it and import the result",
+        )
+    alpha = config.get("lora_alpha")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise AdapterRefused(CONFIG_FILE, "lora_alpha must be a number")
+
+
+def _rank_of(config: Mapping[str, Any]) -> int:
+    patterns = config.get("rank_pattern") or {}
+    ranks = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [None])]
+    if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 1 for rank in ranks):
+        raise AdapterRefused(CONFIG_FILE, "r and the ranks of rank_pattern must be whole numbers of at least 1")
+    return max(rank for rank in ranks if isinstance(rank, int))
+
+
+def _pairs(layout: Layout, base: str, base_layout: Layout) -> list[int]:
+    """The rank of each pair of factors. Raises AdapterRefused, naming the tensor that does not fit."""
+    found, ranks = {placed.spec.name: placed for placed in layout}, []
+    for name, placed in found.items():
+        module, _, kind = name.rpartition(".lora_")
+        if f".lora_{kind}" not in (_DOWN, _UP) or not module.startswith(_PREFIX):
+            raise AdapterRefused(name, f"is no factor of a layer ({_PREFIX}….lora_A.weight, ….lora_B.weight)")
+        twin = found.get(module + (_UP if f".lora_{kind}" == _DOWN else _DOWN))
+        if twin is None:
+            raise AdapterRefused(name, "the other factor of its layer is missing")
+        if f".lora_{kind}" == _DOWN:
+            ranks.append(_check_pair(module.removeprefix(_PREFIX), placed, twin, base, base_layout))
+    if not ranks:
+        raise AdapterRefused(WEIGHTS_FILE, "has no factors")
+    return ranks
+
+
+def _check_pair(module: str, down: Placed, up: Placed, base: str, base_layout: Layout) -> int:
+    if module.rpartition(".")[2] not in ADAPTER_MODULES:
+        raise AdapterRefused(
+            down.spec.name, f"engines take adapters on {', '.join(ADAPTER_MODULES)}, not on {module}: merge and import"
+        )
+    if len(down.spec.shape) != 2 or len(up.spec.shape) != 2 or down.spec.shape[0] != up.spec.shape[1]:
+        raise AdapterRefused(
+            down.spec.name, f"shapes {list(down.spec.shape)} and {list(up.spec.shape)} are no pair of factors"
+        )
+    if f"{module}.weight" in base_layout:
+        outer, inner = base_layout.find(f"{module}.weight").spec.shape
+        if (up.spec.shape[0], down.spec.shape[1]) != (outer, inner):
+            raise AdapterRefused(
+                down.spec.name,
+                f"fits a layer of {down.spec.shape[1]} inputs and {up.spec.shape[0]} outputs; that of {base} has "
+                f"{inner} and {outer}: an adapter of another model? Name its base with --base",
+            )
+    elif not any(name.startswith(f"{module}.") for name in base_layout.names):  # quantised ones are stored otherwise
+        raise AdapterRefused(down.spec.name, f"{base} has no layer {module}: an adapter of another model?")
+    return down.spec.shape[0]

@@ -1,0 +1,127 @@
+"""Tiny quantised checkpoints, written by hand as the documentation of each format lays its tensors out, and what their
+weights mean.
+
+Sources: compressed-tensors (`pack-quantized`, `int-quantized`), AutoAWQ (GEMM), GPTQ (AutoGPTQ), and FP8 as vLLM's
+documentation and DeepSeek's (`weight_scale_inv`, blocks of 128 by 128) describe it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+GROUP = 32
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+FP8 = torch.float8_e4m3fn
+Tensors = dict[str, torch.Tensor]
+# A linear layer's weight (out, in) -> its stored tensors by the last part of their names, and the weight they mean.
+Quantise = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+
+
+def _packed(values: torch.Tensor) -> torch.Tensor:
+    """int32 (…, n / 8) of 4-bit values (…, n), the first in the lowest bits."""
+    shifts = torch.arange(8) * 4
+    words = (values.to(torch.int64).view(*values.shape[:-1], -1, 8) << shifts).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def _grouped(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values 0 to 15 around 8 (out, in), scales (out, in / GROUP) in float16, and the weight they mean."""
+    groups = weight.float().view(weight.shape[0], -1, GROUP)
+    scales = (groups.abs().amax(-1, keepdim=True) / 7).half().float()
+    values = (groups / scales).round().clamp(-8, 7)
+    return (values + 8).view_as(weight).int(), scales[..., 0].half(), (values * scales).view_as(weight)
+
+
+def w4a16(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    values, scales, means = _grouped(weight)
+    shape = torch.tensor(weight.shape, dtype=torch.int64)
+    return {"weight_packed": _packed(values), "weight_scale": scales, "weight_shape": shape}, means
+
+
+def w8a8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scales = weight.float().abs().amax(1, keepdim=True) / 127
+    values = (weight.float() / scales).round().clamp(-128, 127)
+    return {"weight": values.to(torch.int8), "weight_scale": scales}, values * scales
+
+
+def awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    values, scales, means = _grouped(weight)
+    turned = values.t().reshape(weight.shape[1], -1, 8)[..., AWQ_ORDER].reshape(weight.shape[1], -1)
+    zeros = torch.full((weight.shape[1] // GROUP, weight.shape[0]), 8)
+    return {"qweight": _packed(turned), "qzeros": _packed(zeros), "scales": scales.t()}, means
+
+
+def gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    values, scales, means = _grouped(weight)
+    zeros = torch.full((weight.shape[1] // GROUP, weight.shape[0]), 7)  # stored less one
+    stored = {"qweight": _packed(values).t(), "qzeros": _packed(zeros), "scales": scales.t()}
+    return stored | {"g_idx": (torch.arange(weight.shape[1]) // GROUP).int()}, means
+
+
+def fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scale = weight.float().abs().max() / 448
+    values = (weight.float() / scale).to(FP8)
+    return {"weight": values, "weight_scale": scale}, values.float() * scale
+
+
+def fp8_blocks(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    out, inner = weight.shape
+    blocks = weight.float().view(out // 128, 128, inner // 128, 128)
+    scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+    values = (blocks / scales).to(FP8)
+    means = (values.float() * scales).view(out, inner)
+    return {"weight": values.view(out, inner), "weight_scale_inv": scales[:, 0, :, 0]}, means
+
+
+def _compressed(form: str, bits: int, strategy: str, activations: dict[str, Any] | None) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": False}
+    weights |= {"group_size": GROUP} if strategy == "group" else {}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+_PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+_FOUR_BITS = {"bits": 4, "group_size": GROUP}
+FORMATS: dict[str, tuple[Quantise, dict[str, Any]]] = {
+    "w4a16": (w4a16, _compressed("pack-quantized", 4, "group", None)),
+    "w8a8": (w8a8, _compressed("int-quantized", 8, "channel", _PER_TOKEN)),
+    "awq": (awq, {"quant_method": "awq", "zero_point": True, "version": "gemm"} | _FOUR_BITS),
+    "gptq": (gptq, {"quant_method": "gptq", "desc_act": False, "sym": True} | _FOUR_BITS),
+    "fp8": (fp8, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "fp8-blocks": (
+        fp8_blocks,
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    ),
+}
+
+
+def write(source: Path, form: str, quantised: Path, means: Path) -> None:
+    """The plain checkpoint `source` in the format `form` at `quantised`, and at `means` as plain weights again."""
+    quantise, config = FORMATS[form]
+    stored, plain = {}, {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if "_proj.weight" not in name:
+            stored[name] = plain[name] = weight
+            continue
+        parts, plain[name] = quantise(weight)
+        stored |= {name.removesuffix("weight") + part: tensor.contiguous() for part, tensor in parts.items()}
+    for directory, tensors in ((quantised, stored), (means, plain)):
+        directory.mkdir()
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        for file in source.glob("*.json*"):
+            (directory / file.name).write_bytes(file.read_bytes())
+    described = json.loads((source / "config.json").read_text()) | {"quantization_config": config}
+    (quantised / "config.json").write_text(json.dumps(described))

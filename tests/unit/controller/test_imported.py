@@ -1,0 +1,86 @@
+"""Adapters coming in: which base they are served on, for whom they are, what is refused before any byte is copied."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from appliance.store.objects import adapters, models
+from tests.unit.controller.conftest import Control, insert_model
+from tests.unit.controller.test_admin import ask, ended
+
+
+@pytest.fixture
+def roomy(control: Control) -> Control:
+    """Engines take adapters, and the starter's files are on disk."""
+    object.__setattr__(control.context, "adapter_rank_limit", lambda row: 32)
+    models.update_version(control.db, "starter", "v1", disk_path="/models/starter/v1")
+    return control
+
+
+@pytest.mark.parametrize("source", ["/data/adapter-of-starter", "/data/adapter"])
+async def test_an_adapter_is_served_on_the_base_that_it_or_the_user_names(roomy: Control, source: str):
+    body = {"source": source, "name": "pirate"} | ({} if "starter" in source else {"base": "starter"})
+    done = await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
+    assert done["state"] == "succeeded" and done["result"]["adapter of"] == "starter v1"
+    (row,) = adapters.list_callable(roomy.db)
+    assert (row.name, row.model, row.base, row.base_version, row.host) == (
+        "pirate",
+        "pirate",
+        "starter",
+        "v1",
+        "starter",
+    )
+    model, base = models.find(roomy.db, "pirate"), models.find(roomy.db, "starter")
+    assert (model.kind, model.base, model.arch, model.max_model_len) == ("fine-tuned", "starter", base.arch, 2048)
+    assert models.shared_with(roomy.db, "pirate") == models.shared_with(roomy.db, "starter") == ["*"]
+    assert (await ask(roomy, "GET", "/models/pirate"))["adapter"]["rank"] == 8
+    again = await ended(
+        roomy, await ask(roomy, "POST", "/models/import", 202, json={"source": "/data/adapter-of-starter"})
+    )
+    assert again["result"]["name"] == "adapter-of-starter"
+
+
+async def test_an_adapter_of_a_private_base_is_private_too(roomy: Control):
+    models.unshare(roomy.db, "starter", "*")
+    models.share(roomy.db, "starter", "ann")
+    await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json={"source": "/data/adapter-of-starter"}))
+    assert models.shared_with(roomy.db, "adapter-of-starter") == ["ann"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "words"),
+    [
+        ({"source": "/data/adapter"}, 400, "base", "org/unknown.*--base"),
+        ({"source": "/data/adapter", "base": "nosuch"}, 400, "base", "nosuch"),
+        ({"source": "/data/adapter", "base": "tuned"}, 400, "base", "is an adapter itself"),
+        ({"source": "/data/whole", "base": "starter"}, 400, "base", "adapter_config.json"),
+        ({"source": "/data/starter/adapter", "name": "starter"}, 409, "name", "exists"),
+        ({"source": "/x/adapter-starter", "base": "cold"}, 409, "base", "tier below"),
+    ],
+)
+async def test_an_adapter_without_a_base_is_refused(roomy: Control, body, status, param, words):
+    insert_model(roomy.db, "tuned", kind="fine-tuned", base="starter")
+    models.update_version(roomy.db, "tuned", "v1", meta={"adapter": {"base": "starter", "base_version": "v1"}})
+    insert_model(roomy.db, "cold")
+    models.update_version(roomy.db, "cold", "v1", disk_path=None, shm_path=None)
+    error = (await ask(roomy, "POST", "/models/import", status, json=body))["error"]
+    assert error["param"] == param
+    assert re.search(words, error["message"]), error["message"]
+
+
+async def test_a_base_that_goes_during_the_import_fails_it_and_leaves_no_bytes(roomy: Control):
+    import_adapter = roomy.context.model_ops.import_adapter
+
+    async def slow(*given, **named):
+        made = await import_adapter(*given, **named)
+        models.delete(roomy.db, "starter")
+        return replace(made, name="orphan")
+
+    roomy.context.model_ops.import_adapter = slow  # type: ignore[method-assign]
+    body = {"source": "/data/adapter-of-starter"}
+    done = await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
+    assert done["state"] == "failed" and "was deleted" in done["error"]["message"]
+    assert [name for name, _ in roomy.context.model_ops.removed] == ["orphan"]

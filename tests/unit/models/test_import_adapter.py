@@ -1,0 +1,133 @@
+"""Adapters as peft writes them: what is taken, and what is refused by which name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from appliance.models.errors import AdapterRefused, CheckpointRefused, NotACheckpoint, PickleRefused, SourceNotFound
+from appliance.models.library import ModelLibrary
+from tests.unit.models import checkpoints
+from tests.unit.models.checkpoints import HIDDEN
+from weights.format.manifest import Manifest
+
+MODULE = "base_model.model.model.layers.0.mlp.up_proj"
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "org/source", "bias": "none"}
+
+
+def factors(module: str = MODULE, rank: int = 4, inner: int = HIDDEN, outer: int = 16) -> dict[str, np.ndarray]:
+    return {
+        f"{module}.lora_A.weight": np.ones((rank, inner), np.float32),
+        f"{module}.lora_B.weight": np.ones((outer, rank), np.float32),
+    }
+
+
+def write(directory: Path, tensors: dict[str, np.ndarray] | None = None, **config) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "adapter_config.json").write_text(json.dumps(CONFIG | config))
+    save_file(factors() if tensors is None else tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> ModelLibrary:
+    return ModelLibrary(tmp_path / "models")
+
+
+@pytest.fixture
+def take(library: ModelLibrary, tmp_path: Path):
+    base = library.import_path(checkpoints.write(tmp_path / "source"))
+
+    def take(directory: Path, rank_limit: int = 32):
+        named = {"base": "source", "base_version": "v1", "base_path": base.path, "rank_limit": rank_limit}
+        return library.import_adapter(directory, name="mine", **named)
+
+    return take
+
+
+def test_an_adapter_is_found_by_its_files_and_names_its_base(library, tmp_path):
+    directory = write(tmp_path / "my lora")
+    assert library.find_adapter(str(directory)) == ("my-lora", "org/source")
+    assert library.find_adapter(str(directory), name="x") == ("x", "org/source")
+    assert library.find_adapter(str(checkpoints.write(tmp_path / "whole"))) is None
+    assert library.find_adapter("org/some-hub-id") is None
+    with pytest.raises(SourceNotFound, match="needs a base"):
+        library.import_path(directory)
+
+
+def test_it_becomes_a_sealed_adapter_version_without_pickles_and_tokenizer(take, tmp_path):
+    directory = write(tmp_path / "a")
+    for name in ("tokenizer.json", "optimizer.pt", "adapter_model.bin"):
+        (directory / name).write_text("{}")
+    taken = take(directory)
+    assert sorted(path.name for path in taken.path.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "manifest.json",
+    ]
+    manifest = Manifest.read(taken.path)
+    assert (manifest.kind, manifest.model, manifest.version, manifest.sealed) == ("adapter", "mine", "v1", True)
+    # What engines compare with the weights that they serve (serve.adapters).
+    assert (manifest.meta["base"], manifest.meta["base_version"]) == ("source", "v1")
+    assert taken.info["adapter"] == {"rank": 4, "trained_on": "org/source", "modules": ["up_proj"]}
+    assert taken.params == 4 * (HIDDEN + 16)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "all"}, "biases"),
+        ({"lora_bias": True}, "biases in the factors"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"r": 0}, "at least 1"),
+        ({"rank_pattern": {"up_proj": "x"}}, "rank_pattern"),
+        ({"lora_alpha": None}, "lora_alpha"),
+        ({"r": 64}, "rank 64.*at most 32.*adapter_max_rank"),
+        ({"rank_pattern": {"up_proj": 64}}, "rank 64"),
+    ],
+)
+def test_kinds_that_engines_do_not_serve_are_refused_by_name(take, tmp_path, config, words):
+    with pytest.raises(AdapterRefused, match=words):
+        take(write(tmp_path / "a", **config))
+    assert not list((tmp_path / "models").glob("mine/*")) and not list((tmp_path / "models/.staging").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        (factors(outer=24), "16: an adapter of another model"),
+        (factors(MODULE.replace("layers.0", "layers.7")), "has no layer model.layers.7"),
+        (factors("base_model.model.lm_head"), "not on lm_head"),
+        (factors("model.layers.0.mlp.up_proj"), "is no factor"),
+        (factors() | {"base_model.model.model.embed_tokens.weight": np.ones((2, 2), np.float32)}, "embed_tokens"),
+        (dict(list(factors().items())[:1]), "other factor"),
+        ({}, "no factors"),
+        (factors(rank=48), "rank 48"),
+    ],
+)
+def test_factors_that_do_not_fit_the_base_are_refused_by_name(take, tmp_path, tensors, words):
+    with pytest.raises(AdapterRefused, match=words):
+        take(write(tmp_path / "a", tensors))
+
+
+def test_pickles_missing_weights_and_bases_without_adapters_are_refused(take, tmp_path):
+    pickled = write(tmp_path / "p")
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    with pytest.raises(PickleRefused, match="adapter_model.bin"):
+        take(pickled)
+    (pickled / "adapter_model.bin").unlink()
+    with pytest.raises(NotACheckpoint, match="adapter_model.safetensors"):
+        take(pickled)
+    with pytest.raises(AdapterRefused, match="take no adapters"):
+        take(write(tmp_path / "a"), rank_limit=0)
+    broken = write(tmp_path / "b")
+    (broken / "adapter_config.json").write_text("[]")
+    with pytest.raises(CheckpointRefused, match="adapter_config.json"):
+        take(broken)
