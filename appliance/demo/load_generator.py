@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import openai
 
@@ -21,7 +21,7 @@ PROMPTS = (
 
 @dataclass
 class Outcome:
-    """One request as its client saw it. Times are seconds; `gaps_s` are the waits between chunks of a stream."""
+    """One request as its client saw it. Times are seconds."""
 
     number: int
     streamed: bool
@@ -30,7 +30,6 @@ class Outcome:
     finish_reason: str | None = None
     chunks: int = 0
     answers: int = 0
-    gaps_s: list[float] = field(default_factory=list)
     first_token_s: float | None = None
     error: str | None = None
 
@@ -49,7 +48,6 @@ class LoadReport:
     truncated: int
     duplicated: int
     longest_s: float
-    longest_gap_s: float
     errors: tuple[str, ...]
 
 
@@ -90,7 +88,6 @@ class Load:
             truncated=sum(o.error is None and o.finish_reason is None for o in done),
             duplicated=sum(o.answers > 1 for o in done),
             longest_s=max((o.seconds for o in done), default=0.0),
-            longest_gap_s=max((gap for o in done for gap in o.gaps_s), default=0.0),
             errors=tuple(sorted({o.error for o in done if o.error})),
         )
 
@@ -117,7 +114,7 @@ class Load:
         outcome.finish_reason = answer.choices[0].finish_reason
 
     def _stream(self, outcome: Outcome) -> None:
-        last_s, ids = outcome.started_s, set()
+        ids = set()
         for chunk in self._client.chat.completions.create(
             model=self._model,
             messages=self._messages(outcome.number),
@@ -125,12 +122,8 @@ class Load:
             temperature=0,
             stream=True,
         ):
-            now_s = time.monotonic()
             if outcome.first_token_s is None:
-                outcome.first_token_s = now_s - outcome.started_s
-            else:
-                outcome.gaps_s.append(now_s - last_s)
-            last_s = now_s
+                outcome.first_token_s = time.monotonic() - outcome.started_s
             ids.add(chunk.id)
             outcome.chunks += 1
             if chunk.choices and chunk.choices[0].finish_reason:

@@ -34,10 +34,6 @@ class BusClient:
         self._timer: asyncio.TimerHandle | None = None
         gateway.state.on_change = self.changed
 
-    @property
-    def connected(self) -> bool:
-        return self._writer is not None
-
     async def run(self) -> None:
         """Connect, read, reconnect; returns only when cancelled."""
         attempt = 0

@@ -19,7 +19,7 @@ from typing import Any
 
 from appliance.models import adapter, hub, maker_process
 from appliance.models.checkpoint import Files, Task, choose_files, examine
-from appliance.models.errors import InvalidModelName, NotEnoughDisk, SourceNotFound
+from appliance.models.errors import InvalidModelName, NotACheckpoint, NotEnoughDisk, SourceNotFound
 from appliance.models.recorded import check_same, recorded
 from appliance.models.template_trial import try_template
 from train.convert.gguf import is_gguf
@@ -94,7 +94,11 @@ class ModelLibrary:
         if (file := _gguf(path)) is not None:
             return self._import_gguf(file, name, report)
         if path.is_dir() and adapter.is_adapter(path):
-            raise SourceNotFound(f"{path} is an adapter's directory and needs a base; see import_adapter")
+            raise NotACheckpoint(
+                "",
+                f"{path} is an adapter's directory; expected a checkpoint with config.json and weights. An adapter is "
+                "imported beside its base (`appliance model import DIR --base NAME`)",
+            )
         if not path.is_dir():
             what = "is a file and no GGUF" if path.exists() else "does not exist"
             raise SourceNotFound(

@@ -31,13 +31,11 @@ class ChainEnd:
     """done: the wanted state was reached. undone: rolled back to the previous state. failed: an undo or a release
     failed too. skipped: the chain never began. cancelled: rolled back because the plan changed, which is no failure.
 
-    `failed_step`: the step that failed; None for a chain that never began because its devices were not released.
     `reason`: the verb's error message. `blame`: what the failure is attributed to.
     """
 
     chain: Chain
     state: Literal["done", "undone", "failed", "skipped", "cancelled"]
-    failed_step: Step | None = None
     error: str = ""
     reason: str = ""
     blame: Blame = "own"
@@ -172,7 +170,7 @@ class Runner:
     def _skip(self, chain: Chain, records: list[StepRecord], reason: str) -> ChainEnd:
         for record in records:
             self._write(replace(record, state="skipped", detail={"reason": reason}))
-        return ChainEnd(chain, "skipped", None, reason)
+        return ChainEnd(chain, "skipped", reason)
 
     async def _chain(self, n: int, chain: Chain) -> ChainEnd:
         try:
@@ -209,7 +207,7 @@ class Runner:
             except DrainCancelled as off_:
                 self._skip(chain, records[at + 1 :], off_.reason)
                 clean = await self._undo(chain, step.undo, record.seq)
-                return ChainEnd(chain, "cancelled" if clean else "failed", step, off_.reason)
+                return ChainEnd(chain, "cancelled" if clean else "failed", off_.reason)
             except EffectFailed as error:
                 if step.force and await self._undo(chain, step.force, record.seq):
                     undoable.clear()
@@ -218,7 +216,7 @@ class Runner:
                     self._write(replace(later, state="skipped"))
                 back = [u for s in reversed([*undoable, step]) for u in s.undo]
                 clean = await self._undo(chain, back, record.seq) and step.verb != "release" and not step.force
-                return ChainEnd(chain, "undone" if clean else "failed", step, str(error), error.reason, error.blame)
+                return ChainEnd(chain, "undone" if clean else "failed", str(error), error.reason, error.blame)
             if VERBS[step.verb].no_return:
                 undoable.clear()
             else:

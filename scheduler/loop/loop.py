@@ -238,7 +238,7 @@ class SchedulerLoop:
         """Plan and start the resulting chains. True if it started a hand-over."""
         self._workload = self._store.load()
         now_s = self._clock.now_s()
-        self._tide(now_s)
+        self._take_policy_in_force(now_s)
         self._state.open_replicas_are_stable()
         self._cancel_drains(now_s)
         self._state.failures.keep(self._workload)
@@ -277,7 +277,7 @@ class SchedulerLoop:
         before, self._usable = self._usable, frozenset(d.id for d in snapshot.devices if d.usable)
         return bool(before) and not self._usable <= before
 
-    def _tide(self, now_s: float) -> None:
+    def _take_policy_in_force(self, now_s: float) -> None:
         """Update the current policy; re-evaluate it when the store's settings change or a window fires."""
         settings = (self._workload.windows, self._workload.policy, self._workload.policy_since_s)
         fired = self._in_force.until_s is not None and self._in_force.until_s <= now_s

@@ -51,7 +51,6 @@ class SimJob:
 
     view: JobView
     left_device_s: float | None = None
-    trained_device_s: float = 0.0
     left_a_step: bool = False
     """Whether the last suspension abandoned a step. The first step after it is always finished."""
 
@@ -205,7 +204,6 @@ class SimEffects:
         now_s = self._now() - lost_s
         job = self._jobs[job_id]
         trained = (now_s - group.since_s) * len(group.lease.device_ids)
-        job.trained_device_s += trained
         if job.left_device_s is not None:
             job.left_device_s = max(job.left_device_s - trained, 0.0)
         counted_s = min(now_s, self.counted_s[1]) - max(group.since_s, self.counted_s[0])

@@ -55,7 +55,7 @@ class Dpo(Method):
 
     def refuses(self, shape: str) -> str | None:
         if shape != "preference":
-            return f"has the shape {shape!r}; the method 'dpo' wants pairs of a preferred and a non-preferred output"
+            return f"has the shape {shape!r}; the method {self.name!r} wants pairs of outputs, one preferred"
         return None
 
     def convert(self, record: Record, shape: str) -> Record | None:

@@ -18,7 +18,7 @@ class Supervised(Method):
 
     def refuses(self, shape: str) -> str | None:
         if shape == "preference":
-            return "has preference pairs; the method 'supervised' wants conversations ('dpo' takes pairs)"
+            return f"has preference pairs; the method {self.name!r} wants conversations; a method of pairs takes it"
         return None
 
     def convert(self, record: Record, shape: str) -> Record | None:

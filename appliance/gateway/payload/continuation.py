@@ -196,7 +196,13 @@ class Continuation:
 
     def _usage_event(self) -> bytes:
         prompt, emitted = len(_ids(self._prompt)), len(self._emitted())
-        usage = {"prompt_tokens": prompt, "completion_tokens": emitted, "total_tokens": prompt + emitted}
+        # What the engine that died had in its cache is not known: nothing is claimed.
+        usage = {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + emitted,
+            "completion_tokens": emitted,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
         # In an engine's field order; usage.py removes the event if the client did not request it.
         return b"data: %b\n\n" % orjson.dumps({**self._envelope(), "choices": [], "usage": usage})
 

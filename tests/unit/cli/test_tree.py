@@ -89,7 +89,7 @@ FROZEN = {
     "mode schedule remove": [*BOX, "WINDOW"],
     "mode schedule preview": [*BOX, "--hours"],
     "mode history": [*BOX, "--limit", "HANDOVER"],
-    "model import": [*BOX, "--name", "--revision", "--timeout", "--wait", "SOURCE"],
+    "model import": [*BOX, "--base", "--name", "--revision", "--timeout", "--wait", "SOURCE"],
     "model catalog": ["--help", "--output"],
     "model starter": [*BOX, "--minutes", "--timeout", "--wait"],
     "model list": [*BOX, "--every", "--watch"],

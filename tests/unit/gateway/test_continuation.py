@@ -61,7 +61,8 @@ def greedy_engine(lives: dict[str, int]):
             return
         if (body.get("stream_options") or {}).get("include_usage"):
             n = len(prompt)
-            await event(None, usage={"prompt_tokens": n, "completion_tokens": budget, "total_tokens": n + budget})
+            usage = {"prompt_tokens": n, "completion_tokens": budget, "total_tokens": n + budget}
+            await event(None, usage={**usage, "prompt_tokens_details": {"cached_tokens": 0}})
         await reply.chunk(b"data: [DONE]\n\n")
         await reply.end()
 

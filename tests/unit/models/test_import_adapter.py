@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from appliance.models.errors import AdapterRefused, CheckpointRefused, NotACheckpoint, PickleRefused, SourceNotFound
+from appliance.models.errors import AdapterRefused, CheckpointRefused, NotACheckpoint, PickleRefused
 from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
 from tests.unit.models.checkpoints import HIDDEN
@@ -55,7 +55,7 @@ def test_an_adapter_is_found_by_its_files_and_names_its_base(library, tmp_path):
     assert library.find_adapter(str(directory), name="x") == ("x", "org/source")
     assert library.find_adapter(str(checkpoints.write(tmp_path / "whole"))) is None
     assert library.find_adapter("org/some-hub-id") is None
-    with pytest.raises(SourceNotFound, match="needs a base"):
+    with pytest.raises(NotACheckpoint, match="beside its base"):
         library.import_path(directory)
 
 
