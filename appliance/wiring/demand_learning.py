@@ -75,10 +75,11 @@ class DemandLearning:
         deployment = replace(deployment, prefill_tokens_per_s=rate)
         learner = self._learner(deployment, deployment.ttft_target_s)
         if look:
+            works_s = _works_s(new, rate)
             seen = Seen(
-                works_s=_works_s(new, rate),
+                works_s=works_s,
                 asked=demand_.by_concurrency(deployment, self._config),
-                late=_found_late(new, deployment.ttft_target_s, rate),
+                late=_found_late(new, deployment.ttft_target_s, works_s),
                 awake=traffic.awake,
             )
             learner.seen(now_s, seen)
@@ -126,11 +127,11 @@ def _works_s(new: Arrived, rate: float) -> list[float]:
     return [one * scale for one in tokens]
 
 
-def _found_late(new: Arrived, target_s: float, rate: float) -> int:
+def _found_late(new: Arrived, target_s: float, works_s: list[float]) -> int:
     """Streams whose first token came after the target, less the prompts that no replica computes in that time."""
     late = sum(
         number
         for bucket, number in new.first_tokens.items()
         if SHORTEST_S * 2 ** ((bucket - 1) / BUCKETS_PER_DOUBLING) >= target_s
     )
-    return max(late - sum(work_s > target_s for work_s in _works_s(new, rate)), 0)
+    return max(late - sum(work_s > target_s for work_s in works_s), 0)
