@@ -106,7 +106,7 @@ def started(machines: Machines) -> str:
     home.run("mode", "set", "split", "--train", "2")
     home.run("model", "deploy", "tiny", "--min-replicas", "2")
     (home.data_dir / "train.jsonl").write_bytes(gsm8k("train", 2000))
-    sized = ["--epochs", "500", "--batch-size", "4", "--max-length", "128", "--lora-rank", "4"]
+    sized = ["--epochs", "50", "--batch-size", "4", "--max-length", "128", "--lora-rank", "4"]
     where = ["--min-devices", "2", "--max-devices", "2"]
     file = str(home.data_dir / "train.jsonl")
     job = home.ask("job", "submit", "--model", "tiny", "--file", file, *sized, *where)["id"]
@@ -367,7 +367,7 @@ def test_memory_of_the_other_machine_is_given_back_in_order_serving_last(machine
     home.run("model", "deploy", "tiny", "--min-replicas", "2")
     home.run("mode", "set", "split", "--train", "2")
     (home.data_dir / "train.jsonl").write_bytes(gsm8k("train", 2000))
-    sized = ["--epochs", "500", "--batch-size", "4", "--max-length", "128", "--lora-rank", "4"]
+    sized = ["--epochs", "50", "--batch-size", "4", "--max-length", "128", "--lora-rank", "4"]
     where = ["--min-devices", "2", "--max-devices", "2"]
     file = str(home.data_dir / "train.jsonl")
     job = home.ask("job", "submit", "--model", "tiny", "--file", file, *sized, *where)["id"]
