@@ -25,10 +25,10 @@ from typing import Any
 
 import pytest
 
-from appliance.nodes.certificate_authority import Credentials
+from appliance.nodes.certificate_authority import Authority, Credentials
 from appliance.nodes.enrolment import NotEnrolled, enrol, port_of, renew
 from runtime.errors import TunnelRefused
-from runtime.tunnel import NodeCertificate, Shared, fetch_directory
+from runtime.tunnel import NodeCertificate, Shared, Tunnels, fetch_directory
 from tests.e2e.box_support import WholeBox, gsm8k, wait_for
 from tests.e2e.faults_support import Clients, told_as
 from tests.e2e.machines_support import (
@@ -407,3 +407,83 @@ def test_memory_of_the_other_machine_is_given_back_in_order_serving_last(machine
     assert set(away.pids_of("engine")) & set(engines), "who serves there was never ended"
     assert holder_of(home, "n0/0") is not None and of_n1()["short"] == ""
     home.run("job", "cancel", job)
+
+
+# --- the wire alone
+
+FAR_END = """
+import asyncio, sys
+from pathlib import Path
+from appliance.nodes.certificate_authority import Authority, Credentials
+from runtime.tunnel import Shared, TunnelServer
+
+async def main(address, folder):
+    async def drip(reader, writer):
+        await reader.readline()
+        for _ in range(10_000):
+            writer.write(b"token\\n")
+            await asyncio.sleep(0.1)
+    (folder / "run").mkdir()
+    engine = await asyncio.start_unix_server(drip, str(folder / "run" / "engine.sock"))
+    shared = Shared(b"token", Credentials(folder / "ca").files)
+    server = TunnelServer(address, shared, sockets=(folder / "run",), folders=(folder / "lent",))
+    print(*(await server.start()), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
+"""
+
+
+async def _until_broken(reader: asyncio.StreamReader) -> float:
+    began_s = time.monotonic()
+    with suppress(OSError):
+        while await reader.readline():
+            pass
+    return time.monotonic() - began_s
+
+
+async def test_streams_copies_and_calls_over_a_cut_wire_end_and_the_next_ones_come_through(tmp_path: Path) -> None:
+    try:
+        wire = Wire()
+    except OSError as error:
+        pytest.skip(f"no network of its own can be made here: {error}")
+    authority, joined = Authority(tmp_path / "box"), Credentials(tmp_path / "ca")
+    home = Shared(b"token", authority.prepare("n0", wire.home).files)
+    joined.keep(
+        home.certificate.authority.read_bytes(),
+        authority.sign(joined.new_request("n1", wire.away), "n1", wire.away),
+    )
+    (tmp_path / "lent" / "v1").mkdir(parents=True)
+    (tmp_path / "lent" / "v1" / "weights").write_bytes(bytes(256 << 20))
+    command = [*wire.inside, sys.executable, "-c", FAR_END, wire.away, str(tmp_path)]
+    far = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        host, port = (await far.stdout.readline()).decode().split()
+        tunnels, local = Tunnels(home), tmp_path / "here.sock"
+        await tunnels.open(local, (host, int(port)), tmp_path / "run" / "engine.sock")
+
+        async def stream() -> asyncio.StreamReader:
+            reader, writer = await asyncio.open_unix_connection(str(local))
+            writer.write(b"go\n")
+            writers.append(writer)
+            return reader
+
+        writers: list[asyncio.StreamWriter] = []
+        reading = await stream()
+        assert await reading.readline() == b"token\n"
+        copying = asyncio.create_task(
+            fetch_directory((host, int(port)), home, tmp_path / "lent" / "v1", tmp_path / "copy")
+        )
+        while not (tmp_path / "copy" / "weights").exists():
+            await asyncio.sleep(0.001)
+        with wire.cut():
+            async with asyncio.timeout(20):
+                broken_s, next_s = await asyncio.gather(_until_broken(reading), _until_broken(await stream()))
+                with pytest.raises((TunnelRefused, OSError)):
+                    await copying
+        print(f"a stream ends {broken_s:.1f} s after the cut, one that begins after {next_s:.1f} s", flush=True)
+        assert await (await stream()).readline() == b"token\n"
+    finally:
+        far.kill()
+        await far.wait()
+        wire.remove()
