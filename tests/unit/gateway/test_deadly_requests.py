@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,7 @@ def is_condemned(response: Response) -> bool:
     return response.status == 502 and told and response.headers["x-should-retry"] == "false"
 
 
-async def ask(box: Box, user: str = "", **more: object) -> Response:
+async def ask(box: Box, user: str = "", **more: Any) -> Response:
     return await box.ask("POST", "/v1/chat/completions", chat(**({"user": user} if user else {}), **more))
 
 
@@ -152,7 +153,6 @@ async def test_a_stream_outlives_two_engines_that_another_request_ended(start_bo
                 waits[name].set()
                 await asyncio.sleep(60)
                 return
-            real_die = reply.die
 
             def die() -> None:
                 async def once_the_other_is_there() -> None:
@@ -165,7 +165,6 @@ async def test_a_stream_outlives_two_engines_that_another_request_ended(start_bo
             await greedy(request, reply)
             if dies_after is not None:
                 await asyncio.sleep(60)
-            assert real_die
 
         return script
 
