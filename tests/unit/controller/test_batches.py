@@ -168,7 +168,7 @@ async def test_what_an_engine_refuses_goes_to_the_error_file(control: Control):
     batch = await ended(control, await begun(control, [line(n) for n in range(3)]))
     assert batch.status == "completed" and batch.request_counts.failed == 1
     (failed,) = await content(control, batch.error_file_id)
-    assert failed["custom_id"] == "r0" and failed["response"]["status_code"] == 400
+    assert failed["custom_id"] == "r1" and failed["response"]["status_code"] == 400
     assert len(await content(control, batch.output_file_id)) == 2
 
 
