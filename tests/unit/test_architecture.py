@@ -38,6 +38,7 @@ SUBPACKAGES = (
     "appliance.cli.mode",
     "appliance.cli",
     "appliance.wiring",
+    "appliance.admission",
     "appliance.tiers",
     "appliance.nodes",
     "appliance.controller.admin",
