@@ -89,21 +89,19 @@ class Nodes:
         """Add nodes that joined and drop nodes that are gone; True if there were any."""
         alive = await _alive()
         before = {name: (known.leaves, known.actor) for name, known in self._known.items()}
+        removed = set(self._removed()) - {self.home.name}
         for name, known in list(self._known.items()):
-            if known.ray_id not in alive:
+            if known.ray_id not in alive or name in removed:  # a removed one may not end as it is told
                 level = logging.INFO if known.leaves else logging.ERROR
                 log.log(level, "node is gone with its %d devices", len(known.place.devices), extra={"node": name})
                 del self._known[name]
                 self._on_change(name, "left" if known.leaves else "lost", known.place.devices)
-        removed = set(self._removed()) - {self.home.name}
         there = {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)}
         for name in there & removed:
             await self._end(name)
         for name in there - set(before) - removed:
             await self._take_in(name, alive)
         for name, known in list(self._known.items()):
-            if name in removed:
-                continue  # its agent ends with its Ray
             if find_actor(NODE + name) is None:  # only its agent died: engines and ranks there continue
                 try:
                     self._known[name] = replace(known, actor=await _start(known.place, known.ray_id))
@@ -154,6 +152,11 @@ class Nodes:
     def memory(self) -> dict[str, MemoryReading]:
         """The last report of each node but home about its host's memory."""
         return {name: known.memory for name, known in self._known.items() if known.memory is not None}
+
+    def certificates_end(self) -> dict[str, float]:
+        """Until when each node's certificate is good, in seconds since 1970; of those that have one."""
+        ends = {name: known.place.certificate_ends_s for name, known in self._known.items()}
+        return {name: ends_s for name, ends_s in ends.items() if ends_s is not None}
 
     async def idle_bytes(self, name: str) -> tuple[int, int]:
         """See NodeCopies. Raises EffectFailed, as `trim_pool` and `evict` do."""
