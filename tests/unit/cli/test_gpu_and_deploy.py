@@ -45,7 +45,7 @@ def test_lost_devices_are_listed_apart_and_forgotten(box: ControlledBox):
 
 def test_nodes_are_listed_with_those_that_do_not_answer(box: ControlledBox):
     home, away = box.run("node", "list").stdout.splitlines()[1:]
-    assert home.split()[:5] == ["n0", "127.0.0.1", "2", "2", "ms"] and "48.0 GiB of 64.0 GiB" in home and "home" in home
+    assert home.split()[:5] == ["n0", "127.0.0.1", "2", "2", "ms"] and "51.5 GB of 68.7 GB" in home and "home" in home
     assert away.split()[:3] == ["n1", "10.0.0.2", "1"] and "no answer" in away
     assert [node["id"] for node in box.json("node", "list")["data"]] == ["n0", "n1"]
 
