@@ -188,6 +188,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         batch_engines=lines,
         sizes=sizes,
         settings_check=ForkedSettingsCheck(sizes, node_config, devices[0]),
+        nodes=nodes,
         adapter_rank_limit=provider.adapter_rank_limit,
         load=bus.load,
         models_shared=signals.models_changed,
