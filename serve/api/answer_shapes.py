@@ -3,7 +3,8 @@
 Anthropic's (https://docs.anthropic.com/en/api/messages): ids begin with `msg_`; a conversation that ends with the
 assistant's own text is continued from there; `thinking` asks nothing of a model that vLLM sees no reasoning of, as
 clients set it for every model; an error in a stream is vLLM's own error object, which the gateway turns into
-Anthropic's. OpenAI's: a stream of /v1/responses that `max_output_tokens` cut off ends with `response.incomplete`.
+Anthropic's. OpenAI's: a stream of /v1/responses that `max_output_tokens` cut off ends with `response.incomplete`; null
+is OpenAI's default for `background` and `truncation`, where vLLM fails once the answer is complete.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def apply() -> None:
     served.count_tokens = _without_thinking(served.count_tokens)
     served.message_stream_converter = _passes_errors(served.message_stream_converter)
     responses.ResponseCompletedEvent = _completed_or_not(responses.ResponseCompletedEvent)
+    made = responses.ResponsesResponse
+    made.from_request = classmethod(_with_defaults(vars(made)["from_request"].__func__))
 
 
 def _own_id(message: anthropic.AnthropicMessagesResponse, context: Any) -> None:
@@ -91,3 +94,13 @@ def _completed_or_not(completed: type[Any]) -> Callable[..., Any]:
         return completed(type=type, response=response, **more)
 
     return make
+
+
+def _with_defaults(made: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(made)
+    def from_request(cls: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        request.background = bool(request.background)
+        request.truncation = request.truncation or "disabled"
+        return made(cls, request, *args, **kwargs)
+
+    return from_request
