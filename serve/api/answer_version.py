@@ -43,7 +43,7 @@ class AnswerVersions:
     """
 
     def __init__(self, app: Any):
-        self._app = app
+        self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         answer = Answer()
@@ -62,7 +62,7 @@ class AnswerVersions:
                 await send(start)
             await send(message)
 
-        await self._app(scope, receive, send_named)
+        await self.app(scope, receive, send_named)
 
 
 def apply() -> None:

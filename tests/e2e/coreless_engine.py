@@ -20,9 +20,11 @@ WORDS = 12
 
 
 class NoCore:
-    """Stands for vLLM's client of the engine core. seed: of the tokens of answers."""
+    """Stands for vLLM's client of the engine core. seed: of the tokens of answers. dies: it ends after the first token
+    of its next answer, and lives again for the request after that."""
 
     engine_ranks_managed = (0,)
+    dies = False
 
     def __init__(self, config: Any, tasks: tuple[str, ...], seed: int) -> None:
         from vllm.v1.engine import EngineCoreRequest
@@ -41,7 +43,10 @@ class NoCore:
         return self._tasks
 
     async def get_output_async(self) -> Any:
-        return await self._outputs.get()
+        made = await self._outputs.get()
+        if isinstance(made, Exception):
+            raise made
+        return made
 
     async def abort_requests_async(self, requests: list[str]) -> None:
         del requests
@@ -51,8 +56,16 @@ class NoCore:
 
     async def add_request_async(self, request: Any) -> None:
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+        from vllm.v1.engine.exceptions import EngineDeadError
         from vllm.v1.request import Request
 
+        if self.dies:
+            self.dies = False
+            first = EngineCoreOutput(request.request_id, [WORDS])
+            self._outputs.put_nowait(EngineCoreOutputs(outputs=[first]))
+            # Only what waits for it after this token hears of it.
+            asyncio.get_running_loop().call_later(0.2, self._outputs.put_nowait, EngineDeadError())
+            return
         taken = Request.from_engine_core_request(self._decoder.decode(self._encoder.encode(request)), None)
         if taken.pooling_params is not None:
             import torch
@@ -145,6 +158,8 @@ async def application(spec: Any, seed: int = 1) -> Any:
     app = build_app(options, tasks, llm.model_config)
     await init_app_state(llm, app.state, options, tasks)
     app.state.server = SimpleNamespace(should_exit=False)
+    app.state.core = llm.engine_core
+    app.state.revive = lambda: setattr(llm, "output_handler", None)
     return AnswerVersions(app)
 
 

@@ -346,7 +346,8 @@ ODD: tuple[Any, ...] = (
 # Words of the engine's code. A client reads what to change, in words of the API that it speaks.
 INNER = re.compile(
     r"has no attribute|\bvllm\b|xgrammar|llguidance|\.cc:|\.py\b|pydantic|Traceback|EngineCore|NoneType"
-    r"|validation error|Internal|unexpected keyword|subscriptable|KeyError|argument of type|list index|For further information"
+    r"|validation error|Internal|unexpected keyword|subscriptable|KeyError|argument of type|list index"
+    r"|For further information"
     r"|object is not|must be str, not|Param\b|Please file an issue|\b__\w+__|Error:|Request\b.*\bObject",
 )
 
@@ -403,6 +404,7 @@ class Engine:
             transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://engine"
         )
         self._model = model
+        self.app = app
         self.tried = 0
         self.passed = 0
 
@@ -456,6 +458,31 @@ def said(status: int, body: bytes) -> str | None:
     return None
 
 
+async def endings(app: Any) -> list[str]:
+    """Streams of every API end with vLLM's error object once their core has died, which the gateway turns into theirs."""
+    import httpx
+
+    found = []
+    state = app.app.state
+    client = httpx.AsyncClient(
+        transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://engine", timeout=20
+    )
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [USER]},
+        "/v1/completions": {"prompt": "a"},
+        "/v1/responses": {"input": "a"},
+        "/v1/messages": {"messages": [USER], "max_tokens": 9},
+    }
+    for path, body in asked.items():
+        state.core.dies = True
+        answer = await client.post(path, json={"model": "starter", "stream": True} | body)
+        state.revive()
+        *before, last = [one for one in answer.text.split("\n\n") if one and one != "data: [DONE]"]
+        if not (before and last.startswith('data: {"error"') and "EngineCore" in last):
+            found.append(f"{path} ends with {last[:300]!r} when the core dies, after {len(before)} events")
+    return found
+
+
 async def faults(root: Path, seed: int, share: float, pairs: int) -> list[str]:
     """One text for each kind of fault found. share: how many of the changes are tried; pairs: changes of two places at
     once, for each request."""
@@ -469,6 +496,7 @@ async def faults(root: Path, seed: int, share: float, pairs: int) -> list[str]:
         task: Engine(await coreless_engine.application(coreless_engine.spec(root, task), seed), "starter")
         for task in ("generate", "embed")
     }
+    found |= {ending: ending for ending in await endings(engines["generate"].app)}
     for path, body in KNOWN:
         answer = await engines["generate"].ask(path, body)
         if answer is None or answer[0] != 400 or said(*answer) is not None:
