@@ -174,7 +174,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
 
     # What the routes need of all this.
     bounds, asleep = config.scheduler.bounds(), config.scheduler.max_asleep_per_device
-    box_status = BoxStatus(loop, effects, bus, store, memory, floor, bounds, asleep)
+    box_status = BoxStatus(loop, effects, bus, store, memory, floor, bounds, asleep, nodes.certificates_end)
     context = ControllerContext(
         db=db,
         files_dir=paths.files,

@@ -229,6 +229,15 @@ class Placement(Placeable):
         state.metrics.events["held"] += 1
         state.held(self.checked.model)
 
+    def look_again(self) -> None:
+        caller = self.request.caller
+        assert caller is not None
+        try:
+            self.state.callable_model(self.checked.model, caller)
+        except HttpError as error:
+            self._leave_queue()
+            self._fail(error)
+
     def hold_refused(self, refusal: Refusal) -> None:
         """It may not wait (any longer). Its ticket is already removed from the queue."""
         self._ticket = None
