@@ -2,8 +2,9 @@
 
 Anthropic's (https://docs.anthropic.com/en/api/messages): ids begin with `msg_`; a conversation that ends with the
 assistant's own text is continued from there; `thinking` asks nothing of a model that vLLM sees no reasoning of, as
-clients set it for every model. OpenAI's: a stream of /v1/responses that `max_output_tokens` cut off ends with `response.incomplete`; null
-is OpenAI's default for `background` and `truncation`, where vLLM fails once the answer is complete.
+clients set it for every model. OpenAI's: a stream of /v1/responses that `max_output_tokens` cut off ends with
+`response.incomplete`; null is OpenAI's default for `background` and `truncation`, where vLLM fails once the answer is
+complete.
 
 A stream that fails ends with vLLM's error object in every API, which the gateway turns into the event of the API that
 the client speaks. By itself vLLM writes it for chat and completions alone: under /v1/messages it is an event of a type

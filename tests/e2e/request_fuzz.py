@@ -459,7 +459,7 @@ def said(status: int, body: bytes) -> str | None:
 
 
 async def endings(app: Any) -> list[str]:
-    """Streams of every API end with vLLM's error object once their core has died, which the gateway turns into theirs."""
+    """Streams of every API end with vLLM's error object once their core has died; the gateway turns it into theirs."""
     import httpx
 
     found = []
