@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from scheduler.core.errors import InvalidWorkload
+from scheduler.core.idle import Idle
 from scheduler.core.inventory import Device
 from scheduler.core.recent_load import RecentLoad
 
@@ -151,9 +152,7 @@ class DeploymentView:
     """A model that may be served.
 
     `version`: the active one. `target_inflight`: requests per replica (None: the scheduler's setting).
-    `idle_sleep_s`: set by an operator: one replica stays awake for that long after the last request, then it sleeps
-    (None: only when the devices are wanted). `idle_limit_s`: the box's own limit for models that nobody deployed: they
-    sleep after it at the latest (`scheduler.autoscale.idle`).
+    `idle`: how long it stays awake without requests (`scheduler.autoscale.idle`).
     `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and target for the time to first token; where
     both are known, waiting tokens also raise the replica count. `tpot_target_s`: target per further token; while the
     measured time is above it, a replica counts as carrying fewer requests.
@@ -174,8 +173,7 @@ class DeploymentView:
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
     standby: Standby | None = None
-    idle_sleep_s: float | None = None
-    idle_limit_s: float | None = None
+    idle: Idle = Idle()
     pinned: bool = False
     failed: str = ""
     not_before_s: float = 0.0

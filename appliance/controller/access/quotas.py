@@ -197,7 +197,7 @@ class Quotas:
 
     @contextmanager
     def reading(self, caller: Principal) -> Iterator[None]:
-        """The content of a file in transit. Each holds a descriptor and a connection for as long as its client takes."""
+        """A file's content in transit. Each holds a descriptor and a connection for as long as its client takes."""
         key_id = _bounded(caller)
         if key_id is None:
             yield
