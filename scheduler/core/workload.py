@@ -106,6 +106,25 @@ class JobView:
     def wants_devices(self, now_s: float) -> bool:
         return self.phase != "paused" and not self.held and not self.lacks and self.not_before_s <= now_s
 
+    @property
+    def interruptible(self) -> bool:
+        """It runs and may be suspended for others; what a hand-over costs training is counted by these. Also true while
+        a hand-over moves it: else that cost would change with the beginning and the end of each hand-over."""
+        return self.phase == "running" and self.preemptible
+
+    @property
+    def movable(self) -> bool:
+        """A plan may take its devices now: it may be suspended for others, and no hand-over moves it already."""
+        return self.interruptible and self.busy is None
+
+    def keeps_devices(self, now_s: float) -> bool:
+        """No plan may take its devices: a hand-over gives them to it now, or it runs on them, must not be suspended for
+        others, and wants them. Never true of a job that is leaving, because its devices are being given back."""
+        if self.busy is not None:
+            return self.busy == "coming"
+        runs = self.phase == "running" and bool(self.devices)
+        return runs and not self.preemptible and self.wants_devices(now_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -257,11 +276,11 @@ class ModelMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class PlanInput:
     """Everything a plan depends on.
 
     `busy_devices`: devices that a hand-over in progress touches; not available to the plan. `epoch`: names new replicas
-    ("r<epoch>-<n>") and must be new for every snapshot whose plan is carried out.
+    ("r<epoch>-<n>") and must be new for every input whose plan is carried out.
     """
 
     policy: Policy

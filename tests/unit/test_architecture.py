@@ -39,6 +39,7 @@ SUBPACKAGES = (
     "appliance.cli.mode",
     "appliance.cli",
     "appliance.wiring",
+    "appliance.admission",
     "appliance.tiers",
     "appliance.nodes",
     "appliance.controller.admin",
