@@ -93,6 +93,7 @@ SUBPACKAGES = (
     "train.plan",
     "serve.engine",
     "serve.vllm",
+    "serve.api",
     "serve.cpu",
     "serve.adapters",
     "serve.load",
