@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from appliance.controller.models import capacity
 from appliance.controller.jobs.fit import box_facts
+from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts
 from appliance.store.objects import models
 from serve.core.config import EngineConfig
