@@ -36,7 +36,7 @@ def check_apart(
     tokenizer (the directory of a model). A file that takes more than the limits is a bad one. Raises OSError."""
     options = {"--chat": chat_path, "--tokenizer": tokenizer}
     given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
-    command = [sys.executable, "-m", "train.methods.check_process", method, str(path), *given]
+    command = [sys.executable, "-P", "-m", "train.methods.check_process", method, str(path), *given]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     try:
         found = json.loads(done.stdout)
