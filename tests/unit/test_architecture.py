@@ -551,8 +551,8 @@ def test_no_program_that_we_start_looks_for_modules_where_we_happen_to_be():
     found, missing = 0, []
     for path in files():
         for node in ast.walk(tree(path)):
-            said = node.elts if isinstance(node, ast.List | ast.Tuple) else getattr(node, "args", ())
-            words = [word.value if isinstance(word, ast.Constant) else None for word in said if isinstance(said, list)]
+            said = node.elts if isinstance(node, ast.List) else node.args if isinstance(node, ast.Call) else []
+            words = [word.value if isinstance(word, ast.Constant) else None for word in said]
             for place, word in enumerate(words):
                 if word == "-m":
                     found += 1
