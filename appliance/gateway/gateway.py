@@ -160,9 +160,10 @@ class Gateway:
         state = self.state
         if state.next_try_s(name) is None:
             return
-        while (ticket := state.holds.first(name)) is not None:
-            state.holds.remove(ticket)
-            ticket.item.hold_refused(Refusal.TROUBLE)
+        for alone in (False, True):
+            while (ticket := state.holds.first(name, alone=alone)) is not None:
+                state.holds.remove(ticket)
+                ticket.item.hold_refused(Refusal.TROUBLE)
 
     # -- time
 

@@ -213,3 +213,21 @@ async def test_until_when_certificates_are_good_is_known_of_nodes_that_have_one(
     nodes = Nodes(place("n0"))
     await nodes.connect()
     assert nodes.certificates_end() == {"n1": 5.0}
+
+
+@pytest.mark.parametrize("stopped", ["n0", "n1"])
+async def test_a_node_that_misses_some_looks_is_silent_until_it_answers(nodes, ray, monkeypatch, stopped):
+    monkeypatch.setattr(ray_nodes, "ANSWER_S", 0.01)
+    told = []
+    nodes.on_silence = lambda: told.append(nodes.silent)
+    ray.agents[f"node:{stopped}"].stopped = True
+    for _ in range(ray_nodes.SILENT_LOOKS - 1):
+        assert not await nodes.look()
+    assert nodes.reachable("n1") and told == [], "a busy one may miss one"
+    await nodes.look()
+    assert told == [{stopped}] and not nodes.reachable("n1"), "a tunnel has two ends"
+    assert nodes.reachable("n0") and nodes.reachable("n2") == (stopped == "n1")
+    assert {device.node for device in nodes.devices} == {"n0", "n1", "n2"}, "it is there"
+    ray.agents[f"node:{stopped}"].stopped = False
+    await nodes.look()
+    assert told == [{stopped}, frozenset()] and nodes.reachable("n1")
