@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from runtime.processes.kernel import die_with_parent
+from runtime.processes.oom import DiesAs, dies_as
 from train.data.check import Count, DataReport, check_training_file
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, convert, method_of
@@ -53,6 +54,7 @@ def check_apart(
 
 def main() -> None:
     die_with_parent()
+    dies_as(DiesAs.TRIAL)
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))  # not AS: a large array is mapped whole

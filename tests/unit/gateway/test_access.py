@@ -61,7 +61,9 @@ def test_the_path_that_is_checked_is_the_one_that_the_controller_routes() -> Non
     """Its parser cut a fragment off, so that a POST whose end was checked here reached a shorter URL there."""
     before = (b"/v1/models/a", b"/v1/files/f", b"/v1/responses/", b"/admin/v1/models/x", b"/v1/models")
     passed = 0
-    for start, byte, end in itertools.product(before, range(256), (b"", b"b", b"/b", b"//b", b"/../b", b"@b", b":80/b")):
+    for start, byte, end in itertools.product(
+        before, range(256), (b"", b"b", b"/b", b"//b", b"/../b", b"@b", b":80/b")
+    ):
         target = plain_target(b"%b%c%b/x" % (start, byte, end))
         path = target.partition(b"?")[0]
         try:
