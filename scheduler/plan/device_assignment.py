@@ -30,7 +30,7 @@ class DeviceAssignment:
         self.several_nodes = len({d.node for d in snapshot.devices if d.usable}) > 1
         self.deployments: dict[str, DeploymentView] = {d.model: d for d in snapshot.deployments}
         self.jobs: dict[str, JobView] = {j.id: j for j in snapshot.jobs}
-        self.jobs_may_move = any(self.movable(job) for job in snapshot.jobs)
+        self.jobs_may_move = any(job.movable for job in snapshot.jobs)
         self.by_model: dict[str, list[ReplicaView]] = {}
         for replica in snapshot.replicas:
             self.by_model.setdefault(replica.model, []).append(replica)
@@ -52,9 +52,6 @@ class DeviceAssignment:
         found = {j: len(self.groups[j].devices) if j in self.groups else 0 for j in sizes if not self.jobs[j].busy}
         return {j: count for j, count in found.items() if count < sizes[j]}
 
-    def movable(self, job: JobView) -> bool:
-        return job.preemptible and job.phase == "running" and job.busy is None
-
     def place(self, serving: Mapping[str, int], sizes: Mapping[str, int], *, keep_jobs: bool = True) -> list[str]:
         """Fill `out` and `groups`; returns the models that have a replica without devices.
 
@@ -75,7 +72,7 @@ class DeviceAssignment:
         for job_id, size in sizes.items():
             job = self.jobs[job_id]
             keeps = job.busy == "coming" or (len(job.devices) == size and self.works.issuperset(job.devices))
-            if keeps and (keep_jobs or not self.movable(job)):
+            if keeps and (keep_jobs or not job.movable):
                 self.groups[job_id] = GroupPlan(job_id, job.devices)
                 self.take(job.devices)
         for job_id, size in sizes.items():
@@ -97,7 +94,7 @@ class DeviceAssignment:
     def place_job(self, job_id: str, size: int) -> None:
         job = self.jobs[job_id]
         devices = self.pool.choose(size, nodes=job.nodes, near=job.devices, only=self.idle_pool)
-        if devices is None and self.movable(job) and len(job.devices) in job.sizes:
+        if devices is None and job.movable and len(job.devices) in job.sizes:
             # The devices for its growth are still being released: keep its size rather than stop it for nothing.
             devices = job.devices if self.pool.has(job.devices) else None
         if devices is not None:

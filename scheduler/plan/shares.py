@@ -58,9 +58,7 @@ class Shares:
         """Update every model's memory to now."""
         is_open = {r.model for r in self._snapshot.replicas if r.state == "open" or r.busy == "coming"}
         # Devices come from running jobs, and a transfer stops all ranks of both jobs involved.
-        largest = max(
-            (len(j.devices) for j in self._jobs.values() if j.preemptible and j.phase == "running"), default=0
-        )
+        largest = max((len(j.devices) for j in self._jobs.values() if j.interruptible), default=0)
         switch_device_s = 2 * self._config.job_pause_s * largest if self._policy.kind == "auto" else 0.0
         for model, deployment in self.deployments.items():
             memory, review_s = demand_.required(
@@ -111,12 +109,8 @@ class Shares:
         return total - claimed, f"serving needs {claimed} of {total} devices now"
 
     def _stuck(self) -> int:
-        """Devices of jobs that must not be preempted or that a hand-over in progress is giving to training."""
-        return sum(
-            len(j.devices)
-            for j in self._jobs.values()
-            if j.busy == "coming" or (j.phase == "running" and not j.preemptible and j.wants_devices(self._now_s))
-        )
+        """Devices of jobs that keep theirs whatever is planned."""
+        return sum(len(j.devices) for j in self._jobs.values() if j.keeps_devices(self._now_s))
 
     def _replicas(
         self, capacity: int, limits: Mapping[str, int], *, eager: bool, base: Mapping[str, int] | None = None

@@ -285,7 +285,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         tiers=SimulatedTiers(),
         batch_engines=SimulatedEngines(),
         settings_check=AcceptingCheck(),
-        sizes=EngineSizes(db, EngineConfig(), Device("n0/0", "n0", 0, memory_bytes=3 * 2**30), 2),
+        sizes=EngineSizes(db, EngineConfig(), lambda: [Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)], 2),
         config=ControllerConfig(**config),
         box={"id": "0123abcd", "version": "0.1.0", "url": "http://127.0.0.1:8000", "data_dir": str(folder)},
     )

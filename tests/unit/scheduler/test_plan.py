@@ -9,6 +9,7 @@ import pytest
 from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import InvalidWorkload
+from scheduler.core.idle import Idle, IdleSettings
 from scheduler.core.workload import Demand, DeploymentView, JobView, ModelMemory, Policy, ReplicaView, Snapshot
 from scheduler.plan import queue
 from scheduler.plan.plan import plan
@@ -238,7 +239,7 @@ def replace_config(**fields) -> SchedulerConfig:  # noqa: ANN003
 
 
 def test_idle_time_puts_to_sleep_even_if_nobody_waits() -> None:
-    d = replace(M, idle_sleep_s=300.0, demand=Demand(last_request_s=1000.0))
+    d = replace(M, idle=Idle(IdleSettings(idle_sleep_s=300.0)), demand=Demand(last_request_s=1000.0))
     early = planned(1100.0, deployments=(d,), replicas=(opened("r0", 0),))
     assert awake(early) == {"m": 1} and early.review_at_s == 1300.0
     assert awake(planned(1300.0, deployments=(d,), replicas=(opened("r0", 0),), memory=early.memory)) == {}
