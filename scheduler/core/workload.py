@@ -276,11 +276,11 @@ class ModelMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class PlanInput:
     """Everything a plan depends on.
 
     `busy_devices`: devices that a hand-over in progress touches; not available to the plan. `epoch`: names new replicas
-    ("r<epoch>-<n>") and must be new for every snapshot whose plan is carried out.
+    ("r<epoch>-<n>") and must be new for every input whose plan is carried out.
     """
 
     policy: Policy

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -180,6 +181,27 @@ class Nodes:
         """Until when each node's certificate is good, in seconds since 1970; of those that have one."""
         ends = {name: known.place.certificate_ends_s for name, known in self._known.items()}
         return {name: ends_s for name, ends_s in ends.items() if ends_s is not None}
+
+    async def asked(self) -> list[dict[str, Any]]:
+        """Each node, home first, as it answers now. answered_s: None if it does not. memory: as it last said."""
+        names = sorted(self._known, key=lambda name: (name != self.home.name, name))
+        return list(await asyncio.gather(*map(self._asked_now, names)))
+
+    async def _asked_now(self, name: str) -> dict[str, Any]:
+        known, began_s = self._known[name], time.monotonic()
+        report = await self._reported(name)
+        memory = report.memory if report is not None else known.memory
+        return {
+            "id": name,
+            "address": known.place.address,
+            "home": name == self.home.name,
+            "answered_s": None if report is None else time.monotonic() - began_s,
+            "leaves": known.leaves or (report is not None and report.leaves),
+            "devices": [device.id for device in known.place.devices],
+            "memory_bytes": None if memory is None else memory.total,
+            "memory_available_bytes": None if memory is None else memory.available,
+            "certificate_ends_s": known.place.certificate_ends_s,
+        }
 
     async def idle_bytes(self, name: str) -> tuple[int, int]:
         """See NodeCopies. Raises EffectFailed, as `trim_pool` and `evict` do."""

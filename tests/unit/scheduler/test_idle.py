@@ -8,7 +8,7 @@ from scheduler.autoscale.demand import required
 from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
-from scheduler.core.workload import Demand, DeploymentView, ModelMemory, Policy, Snapshot
+from scheduler.core.workload import Demand, DeploymentView, ModelMemory, PlanInput, Policy
 from scheduler.handover.handover import Handover
 from scheduler.loop.explain import explain
 from scheduler.plan.plan import plan
@@ -67,8 +67,8 @@ def test_the_answer_names_its_reason() -> None:
 
 def test_explain_says_until_when_an_idle_model_stays_awake() -> None:
     idle = replace(BUSY, idle=Idle(IdleSettings(idle_sleep_s=600.0)), demand=Demand(last_request_s=LAST_S))
-    snapshot = Snapshot(Policy("auto"), box_of(2), deployments=(idle,))
+    plan_input = PlanInput(Policy("auto"), box_of(2), deployments=(idle,))
     now_s = LAST_S + 100.0
-    allocation = plan(snapshot, now_s, CONFIG)
-    told = explain(Handover(0, ()), allocation, snapshot, CONFIG, now_s)
+    allocation = plan(plan_input, now_s, CONFIG)
+    told = explain(Handover(0, ()), allocation, plan_input, CONFIG, now_s)
     assert told["idle"] == {"m": "Stays awake for 500 s more without a request, because its idle_sleep_s is 600 s."}

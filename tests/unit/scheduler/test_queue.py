@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, Snapshot
+from scheduler.core.workload import Demand, DeploymentView, JobView, PlanInput, Policy
 from scheduler.plan.queue import allot, order, places, urgent_from_s
 from scheduler.plan.shares import Shares
 from tests.unit.scheduler.fakes import box_of
@@ -109,6 +109,8 @@ def test_a_job_that_leaves_keeps_no_devices_from_serving_though_it_must_not_be_p
     """An operator held it and released it again while it was being suspended: in mode serve it only waits now."""
     leaves = JobView("j", devices=("n0/0", "n0/1"), phase="running", preemptible=False, busy="leaving")
     model = DeploymentView("m", "v1", max_replicas=2, demand=Demand(inflight=9, last_request_s=9.0))
-    given = Snapshot(Policy("serve"), box_of(2), (leaves,), (model,), busy_devices=frozenset(leaves.devices), memory={})
+    given = PlanInput(
+        Policy("serve"), box_of(2), (leaves,), (model,), busy_devices=frozenset(leaves.devices), memory={}
+    )
     replicas, _, jobs = Shares(given, 10.0, SchedulerConfig(target_inflight=1)).count({}, {})
     assert replicas == {"m": 2} and jobs.sizes == {}
