@@ -654,3 +654,44 @@ ASKED = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content":
 def test_a_tools_schema_is_measured_wherever_an_engine_may_read_it(route: Any, body: dict[str, Any]) -> None:
     """A decoy beside a flat tool's schema hid it, and so did a `strict` that only an engine takes for true."""
     assert b'"param":"tools' in refusal(route, body).body() or b"`tools" in refusal(route, body).body()
+
+
+# --- JSON within texts, which an engine parses on its own loop
+
+
+def _called_with(route: Any, arguments: list[str]) -> dict[str, Any]:
+    if route is RESPONSES:
+        return {
+            "model": "m",
+            "input": [
+                {"type": "function_call", "call_id": str(place), "name": "f", "arguments": text}
+                for place, text in enumerate(arguments)
+            ],
+        }
+    calls = [
+        {"id": str(place), "type": "function", "function": {"name": "f", "arguments": text}}
+        for place, text in enumerate(arguments)
+    ]
+    return chat(messages=[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}])
+
+
+@pytest.mark.parametrize("route", [CHAT, RESPONSES])
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    {
+        "one": (['{"a":[' + "[]," * 200_000 + "1]}"], "too_many_values"),
+        "many": (['{"a":[' + "[]," * 1000 + "1]}"] * 200, "too_many_values"),
+        "an odd quote before": (['{"a', *['{"a":[' + "[]," * 1000 + "1]}"] * 200], "too_many_values"),
+        "deep": (['{"a":' + "[" * 500 + "]" * 500 + "}"], "invalid_json"),
+    }.values(),
+)
+def test_the_arguments_of_earlier_calls_are_weighed_as_the_body_is(route: Any, arguments: list[str], code: str) -> None:
+    assert refusal(route, _called_with(route, arguments)).code == code
+
+
+@pytest.mark.parametrize("route", [CHAT, RESPONSES])
+def test_arguments_that_hold_much_text_or_few_values_pass(route: Any) -> None:
+    code = orjson.dumps({"code": 'if (a["b"]) { f([1, 2], "c\\n") }\n' * 20_000, "at": {"x": [1, 2]}}).decode()
+    assert code.count("[") > 20_000
+    check_body(route, orjson.dumps(_called_with(route, [code, '{"a":' + "[" * 100 + "]" * 100 + "}"])), LIMITS)
+    check_body(route, orjson.dumps(_called_with(route, ['{"city":"Paris","days":[1,2]}'] * 1000)), LIMITS)
