@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xgrammar
 from vllm.config import ModelConfig
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -30,7 +31,12 @@ from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager, backend_outlines
+from vllm.v1.structured_output import (
+    StructuredOutputManager,
+    backend_guidance,
+    backend_outlines,
+    backend_xgrammar,
+)
 
 from runtime import numa
 from runtime.devices.kinds import kind_of
@@ -38,7 +44,15 @@ from runtime.processes.kernel import die_with_parent
 from serve.cpu import gloo_device
 from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
-from serve.vllm import answer_shapes, answer_version, embedding_requests, forced_calls, grammar_threads, stream_chunks
+from serve.vllm import (
+    answer_shapes,
+    answer_version,
+    embedding_requests,
+    forced_calls,
+    grammar_bounds,
+    grammar_threads,
+    stream_chunks,
+)
 from serve.vllm.fingerprint_pass import run_fingerprint
 
 SEGMENT_NAME_BYTES = 8
@@ -94,6 +108,9 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     answer_version.apply()
     StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
     grammar_threads.no_outlines(backend_outlines)
+    grammar_bounds.bound_whitespace(xgrammar.GrammarCompiler)
+    grammar_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
+    grammar_bounds.bound_time(backend_guidance.GuidanceGrammar)
     forced_calls.apply()
     embedding_requests.apply()
     # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.

@@ -344,6 +344,10 @@ def lengths(number: int, longest: int) -> Any:
     }
 
 
+def expression(number: int) -> dict[str, Any]:
+    return {"type": "string", "pattern": f"[ab]*a[ab]{{{number + 3}}}$"}
+
+
 EVIL: dict[str, dict[str, Any]] = {
     "many properties": schema_of({"type": "object", "properties": {str(i): {"type": "string"} for i in range(2000)}}),
     "many branches": schema_of({"anyOf": [{"const": i} for i in range(2000)]}),
@@ -368,6 +372,22 @@ EVIL: dict[str, dict[str, Any]] = {
     "some of many properties": schema_of(
         {"type": "object", "properties": {f"a{i}": {"type": "string"} for i in range(250)}, "minProperties": 200}
     ),
+    "expressions that hold together": schema_of({"allOf": [expression(i) for i in range(7)]}),
+    "expressions that references bring together": schema_of(
+        {
+            "$ref": "#/$defs/0",
+            "$defs": {str(i): {**expression(i), "$ref": f"#/$defs/{i + 1}"} for i in range(7)} | {"7": {}},
+        }
+    ),
+    "expressions beside a choice": schema_of({**expression(7), "anyOf": [expression(i) for i in range(7)]}),
+    "the last of those that hold together": schema_of(
+        {"properties": {str(i): expression(i) for i in range(6)}, "allOf": [{}, {"minProperties": 1}], **expression(8)}
+    ),
+    "formats that hold together": schema_of({"allOf": [{"type": "string", "format": f"f{i}"} for i in range(7)]}),
+    "multiples of a large number": schema_of({"type": "integer", "multipleOf": 999_983}),
+    "multiples of a small fraction": schema_of({"type": "number", "multipleOf": 0.00999983}),
+    "multiples of many numbers": schema_of({"properties": {str(i): {"multipleOf": 997 + i} for i in range(11)}}),
+    "multiples that hold together": schema_of({"allOf": [{"multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 83}]}),
     "a grammar": chat(structured_outputs={"grammar": 'root ::= "a"'}),
     "a structural tag": chat(structured_outputs={"structural_tag": "{}"}),
     "a structural tag as format": chat(response_format={"type": "structural_tag", "format": {}}),
@@ -425,6 +445,17 @@ SANE = [
     chat(structured_outputs={"regex": r"\w+@\w+\.(com|org|net)"}),
     chat(structured_outputs={"regex": r"(\d{1,3}\.){3}\d{1,3}"}),
     chat(structured_outputs={"choice": ["positive", "negative"]}),
+    schema_of({"properties": {str(i): expression(i) for i in range(12)}}),
+    schema_of({"properties": {"a": {"anyOf": [expression(i), {"type": "null"}], "default": None} for i in range(12)}}),
+    schema_of(
+        {
+            "properties": {**{str(i): expression(i) for i in range(12)}, "a": {"allOf": [{"$ref": "#/$defs/a"}]}},
+            "$defs": {"a": {"type": "string", "multipleOf": 1}},
+            "title": "as pydantic writes it",
+        }
+    ),
+    schema_of({"allOf": [expression(i) for i in range(3)], "properties": {"a": {"multipleOf": 0.01}}}),
+    schema_of({"properties": {str(i): {"multipleOf": i} for i in (2, 5, 7, 11, 12, 25, 60, 100, 365, 3600)}}),
     chat(response_format={"type": "json_object"}),
     chat(tools=[{"type": "function", "function": {"name": f"f{i}", "parameters": PERSON}} for i in range(64)]),
     chat(
