@@ -37,6 +37,7 @@ from vllm.v1.structured_output import (
     backend_outlines,
     backend_xgrammar,
 )
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from runtime import numa
 from runtime.devices.kinds import kind_of
@@ -49,8 +50,8 @@ from serve.vllm import (
     answer_version,
     embedding_requests,
     forced_calls,
-    grammar_bounds,
     grammar_threads,
+    step_bounds,
     stream_chunks,
 )
 from serve.vllm.fingerprint_pass import run_fingerprint
@@ -108,9 +109,10 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     answer_version.apply()
     StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
     grammar_threads.no_outlines(backend_outlines)
-    grammar_bounds.bound_whitespace(xgrammar.GrammarCompiler)
-    grammar_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
-    grammar_bounds.bound_time(backend_guidance.GuidanceGrammar)
+    step_bounds.bound_whitespace(xgrammar.GrammarCompiler)
+    step_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
+    step_bounds.bound_time(backend_guidance.GuidanceGrammar)
+    step_bounds.slice_prompt_logprobs(GPUModelRunner)
     forced_calls.apply()
     embedding_requests.apply()
     # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.

@@ -446,7 +446,9 @@ SANE = [
     chat(structured_outputs={"regex": r"(\d{1,3}\.){3}\d{1,3}"}),
     chat(structured_outputs={"choice": ["positive", "negative"]}),
     schema_of({"properties": {str(i): expression(i) for i in range(12)}}),
-    schema_of({"properties": {"a": {"anyOf": [expression(i), {"type": "null"}], "default": None} for i in range(12)}}),
+    schema_of(
+        {"properties": {f"a{i}": {"anyOf": [expression(i), {"type": "null"}], "default": None} for i in range(12)}}
+    ),
     schema_of(
         {
             "properties": {**{str(i): expression(i) for i in range(12)}, "a": {"allOf": [{"$ref": "#/$defs/a"}]}},
@@ -726,3 +728,44 @@ def test_arguments_that_hold_much_text_or_few_values_pass(route: Any) -> None:
     assert code.count("[") > 20_000
     check_body(route, orjson.dumps(_called_with(route, [code, '{"a":' + "[" * 100 + "]" * 100 + "}"])), LIMITS)
     check_body(route, orjson.dumps(_called_with(route, ['{"city":"Paris","days":[1,2]}'] * 1000)), LIMITS)
+
+
+# --- log-probabilities of prompts, of which an engine makes an object each
+
+
+TEXT = "The quick brown fox. " * 1000
+ASKED = {"model": "m", "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        (COMPLETIONS, {**ASKED, "prompt": TEXT, "prompt_logprobs": 20}, "prompt_logprobs"),
+        (COMPLETIONS, {**ASKED, "prompt": [TEXT] * 8, "prompt_logprobs": 0}, "prompt_logprobs"),
+        (COMPLETIONS, {**ASKED, "prompt": TEXT, "echo": True, "logprobs": 20}, "logprobs"),
+        # An engine reads "yes" as true.
+        (COMPLETIONS, {**ASKED, "prompt": TEXT, "echo": "yes", "logprobs": 20}, "logprobs"),
+        (COMPLETIONS, {**ASKED, "prompt": [list(range(4096))] * 9, "echo": True, "logprobs": 1}, "logprobs"),
+        (COMPLETIONS, {**ASKED, "prompt": list(range(4096)), "prompt_logprobs": 20}, "prompt_logprobs"),
+        (CHAT, chat(messages=[{"role": "user", "content": TEXT}], prompt_logprobs=20), "prompt_logprobs"),
+        (
+            CHAT,
+            chat(messages=[{"role": "user", "content": TEXT}], echo=True, logprobs=True, top_logprobs=20),
+            "logprobs",
+        ),
+    ],
+)
+def test_log_probabilities_of_prompts_are_bounded_altogether(route: Any, body: dict[str, Any], param: str) -> None:
+    error = refusal(route, body)
+    assert (error.param, error.code) == (param, "too_many_values")
+
+
+def test_log_probabilities_as_evaluations_ask_for_them_pass() -> None:
+    for more in (
+        {"prompt": [list(range(2048))] * 16, "echo": True, "logprobs": 1, "max_tokens": 0},
+        {"prompt": TEXT, "echo": True, "logprobs": 5},
+        {"prompt": TEXT * 20, "logprobs": 20},
+        {"prompt": TEXT * 20, "echo": True},
+        {"prompt": "x", "prompt_logprobs": 20},
+    ):
+        check_body(COMPLETIONS, orjson.dumps({**ASKED, **more}), LIMITS)
