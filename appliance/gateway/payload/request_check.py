@@ -381,8 +381,8 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
     return len(value)
 
 
-# An engine makes an object of each, with its text, in one go on its event loop, and writes those of all prompts into one
-# answer: 5 µs each, twice.
+# An engine makes an object of each, with its text, in one go on its event loop, and writes those of all prompts into
+# one answer: 5 µs each, twice.
 _PROMPT_LOGPROBS: Final = 1 << 16
 _BYTES_PER_TOKEN: Final = 2
 
@@ -399,9 +399,9 @@ def _prompt_logprobs(data: dict[str, Any], body_bytes: int) -> None:
         tokens = len(prompt) if isinstance(prompt[0], int) else sum(map(len, prompt))
     if tokens * (wanted + 1) > _PROMPT_LOGPROBS:
         raise errors.bad_request(
-            f"The request asks for {wanted + 1} log-probabilities of each of {tokens} tokens of its prompts (of texts, one "
-            f"for {_BYTES_PER_TOKEN} bytes), at most {_PROMPT_LOGPROBS} altogether are allowed. Send fewer prompts in one "
-            "request, or ask for fewer of each token.",
+            f"The request asks for {wanted + 1} log-probabilities of each of {tokens} tokens of its prompts (of texts, "
+            f"one for {_BYTES_PER_TOKEN} bytes), at most {_PROMPT_LOGPROBS} altogether are allowed. Send fewer prompts in "
+            "one request, or ask for fewer of each token.",
             param="prompt_logprobs" if data.get("prompt_logprobs") is not None else "logprobs",
             code="too_many_values",
         )

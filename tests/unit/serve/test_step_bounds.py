@@ -99,8 +99,8 @@ def test_a_grammar_that_takes_too_long_ends_its_own_request(clock: list[float]) 
 
 
 class Runner:
-    """Of vLLM's model runner what the function asks for, as it is in 0.32: rows of logits from `hidden_states`, and results
-    once a prompt is complete."""
+    """Of vLLM's model runner what the function asks for, as it is in 0.32: rows of logits from `hidden_states`, and
+    results once a prompt is complete."""
 
     def __init__(self) -> None:
         self.num_prompt_logprobs = {"a": 1, "b": 1}
