@@ -42,18 +42,20 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from runtime import numa
 from runtime.devices.kinds import kind_of
 from runtime.processes.kernel import die_with_parent
-from serve.cpu import gloo_device
-from serve.cpu.finishing_scheduler import FinishingScheduler
-from serve.cpu.lora import GroupedLoRA
-from serve.vllm import (
+from serve.api import (
     answer_shapes,
     answer_version,
     embedding_requests,
     forced_calls,
     grammar_threads,
-    step_bounds,
+    impossible_forms,
+    request_faults,
     stream_chunks,
 )
+from serve.cpu import gloo_device
+from serve.cpu.finishing_scheduler import FinishingScheduler
+from serve.cpu.lora import GroupedLoRA
+from serve.vllm import step_bounds
 from serve.vllm.fingerprint_pass import run_fingerprint
 
 SEGMENT_NAME_BYTES = 8
@@ -113,6 +115,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     step_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
     step_bounds.bound_time(backend_guidance.GuidanceGrammar)
     step_bounds.slice_prompt_logprobs(GPUModelRunner)
+    impossible_forms.apply()
+    request_faults.apply()
     forced_calls.apply()
     embedding_requests.apply()
     # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.

@@ -285,14 +285,24 @@ class LineReturned(Exception):
         self.yielded = yielded
 
 
+class NodePort(Protocol):
+    """The nodes of the box, where a route asks them itself (`scheduler.ray.nodes.Nodes`)."""
+
+    async def asked(self) -> list[dict[str, Any]]:
+        """Each node as it answers now, as the admin API shows it."""
+
+
 class BatchEngines(Protocol):
     """Engines for batch lines, on the capacity that interactive requests leave idle."""
 
     def room(self, model: str) -> BatchCapacity:
         """Total over all batches."""
 
-    async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
-        """The answer to one line, after the checks that every request passes. Raises LineReturned."""
+    async def send(
+        self, model: str, url: str, body: dict[str, Any], request_id: str, *, alone: bool = False
+    ) -> EngineAnswer:
+        """The answer to one line, after the checks that every request passes. alone: no other line is on its engine
+        meanwhile; it waits for those that are there. Raises LineReturned."""
 
     def wants(self, models: list[str], asker: str = "batches") -> None:
         """Models with lines left, in order of their oldest batch: they may be woken if that disturbs nobody. Replaces

@@ -166,7 +166,7 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
             _number(key, data[key], *number_rules[key])
     if "chat_template_kwargs" in data:
         _template_kwargs(data["chat_template_kwargs"])
-    if not _is_plain(data):
+    if not _is_plain(data) or "structured_outputs" in data:
         walk(data, limits.json_depth)
         check_structure(data, limits)
     sequences = _inputs(route, data, limits)
@@ -400,8 +400,8 @@ def _prompt_logprobs(data: dict[str, Any], body_bytes: int) -> None:
     if tokens * (wanted + 1) > _PROMPT_LOGPROBS:
         raise errors.bad_request(
             f"The request asks for {wanted + 1} log-probabilities of each of {tokens} tokens of its prompts (of texts, "
-            f"one for {_BYTES_PER_TOKEN} bytes), at most {_PROMPT_LOGPROBS} altogether are allowed. Send fewer prompts in "
-            "one request, or ask for fewer of each token.",
+            f"one for {_BYTES_PER_TOKEN} bytes), at most {_PROMPT_LOGPROBS} altogether are allowed. Send fewer prompts "
+            "in one request, or ask for fewer of each token.",
             param="prompt_logprobs" if data.get("prompt_logprobs") is not None else "logprobs",
             code="too_many_values",
         )
