@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xgrammar
 from vllm.config import ModelConfig
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -30,7 +31,13 @@ from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager, backend_outlines
+from vllm.v1.structured_output import (
+    StructuredOutputManager,
+    backend_guidance,
+    backend_outlines,
+    backend_xgrammar,
+)
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from runtime import numa
 from runtime.devices.kinds import kind_of
@@ -48,6 +55,7 @@ from serve.api import (
 from serve.cpu import gloo_device
 from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
+from serve.vllm import step_bounds
 from serve.vllm.fingerprint_pass import run_fingerprint
 
 SEGMENT_NAME_BYTES = 8
@@ -103,6 +111,10 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     answer_version.apply()
     StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
     grammar_threads.no_outlines(backend_outlines)
+    step_bounds.bound_whitespace(xgrammar.GrammarCompiler)
+    step_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
+    step_bounds.bound_time(backend_guidance.GuidanceGrammar)
+    step_bounds.slice_prompt_logprobs(GPUModelRunner)
     impossible_forms.apply()
     request_faults.apply()
     forced_calls.apply()
