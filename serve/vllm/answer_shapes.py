@@ -1,6 +1,6 @@
 """Answers have the shapes of the APIs they speak, where vLLM 0.32 differs: Anthropic's messages and OpenAI's responses.
 
-Anthropic's (https://docs.anthropic.com/en/api/messages): ids begin with `msg_`; a conversation that ends with the
+Anthropic's (https://docs.anthropic.com/en/api/messages): ids begin with `msg_`, those of calls with `toolu_`; a conversation that ends with the
 assistant's own text is continued from there; `thinking` asks nothing of a model that vLLM sees no reasoning of, as
 clients set it for every model; an error in a stream is vLLM's own error object, which the gateway turns into
 Anthropic's. OpenAI's: a stream of /v1/responses that `max_output_tokens` cut off ends with `response.incomplete`.
@@ -19,6 +19,9 @@ from vllm.entrypoints.openai.responses import serving as responses
 _CHAT_ID = "chatcmpl-"
 _MESSAGE_ID = "msg_"
 _ERROR = 'data: {"error"'
+_CALL_ID, _TOOL_USE_ID = "chatcmpl-tool-", "toolu_"
+# Inside a JSON text a quote is escaped, so this is never what a model wrote.
+_STREAMED_CALL_ID, _STREAMED_TOOL_USE_ID = f'"id":"{_CALL_ID}', f'"id":"{_TOOL_USE_ID}'
 
 
 class ResponseIncompleteEvent(responses.ResponseCompletedEvent):
@@ -38,6 +41,9 @@ def apply() -> None:
 
 def _own_id(message: anthropic.AnthropicMessagesResponse, context: Any) -> None:
     message.id = _MESSAGE_ID + message.id.removeprefix(_CHAT_ID).removeprefix("req_")
+    for block in message.content:
+        if block.type == "tool_use" and block.id is not None and block.id.startswith(_CALL_ID):
+            block.id = _TOOL_USE_ID + block.id.removeprefix(_CALL_ID)
 
 
 def _continues(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +79,8 @@ def _passes_errors(convert: Callable[..., Any]) -> Callable[..., Any]:
                 if chunk.startswith(_ERROR):
                     failed.append(chunk)
                     return
-                yield chunk
+                # Before vLLM reads them: it tells by the id which call a piece belongs to.
+                yield chunk.replace(_STREAMED_CALL_ID, _STREAMED_TOOL_USE_ID)
 
         async for event in convert(self, until_error()):
             yield event

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from vllm.config import ModelConfig
+from vllm.lora.layers import base_linear
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
@@ -38,7 +39,15 @@ from runtime.processes.kernel import die_with_parent
 from serve.cpu import gloo_device
 from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
-from serve.vllm import answer_shapes, answer_version, embedding_requests, forced_calls, grammar_threads, stream_chunks
+from serve.vllm import (
+    answer_shapes,
+    answer_version,
+    embedding_requests,
+    forced_calls,
+    grammar_threads,
+    legacy_functions,
+    stream_chunks,
+)
 from serve.vllm.fingerprint_pass import run_fingerprint
 
 SEGMENT_NAME_BYTES = 8
@@ -95,6 +104,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
     grammar_threads.no_outlines(backend_outlines)
     forced_calls.apply()
+    # Reads `tools` alone: `functions` of a client were ignored without a word.
+    legacy_functions.apply()
     embedding_requests.apply()
     # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
     stream_chunks.apply()
@@ -115,6 +126,9 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
         EngineCore.preprocess_add_request = _salted(EngineCore.preprocess_add_request)
         EngineCore._attach_weight_version = _attach_weight_version
         punica_cpu.PunicaWrapperCPU = GroupedLoRA
+        # vLLM asks a layer's weight where it lies, and the CPU's int8 kernel (compressed-tensors W8A8) has packed it
+        # away by then.
+        base_linear._get_lora_device = lambda layer: torch.device("cpu")
         gloo_device.apply()
         # vLLM inspects an unknown architecture in a subprocess so as not to initialise CUDA: 10 s of imports that this
         # process has already done.
