@@ -123,9 +123,7 @@ async def functions_of_the_older_kind(sdk):
     call = told.message.function_call
     assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Bern"})
     pieces = [
-        chunk.choices[0]
-        async for chunk in await sdk.chat.completions.create(**asked, stream=True)
-        if chunk.choices
+        chunk.choices[0] async for chunk in await sdk.chat.completions.create(**asked, stream=True) if chunk.choices
     ]
     calls = [piece.delta.function_call for piece in pieces if piece.delta.function_call]
     assert not any(piece.delta.tool_calls for piece in pieces) and calls[0].name == "weather"

@@ -183,6 +183,7 @@ class JobEvents:
         general = {**(row.general or {}), when: right, "asked": list(range(len(event["answers"])))}
         if when == "before":
             general.pop("after", None)  # it begins anew
+            general["of"] = event.get("of") or ""
         jobs.update(self._db, row.id, general=general)
         found = forgetting.verdict(general)
         if found is not None:

@@ -146,8 +146,12 @@ def test_tool_parser_follows_the_template_then_the_family(family, template, pars
 
 
 OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-MAY_CLOSE = "{% if add_generation_prompt %}assistant{% if not enable_thinking %}<think>\n\n</think>{% endif %}{% endif %}"
-STRIPS_OLDER = "{{ content.split('</think>')[-1] }}<think>{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+MAY_CLOSE = (
+    "{% if add_generation_prompt %}assistant{% if not enable_thinking %}<think>\n\n</think>{% endif %}{% endif %}"
+)
+STRIPS_OLDER = (
+    "{{ content.split('</think>')[-1] }}<think>{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
 
 
 @pytest.mark.parametrize(
