@@ -164,6 +164,7 @@ class BoxPaths:
         """Make every directory, 0700, and the Ray token, 0600. Raises UnsafeFolder."""
         for folder in (self.data_dir, self.files, self.models, self.jobs, self.batches, self.uploads, self.logs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_closed(folder)
         self.shm_root.mkdir(mode=0o700, exist_ok=True)
         _check_ours(self.shm_root)
         self.shm_root.chmod(0o700)
@@ -194,4 +195,20 @@ def _check_ours(folder: Path) -> None:
         raise UnsafeFolder(
             f"{folder} is not a folder of user {os.geteuid()}, as which the box runs, but was made by user "
             f"{status.st_uid}; remove it, or give the box another --data-dir, which gives it another name"
+        )
+
+
+def _check_closed(folder: Path) -> None:
+    """Whoever may write here can put in place what the box trusts: its token for Ray, or what engines compiled. It may
+    lie where everybody makes folders, so that somebody else made it first. Root's own are root's to give."""
+    status = os.stat(folder)
+    if status.st_uid not in (os.geteuid(), 0):
+        raise UnsafeFolder(
+            f"{folder} was made by user {status.st_uid}, not by user {os.geteuid()}, as which the box runs; remove it, "
+            "or give the box another --data-dir"
+        )
+    if status.st_mode & stat.S_IWOTH:
+        raise UnsafeFolder(
+            f"{folder} is open to every user of this machine (mode {stat.S_IMODE(status.st_mode):o}); look at what is "
+            f"in it, then close it: chmod o-w {folder}"
         )

@@ -7,11 +7,13 @@ under the same name with a new token gets a later one.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +30,15 @@ class RemovedNodes:
     file: Path
 
     def remove(self, name: str, now_s: float | None = None) -> None:
-        self._write({**self._read(), name: {"before_s": time.time() if now_s is None else now_s, "out": True}})
+        with self._alone():
+            self._write({**self._read(), name: {"before_s": time.time() if now_s is None else now_s, "out": True}})
 
     def joined_anew(self, name: str) -> None:
         """A machine has this name again, with a new certificate; older ones of the name stay removed."""
-        there = self._read()
-        if name in there:
-            self._write({**there, name: {**there[name], "out": False}})
+        with self._alone():
+            there = self._read()
+            if name in there:
+                self._write({**there, name: {**there[name], "out": False}})
 
     def out(self) -> frozenset[str]:
         """Names that are no node's now."""
@@ -55,6 +59,13 @@ class RemovedNodes:
             return json.loads(self.file.read_text())
         except FileNotFoundError:
             return {}
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The command that removes a node and the box that takes one in are two processes: no change is lost."""
+        with open(self.file.with_suffix(".lock"), "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _write(self, entries: Mapping[str, Any]) -> None:
         new = self.file.with_suffix(".new")

@@ -24,6 +24,7 @@ import ipaddress
 import json
 import os
 import secrets
+import socket
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,12 @@ from runtime.removed_nodes import RemovedNodes
 
 GREETING_BYTES = 4096
 GREETING_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 5.0
+"""How long a client waits for a connection and the answer to its greeting."""
 CHUNK_BYTES = 1 << 20
+MISSED_AFTER_S = 3, 1, 4
+"""Silence of the other machine's kernel after which it is asked whether it is there, how often, and how many times in
+vain. A machine that lost its power or its wire says nothing: without this a stream that only reads waits for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,7 @@ class TunnelServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
+            _end_if_missed(writer)
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 nonce = secrets.token_hex(32)
                 writer.write(f"{nonce}\n".encode())
@@ -171,28 +178,35 @@ class Tunnels:
     def __init__(self, shared: Shared):
         self._shared = shared
         self._servers: dict[str, asyncio.Server] = {}
+        self._carried: dict[str, set[asyncio.StreamWriter]] = {}
 
     async def open(self, local: Path, address: tuple[str, int], remote: Path) -> None:
         """Make `local` lead to `remote` on the node whose tunnel server listens at `address`; replaces an older
         tunnel."""
         await self.close(local)
+        carried = self._carried[str(local)] = set()
 
         async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            carried.add(writer)
             try:
                 _, far_reader, far_writer = await _ask(address, self._shared, "socket", remote)
                 await _join((reader, writer), (far_reader, far_writer))
             except (TunnelRefused, OSError, TimeoutError):
                 writer.transport.abort()  # looks like a dead engine, which the gateway handles
             finally:
+                carried.discard(writer)
                 writer.close()
 
         self._servers[str(local)] = await asyncio.start_unix_server(carry, str(local))
         local.chmod(0o600)
 
     async def close(self, local: Path) -> None:
+        """Ends its connections too: who reads from one hears that there is no engine any more."""
         server = self._servers.pop(str(local), None)
         if server is not None:
             server.close()
+        for writer in self._carried.pop(str(local), set()):
+            writer.transport.abort()
         local.unlink(missing_ok=True)
 
 
@@ -229,9 +243,11 @@ async def fetch_directory(
 async def _ask(
     address: tuple[str, int], shared: Shared, ask: str, path: Path, more: Mapping[str, Any] | None = None
 ) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection(*address, limit=CHUNK_BYTES, ssl=shared.client_context())
+    async with asyncio.timeout(CALL_TIMEOUT_S):
+        reader, writer = await asyncio.open_connection(*address, limit=CHUNK_BYTES, ssl=shared.client_context())
     try:
-        async with asyncio.timeout(GREETING_TIMEOUT_S):
+        _end_if_missed(writer)
+        async with asyncio.timeout(CALL_TIMEOUT_S):
             nonce, ours = (await reader.readline()).decode().strip(), secrets.token_hex(32)
             greeting = {"ask": ask, "path": str(path), "nonce": ours, **(more or {})}
             writer.write(_line({**greeting, "proof": shared.proof("ask", greeting, nonce)}))
@@ -248,6 +264,18 @@ async def _ask(
         writer.close()
         raise
     return answer["ok"], reader, writer
+
+
+def _end_if_missed(writer: asyncio.StreamWriter) -> None:
+    """The connection ends when the other machine has been missing for some seconds, whoever waits for whom. A process
+    there that is merely stopped is not missing: its kernel answers."""
+    its = writer.get_extra_info("socket")
+    idle_s, every_s, times = MISSED_AFTER_S
+    its.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    its.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    its.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
+    its.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, times)
+    its.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, (idle_s + every_s * times) * 1000)
 
 
 async def _join(

@@ -1,8 +1,9 @@
 """A further node of a box: it joins Ray to the box's head and announces its devices and memory, until told to stop.
 
-    python -m appliance.boot.node --config-json JSON --head HOST:PORT --name NAME [--token-path FILE]
+    python -m appliance.boot.node --config-json JSON --head HOST:PORT --name NAME [--token-path FILE] [--renew]
 
 `--token-path`: a one-time token of the box, or its `ray.token`; not needed if this node has its certificate already.
+`--renew`: it gets another one for that; within 60 days of its end it does so by itself.
 
 Nothing is decided here: the controller at home starts engines through Ray's actors on this node. When this process
 ends, everything below it ends too, and the box goes on with the devices it has left.
@@ -19,6 +20,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from appliance.boot import ray_head
@@ -26,8 +28,8 @@ from appliance.boot.clock_watch import LEAST_FOR_RAY_S, ClockWatch, far_back_s
 from appliance.boot.log_rotation import keep_logs_short
 from appliance.boot.supervised_process import kill_leftovers, own_files_only
 from appliance.config import BoxConfig, load_resolved
-from appliance.nodes.certificate_authority import Credentials, Unfit
-from appliance.nodes.enrolment import NotEnrolled, enrol, port_of
+from appliance.nodes.certificate_authority import RENEW_BEFORE, Credentials, Unfit
+from appliance.nodes.enrolment import NotEnrolled, enrol, port_of, renew
 from appliance.paths import BoxPaths, UnsafeFolder
 from appliance.wiring.node_config import node_config_of
 from runtime.devices.kind import DevicesRefused
@@ -47,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--head", required=True)
     parser.add_argument("--token-path", type=Path)
     parser.add_argument("--name", required=True)
+    parser.add_argument("--renew", action="store_true")
     options = parser.parse_args(argv)
     config = load_resolved(options.config_json)
     paths = BoxPaths.of(Path(config.box.data_dir))
@@ -65,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             log.error("a box or node already runs on %s; give this one another --data-dir", paths.data_dir)
             return 5
         try:
-            certificate = _enrolled(paths, options.head, options.token_path, options.name, config.box.node_address)
+            certificate = _enrolled(
+                paths, options.head, options.token_path, options.name, config.box.node_address, options.renew
+            )
             return asyncio.run(_run(config, paths, options.head, options.name, certificate))
         except (ray_head.RayStartError, NodeNameTaken, NotEnrolled, Unfit, DevicesRefused) as error:
             log.error("this node did not join: %s", error)
@@ -73,17 +78,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
 
 
-def _enrolled(paths: BoxPaths, head: str, token_path: Path | None, name: str, address: str) -> NodeCertificate:
-    """This node's certificate: the one it has, or the one the box gives for the token. Raises NotEnrolled, Unfit."""
+def _enrolled(
+    paths: BoxPaths, head: str, token_path: Path | None, name: str, address: str, renewing: bool
+) -> NodeCertificate:
+    """This node's certificate: the one it has, or the one the box gives for the token or for the old one. Raises
+    NotEnrolled, Unfit."""
     credentials = Credentials(paths.certificates)
+    host, _, port = head.rpartition(":")
+    box = host.strip("[]"), port_of(int(port))
     if token_path is None:
         why = credentials.fit(name, address)
         if why:
             raise NotEnrolled(f"{why}; `appliance node token` on the box prints a token for --token")
+        if renewing or credentials.fit(name, address, datetime.now(UTC) + RENEW_BEFORE):
+            try:
+                asyncio.run(renew(credentials, box, name, address))
+            except (NotEnrolled, Unfit) as error:
+                if renewing:
+                    raise
+                log.warning("the certificate ends soon, and the box gave no other one: %s", error)
         return credentials.files
-    host, _, port = head.rpartition(":")
     token = token_path.read_text().strip()
-    ray_token = asyncio.run(enrol(credentials, (host.strip("[]"), port_of(int(port))), token, name, address))
+    ray_token = asyncio.run(enrol(credentials, box, token, name, address))
     with os.fdopen(os.open(paths.ray_token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(ray_token)
     return credentials.files

@@ -34,6 +34,8 @@ from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
 from appliance.controller.files import file_routes, storage, upload_routes
+from appliance.controller.grading import grader_routes
+from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http import error_handlers
 from appliance.controller.http.middleware import BodyLimits, RequestIds
 from appliance.controller.http.routers import make_router
@@ -45,6 +47,7 @@ from appliance.controller.openai import batch_routes, checkpoint_permissions, jo
 from appliance.controller.responses.stored import StoredResponses
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import idempotency
+from train.graders.host import GraderHost
 
 
 def create_app(context: ControllerContext) -> FastAPI:
@@ -56,6 +59,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     validation, running, runner = JobValidation(context), Operations(context), BatchRunner(context)
     compared, stored = Canaries(context), StoredResponses(context)
     background = BackgroundResponses(context, stored)
+    graders = GraderHost()
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -84,6 +88,7 @@ def create_app(context: ControllerContext) -> FastAPI:
             await running.stop()
             await runner.stop()
             await background.stop()
+            await graders.stop()
 
     app = FastAPI(
         title="appliance",
@@ -119,6 +124,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         response_routes.routes(context, stored, background),
         response_routes.internal_routes(stored),
         job_routes.routes(context, validation),
+        grader_routes.routes(context, graders, ModelAnswers(context)),
         checkpoint_permissions.routes(context),
         model_routes.routes(context),
         admin,

@@ -110,7 +110,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         background=background,
     )
     spending = Spending(db, signals.keys_changed)
-    sizes = EngineSizes(db, config.serve, devices[0], config.scheduler.max_asleep_per_device)
+    sizes = EngineSizes(db, config.serve, partial(_of_engines, devices, loop), config.scheduler.max_asleep_per_device)
     routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.context, loop.trouble)
     lines = SocketEngines(
         bus,
@@ -174,7 +174,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
 
     # What the routes need of all this.
     bounds, asleep = config.scheduler.bounds(), config.scheduler.max_asleep_per_device
-    box_status = BoxStatus(loop, effects, bus, store, memory, floor, bounds, asleep)
+    box_status = BoxStatus(loop, effects, bus, store, memory, floor, bounds, asleep, nodes.certificates_end)
     context = ControllerContext(
         db=db,
         files_dir=paths.files,
@@ -254,6 +254,11 @@ def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
     for error in store.sweep().damaged:
         log.error("shared memory holds a damaged version: %s", error)
     return store
+
+
+def _of_engines(home: tuple[Device, ...], loop: SchedulerLoop) -> list[Device]:
+    """Home's devices and other nodes' of its kind, which run what home prepared."""
+    return [*home, *(device for device in loop.box.devices.values() if device.kind == home[0].kind)]
 
 
 def _facts(devices: tuple[Device, ...], store: WeightStore, config: SchedulerConfig) -> BoxFacts:

@@ -32,6 +32,7 @@ MODULES = (
     "http.upstream",
     "http.wire",
     "inference.answer",
+    "inference.attempt",
     "inference.handler",
     "inference.placement",
     "inference.response_copies",

@@ -108,7 +108,8 @@ class Gateway:
     # -- the controller's side
 
     def apply(self, table: Table) -> None:
-        """Apply a routing table at once: end requests of revoked keys, start held requests."""
+        """Apply a routing table at once: end requests of revoked keys and held ones that their keys may not make any
+        more, start held requests."""
         state = self.state
         changed_keys = state.keys != table.keys
         state.keys = dict(table.keys)
@@ -128,6 +129,8 @@ class Gateway:
             callers = {caller.id: caller for caller in table.keys.values()}
             for conn in list(state.connections):
                 conn.keys_changed(callers)
+        for ticket in list(state.holds):
+            ticket.item.look_again()
         for name in state.holds.models():
             state.place_held(name)
             self._refuse_in_trouble(name)
@@ -157,9 +160,10 @@ class Gateway:
         state = self.state
         if state.next_try_s(name) is None:
             return
-        while (ticket := state.holds.first(name)) is not None:
-            state.holds.remove(ticket)
-            ticket.item.hold_refused(Refusal.TROUBLE)
+        for alone in (False, True):
+            while (ticket := state.holds.first(name, alone=alone)) is not None:
+                state.holds.remove(ticket)
+                ticket.item.hold_refused(Refusal.TROUBLE)
 
     # -- time
 

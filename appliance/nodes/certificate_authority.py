@@ -29,7 +29,8 @@ from runtime.tunnel import NodeCertificate
 AUTHORITY_LIFE = timedelta(days=3650)
 NODE_LIFE = timedelta(days=730)
 CLOCKS_APART = timedelta(seconds=BACKDATED_S)
-RENEW_BEFORE = timedelta(days=30)
+RENEW_BEFORE = timedelta(days=60)
+"""A node that starts so long before the end of its certificate gets another one; `status` says it from then on."""
 
 
 class Unfit(RuntimeError):
@@ -41,25 +42,27 @@ class Credentials:
 
     def __init__(self, folder: Path):
         self.folder, self.files = folder, NodeCertificate.below(folder)
+        self._key: ec.EllipticCurvePrivateKey | None = None
 
     def new_request(self, name: str, address: str) -> bytes:
-        """Makes a fresh key, which stays here; returns the request for its certificate."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        key = ec.generate_private_key(ec.SECP256R1())
-        _write(self.files.key, _private_pem(key))
+        """Makes a fresh key, which stays here; returns the request for its certificate. What lies in the folder stays
+        in force until `keep`: the box may refuse."""
+        key = self._key = ec.generate_private_key(ec.SECP256R1())
         request = x509.CertificateSigningRequestBuilder().subject_name(_name(name))
         return _pem(request.add_extension(_addresses(address), False).sign(key, hashes.SHA256()))
 
     def keep(self, authority: bytes, certificate: bytes) -> None:
-        """Raises Unfit if the certificate is not of our key or not by that authority."""
+        """The key of the last request and its certificate are in force from now on. Raises Unfit if the certificate is
+        not of that key or not by that authority."""
         issuer, mine = x509.load_pem_x509_certificate(authority), x509.load_pem_x509_certificate(certificate)
-        key = serialization.load_pem_private_key(self.files.key.read_bytes(), None)
         try:
             mine.verify_directly_issued_by(issuer)
         except (ValueError, TypeError, InvalidSignature) as error:
             raise Unfit("the box answered with a certificate that its authority has not signed") from error
-        if mine.public_key() != key.public_key():
+        if self._key is None or mine.public_key() != self._key.public_key():
             raise Unfit("the box answered with a certificate of another key than ours")
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write(self.files.key, _private_pem(self._key))
         _write(self.files.authority, authority)
         _write(self.files.certificate, certificate)
 
@@ -67,7 +70,10 @@ class Credentials:
         """Why this node cannot join with these credentials; "" if it can."""
         if not all(path.exists() for path in (self.files.authority, self.files.certificate, self.files.key)):
             return "this node has no certificate yet"
-        mine = x509.load_pem_x509_certificate(self.files.certificate.read_bytes())
+        mine = self._mine()
+        key = serialization.load_pem_private_key(self.files.key.read_bytes(), None)
+        if mine.public_key() != key.public_key():
+            return "its certificate is of another key than the one beside it"
         if mine.not_valid_after_utc - (now or datetime.now(UTC)) < timedelta(0):
             return f"its certificate ended on {mine.not_valid_after_utc:%Y-%m-%d}"
         if mine.subject != _name(name):
@@ -77,15 +83,21 @@ class Credentials:
             return f"its certificate is not for the address {address}"
         return ""
 
+    def ends_s(self) -> float:
+        """Until when the certificate is good, in seconds since 1970."""
+        return self._mine().not_valid_after_utc.timestamp()
+
     def fingerprint(self) -> str:
-        certificate = x509.load_pem_x509_certificate(self.files.certificate.read_bytes())
-        return fingerprint(certificate.public_bytes(serialization.Encoding.DER))
+        return fingerprint(self._mine().public_bytes(serialization.Encoding.DER))
+
+    def _mine(self) -> x509.Certificate:
+        return x509.load_pem_x509_certificate(self.files.certificate.read_bytes())
 
     def server_context(self) -> ssl.SSLContext:
-        """For a listener that anybody may connect to: who they are is proved inside the connection."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.load_cert_chain(self.files.certificate, self.files.key)
+        """For a listener that anybody may connect to. Who shows a certificate has one of the box's authority; who shows
+        none proves inside the connection who he is."""
+        context = self.files.context(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_OPTIONAL
         return context
 
 

@@ -9,6 +9,12 @@ a stranger in the box's place is not even greeted.
     box   {"nonce", "proof"}                       or {"error"}
     node  {"name", "address", "request", "proof"}  request: for a certificate of a key that stays on the node
     box   {"authority", "certificate", "ray_token"}
+
+A node renews its certificate with the one it has. Both sides show theirs in the TLS handshake, which proves who they
+are:
+
+    node  {"id": "certificate", "request"}
+    box   {"authority", "certificate"}             for the same name and address; or {"error"}
 """
 
 from __future__ import annotations
@@ -26,7 +32,8 @@ import secrets
 import ssl
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +49,7 @@ LINE_BYTES = 16384
 TALKS_AT_ONCE = 16
 NODE_NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 _PREFIX, _ID_BYTES, _SECRET_BYTES = "join-", 8, 24
-_SHARED = "ray.token"
+_SHARED, _RENEWAL = "ray.token", "certificate"
 
 
 class NotEnrolled(RuntimeError):
@@ -153,6 +160,10 @@ class EnrolmentServer:
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = json.loads(await reader.readline())
+        if hello["id"] == _RENEWAL:
+            writer.write(_line(self._renewed(writer.get_extra_info("ssl_object").getpeercert(), str(hello["request"]))))
+            await writer.drain()
+            return
         token_id, theirs = str(hello["id"]), str(hello["nonce"])
         shared = token_id == _SHARED
         removed = self._authority.home.files.removed
@@ -177,10 +188,25 @@ class EnrolmentServer:
             raise NotEnrolled("the token was used just now by somebody else")
         removed.joined_anew(name)
         log.info("%s is a node now, at %s", name, address)
-        authority = self._authority.home.files.authority.read_text()
-        answer = {"authority": authority, "certificate": certificate.decode(), "ray_token": self._ray_token.decode()}
-        writer.write(_line(answer))
+        writer.write(_line({**self._signed(certificate), "ray_token": self._ray_token.decode()}))
         await writer.drain()
+
+    def _renewed(self, shown: Mapping[str, Any] | None, request: str) -> dict[str, str]:
+        """Another certificate for who showed this one (as `getpeercert` gives it), for a key of his."""
+        if not shown:
+            raise NotEnrolled("who renews a certificate must show it")
+        if self._authority.home.files.removed.has(shown):
+            raise NotEnrolled("this node was removed from the box")
+        (name,) = (value for part in shown["subject"] for key, value in part if key == "commonName")
+        # A node that gave a name has it first, and the numbers behind the name after it.
+        addresses = sorted(shown["subjectAltName"], key=lambda one: one[0] != "DNS")
+        certificate = self._authority.sign(request.encode(), name, addresses[0][1])
+        log.info("%s has another certificate", name)
+        return self._signed(certificate)
+
+    def _signed(self, certificate: bytes) -> dict[str, str]:
+        authority = self._authority.home.files.authority.read_text()
+        return {"authority": authority, "certificate": certificate.decode()}
 
 
 async def enrol(credentials: Credentials, box: tuple[str, int], token: str, name: str, address: str) -> bytes:
@@ -194,25 +220,44 @@ async def enrol(credentials: Credentials, box: tuple[str, int], token: str, name
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    async with _talking(box, context) as (reader, writer):
+        there = fingerprint(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
+        if once is not None and there != once.box:
+            raise NotEnrolled(f"{box[0]}:{box[1]} is not the box that gave out this token: its certificate differs")
+        ours = secrets.token_hex(32)
+        writer.write(_line({"id": _SHARED if once is None else once.id, "nonce": ours}))
+        answer = _answer(await reader.readline())
+        theirs = str(answer["nonce"])
+        if not hmac.compare_digest(str(answer["proof"]).encode(), _proof(key, "box", ours, theirs, there).encode()):
+            raise NotEnrolled(f"{box[0]}:{box[1]} does not know this token; somebody else may sit in its place")
+        request = credentials.new_request(name, address).decode()
+        proof = _proof(key, "node", ours, theirs, there, name, address, request)
+        writer.write(_line({"name": name, "address": address, "request": request, "proof": proof}))
+        answer = _answer(await reader.readline())
+        credentials.keep(answer["authority"].encode(), answer["certificate"].encode())
+        return answer["ray_token"].encode()
+
+
+async def renew(credentials: Credentials, box: tuple[str, int], name: str, address: str) -> None:
+    """Another key and certificate for the node that `credentials` are of, from the box that enrols at `box`. They stay
+    as they are if it fails. Raises NotEnrolled, Unfit."""
+    context = credentials.files.context(ssl.PROTOCOL_TLS_CLIENT)
+    async with _talking(box, context) as (reader, writer):
+        writer.write(_line({"id": _RENEWAL, "request": credentials.new_request(name, address).decode()}))
+        answer = _answer(await reader.readline())
+        credentials.keep(answer["authority"].encode(), answer["certificate"].encode())
+
+
+@asynccontextmanager
+async def _talking(
+    box: tuple[str, int], context: ssl.SSLContext
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to the box's enrolment, for so long and no longer. Raises NotEnrolled for what goes wrong on it."""
     writer = None
     try:
         async with asyncio.timeout(TALK_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(*box, ssl=context, limit=LINE_BYTES)
-            there = fingerprint(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
-            if once is not None and there != once.box:
-                raise NotEnrolled(f"{box[0]}:{box[1]} is not the box that gave out this token: its certificate differs")
-            ours = secrets.token_hex(32)
-            writer.write(_line({"id": _SHARED if once is None else once.id, "nonce": ours}))
-            answer = _answer(await reader.readline())
-            theirs = str(answer["nonce"])
-            if not hmac.compare_digest(str(answer["proof"]).encode(), _proof(key, "box", ours, theirs, there).encode()):
-                raise NotEnrolled(f"{box[0]}:{box[1]} does not know this token; somebody else may sit in its place")
-            request = credentials.new_request(name, address).decode()
-            proof = _proof(key, "node", ours, theirs, there, name, address, request)
-            writer.write(_line({"name": name, "address": address, "request": request, "proof": proof}))
-            answer = _answer(await reader.readline())
-            credentials.keep(answer["authority"].encode(), answer["certificate"].encode())
-            return answer["ray_token"].encode()
+            yield reader, writer
     except (OSError, TimeoutError, ValueError, KeyError) as error:
         raise NotEnrolled(
             f"the box did not answer as one at {box[0]}:{box[1]} ({type(error).__name__}: {error}); it enrols nodes "

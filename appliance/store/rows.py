@@ -135,9 +135,8 @@ class ModelSettingsRow:
 class DeploymentRow:
     """How a model is to be served.
 
-    max_replicas None: as many as the box's settings allow. idle_sleep_s: one replica stays awake for so long after the
-    last request, then it sleeps; None: asleep only when the devices are wanted elsewhere. ttft_p95_s, tpot_p95_ms:
-    targets for the time to the first token and per further token; None: none.
+    max_replicas None: as many as the box's settings allow. ttft_p95_s, tpot_p95_ms: targets for the time to the first
+    token and per further token; None: none. idle: the numbers of `scheduler.core.idle.IdleSettings` that are set.
     """
 
     model: str
@@ -146,10 +145,9 @@ class DeploymentRow:
     max_replicas: int | None = None
     tensor_parallel: int = 1
     pinned: int = 0
-    idle_sleep_s: float | None = None
     ttft_p95_s: float | None = None
     tpot_p95_ms: float | None = None
-    options: dict[str, Any] = json_column(default_factory=dict)
+    idle: dict[str, Any] = json_column(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

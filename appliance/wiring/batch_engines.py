@@ -32,6 +32,7 @@ from scheduler.core.workload import Demand
 CONNECT_S = 5.0
 # A dying engine answers 500 before it exits; a 404 for a model in the table means it has just switched models.
 _DEAD, _MOVED = "EngineCore", "The model "
+_KEPT = "the model's engine is kept for one line, whose last engine died"
 
 
 class SocketEngines:
@@ -54,22 +55,27 @@ class SocketEngines:
         self._hosts, self._circumstances, self._on_wants = hosts, circumstances, on_wants
         self._clients: dict[str, httpx.AsyncClient] = {}
         self._lines: dict[asyncio.Task[httpx.Response], tuple[str, str]] = {}
+        self._kept_for_one: set[str] = set()
         self._wanted: dict[str, list[str]] = {}
         self._changed = asyncio.Event()
 
     # --- ports.BatchEngines
 
     def room(self, model: str) -> BatchCapacity:
-        config = self._config
+        config, engines = self._config, self._free(model)
+        if not engines and self._open(model):
+            return BatchCapacity(0, _KEPT)
         return share.room(
             {model, self._hosts(model)},
-            list(self._open(model)),
+            list(engines),
             self._bus.load(),
             lines_per_engine=config.batch_lines_per_engine,
             busy_inflight=config.batch_busy_inflight,
         )
 
-    async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
+    async def send(
+        self, model: str, url: str, body: dict[str, Any], request_id: str, *, alone: bool = False
+    ) -> EngineAnswer:
         content = orjson.dumps(body)
         try:
             if len(content) > self._limits.inference_body_bytes:
@@ -85,6 +91,23 @@ class SocketEngines:
         except gateway_errors.HttpError as error:
             return EngineAnswer(error.status, orjson.loads(error.body()))
         replica_id, socket = self._least_loaded(model)
+        if not alone:
+            return await self._ask(model, replica_id, socket, url, content, request_id)
+        self._kept_for_one.add(replica_id)
+        try:
+            while others := [asking for asking, (_, where) in self._lines.items() if where == replica_id]:
+                await asyncio.wait(others)
+            if replica_id not in self._open(model):
+                raise LineReturned("the engine was wanted for something else", yielded=True)
+            return await self._ask(model, replica_id, socket, url, content, request_id)
+        finally:
+            self._kept_for_one.discard(replica_id)
+            self._changed.set()
+
+    async def _ask(
+        self, model: str, replica_id: str, socket: str, url: str, content: bytes, request_id: str
+    ) -> EngineAnswer:
+        """Raises LineReturned."""
         adapter = self._bus.models[model].get("adapter")
         if adapter:
             content = with_model(content, adapter)
@@ -141,11 +164,15 @@ class SocketEngines:
     def _open(self, model: str) -> dict[str, str]:
         return share.open_engines(self._bus.models.get(model))
 
+    def _free(self, model: str) -> dict[str, str]:
+        """Of the open ones, those that are not kept for one line."""
+        return {name: socket for name, socket in self._open(model).items() if name not in self._kept_for_one}
+
     def _least_loaded(self, model: str) -> tuple[str, str]:
         """(replica id, socket) of the engine with the fewest lines. Raises LineReturned."""
-        engines = self._open(model)
+        engines = self._free(model)
         if not engines:
-            raise LineReturned("no engine of the model is awake", yielded=True)
+            raise LineReturned(_KEPT if self._open(model) else "no engine of the model is awake", yielded=True)
         busy = [replica_id for _, replica_id in self._lines.values()]
         least = min(engines, key=lambda replica_id: (busy.count(replica_id), replica_id))
         return least, engines[least]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.ports import SchedulerStatus
+from appliance.nodes.certificate_authority import RENEW_BEFORE
 from appliance.wiring.box_memory import BoxMemory
 from runtime.devices.cpu import host_memory_bytes
+from scheduler.devices.discovery import HEAD_NODE
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray.effects import RayEffects
 from weights.memory.store import WeightStore
@@ -16,7 +21,7 @@ RSS_EVERY_S = 5.0
 
 
 class BoxStatus:
-    """serving_floor, bounds, asleep_per_device: as configured."""
+    """serving_floor, bounds, asleep_per_device: as configured. certificates_end: by node, in seconds since 1970."""
 
     def __init__(
         self,
@@ -28,10 +33,12 @@ class BoxStatus:
         serving_floor: int,
         bounds: dict[str, Any],
         asleep_per_device: int,
+        certificates_end: Callable[[], Mapping[str, float]] = dict,
     ):
         self._loop, self._effects, self._bus, self._weights, self._host = loop, effects, bus, weights, host
         self._serving_floor, self._bounds, self._asleep_per_device = serving_floor, bounds, asleep_per_device
         self._rss: dict[str, int] = {}
+        self._certificates_end = certificates_end
 
     async def read_memory(self) -> None:
         """Each replica's resident memory (bytes); called every `RSS_EVERY_S`."""
@@ -68,6 +75,19 @@ class BoxStatus:
                 *(f"{trouble['model']}: {trouble['message']}" for trouble in now["troubles"]),
                 *(f"{model}: {text}" for model, text in now["notes"].items()),
                 *now["waits"],
+                *certificate_notes(self._certificates_end(), time.time()),
             ],
             "plan_s": now["plan_s"],
         }
+
+
+def certificate_notes(ends: Mapping[str, float], now_s: float) -> list[str]:
+    """Which nodes' certificates end soon, and what to do. Ray reads its own when it starts, so no node can take up
+    another one while it runs."""
+    return [
+        f"the certificate of {name} {'ends' if ends_s > now_s else 'ended'} on "
+        f"{datetime.fromtimestamp(ends_s, UTC):%Y-%m-%d}: "
+        f"start {'the box' if name == HEAD_NODE else 'that node'} anew, which then gets another one"
+        for name, ends_s in sorted(ends.items())
+        if ends_s - now_s < RENEW_BEFORE.total_seconds()
+    ]

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from appliance.config import BoxConfig
+from appliance.nodes.certificate_authority import Credentials
 from appliance.paths import BoxPaths
 from runtime.devices.kinds import fork_environment, kind_of
 from runtime.processes.warm_parents import WARM_ENV, WarmSpec
@@ -41,6 +42,7 @@ def node_config_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ..
         budget_bytes=weight_budget_bytes(config, paths),
         numa_bind=config.box.numa_bind,
         certificate=None if config.box.node_address is None else NodeCertificate.below(paths.certificates),
+        certificate_ends_s=None if config.box.node_address is None else Credentials(paths.certificates).ends_s(),
     )
 
 
@@ -62,7 +64,6 @@ def device_environment(kind: str, caches: Path) -> dict[str, str]:
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
-        "FLASHINFER_WORKSPACE_BASE": str(caches),
         **kind_of(kind).library_environment(caches),
     }
 

@@ -72,12 +72,14 @@ class BusRouting:
         self._trouble = trouble
         self._replicas: dict[str, _Served] = {}
         self._said: set[str] = set()  # names already logged as unusable at the gateways
+        self._avoided: set[str] = set()  # also before they are open: a controller that starts finds engines that hang
         self._guests: dict[str, list[str]] = {}  # host name -> names of the adapters that its engines serve
 
     async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
         found = resolve(self._db, model)
         owner = found.model.id if found else model
-        self._replicas[replica_id] = _Served(model, version, owner, socket_path, "open")
+        avoided = replica_id in self._avoided
+        self._replicas[replica_id] = _Served(model, version, owner, socket_path, "open", avoided=avoided)
         await self._bus.wait_applied(self.refresh())
 
     async def drain(self, replica_id: str) -> None:
@@ -94,6 +96,7 @@ class BusRouting:
 
     def avoid(self, replica_id: str, avoided: bool) -> None:
         """Its engine gives no sign of life, or does so again: gateways prefer other replicas meanwhile."""
+        (self._avoided.add if avoided else self._avoided.discard)(replica_id)
         served = self._replicas.get(replica_id)
         if served is not None and served.avoided != avoided:
             self._change(replica_id, avoided=avoided)
@@ -103,6 +106,7 @@ class BusRouting:
         return served is not None and served.state == "open"
 
     def close(self, replica_id: str) -> None:
+        self._avoided.discard(replica_id)
         if self._replicas.pop(replica_id, None) is not None:
             self.refresh()
 

@@ -9,7 +9,7 @@ from typing import Any
 from scheduler.core.allocation import Allocation
 from scheduler.core.failures import Failures, first_line
 from scheduler.core.inventory import Device, Holder
-from scheduler.core.workload import DeploymentView, JobView, ModelMemory, Policy, ReplicaView, Snapshot, Workload
+from scheduler.core.workload import DeploymentView, JobView, ModelMemory, PlanInput, Policy, ReplicaView, Workload
 from scheduler.handover.box import Box
 from scheduler.handover.handover import Chain
 from scheduler.loop.mode_schedule import InForce
@@ -25,7 +25,7 @@ class Transition:
     take: Chain | None
 
 
-def snapshot(
+def plan_input(
     box: Box,
     moving: Mapping[Holder, Transition],
     workload: Workload,
@@ -35,11 +35,11 @@ def snapshot(
     memory: dict[str, ModelMemory],
     epoch: int,
     now_s: float,
-) -> Snapshot:
+) -> PlanInput:
     """The planner's input: the current state, with every moving holder shown at its target."""
     busy = {d for m in moving.values() for d in m.target}
     busy |= {d for lease in box.ledger if lease.holder in moving for d in lease.device_ids}
-    return Snapshot(
+    return PlanInput(
         policy=policy,
         devices=tuple(_device(d, workload.cordoned) for d in box.devices.values()),
         jobs=tuple(_job(j, box, moving, failures) for j in workload.jobs),
@@ -115,7 +115,7 @@ def _replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -
 
 
 def status(
-    box: Box, shown: Snapshot, allocation: Allocation, in_force: InForce, queue: Sequence[QueuePosition]
+    box: Box, shown: PlanInput, allocation: Allocation, in_force: InForce, queue: Sequence[QueuePosition]
 ) -> dict[str, Any]:
     """Mode, devices with their holders, replicas and jobs (in the order of the queue) as plain values for JSON."""
     jobs = {j.id: j for j in shown.jobs}

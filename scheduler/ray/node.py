@@ -45,7 +45,8 @@ def stored_bytes(directory: Path) -> int | None:
 class NodeConfig:
     """Paths and settings of a node. `address`: its own on the nodes' network, loopback if it is alone. `jobs_dir`:
     folders of the jobs that run here. `lends`: what other nodes may copy besides shared memory. `numa_bind`: processes
-    run on the processors near their devices. `certificate`: identifies it to the other nodes."""
+    run on the processors near their devices. `certificate`: identifies it to the other nodes, until
+    `certificate_ends_s` (Unix time); Ray reads it when it starts."""
 
     name: str
     address: str
@@ -60,6 +61,7 @@ class NodeConfig:
     budget_bytes: int | None = None
     numa_bind: bool = True
     certificate: NodeCertificate | None = None
+    certificate_ends_s: float | None = None
 
     @property
     def adapter_socket(self) -> Path:

@@ -35,6 +35,7 @@ NAMESPACE = "appliance"
 WARM_TIMEOUT_S = 180.0
 LOOK_EVERY_S = 1.0
 ANSWER_S = 1.0  # how long a look waits for a node's answer
+SILENT_LOOKS = 3  # a node that misses so many is silent: its tunnels may lead nowhere
 START_S = 60.0  # how long it waits for an agent that starts
 EMPTY_EVERY_S = 0.5
 
@@ -50,6 +51,7 @@ class _Known:
     actor: Any
     leaves: bool = False
     memory: MemoryReading | None = None
+    missed: int = 0  # looks without an answer, one after the other
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -70,6 +72,7 @@ class Nodes:
         """on_change: called with each node that joined or left, and its devices. removed: names that are taken out of
         the box; none of them is taken in."""
         self.home, self._on_change, self._removed = home, on_change, removed
+        self.on_silence: Callable[[], None] = lambda: None  # called when `silent` has changed
         self._known: dict[str, _Known] = {}
         self._tunnels: dict[str, tuple[Any, Any]] = {}  # replica -> agents of home and of its node (tunnel ends)
 
@@ -89,21 +92,20 @@ class Nodes:
         """Add nodes that joined and drop nodes that are gone; True if there were any."""
         alive = await _alive()
         before = {name: (known.leaves, known.actor) for name, known in self._known.items()}
+        silent_before = self.silent
+        removed = set(self._removed()) - {self.home.name}
         for name, known in list(self._known.items()):
-            if known.ray_id not in alive:
+            if known.ray_id not in alive or name in removed:  # a removed one may not end as it is told
                 level = logging.INFO if known.leaves else logging.ERROR
                 log.log(level, "node is gone with its %d devices", len(known.place.devices), extra={"node": name})
                 del self._known[name]
                 self._on_change(name, "left" if known.leaves else "lost", known.place.devices)
-        removed = set(self._removed()) - {self.home.name}
         there = {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)}
         for name in there & removed:
             await self._end(name)
         for name in there - set(before) - removed:
             await self._take_in(name, alive)
         for name, known in list(self._known.items()):
-            if name in removed:
-                continue  # its agent ends with its Ray
             if find_actor(NODE + name) is None:  # only its agent died: engines and ranks there continue
                 try:
                     self._known[name] = replace(known, actor=await _start(known.place, known.ray_id))
@@ -111,14 +113,23 @@ class Nodes:
                     if name == self.home.name:
                         raise
                     log.warning("the node's agent does not start; the node seems to be dying", extra={"node": name})
-        away = [name for name in self._known if name != self.home.name]
-        for name, report in zip(away, await asyncio.gather(*map(self._reported, away)), strict=True):
+        asked = list(self._known) if len(self._known) > 1 else []  # home alone has no tunnels, and reads its own memory
+        for name, report in zip(asked, await asyncio.gather(*map(self._reported, asked)), strict=True):
             known = self._known.get(name)
-            if report is None or known is None:
+            if known is None:
+                continue
+            if report is None:
+                self._known[name] = replace(known, missed=known.missed + 1)
+                continue
+            if name == self.home.name:
+                self._known[name] = replace(known, missed=0)
                 continue
             if report.leaves and not known.leaves:
                 log.info("node is leaving; its holders release its devices first", extra={"node": name})
-            self._known[name] = replace(known, leaves=known.leaves or report.leaves, memory=report.memory)
+            self._known[name] = replace(known, leaves=known.leaves or report.leaves, memory=report.memory, missed=0)
+        if self.silent != silent_before:
+            log.warning("nodes that do not answer: %s", ", ".join(sorted(self.silent)) or "none any more")
+            self.on_silence()
         return {name: (known.leaves, known.actor) for name, known in self._known.items()} != before
 
     async def _end(self, name: str) -> None:
@@ -151,9 +162,24 @@ class Nodes:
             if name != self.home.name:
                 self._on_change(name, "joined", place.devices)
 
+    @property
+    def silent(self) -> frozenset[str]:
+        """Nodes whose agents have not answered for some looks: stopped, or out of reach. Requests through their tunnels
+        may wait for as long; Ray may say much later that they are gone, or never."""
+        return frozenset(name for name, known in self._known.items() if known.missed >= SILENT_LOOKS)
+
+    def reachable(self, name: str) -> bool:
+        """Whether requests get to engines on this node now: neither end of its tunnels is silent."""
+        return name == self.home.name or not self.silent & {name, self.home.name}
+
     def memory(self) -> dict[str, MemoryReading]:
         """The last report of each node but home about its host's memory."""
         return {name: known.memory for name, known in self._known.items() if known.memory is not None}
+
+    def certificates_end(self) -> dict[str, float]:
+        """Until when each node's certificate is good, in seconds since 1970; of those that have one."""
+        ends = {name: known.place.certificate_ends_s for name, known in self._known.items()}
+        return {name: ends_s for name, ends_s in ends.items() if ends_s is not None}
 
     async def idle_bytes(self, name: str) -> tuple[int, int]:
         """See NodeCopies. Raises EffectFailed, as `trim_pool` and `evict` do."""

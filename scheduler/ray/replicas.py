@@ -97,6 +97,8 @@ class Replicas:
         self._watchers: dict[str, asyncio.Task] = {}
         self._stopping: set[str] = set()
         self._seen: dict[str, ReplicaObserved] = {}  # last reported state of each
+        self._hanging: set[str] = set()
+        nodes.on_silence = self._follow_nodes
 
     async def start_replica(self, order: ReplicaOrder, lease_id: str) -> Detail:
         place = self._nodes.place_of(order.devices, "start_replica", order.id)
@@ -222,6 +224,7 @@ class Replicas:
 
     async def _open(self, replica_id: str, model: str, version: str) -> None:
         socket_path = await self._nodes.local_socket(self._places[replica_id], replica_id)
+        self._avoid_or_not(replica_id)
         await self._routing.open(replica_id, model, version, str(socket_path))
 
     def _replica_spec(self, order: ReplicaOrder, place: NodeConfig, path: Path) -> ReplicaSpec:
@@ -293,10 +296,23 @@ class Replicas:
     async def _follow_pulse(self, replica_id: str, replica: Supervisor) -> None:
         """Let gateways prefer other replicas while its engine gives no sign of life. Its watcher tells of its end."""
         silent = False
-        with contextlib.suppress(SupervisorDied, RayError):
-            while True:
-                silent = await replica.call("pulse_changed", silent)
-                self._routing.avoid(replica_id, silent)
+        try:
+            with contextlib.suppress(SupervisorDied, RayError):
+                while True:
+                    silent = await replica.call("pulse_changed", silent)
+                    (self._hanging.add if silent else self._hanging.discard)(replica_id)
+                    self._avoid_or_not(replica_id)
+        finally:
+            self._hanging.discard(replica_id)
+
+    def _follow_nodes(self) -> None:
+        for replica_id in self._places:
+            self._avoid_or_not(replica_id)
+
+    def _avoid_or_not(self, replica_id: str) -> None:
+        place = self._places.get(replica_id)
+        reached = place is None or self._nodes.reachable(place.name)
+        self._routing.avoid(replica_id, replica_id in self._hanging or not reached)
 
     async def _wait_dead(self, replica_id: str, replica: Supervisor) -> Blame:
         """Wait for its death and report it; returns its blame."""

@@ -16,9 +16,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from runtime.errors import ChildDied, ChildError
 from runtime.processes.kernel import Vitals
 
-EVERY_S = 5.0
-SILENT_S = 10.0
-"""Gateways prefer other replicas to one that has been silent for this long."""
+EVERY_S = 2.0
+SILENT_S = 6.0
+"""Gateways prefer other replicas to one that has been silent for this long. One that stops just after a sign of life is
+found out within SILENT_S and two EVERY_S."""
 WORKING = 0.02
 """Of one processor. Idle timers of an engine's processes take a tenth of it at most."""
 

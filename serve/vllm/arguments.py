@@ -130,19 +130,14 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
         "--disable-fastapi-docs",
         "--enable-prompt-tokens-details",
     ]
-    if kind_of(spec.kind).on_host:
+    kind = kind_of(spec.kind)
+    args += kind.engine_arguments()
+    if kind.on_host:
         args += ["--enforce-eager", "--worker-cls", CPU_WORKER, "--scheduler-cls", CPU_SCHEDULER]
     else:
-        # The cumem allocator's level-2 sleep frees the memory of weights and KV and keeps their addresses.
-        # Captured graphs stay on the device unless they lie in its pool; they then go to host memory.
-        args += ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
         # Otherwise vLLM refuses to start if less than its own default fraction is free, whatever the KV cache size;
         # sleeping engines keep a CUDA context and more on the device.
         args += ["--gpu-memory-utilization", str(spec.gpu_memory_fraction)]
-        if spec.tensor_parallel > 1:
-            # If nvcc and ninja are installed, vLLM imports FlashInfer for this fusion before it forks its core, and
-            # that initialises CUDA, which no forked worker can then use (vllm/config/vllm.py, utils/flashinfer.py).
-            args += ["--compilation-config", json.dumps({"pass_config": {"fuse_allreduce_rms": False}})]
     if spec.tensor_parallel > 1:
         # Inside a placement group vLLM would start Ray actors of its own.
         args += ["--distributed-executor-backend", "mp"]
@@ -206,7 +201,6 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
         # All processes of an engine are on one node, so their traffic stays there.
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
@@ -219,11 +213,5 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
             # Also the longest time that an unreachable collector delays the end of an engine.
             "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "3",
         }
-    env |= kind_of(spec.kind).visibility(spec.devices)
-    if not kind_of(spec.kind).on_host:
-        env |= {
-            # nvcc compiles its kernels at every engine start, which takes minutes, and without nvcc the engine dies.
-            # vLLM's own Triton kernel replaces it.
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        }
-    return env
+    kind = kind_of(spec.kind)
+    return env | kind.visibility(spec.devices) | kind.collectives_environment("lo") | kind.engine_environment()

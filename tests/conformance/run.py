@@ -37,6 +37,7 @@ TESTS = (
     "tests/api_resources/fine_tuning/test_jobs.py",
     "tests/api_resources/fine_tuning/jobs/test_checkpoints.py",
     "tests/api_resources/fine_tuning/checkpoints/test_permissions.py",
+    "tests/api_resources/fine_tuning/alpha/test_graders.py",
     "tests/api_resources/test_batches.py",
     "tests/api_resources/test_uploads.py",
     "tests/api_resources/uploads/test_parts.py",

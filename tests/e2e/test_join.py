@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.e2e.box_support import COMMAND, WholeBox, gsm8k, said_to_strangers, unmapped_segments, wait_for
-from tests.train_support.tiny import make_model_dir
+from tests.e2e.machines_support import OtherMachine, deploy_tiny, devices, holder_of, places, with_token
 
 # Neither is 127.0.0.1, on which Ray listens to nobody else: as on a network.
 HOME, AWAY = "127.0.0.2", "127.0.0.3"
@@ -20,44 +20,10 @@ HOME, AWAY = "127.0.0.2", "127.0.0.3"
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3000)]
 
 
-class OtherMachine(WholeBox):
-    """A node that joins: no endpoint, but logs, processes and files of its own."""
-
-    process: subprocess.Popen | None = None
-
-    def main_pid(self) -> int:
-        return self.process.pid
-
-    def die(self) -> None:
-        """As when the machine loses power: nothing of it has a chance to say so."""
-        pids = list(self.running())
-        for sig in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in {self.process.pid, *pids}:
-                try:
-                    os.kill(pid, sig)
-                except ProcessLookupError:
-                    continue
-        self.process.wait(60)
-
-    def join(self, head: str, *shown: str) -> None:
-        # From a folder with a package called like one of ours, as a person may well be in.
-        (self.data_dir / "cwd" / "train").mkdir(parents=True, exist_ok=True)
-        (self.data_dir / "cwd" / "train" / "__init__.py").write_text("raise ImportError('the wrong one')")
-        with open(self.data_dir / "join.log", "ab") as log:
-            self.process = subprocess.Popen(
-                [COMMAND, "join", head, "--name", "n1", "--address", AWAY, "--devices", "2", *shown],
-                stdout=log,
-                stderr=log,
-                env=self.environment(),
-                cwd=self.data_dir / "cwd",
-                start_new_session=True,
-            )
-
-
 @pytest.fixture
 def machines(tmp_path):
     before = unmapped_segments()
-    home, away = WholeBox(tmp_path / "home"), OtherMachine(tmp_path / "away")
+    home, away = WholeBox(tmp_path / "home"), OtherMachine(tmp_path / "away", AWAY)
     with socket.socket() as probe:
         probe.bind((HOME, 0))
         port = probe.getsockname()[1]
@@ -217,13 +183,6 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     # The other node is there when the box ends, and ends with it.
 
 
-def deploy_tiny(home) -> None:
-    tiny = make_model_dir(home.data_dir / "tiny", hidden_size=128, intermediate_size=256)
-    assert home.ask("model", "import", str(tiny), "--name", "tiny")["state"] == "succeeded"
-    home.run("model", "deploy", "tiny", "--min-replicas", "1")
-    wait_for(lambda: places(home) == ["n0/0"], "an engine at home", 600)
-
-
 def messages(home, job: str) -> list[str]:
     return [event.message for event in home.client().fine_tuning.jobs.list_events(job, limit=100).data]
 
@@ -231,10 +190,6 @@ def messages(home, job: str) -> list[str]:
 def join(home, away, head, *shown: str) -> None:
     away.join(head, *shown)
     wait_for(lambda: devices(home) == ALL, "the other node's devices", 400)
-
-
-def with_token(home) -> tuple[str, str]:
-    return "--token", home.ask("node", "token")["token"]
 
 
 def with_rays_token(home) -> tuple[str, str]:
@@ -256,24 +211,8 @@ def listening_for_strangers(home, away) -> dict[str, str]:
     return said
 
 
-def devices(home) -> list[str]:
-    """Those that are there."""
-    return sorted(device["id"] for device in home.admin("status")["devices"] if device["health"] != "lost")
-
-
-def holder_of(home, device_id: str) -> str | None:
-    (holder,) = [d["holder"] for d in home.admin("status")["devices"] if d["id"] == device_id] or [None]
-    return holder["id"] if holder else None
-
-
 def busy_elsewhere(home) -> list[str]:
     return [one["id"] for one in home.admin("status")["replicas"] if one["inflight"] and one["devices"] != ["n0/0"]]
-
-
-def places(home) -> list[str]:
-    """Devices of the engines that take requests."""
-    replicas = home.admin("status")["replicas"]
-    return sorted(device for one in replicas if one["state"] == "open" for device in one["devices"])
 
 
 def ask(home, model: str = "tiny", number: int = 2) -> str:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from runtime.devices import kinds
 from runtime.processes.lifeline import Lifeline
 from tests.e2e import union_scan
 
@@ -124,12 +125,15 @@ def _claims():
         type(get_model_loader(LoadConfig(load_format="shm"))).__name__ == ("ShmModelLoader"),
     )
     yield "transfer backend shm is registered", "shm" in WeightTransferEngineFactory._registry
+    gpus = [kind for kind in kinds.KINDS.values() if not kind.on_host]
     yield "the warm parent built the parser", engine.PARSER.prog is not None and preload.IMPORTED > 50
     yield (
         "the preload of GPUs leaves vLLM's stand-ins for streams and events alone",
-        not any(name.startswith(("serve.cpu_", "vllm.v1.worker.cpu")) for name in preload.names(on_cpu=False)),
+        not any(
+            name.startswith(("serve.cpu.worker", "vllm.v1.worker.cpu")) for kind in gpus for name in preload.names(kind)
+        ),
     )
-    yield "the preload of GPUs can be found", all(find_spec(name) for name in preload.CORE_OF_CUDA)
+    yield "the preload of GPUs can be found", all(find_spec(name) for kind in gpus for name in kind.engine_modules)
     described = {field.name for field in fields(ModelConfig)}
     yield (
         "the hash of compiled graphs is of the model's path too",

@@ -208,6 +208,7 @@ class SimulatedEngines:
         self.lines = 4
         self.why = "no engine of the model is awake"
         self.sent: list[dict[str, Any]] = []
+        self.sent_alone: list[dict[str, Any]] = []
         self.wanted: list[str] = []
         self.most_at_once = 0
         self._at_once = 0
@@ -216,8 +217,12 @@ class SimulatedEngines:
     def room(self, model: str) -> BatchCapacity:
         return BatchCapacity(self.lines, "" if self.lines else self.why)
 
-    async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
+    async def send(
+        self, model: str, url: str, body: dict[str, Any], request_id: str, *, alone: bool = False
+    ) -> EngineAnswer:
         self.sent.append(body)
+        if alone:
+            self.sent_alone.append(body)
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
         try:
@@ -280,7 +285,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         tiers=SimulatedTiers(),
         batch_engines=SimulatedEngines(),
         settings_check=AcceptingCheck(),
-        sizes=EngineSizes(db, EngineConfig(), Device("n0/0", "n0", 0, memory_bytes=3 * 2**30), 2),
+        sizes=EngineSizes(db, EngineConfig(), lambda: [Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)], 2),
         config=ControllerConfig(**config),
         box={"id": "0123abcd", "version": "0.1.0", "url": "http://127.0.0.1:8000", "data_dir": str(folder)},
     )

@@ -104,6 +104,7 @@ def up(
     epilog=examples(
         "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6 --token join-AbC...",
         "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6        again, with the certificate it has",
+        "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6 --renew     with another one for that",
         "",
         "On the box: set node_address in [box], start it with `appliance up`, and call `appliance node token`.",
         "All that nodes say to each other is encrypted, and each shows the certificate that it got for its token.",
@@ -130,6 +131,9 @@ def join(
     ] = None,
     data_dir: DATA_DIR = None,
     devices: Annotated[str | None, typer.Option("--devices", metavar="auto|N")] = None,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Get another key and certificate first, for the one it has.")
+    ] = False,
 ) -> None:
     """Give this machine's devices to a box that runs on another machine; in the foreground until Ctrl-C."""
     from appliance.config import ConfigError, load_config
@@ -145,13 +149,16 @@ def join(
         raise BadUsage(str(error)) from error
     if token is not None and token_file is not None:
         raise BadUsage("--token and --token-file say the same thing; give one of them")
+    if renew and (token is not None or token_file is not None):
+        raise BadUsage("--renew asks with the certificate that this node has; a token brings another one by itself")
     if token is not None:
         # In a file, because every user of this machine could read an argument.
         token_file = _kept(Path(resolved.box.data_dir), token)
     # -P: a folder here that is called `train` or `serve` must not hide ours.
     command = [sys.executable, "-P", "-m", "appliance.boot.node", "--config-json", resolved.model_dump_json()]
     token_option = () if token_file is None else ("--token-path", str(token_file.resolve()))
-    os.execv(sys.executable, [*command, "--head", head, "--name", name, *token_option])
+    renew_option = ("--renew",) if renew else ()
+    os.execv(sys.executable, [*command, "--head", head, "--name", name, *token_option, *renew_option])
 
 
 def _kept(data_dir: Path, token: str) -> Path:

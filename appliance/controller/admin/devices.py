@@ -55,7 +55,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             record(context, caller, "device.drain", device_id, reason=reason, holder=device["holder"])
             holder = device["holder"]
             if fresh and holder and holder["kind"] == "job" and jobs.find(db, holder["id"]):
-                told = f"Device {device_id} is drained by {by}{': ' + reason if reason else ''}; the job moves off it."
+                # Its owner reads this, and knows no names of others' keys.
+                why = f": {reason}" if reason else ""
+                told = f"Device {device_id} is drained by an operator{why}; the job moves off it."
                 add_message(db, holder["id"], told, level="warn", data={"device": device_id, "reason": reason})
         context.scheduler.nudge(f"drain of {device_id}", by)
         return known(device_id)

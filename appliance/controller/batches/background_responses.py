@@ -19,6 +19,7 @@ import orjson
 
 from appliance.controller.access.model_access import may_use, unknown_model, viewer_of
 from appliance.controller.batches import share
+from appliance.controller.batches.deaths import Deaths, last_words
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError
@@ -41,7 +42,6 @@ COMMENT_EVERY_S = 15.0
 _FOLLOWED_BYTES = 128 << 20
 """An owner's followers together; one alone may follow a larger response."""
 KEY_REVOKED = "The API key of this response was revoked."
-_MAX_DEATHS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class BackgroundResponses:
         self._claims: dict[str, _Claim] = {}  # of responses that wait or are at an engine
         self._last_sent: dict[str, int] = {}  # owner -> number of the last response sent, increasing
         self._unpaid: list[dict[str, Any]] = []
-        self._deaths: Counter[str] = Counter()
+        self._deaths = Deaths()
         self._followed: Counter[str] = Counter()  # owner -> bytes that followers of his responses hold
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -103,7 +103,7 @@ class BackgroundResponses:
             # Not written here: a key must be revocable on a full disk, too.
             self._unpaid += self._metering.left(key_id, line.body["model"], [line])
             self._wake.set()
-        self._deaths.pop(response_id, None)
+        self._deaths.forget(response_id)
         self._claims.pop(response_id, None)
         self._tell_wants()
 
@@ -238,12 +238,12 @@ class BackgroundResponses:
         except LineReturned as error:
             self._metering.give_back(keys.find(self._db, row.key_id) if row.key_id else None, _tokens(row))
             self._flying.pop(response_id, None)
-            self._deaths[response_id] += not error.yielded
-            if self._deaths[response_id] < _MAX_DEATHS:
-                self._waiting = {response_id: model, **self._waiting}
+            if error.yielded or self._deaths.counted(response_id):
+                first, last = {response_id: model}, self._waiting
+                self._waiting = {**last, **first} if self._deaths.goes_alone(response_id) else {**first, **last}
                 self._wake.set()
                 return
-            self._fail(row, "server_error", f"The engine serving this model failed while answering: {error}.")
+            self._fail(row, "server_error", last_words(str(error)))
         except ApiError as error:
             self._flying.pop(response_id, None)
             self._fail(row, "invalid_prompt", error.message)
@@ -256,7 +256,7 @@ class BackgroundResponses:
         else:
             self._flying.pop(response_id, None)
             self._take(row, model, answer)
-        self._deaths.pop(response_id, None)
+        self._deaths.forget(response_id)
         self._claims.pop(response_id, None)
         self._tell_wants()
         self._wake.set()
@@ -277,7 +277,8 @@ class BackgroundResponses:
         body = salted(objects.engine_body(request, items), key.owner if key is not None else "")
         self._sent[row.id] = row.key_id, Sent(URL, body, time.monotonic())
         try:
-            return await self._context.batch_engines.send(model, URL, body, new_id("req_"))
+            alone = self._deaths.goes_alone(row.id)
+            return await self._context.batch_engines.send(model, URL, body, new_id("req_"), alone=alone)
         finally:
             self._sent.pop(row.id, None)
 

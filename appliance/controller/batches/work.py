@@ -2,8 +2,8 @@
 
 State that must outlive the controller is in the batch's row (its status) and in its answers on disk (`batch_answers`);
 after a restart the batch continues from there and repeats at most the lines that were in flight. An engine that is
-wanted for something else returns its lines; they wait for the next idle engine. A line during which three engines died
-is answered with an error.
+wanted for something else returns its lines; they wait for the next idle engine. deaths.py says what becomes of a line
+whose engine died.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from appliance.controller.access.model_access import viewer_of
 from appliance.controller.access.naming import resolve
 from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
+from appliance.controller.batches.deaths import Deaths, last_words
 from appliance.controller.batches.input_lines import Line, Lines
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
 from appliance.controller.batches.output_files import linked, remove_bytes
@@ -39,7 +40,6 @@ log = logging.getLogger("appliance.controller")
 
 LOOK_EVERY_S = 0.5
 ROOM_EVERY_S = 2.0  # on a full disk
-_MAX_DEATHS = 3
 _REFUSED_AT_ONCE = 1000
 _TASK_OF = {"/v1/embeddings": "embed"}
 _EXPIRED = {
@@ -78,7 +78,7 @@ class BatchWork:
         self.begun = False
         self.wake = asyncio.Event()
         self._by_id: dict[str, Line] = {}
-        self._deaths: dict[str, int] = {}
+        self._deaths = Deaths()
         self._ready: list[dict[str, Any]] = []
         self._charges: list[Charge] = []
         self._sent: dict[str, Sent] = {}  # at an engine now, by custom_id
@@ -266,17 +266,21 @@ class BatchWork:
         request_id = new_id("req_")
         sent = self._sent[custom_id] = Sent(request["url"], request["body"], time.monotonic())
         try:
-            answer = await self._context.batch_engines.send(self.model, request["url"], request["body"], request_id)
+            answer = await self._context.batch_engines.send(
+                self.model, request["url"], request["body"], request_id, alone=self._deaths.goes_alone(custom_id)
+            )
             status, body, version = answer.status, answer.body, answer.version
         except LineReturned as error:
-            deaths = self._deaths[custom_id] = self._deaths.get(custom_id, 0) + (not error.yielded)
-            if deaths < _MAX_DEATHS:
+            if error.yielded or self._deaths.counted(custom_id):
                 metering = self._runner.metering
                 metering.give_back(metering.key_of(self._row()), self._by_id[custom_id].size // BYTES_PER_TOKEN)
-                self.left.appendleft(custom_id)
+                if self._deaths.goes_alone(custom_id):
+                    self.left.append(custom_id)
+                else:
+                    self.left.appendleft(custom_id)
                 return
-            message = f"The engine serving this model failed while answering: {error}."
-            status, body, version = 502, error_object(message, "server_error", None, "engine_failed"), ""
+            status, version = 502, ""
+            body = error_object(last_words(str(error)), "server_error", None, "engines_died")
         finally:
             del self._sent[custom_id]
             self.flying.pop(custom_id, None)

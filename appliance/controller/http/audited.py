@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from appliance.controller.context import audit
-from appliance.controller.interfaces.principal import read_principal
+from appliance.controller.interfaces.principal import named_principal
 from appliance.store.database import counting_changes
 from appliance.store.errors import UnknownCursor
 
@@ -104,7 +104,7 @@ async def _record(request: Request, change: Change, outcome: Any, fields: dict[s
         detail["error"] = error
     audit.record(
         request.app.state.context,
-        await read_principal(request),
+        named_principal(request),
         change.action,
         named or str(fields.get("id") or fields.get("name") or ""),
         outcome=outcome,

@@ -100,6 +100,13 @@ class Unauthorized(ApiError):
         )
 
 
+class KeyRevoked(ApiError):
+    """Said as the gateways say it (`gateway.core.errors.key_revoked`)."""
+
+    def __init__(self) -> None:
+        super().__init__(401, "The API key of this request was revoked while it ran.", code="invalid_api_key")
+
+
 class Forbidden(ApiError):
     def __init__(self, needed: str):
         super().__init__(

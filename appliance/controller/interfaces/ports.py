@@ -291,8 +291,11 @@ class BatchEngines(Protocol):
     def room(self, model: str) -> BatchCapacity:
         """Total over all batches."""
 
-    async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
-        """The answer to one line, after the checks that every request passes. Raises LineReturned."""
+    async def send(
+        self, model: str, url: str, body: dict[str, Any], request_id: str, *, alone: bool = False
+    ) -> EngineAnswer:
+        """The answer to one line, after the checks that every request passes. alone: no other line is on its engine
+        meanwhile; it waits for those that are there. Raises LineReturned."""
 
     def wants(self, models: list[str], asker: str = "batches") -> None:
         """Models with lines left, in order of their oldest batch: they may be woken if that disturbs nobody. Replaces

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from appliance.controller.interfaces.errors import Forbidden, Unauthorized
+from appliance.controller.interfaces.errors import Forbidden, KeyRevoked, Unauthorized
 from appliance.controller.interfaces.identity import ADMIN, GATEWAY, Identity
 from appliance.store.records import keys
 
@@ -46,15 +46,30 @@ class Principal:
         return self.key_id == GATEWAY and self.scopes == {GATEWAY}
 
 
+def named_principal(request: Request) -> Principal:
+    """Who asks, whether or not that key was revoked meanwhile: for records of what was done. Raises Unauthorized."""
+    return _standing(request)[0]
+
+
 async def read_principal(request: Request) -> Principal:
+    """Who asks. Raises KeyRevoked for a key that was revoked before the whole request was here: gateways learn that a
+    moment later than the store, or not at all while they cannot read a table, and pass on what has come until then."""
+    principal, revoked = _standing(request)
+    if revoked:
+        raise KeyRevoked
+    return principal
+
+
+def _standing(request: Request) -> tuple[Principal, bool]:
     state = request.scope["state"]
     identity = state.get("identity")
     if not isinstance(identity, Identity):
         raise Unauthorized  # no listener has identified it
-    # Read for each request instead of sent by the gateway: a key's owner is stored in one place only.
-    key_id = identity.key_id
-    owner = keys.owner_of(request.app.state.context.db, key_id) if key_id is not None else ""
-    return Principal(key_id, identity.scopes, state["request_id"], owner)
+    # Read for each request instead of sent by the gateway: a key's owner, and its end, are stored in one place only.
+    key_id, owner, revoked = identity.key_id, "", False
+    if key_id is not None:
+        owner, revoked = keys.standing(request.app.state.context.db, key_id)
+    return Principal(key_id, identity.scopes, state["request_id"], owner), revoked
 
 
 Caller = Annotated[Principal, Depends(read_principal)]

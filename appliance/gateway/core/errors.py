@@ -182,6 +182,19 @@ def engine_failed(status: int = 502) -> HttpError:
     )
 
 
+def engines_died_of_it() -> HttpError:
+    """Clients that retry by themselves are told not to: each time would cost engines again."""
+    return HttpError(
+        502,
+        "The engine serving this model ended while it had this request, and so did the next one that got it. It is not "
+        "sent to a third, because that would end engine after engine. Please change the request, or ask whoever runs "
+        "the box what the engines' logs say.",
+        kind="server_error",
+        code="engines_died",
+        should_retry=False,
+    )
+
+
 def rate_limited(what: str, limit: int, wait_s: float) -> HttpError:
     return HttpError(
         429,

@@ -2,8 +2,7 @@
 
 Rules, in the order in which they bind:
 - Until the client has received a byte of the engine's answer, it does not see an engine failure: the handler places the
-  request again (another replica, or held until one opens), at most MAX_ATTEMPTS times, so that a request that kills
-  engines cannot kill them all.
+  request again (another replica, or held until one opens), as often as retry.py allows.
 - After that, a greedy stream continues if another engine can generate the same tokens (continuation.py); any other
   stream ends with an SSE error event.
 - It relays the bytes of a good answer unchanged; answer.py decides what the client sees.
@@ -21,13 +20,14 @@ from appliance.gateway.http import wire
 from appliance.gateway.http.upstream import UpstreamConnection
 from appliance.gateway.inference.answer import ERROR_EVENT, error_event_code, event_error
 from appliance.gateway.inference.placement import Placement
-from appliance.gateway.payload.continuation import RESUME_PATH
+from appliance.gateway.inference.retry import TRIAL_S, Verdict, is_suspect, may_retry
+from appliance.gateway.payload.continuation import RESUME_PATH, Continuation
 from appliance.gateway.payload.request_check import with_fields
 from appliance.gateway.payload.transcript import Transcript
+from appliance.gateway.routing.router import Model
 
 log = logging.getLogger("appliance.gateway")
 
-MAX_ATTEMPTS: Final = 3
 ERROR_BODY_BYTES: Final = 64 * 1024
 # Largest answer of an engine to a token-counting request.
 TOKEN_IDS_BYTES: Final = 64 << 20
@@ -36,9 +36,6 @@ _JSON: Final = b"application/json"
 
 class InferenceHandler(Placement):
     """See the module's docstring."""
-
-    _kept: list[bytes] | None = None
-    _kept_bytes: int = 0
 
     # -- Handler
 
@@ -53,17 +50,19 @@ class InferenceHandler(Placement):
 
     def _left(self) -> None:
         """The client no longer waits. If an engine is computing for it, the key is charged for that."""
-        if self._conn is not None and self.answer.client is not None:
-            self.request.left_after_s = max(time.monotonic() - self._sent_s, 1e-6)
+        attempt = self._attempt
+        if attempt.conn is not None and self.answer.client is not None:
+            self.request.left_after_s = max(time.monotonic() - attempt.sent_s, 1e-6)
             self.request.unread = self.answer.client.write_paused
 
     def client_paused(self, paused: bool) -> None:
-        conn = self._conn
+        attempt = self._attempt
+        conn = attempt.conn
         if conn is not None:
             if paused:
                 conn.pause_reading()
             else:
-                self._progress_s = time.monotonic()
+                attempt.progress_s = time.monotonic()
                 conn.resume_reading()
 
     def cancel(self, error: HttpError) -> None:
@@ -75,11 +74,17 @@ class InferenceHandler(Placement):
         self._fail(error)
 
     def tick(self, now_s: float) -> None:
-        if self._ticket is not None:
-            if self.checked.stream and now_s >= self._comment_s:
+        attempt = self._attempt
+        if attempt.ticket is not None:
+            if self.checked.stream and now_s >= attempt.comment_s:
                 self._comment(now_s)
-        elif self._conn is not None and self.answer.client is not None and not self.answer.client.write_paused:
-            if now_s - self._progress_s > self.state.limits.upstream_silence_s:
+            return
+        if attempt.conn is None:
+            return
+        if attempt.alone and attempt.choice is not None and now_s - attempt.sent_s > TRIAL_S:
+            self.state.acquit(attempt.choice)
+        if self.answer.client is not None and not self.answer.client.write_paused:
+            if now_s - attempt.progress_s > self.state.limits.upstream_silence_s:
                 self.state.metrics.events["upstream_silent"] += 1
                 log.warning("the engine was silent for too long", extra=self.request.ids)
                 self._drop_upstream(failed=True)
@@ -88,12 +93,13 @@ class InferenceHandler(Placement):
     # -- the engine's answer
 
     def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
+        attempt = self._attempt
         if done:
-            self._conn = None
+            attempt.conn = None
         if self.answer.client is None:
             return
-        now = self._progress_s = conn.read_s
-        if self._relayed:
+        now = attempt.progress_s = conn.read_s
+        if attempt.relayed:
             self._relay(body, done)
             return
         named = conn.headers.get(wire.VERSION)
@@ -104,29 +110,29 @@ class InferenceHandler(Placement):
         if status == 200 and kind.startswith(b"text/event-stream"):
             self._first_of_stream(body, done, now)
             return
-        if done and status < 400 and self._kept is None:
+        if done and status < 400 and attempt.kept is None:
             self._whole(status, kind, body, now)
             return
-        kept = self._kept
+        kept = attempt.kept
         if kept is None:
-            kept = self._kept = []
+            kept = attempt.kept = []
         kept.append(body)
-        self._kept_bytes += len(body)
+        attempt.kept_bytes += len(body)
         if status >= 400:
-            if self._kept_bytes > ERROR_BODY_BYTES:
+            if attempt.kept_bytes > ERROR_BODY_BYTES:
                 self._drop_upstream()
                 self._refused(status, b"")
             elif done:
                 self._refused(status, b"".join(kept), conn)
         elif done:
             self._whole(status, kind, b"".join(kept), now)
-        elif self._kept_bytes > self._buffered_bytes():
+        elif attempt.kept_bytes > self._buffered_bytes():
             self._first_bytes(now)
             if self.checked.transcript is not None and self.checked.transcript.stores:
                 self.state.metrics.events["responses_not_stored"] += 1
             length = conn.headers.get(b"content-length")
             self.answer.begin_body(kind, int(length) if length is not None else None, self._version())
-            self._kept = None
+            attempt.kept = None
             self.answer.write(b"".join(kept))
 
     def _buffered_bytes(self) -> int:
@@ -139,7 +145,7 @@ class InferenceHandler(Placement):
         return max(limits.buffered_response_bytes, limits.stored_response_bytes if transcript.stores else 0)
 
     def _first_of_stream(self, body: bytes, done: bool, now: float) -> None:
-        if body.startswith(ERROR_EVENT) and self._first_event_fails(body, done):
+        if body.startswith(ERROR_EVENT) and self._first_event_fails(body):
             return
         if body:
             self._first_bytes(now)
@@ -149,59 +155,64 @@ class InferenceHandler(Placement):
                 self.answer.begin_stream(self._version())
             self._relay(body, done)
         elif done:
-            self._retry(errors.engine_failed())
+            self._failed(errors.engine_failed())
 
     def upstream_lost(self, conn: UpstreamConnection) -> None:
-        self._conn = None
+        attempt = self._attempt
+        attempt.conn = None
         if self.answer.client is None:
             return
-        stale = conn.reused and not conn.answered
-        if not stale:
-            self.state.metrics.events["upstream_died"] += 1
-            log.warning("the engine broke off", extra=self.request.ids)
-        if self._relayed:
-            self._undispatch(failed=True)
-            self._continue_or_fail(errors.engine_failed())
-        elif stale:
-            # The engine had just closed an idle connection: not a failure, use a new one.
-            self._undispatch(failed=False)
-            self.place()
-        else:
-            self._retry(errors.engine_failed())
+        if conn.reused and not conn.answered:
+            # Either the engine had just closed an idle connection, which is no failure, or it died. A dead one takes no
+            # new connection.
+            attempt.reconnects = True
+            attempt.connecting = self.state.pool.connect(conn.path, self._connected)
+            return
+        self.engine_lost()
 
-    def _retry(self, otherwise: HttpError, *, blame: bool = True) -> None:
-        self._attempts += 1
-        self._kept, self._kept_bytes = None, 0
+    def engine_lost(self) -> None:
+        self.state.metrics.events["upstream_died"] += 1
+        log.warning("the engine broke off", extra=self.request.ids)
+        self._failed(errors.engine_failed())
+
+    def _failed(self, error: HttpError, *, died: bool = True, blame: bool = True) -> None:
+        """The attempt came to nothing: send the request again, let another engine go on, or say so. died: the engine
+        did. blame: avoid its replica for a moment."""
+        attempt, now = self._attempt, time.monotonic()
+        choice, deaths, suspect = attempt.choice, attempt.deaths, False
+        if died and choice is not None:
+            of_this_one = self.state.router.died(choice, now)
+            deaths = max(deaths + of_this_one, 1)
+            suspect = of_this_one and is_suspect(now - attempt.sent_s, attempt.relayed)
         if not blame:
             self._count(failed=True)
-        self._undispatch(failed=blame)
-        if self._attempts >= MAX_ATTEMPTS:
-            self._fail(otherwise)
-            return
-        self.state.metrics.events["retried"] += 1
-        self.place()
-
-    def _continue_or_fail(self, error: HttpError) -> None:
-        """The engine died in mid-stream: another one generates the rest, if possible."""
+        self._drop_upstream(failed=blame)
         continuation, model = self.checked.continuation, self.state.router.models.get(self.checked.model)
-        self._attempts += 1
-        if continuation is None or model is None or self._attempts >= MAX_ATTEMPTS:
+        resumable = continuation is not None and model is not None and continuation.can_resume(model.max_model_len)
+        verdict = may_retry(attempt.number + 1, deaths, relayed=attempt.relayed, resumable=resumable)
+        if verdict is Verdict.FAIL:
             self._fail(error)
-            return
-        if not continuation.can_resume(model.max_model_len):
-            self._fail(error)
-            return
+        elif verdict is Verdict.CONDEMN:
+            self.state.metrics.events["condemned"] += 1
+            log.warning("two engines died of this request: it is not sent again", extra=self.request.ids)
+            self._fail(errors.engines_died_of_it())
+        elif verdict is Verdict.AGAIN:
+            self.state.metrics.events["retried"] += 1
+            self._attempt = attempt.after_failure(deaths, alone=suspect)
+            self.place()
+        else:
+            assert continuation is not None and model is not None
+            self._continue(continuation, model, deaths)
+
+    def _continue(self, continuation: Continuation, model: Model, deaths: int) -> None:
+        """The engine died in mid-stream: another one generates the rest."""
         body = continuation.resume_body(model.max_model_len)
         self.state.metrics.events["continued"] += 1
         log.info("the stream is continued on another engine", extra=self.request.ids)
         if body is None:
             self.answer.end(continuation.ending())
             return
-        self._path, self._body = RESUME_PATH, with_fields(body, self._salt)
-        self._relayed = False
-        self._continued = True
-        # If no engine is available it is held again, with the model's full hold time.
-        self._held_since_s = 0.0
+        self._attempt = self._attempt.continued(deaths, RESUME_PATH, with_fields(body, self._salt))
         self.place()
 
     def _refused(self, status: int, body: bytes, conn: UpstreamConnection | None = None) -> None:
@@ -219,7 +230,7 @@ class InferenceHandler(Placement):
             if moved:
                 error = errors.unavailable(error.message, "model_not_ready", self.state.config.holds.retry_after_s)
             # A missing adapter is no fault of the engine, which still serves its base and other adapters.
-            self._retry(error, blame=not (moved and self._is_adapter()))
+            self._failed(error, died=not moved, blame=not (moved and self._is_adapter()))
             return
         if status in (401, 403):
             error = errors.engine_failed()
@@ -228,33 +239,34 @@ class InferenceHandler(Placement):
         self._end_dispatch(failed=status >= 500)
         self._fail(error)
 
-    def _first_event_fails(self, body: bytes, done: bool) -> bool:
+    def _first_event_fails(self, body: bytes) -> bool:
         """True if a stream that begins with a server error could be handled without telling the client."""
         if error_event_code(body) is None:
             return False
         error = event_error(body)
         if not _engine_dead(error):
             return False
-        if not done:
-            self._drop_upstream(failed=True)
-        self._retry(error)
+        self._failed(error)
         return True
 
     def _first_bytes(self, now: float) -> None:
-        request, choice = self.request, self._choice
+        request, attempt = self.request, self._attempt
+        choice = attempt.choice
         assert choice is not None
-        self._relayed = True
-        self._first_byte_s = now
+        attempt.relayed = True
+        attempt.first_byte_s = now
         self.state.router.succeed(choice)
+        if attempt.alone:
+            self.state.acquit(choice)
         if self.checked.stream:
             self.state.router.started(choice)
-        if not self._continued:
+        if not attempt.continues:
             request.first_byte_s = now
             self.state.metrics.first_byte(request, now)
             if self.checked.stream:
                 self.state.metrics.first_token(choice.model, now - request.received_s)
-            if self._alone and self.checked.stream and choice.load.inflight == 1:
-                self.state.metrics.prefilled(choice.model, self.checked.prompt_tokens, now - self._sent_s)
+            if attempt.only and self.checked.stream and choice.load.inflight == 1:
+                self.state.metrics.prefilled(choice.model, self.checked.prompt_tokens, now - attempt.sent_s)
 
     def _whole(self, status: int, content_type: bytes, body: bytes, now: float) -> None:
         self._first_bytes(now)
@@ -296,8 +308,7 @@ class InferenceHandler(Placement):
                 error = event_error(body[at:])
                 if _engine_dead(error):
                     self.answer.relay(continuation.take(body[:at]))
-                    self._drop_upstream(failed=True)
-                    self._continue_or_fail(error)
+                    self._failed(error)
                     return
             body = continuation.take(body)
         if not done:
@@ -310,10 +321,7 @@ class InferenceHandler(Placement):
             return
         self.answer.relay(body)
         self.state.metrics.events["stream_unfinished"] += 1
-        if continuation is None:
-            self._count(failed=True)
-        self._undispatch(failed=continuation is not None)
-        self._continue_or_fail(errors.engine_failed())
+        self._failed(errors.engine_failed(), blame=continuation is not None)
 
     def _version(self) -> bytes:
         return self.request.model_version.encode("latin-1")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -36,26 +36,31 @@ class Bounds:
 
 @dataclass(slots=True, eq=False)
 class Ticket(Generic[T]):
-    """A place in a model's queue; hand it to `Holds.remove` if its owner goes away."""
+    """A place in a model's queue; hand it to `Holds.remove` if its owner goes away. alone: in that of those who wait
+    for a replica where no other request stands trial (inference/retry.py)."""
 
     model: str
     item: T
     body_bytes: int
     deadline_s: float
-    serial: int = field(default=0)
+    serial: int
+    alone: bool
 
 
 class Holds(Generic[T]):
-    """The queues. Invariant: count and body_bytes equal the sums over all queues."""
+    """The queues, two for each model, so that those who must go alone keep nobody else waiting. Invariant: count and
+    body_bytes equal the sums over all queues."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self.count = 0
         self.body_bytes = 0
         self._serial = 0
-        self._queues: dict[str, OrderedDict[int, Ticket[T]]] = {}
+        self._queues: dict[tuple[str, bool], OrderedDict[int, Ticket[T]]] = {}
 
-    def add(self, model: str, item: T, body_bytes: int, deadline_s: float, now_s: float) -> Ticket[T] | Refusal:
+    def add(
+        self, model: str, item: T, body_bytes: int, deadline_s: float, now_s: float, *, alone: bool = False
+    ) -> Ticket[T] | Refusal:
         """Queue `item` until `deadline_s`, or return why not."""
         if deadline_s <= now_s:
             return Refusal.DEADLINE
@@ -66,32 +71,31 @@ class Holds(Generic[T]):
         if self.body_bytes + body_bytes > self.bounds.body_bytes:
             return Refusal.BYTES
         self._serial += 1
-        ticket = Ticket(model, item, body_bytes, deadline_s, self._serial)
-        self._queues.setdefault(model, OrderedDict())[ticket.serial] = ticket
+        ticket = Ticket(model, item, body_bytes, deadline_s, self._serial, alone)
+        self._queues.setdefault((model, alone), OrderedDict())[ticket.serial] = ticket
         self.count += 1
         self.body_bytes += body_bytes
         return ticket
 
     def remove(self, ticket: Ticket[T]) -> bool:
         """Remove a ticket; False if it was not (or no longer) queued."""
-        queue = self._queues.get(ticket.model)
+        queue = self._queues.get((ticket.model, ticket.alone))
         if queue is None or queue.pop(ticket.serial, None) is None:
             return False
         self._forget(ticket, queue)
         return True
 
-    def first(self, model: str) -> Ticket[T] | None:
-        """The longest waiting ticket of a model; it stays queued."""
-        queue = self._queues.get(model)
+    def first(self, model: str, *, alone: bool = False) -> Ticket[T] | None:
+        """The longest waiting ticket of one of a model's queues; it stays queued."""
+        queue = self._queues.get((model, alone))
         return next(iter(queue.values())) if queue else None
 
     def held(self, model: str) -> int:
-        queue = self._queues.get(model)
-        return len(queue) if queue else 0
+        return sum(len(self._queues.get((model, alone), ())) for alone in (False, True))
 
     def models(self) -> list[str]:
         """Models with waiting requests."""
-        return list(self._queues)
+        return list(dict.fromkeys(model for model, _ in self._queues))
 
     def expired(self, now_s: float) -> list[Ticket[T]]:
         """Remove and return every ticket whose deadline has passed."""
@@ -108,4 +112,4 @@ class Holds(Generic[T]):
         self.count -= 1
         self.body_bytes -= ticket.body_bytes
         if not queue:
-            del self._queues[ticket.model]
+            del self._queues[ticket.model, ticket.alone]

@@ -12,6 +12,7 @@ follows "Consistent Hashing with Bounded Loads" (Mirrokni et al. 2016).
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ PENDING_TO_TOTAL = 16
 
 SUSPECT_FIRST_S = 0.25
 SUSPECT_MAX_S = 4.0
+
+# Requests on an engine that died hear of it within this time of each other.
+ONE_DEATH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,9 @@ class Model:
 @dataclass(slots=True)
 class Load:
     """What this gateway has outstanding on one replica. tokens: estimated prompt plus completion tokens; pending:
-    prompt tokens of requests without a first token, as far as visible: until the end where nothing is streamed."""
+    prompt tokens of requests without a first token, as far as visible: until the end where nothing is streamed.
+    trial: the request that stands trial there, if any (inference/retry.py); convicted_s: when the last one did as its
+    engine died."""
 
     inflight: int = 0
     streams: int = 0
@@ -93,6 +99,8 @@ class Load:
     pending: int = 0
     failures: int = 0
     suspect_until_s: float = 0.0
+    trial: Choice | None = None
+    convicted_s: float = -math.inf
 
     @property
     def weight(self) -> int:
@@ -154,11 +162,12 @@ class Router:
         now_s: float,
         pending: int = 0,
         avoid: str = "",
+        alone: bool = False,
     ) -> Choice | None:
         """Place a request; None if no replica of the model can take it now. Raises KeyError: unknown model.
 
         prefix: returns the beginning of the prompt; called only if there is a choice. pending: its prompt's tokens.
-        avoid: a replica that takes it only if no other can."""
+        avoid: a replica that takes it only if no other can. alone: it stands trial, where no other request does."""
         best: Replica | None = None
         best_load: Load | None = None
         usable: list[tuple[Replica, Load]] = []
@@ -169,6 +178,8 @@ class Router:
                     continue
                 load = loads[replica.id]
                 if load.inflight >= self.max_inflight or load.suspect_until_s > now_s:
+                    continue
+                if alone and load.trial is not None:
                     continue
                 usable.append((replica, load))
                 if best_load is None or load.weight < best_load.weight:
@@ -186,7 +197,10 @@ class Router:
         best_load.streams += stream
         best_load.tokens += tokens
         best_load.pending += pending
-        return Choice(name, best, tokens, pending, stream, best_load)
+        choice = Choice(name, best, tokens, pending, stream, best_load)
+        if alone:
+            best_load.trial = choice
+        return choice
 
     def canary_for(self, name: str, caller: str, prefix: Callable[[], bytes]) -> str | None:
         """The row of the model's canary if this conversation is in its share. Raises KeyError: unknown model.
@@ -210,6 +224,7 @@ class Router:
         load.streams -= choice.stream
         load.tokens -= choice.tokens
         self.started(choice)
+        self.acquit(choice)
         if load.inflight:
             return False
         replica_id = choice.replica.id
@@ -224,18 +239,22 @@ class Router:
         load.suspect_until_s = now_s + min(SUSPECT_FIRST_S * 2**load.failures, SUSPECT_MAX_S)
         load.failures = min(load.failures + 1, 16)
 
+    def died(self, choice: Choice, now_s: float) -> bool:
+        """The engine died. True unless another request stood trial there, so that it died of that one."""
+        load = choice.load
+        if load.trial is choice:
+            load.convicted_s = now_s
+            return True
+        return load.trial is None and now_s - load.convicted_s > ONE_DEATH_S
+
+    def acquit(self, choice: Choice) -> None:
+        """If it stood trial, it does no more."""
+        if choice.load.trial is choice:
+            choice.load.trial = None
+
     def succeed(self, choice: Choice) -> None:
         """The replica answered: forget earlier failures."""
         choice.load.failures = 0
-
-    def suspects(self, name: str, now_s: float) -> float | None:
-        """Earliest time (s) at which a suspect open replica of the model may be tried again, None if there is none."""
-        times = [
-            self.loads[replica.id].suspect_until_s
-            for replica in self.models[name].replicas
-            if replica.state == OPEN and self.loads[replica.id].suspect_until_s > now_s
-        ]
-        return min(times) if times else None
 
     def report(self) -> Mapping[str, dict[str, int]]:
         """Outstanding work by replica id, as the bus reports it."""

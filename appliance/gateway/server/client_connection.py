@@ -461,18 +461,18 @@ class ClientConnection(Receiver):
                     return
                 parsing.refusal = refusal  # its turn comes
         # Last, because the request behind it begins at once.
-        if self.active is not None and request is not None and _is_gone(request, callers):
-            self._state.metrics.events["revoked_in_flight"] += 1
-            self.active.cancel(errors.key_revoked())
+        if self.active is not None and request is not None and request.caller is not None:
+            caller = callers.get(request.caller.id)
+            if caller is not None:
+                request.caller = caller  # it may be held, or its earlier turns be fetched, and is judged again then
+            else:
+                self._state.metrics.events["revoked_in_flight"] += 1
+                self.active.cancel(errors.key_revoked())
 
     def stop(self) -> None:
         """Shut down: close idle connections now, others after their answer."""
         if self.active is None and self.parsing is None:
             self.close()
-
-
-def _is_gone(request: Request, callers: Mapping[str, Caller]) -> bool:
-    return request.caller is not None and request.caller.id not in callers
 
 
 def _judged_anew(request: Request, callers: Mapping[str, Caller]) -> HttpError | None:

@@ -33,6 +33,11 @@ class Placeable(Handler):
         """Send the request to a replica that can take it, or hold it. now: the monotonic clock, if it was just read."""
         raise NotImplementedError
 
+    def look_again(self) -> None:
+        """End it if its key may not call its model any more, or the model is gone. Call for held ones, of every new
+        table."""
+        raise NotImplementedError
+
     def hold_refused(self, refusal: Refusal) -> None:
         """It may not wait (any longer). Its ticket is already removed from the queue."""
         raise NotImplementedError

@@ -149,19 +149,29 @@ class State:
     def ended(self, choice: Choice) -> None:
         """A request left its replica."""
         self.on_change(self.router.end(choice))
-        if self.holds.count and self.holds.held(choice.model):
-            asyncio.get_running_loop().call_soon(self.place_held, choice.model)
+        self._place_held_soon(choice.model)
+
+    def acquit(self, choice: Choice) -> None:
+        """A request stands trial on its replica no longer: the next one may."""
+        self.router.acquit(choice)
+        self._place_held_soon(choice.model)
+
+    def _place_held_soon(self, model: str) -> None:
+        if self.holds.count and self.holds.held(model):
+            asyncio.get_running_loop().call_soon(self.place_held, model)
 
     def place_held(self, model: str) -> None:
         """Place waiting requests while a replica takes them."""
-        for _ in range(_PLACED_AT_ONCE):
-            ticket = self.holds.first(model)
-            if ticket is None:
-                return
-            ticket.item.place()
-            if self.holds.first(model) is ticket:
-                return
-        asyncio.get_running_loop().call_soon(self.place_held, model)
+        for alone in (False, True):
+            for _ in range(_PLACED_AT_ONCE):
+                ticket = self.holds.first(model, alone=alone)
+                if ticket is None:
+                    break
+                ticket.item.place()
+                if self.holds.first(model, alone=alone) is ticket:
+                    break
+            else:
+                asyncio.get_running_loop().call_soon(self.place_held, model)
 
     # -- what is said of a request once it is over
 

@@ -72,6 +72,12 @@ def count_owners(db: Database) -> int:
     return db.execute("SELECT count(DISTINCT owner) FROM keys WHERE revoked_s IS NULL AND NOT session").fetchone()[0]
 
 
+def standing(db: Database, key_id: str) -> tuple[str, bool]:
+    """(owner as of `owner_of`, whether the key was revoked)."""
+    row = db.execute("SELECT owner, revoked_s FROM keys WHERE id = ?", [key_id]).fetchone()
+    return (key_id, False) if row is None else (row["owner"] or key_id, row["revoked_s"] is not None)
+
+
 def is_revoked(db: Database, key_id: str) -> bool:
     return db.execute("SELECT 1 FROM keys WHERE id = ? AND revoked_s IS NOT NULL", [key_id]).fetchone() is not None
 

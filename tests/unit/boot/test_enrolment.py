@@ -14,10 +14,12 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from cryptography import x509
 
+from appliance.boot.node import _enrolled
 from appliance.nodes import enrolment
 from appliance.nodes.certificate_authority import NODE_LIFE, Authority, Credentials, Unfit
-from appliance.nodes.enrolment import EnrolmentServer, JoinToken, NotEnrolled, Tokens, enrol
+from appliance.nodes.enrolment import EnrolmentServer, JoinToken, NotEnrolled, Tokens, enrol, renew
 from appliance.paths import BoxPaths
+from runtime.tunnel import NodeCertificate
 
 RAY_TOKEN = b"0123456789abcdef" * 4
 
@@ -244,3 +246,73 @@ def test_the_command_removes_a_node_where_there_may_be_any_and_never_the_box(tmp
     for wrong in ("n0", "N 1", ""):
         assert enrolment.main([*asked, wrong]) == 1 and "is no node" in capsys.readouterr().err
     assert enrolment.main([*asked, "n1"]) == 0 and removed.out() == {"n1"}
+
+
+async def test_a_node_gets_another_certificate_for_the_one_it_has(home, mine):
+    await enrol(mine, home.box, home.token().text(), "n1", "127.0.0.2")
+    before = mine.files.certificate.read_bytes(), mine.files.key.read_bytes()
+    await renew(mine, home.box, "n1", "127.0.0.2")
+    after = mine.files.certificate.read_bytes(), mine.files.key.read_bytes()
+    assert mine.fit("n1", "127.0.0.2") == "" and before[0] != after[0] and before[1] != after[1]
+    assert set(all_files(mine.folder).values()) == {0o600}
+
+
+async def test_a_renewed_certificate_is_for_the_same_node_whatever_is_asked_for(home, mine):
+    await enrol(mine, home.box, home.token().text(), "n1", "127.0.0.2")
+    await renew(mine, home.box, "n9", "127.0.0.9")
+    assert mine.fit("n1", "127.0.0.2") == "" and mine.fit("n9", "127.0.0.9")
+
+
+@pytest.mark.parametrize(
+    "who", ["a removed node", "nobody", "a node of another box", "one whose certificate has ended"]
+)
+async def test_nobody_else_gets_one_and_what_he_has_stays_as_it_was(home, mine, tmp_path, monkeypatch, who):
+    await enrol(mine, home.box, home.token().text(), "n1", "127.0.0.2")
+    if who == "a removed node":
+        home.credentials.files.removed.remove("n1")
+    elif who == "nobody":
+        bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        bare.check_hostname, bare.verify_mode = False, ssl.CERT_NONE
+        monkeypatch.setattr(NodeCertificate, "context", lambda self, purpose: bare)
+    elif who == "a node of another box":
+        other, issuer = Authority(tmp_path / "other"), mine.files.authority.read_bytes()
+        theirs = other.prepare("n0", "127.0.0.1").files.authority.read_bytes()
+        mine.keep(theirs, other.sign(mine.new_request("n1", "127.0.0.2"), "n1", "127.0.0.2"))
+        mine.files.authority.write_bytes(issuer)  # so that he believes the box
+    else:
+        monkeypatch.setattr("appliance.nodes.certificate_authority.NODE_LIFE", timedelta(seconds=-1))
+        await renew(mine, home.box, "n1", "127.0.0.2")
+    before = {path.name: path.read_bytes() for path in mine.folder.iterdir()}
+    with pytest.raises(NotEnrolled):
+        await renew(mine, home.box, "n1", "127.0.0.2")
+    assert {path.name: path.read_bytes() for path in mine.folder.iterdir()} == before
+
+
+async def test_a_node_that_starts_near_the_end_of_its_certificate_renews_it_by_itself(home, tmp_path, monkeypatch):
+    paths = BoxPaths.of(tmp_path / "joined")
+    credentials, head = Credentials(paths.certificates), f"127.0.0.1:{home.box[1] - 1}"
+    monkeypatch.setattr("appliance.nodes.certificate_authority.NODE_LIFE", timedelta(days=59))
+    await enrol(credentials, home.box, home.token().text(), "n1", "127.0.0.2")
+    monkeypatch.undo()
+
+    def start(renewing=False, head=head):
+        return asyncio.to_thread(_enrolled, paths, head, None, "n1", "127.0.0.2", renewing)
+
+    soon_s, nobody = credentials.ends_s(), "127.0.0.1:1"
+    await start(head=nobody)
+    assert credentials.ends_s() == soon_s, "it goes on with the one it has"
+    await start()
+    later_s, key = credentials.ends_s(), credentials.files.key.read_bytes()
+    assert later_s - soon_s > 600 * 86400
+    await start()
+    assert credentials.files.key.read_bytes() == key, "once"
+    await start(renewing=True)
+    assert credentials.files.key.read_bytes() != key
+    with pytest.raises(NotEnrolled, match="did not answer"):
+        await start(renewing=True, head=nobody)
+
+
+def test_a_certificate_beside_another_key_is_no_certificate(tmp_path):
+    one = Authority(tmp_path / "a").prepare("n0", "127.0.0.1")
+    one.files.key.write_bytes(Authority(tmp_path / "b").prepare("n0", "127.0.0.1").files.key.read_bytes())
+    assert "another key" in one.fit("n0", "127.0.0.1")

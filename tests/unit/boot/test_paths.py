@@ -52,6 +52,27 @@ def test_everything_is_private_and_the_token_is_made_once(tmp_path):
         assert os.stat(folder).st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("where", ["", "models"])
+def test_a_data_directory_that_others_may_write_to_or_have_made_is_not_used(tmp_path, monkeypatch, where):
+    """Whoever made it first had put their own ray.token into it, which the box took for its own."""
+    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
+    folder = paths.data_dir / where
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    if not where:
+        paths.ray_token.write_text("known to another user")
+    with pytest.raises(UnsafeFolder, match="mode 777.*chmod o-w"):
+        paths.create()
+    folder.chmod(0o775)
+    paths.create()  # a group is given by whoever runs the box
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(UnsafeFolder, match="was made by user"):
+        paths.create()
+
+
 def test_a_folder_that_somebody_else_has_made_in_shared_memory_is_not_used(tmp_path, monkeypatch):
     paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path / "shm")
     (tmp_path / "elsewhere").mkdir(mode=0o777)

@@ -21,7 +21,7 @@ async def test_a_device_is_drained_with_a_reason_and_put_back(control: Control):
         assert drained["drain"]["by"] == "key_admin" and drained["holder"]["id"] == job_id
     assert box.get(control.db, cordons.CORDONED) == ["n0/3"]
     told = [text for text in await control.messages(job_id) if "n0/3" in text]
-    assert told == ["Device n0/3 is drained by key_admin: row remap; the job moves off it."], "once, not every time"
+    assert told == ["Device n0/3 is drained by an operator: row remap; the job moves off it."], "once, not every time"
     listed = {d["id"]: d["health"] for d in (await ask(control, "GET", "/devices"))["data"]}
     assert listed["n0/3"] == "draining" and listed["n0/2"] == "ok"
     for _ in range(2):

@@ -106,13 +106,19 @@ async def test_going_on_asks_an_engine_no_more_than_one_request_may(control: Con
     [
         ([EngineAnswer(400, {"error": {"message": "too long"}})], "invalid_prompt", "too long"),
         ([EngineAnswer(500, {})], "server_error", "500"),
-        ([LineReturned("died", yielded=False)] * 3, "server_error", "died"),
+        ([LineReturned("lost", yielded=False)] * 2, "server_error", "not sent to a third (lost)"),
     ],
 )
 async def test_what_an_engine_cannot_answer_fails_and_says_why(control: Control, script, code: str, words: str):
     scripted(control, *script)
     found = await ended(control, (await asked(control)).id)
     assert found.status == "failed" and found.error.code == code and words in found.error.message
+
+
+async def test_after_an_engine_died_with_it_it_is_asked_once_more_and_alone(control: Control):
+    scripted(control, LineReturned("lost", yielded=False), EngineAnswer(200, answer(1, "at last"), "v1"))
+    assert (await ended(control, (await asked(control)).id)).output_text == "at last"
+    assert len(engines(control).sent) == 2 and engines(control).sent_alone == engines(control).sent[1:]
 
 
 async def test_an_engine_that_is_wanted_elsewhere_is_no_failure(control: Control):

@@ -199,18 +199,31 @@ async def test_a_line_that_was_called_back_is_sent_again_and_answered_once(contr
     assert len(await content(control, batch.output_file_id)) == 2
 
 
-async def test_a_line_that_kills_engines_is_given_up_after_three(control: Control):
+async def test_a_line_that_ends_engines_ends_two_and_fails_no_other_line(control: Control):
+    """All lines that are at the engine with it die with it, and are asked alone later."""
+    first, full, deaths = 0, asyncio.Event(), 0
+
     async def rule(body: dict[str, Any]) -> EngineAnswer | None:
-        if body["messages"][0]["content"] == "0+1?":
-            raise LineReturned("connection lost", yielded=False)
-        return None
+        nonlocal first, deaths
+        deadly = body["messages"][0]["content"] == "0+1?"
+        if first < 4:
+            first += 1
+            if first == 4:
+                full.set()
+            await full.wait()
+        elif not deadly:
+            return None
+        deaths += deadly
+        raise LineReturned("connection lost", yielded=False)
 
     engines(control).rule = rule
-    batch = await ended(control, await begun(control, [line(0), line(1)]))
-    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
-    assert [b["messages"][0]["content"] for b in engines(control).sent].count("0+1?") == 3
+    batch = await ended(control, await begun(control, [line(n) for n in range(12)]))
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (11, 1) and deaths == 2
+    alone = [body["messages"][0]["content"] for body in engines(control).sent_alone]
+    assert sorted(alone) == ["0+1?", "1+1?", "2+1?", "3+1?"], "those that were there as it died"
     (failed,) = await content(control, batch.error_file_id)
-    assert failed["response"]["body"]["error"]["code"] == "engine_failed"
+    assert failed["custom_id"] == "r0" and failed["response"]["status_code"] == 502
+    assert failed["response"]["body"]["error"]["code"] == "engines_died"
 
 
 async def _hang_after(control: Control, answered: int) -> None:

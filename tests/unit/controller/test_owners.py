@@ -76,6 +76,8 @@ JUDGED: dict[tuple[str, str], Any] = {
     ("GET", "/v1/fine_tuning/jobs/{job_id}/events"): Named({"job_id": "job"}),
     ("GET", "/v1/fine_tuning/jobs/{job_id}/errors"): Named({"job_id": "job"}),
     ("GET", "/v1/fine_tuning/jobs/{job_id}/checkpoints"): Named({"job_id": "job"}),
+    ("POST", "/v1/fine_tuning/alpha/graders/validate"): NOTHING,
+    ("POST", "/v1/fine_tuning/alpha/graders/run"): NOTHING,
     ("POST", "/v1/fine_tuning/jobs/{job_id}/pause"): Named({"job_id": "job"}),
     ("POST", "/v1/fine_tuning/jobs/{job_id}/resume"): Named({"job_id": "job"}),
     ("POST", "/v1/fine_tuning/jobs/{job_id}/cancel"): Named({"job_id": "job"}),

@@ -46,6 +46,48 @@ async def test_jobs_of_a_revoked_key_are_paused_and_say_why(control: Control):
     assert jobs.get(control.db, queued).wanted == "run"
 
 
+async def test_what_gateways_still_pass_on_for_a_revoked_key_is_refused(control: Control):
+    """They learn of it a moment later. Until then an admin's revoked key made itself another one, and a tenant's a job
+    that ran, because only what was there at the revocation had been paused."""
+    key_id = control.as_key("laptop", scopes=["admin"])
+    training_file = await control.upload()
+    made = [
+        ("POST", "/admin/v1/keys", {"name": "again", "scopes": ["admin"]}),
+        ("POST", "/v1/fine_tuning/jobs", {"model": "starter", "training_file": training_file}),
+        ("GET", "/admin/v1/keys", None),
+        ("GET", f"/v1/files/{training_file}/content", None),
+        ("DELETE", f"/v1/files/{training_file}", None),
+    ]
+    await revoke(control, key_id)
+    for method, path, body in made:
+        answer = await control.http.request(method, path, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), (method, path)
+    assert keys.find(control.db, "again") is None and jobs.list_unfinished(control.db) == []
+    control.as_key("another", scopes=["admin"])
+    assert (await control.http.get(f"/v1/files/{training_file}")).status_code == 200
+
+
+async def test_a_key_that_ends_itself_is_answered_and_its_row_written(control: Control):
+    """So is what it had begun before: its record asks who it was, not whether it may go on."""
+    key_id = control.as_key("laptop", scopes=["admin"])
+    answer = await control.http.delete(f"/admin/v1/keys/{key_id}")
+    assert answer.status_code == 200 and answer.json()["revoked_s"] is not None
+    rows = (await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]
+    assert (rows[0]["action"], rows[0]["key_id"]) == ("key.revoke", key_id)
+
+    key_id = control.as_key("uploader")
+    checked = control.context.file_work.check
+
+    async def slow(*given: Any, **more: Any) -> Any:
+        await revoke(control, key_id)
+        return await checked(*given, **more)
+
+    control.context.file_work.check = slow  # type: ignore[method-assign]
+    file_id = await control.upload()
+    rows = (await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]
+    assert (rows[0]["action"], rows[0]["target"], rows[0]["key_id"]) == ("file.create", file_id, key_id)
+
+
 async def test_what_a_revoked_key_claimed_is_not_passed_on_to_a_weaker_one(control: Control):
     strong = control.as_key("strong", owner="alice", max_priority=9, max_non_preemptible=2, max_deadlines=2)
     claimed = {"priority": 9, "preemptible": False, "deadline_s": time.time() + 100}

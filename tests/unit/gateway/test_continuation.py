@@ -113,15 +113,17 @@ async def test_token_ids_asked_for_by_the_gateway_stay_in_it(box: Box) -> None:
     assert asked == [True, None]
 
 
-async def test_a_second_death_is_outlived_too(box: Box) -> None:
-    scripts = [greedy_engine({"tokens": 3}), greedy_engine({"tokens": 2}), greedy_engine({})]
+async def test_a_second_death_ends_it_and_takes_no_third_engine(box: Box) -> None:
+    scripts = [greedy_engine({"tokens": 3}), greedy_engine({"tokens": 2})]
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         await scripts[len(box.engines["e0"].requests) - 1](request, reply)
 
     box.engines["e0"].script = script
     response = await box.ask("POST", "/v1/chat/completions", chat(stream=True, temperature=0, max_tokens=50))
-    assert text_of(response.body) == TEXT and box.state.metrics.events["continued"] == 2
+    *tokens, last = events(response.body)
+    assert last["error"]["code"] == "engines_died" and box.state.metrics.events["continued"] == 1
+    assert "".join(event["choices"][0]["delta"]["content"] for event in tokens) == "".join(t for _, t in TOKENS[:4])
 
 
 async def test_it_waits_for_an_engine_and_says_so(start_box: Start) -> None:

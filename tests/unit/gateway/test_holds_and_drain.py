@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 from typing import Any
 
 from appliance.gateway.state.reports import load_report
 
-from .conftest import Box, Start, chat, request_bytes
+from .conftest import KEY, Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events
 
 
@@ -86,6 +87,39 @@ async def test_past_the_deadline_503_with_retry_after(start_box: Start) -> None:
     box.serve("m", hold_s=0)
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 503
     assert box.state.holds.count == 0
+
+
+async def test_whoever_may_not_call_a_model_any_more_waits_for_it_no_longer(start_box: Start) -> None:
+    """The sharing of a model ended, or a key's list was cut, while its requests were held: they were served later."""
+    box = await start_box()
+    engine = await box.engine("e0")
+    key, digest = "sk-test-inference", hashlib.sha256(b"sk-test-inference").hexdigest()
+    for withdraw in ("sharing", "list", "model"):
+        box.keys[digest].pop("models", None)
+        box.serve("m")
+        wires = []
+        for place, asking in enumerate((KEY, key, key)):
+            wires.append(await box.connect())
+            stream = place == 2 and withdraw == "sharing"
+            await wires[-1].send(request_bytes("POST", "/v1/chat/completions", chat(stream=stream), key=asking))
+            await box.until(lambda place=place: box.state.holds.held("m") == place + 1)
+        if withdraw == "sharing":
+            box.models["m"]["owners"] = ["key_other"]
+        elif withdraw == "list":
+            box.keys[digest]["models"] = ["another"]
+        else:
+            del box.models["m"]
+        box.apply()
+        for wire in wires[1:]:
+            answer = await wire.response()
+            assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+        if withdraw == "model":
+            assert (await wires[0].response()).status == 404
+        else:
+            box.serve("m", "e0")
+            assert (await wires[0].response()).status == 200, "an admin, and whoever still may, waits on"
+        assert box.state.holds.count == 0 and box.state.holds.body_bytes == 0
+    assert len(engine.requests) == 2
 
 
 def trouble(in_s: float, reason: str = "no memory for it", hold_before_s: float = 10.0) -> dict[str, Any]:

@@ -245,7 +245,7 @@ async def leave(box: Box, body: dict[str, Any], after_s: float) -> None:
     await wire.send(request_bytes("POST", "/v1/chat/completions", body))
     await engine_has(box, number)
     (conn,) = (conn for conn in box.state.connections if conn.active is not None)
-    conn.active._sent_s -= after_s
+    conn.active._attempt.sent_s -= after_s
     wire.close()
     await box.until(lambda: not any(conn.active for conn in box.state.connections))
 
@@ -318,7 +318,7 @@ async def test_a_revoked_plain_request_is_paid_for_and_a_failed_one_is_not(box: 
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
     await engine_has(box, 1)
     (conn,) = (conn for conn in box.state.connections if conn.active is not None)
-    conn.active._sent_s -= 1.0
+    conn.active._attempt.sent_s -= 1.0
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     row = box.keys.pop(digest)
     box.apply()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import socket
 import ssl
 import time
 
@@ -66,6 +69,55 @@ async def test_an_engine_that_is_gone_breaks_the_connection(there, tmp_path):
         writer.write(b"hello\n")
         if await reader.read() == b"":
             raise ConnectionResetError
+    await tunnels.close(local)
+
+
+async def test_who_reads_from_an_engine_hears_that_its_tunnel_was_closed(there, tmp_path):
+    """Its node is gone, and a machine without power sends no word of that."""
+    address, *_ = there
+    tunnels, local = Tunnels(SHARED), tmp_path / "here.sock"
+    await tunnels.open(local, address, tmp_path / "run" / "engine.sock")
+    reader, writer = await asyncio.open_unix_connection(str(local))
+    writer.write(b"hello\n")
+    assert await reader.readline() == b"HELLO\n"
+    await tunnels.close(local)
+    with pytest.raises(ConnectionError):
+        if await asyncio.wait_for(reader.read(), 10) == b"":
+            raise ConnectionResetError
+    writer.close()
+
+
+@pytest.mark.parametrize("silent", ["before it takes the connection", "after it"])
+async def test_a_machine_that_says_nothing_is_waited_for_no_longer_than_a_moment(tmp_path, monkeypatch, silent):
+    monkeypatch.setattr("runtime.tunnel.CALL_TIMEOUT_S", 0.05)
+
+    async def no_answer(*_, **__):
+        await asyncio.Event().wait()
+
+    if silent == "before it takes the connection":
+        monkeypatch.setattr(asyncio, "open_connection", no_answer)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        with pytest.raises(TimeoutError):
+            asking = fetch_directory(listening.getsockname(), SHARED, tmp_path, tmp_path / "copy")
+            await asyncio.wait_for(asking, 10)
+    assert not (tmp_path / "copy").exists()
+
+
+async def test_both_ends_ask_the_kernel_to_end_a_connection_whose_other_machine_is_missing(there, tmp_path):
+    address, *_ = there
+    tunnels, local = Tunnels(SHARED), tmp_path / "here.sock"
+    await tunnels.open(local, address, tmp_path / "run" / "engine.sock")
+    reader, writer = await asyncio.open_unix_connection(str(local))
+    writer.write(b"hello\n")
+    assert await reader.readline() == b"HELLO\n"
+    asked = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as one:
+            if one.family == socket.AF_INET and address in (one.getpeername(), one.getsockname()):
+                asked.append(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+                assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert asked == [7000, 7000]
+    writer.close()
     await tunnels.close(local)
 
 

@@ -9,7 +9,8 @@ import pytest
 from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import InvalidWorkload
-from scheduler.core.workload import Demand, DeploymentView, JobView, ModelMemory, Policy, ReplicaView, Snapshot
+from scheduler.core.idle import Idle, IdleSettings
+from scheduler.core.workload import Demand, DeploymentView, JobView, ModelMemory, PlanInput, Policy, ReplicaView
 from scheduler.plan import queue
 from scheduler.plan.plan import plan
 from tests.unit.scheduler.fakes import box_of
@@ -19,10 +20,10 @@ SIZES = (1, 2, 4, 8)
 CONFIG = SchedulerConfig(target_inflight=4, give_back_after_s=60, job_dwell_s=30, turn_s=30)
 
 
-def planned(now_s: float = 1000.0, **snapshot) -> Allocation:  # noqa: ANN003
-    snapshot.setdefault("devices", EIGHT)
-    snapshot.setdefault("policy", Policy("auto"))
-    found = Snapshot(**snapshot)
+def planned(now_s: float = 1000.0, **fields) -> Allocation:  # noqa: ANN003
+    fields.setdefault("devices", EIGHT)
+    fields.setdefault("policy", Policy("auto"))
+    found = PlanInput(**fields)
     allocation = plan(found, now_s, CONFIG)
     allocation.ledger(tuple(d.id for d in found.devices))
     return allocation
@@ -223,14 +224,16 @@ def test_least_recently_used_sleepers_are_stopped() -> None:
     config = replace_config(max_resident_asleep=2)
     replicas = tuple(opened(f"r{i}", i, state="asleep", model=f"m{i}") for i in range(4))
     deployments = tuple(DeploymentView(f"m{i}", "v1", demand=Demand(last_request_s=float(i))) for i in range(4))
-    a = plan(Snapshot(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas), 1000.0, config)
+    a = plan(PlanInput(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas), 1000.0, config)
     assert {r.id for r in a.replicas} == {"r2", "r3"}
     for bound, kept in ((3, {"r2", "r3"}), (1, {"r3"}), (0, set())):
-        snapshot = Snapshot(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas, max_asleep={"n0": bound})
-        a = plan(snapshot, 1000.0, config)
+        plan_input = PlanInput(
+            Policy("auto"), EIGHT, deployments=deployments, replicas=replicas, max_asleep={"n0": bound}
+        )
+        a = plan(plan_input, 1000.0, config)
         assert {r.id for r in a.replicas} == kept, "what the host has memory for is a bound beside the configured one"
-    snapshot = Snapshot(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas, max_asleep={"n1": 0})
-    assert {r.id for r in plan(snapshot, 1000.0, config).replicas} == {"r2", "r3"}, "another node is short"
+    plan_input = PlanInput(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas, max_asleep={"n1": 0})
+    assert {r.id for r in plan(plan_input, 1000.0, config).replicas} == {"r2", "r3"}, "another node is short"
 
 
 def replace_config(**fields) -> SchedulerConfig:  # noqa: ANN003
@@ -238,7 +241,7 @@ def replace_config(**fields) -> SchedulerConfig:  # noqa: ANN003
 
 
 def test_idle_time_puts_to_sleep_even_if_nobody_waits() -> None:
-    d = replace(M, idle_sleep_s=300.0, demand=Demand(last_request_s=1000.0))
+    d = replace(M, idle=Idle(IdleSettings(idle_sleep_s=300.0)), demand=Demand(last_request_s=1000.0))
     early = planned(1100.0, deployments=(d,), replicas=(opened("r0", 0),))
     assert awake(early) == {"m": 1} and early.review_at_s == 1300.0
     assert awake(planned(1300.0, deployments=(d,), replicas=(opened("r0", 0),), memory=early.memory)) == {}

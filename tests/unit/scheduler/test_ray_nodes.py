@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -185,17 +186,48 @@ async def test_a_removed_node_is_ended_whenever_it_shows_itself_and_never_taken_
     out: set[str] = set()
     for name in ("n0", "n1"):
         ray.start(place(name))
-    nodes = Nodes(place("n0"), removed=lambda: out)
+    told = []
+    nodes = Nodes(place("n0"), lambda name, what, devices: told.append((name, what)), lambda: out)
     await nodes.connect()
     assert {device.node for device in nodes.devices} == {"n0", "n1"}
     out.add("n1")
-    await nodes.look()
-    assert ("end",) in ray.agents["node:n1"].calls
+    assert await nodes.look() and ("end",) in ray.agents["node:n1"].calls
+    assert {device.node for device in nodes.devices} == {"n0"}, "whether or not it ends as it is told"
+    assert told == [("n1", "joined"), ("n1", "lost")]
+    assert not await nodes.look() and ray.agents["node:n1"].calls.count(("end",)) == 2
+    with pytest.raises(EffectFailed, match="node n1 is gone"):
+        nodes.here(object, "replica:r1", place("n1"))
     del ray.on["n1"], ray.agents["node:n1"]
-    assert await nodes.look() and {device.node for device in nodes.devices} == {"n0"}
+    assert not await nodes.look()
 
     ray.start(place("n1"))  # its supervision starts it anew, and Ray lets it in
     assert not await nodes.look() and ("end",) in ray.agents["node:n1"].calls
     assert {device.node for device in nodes.devices} == {"n0"}
     out.clear()  # somebody gave it a new token
     assert await nodes.look() and {device.node for device in nodes.devices} == {"n0", "n1"}
+
+
+async def test_until_when_certificates_are_good_is_known_of_nodes_that_have_one(ray):
+    ray.start(place("n0"))
+    ray.start(replace(place("n1"), certificate_ends_s=5.0))
+    nodes = Nodes(place("n0"))
+    await nodes.connect()
+    assert nodes.certificates_end() == {"n1": 5.0}
+
+
+@pytest.mark.parametrize("stopped", ["n0", "n1"])
+async def test_a_node_that_misses_some_looks_is_silent_until_it_answers(nodes, ray, monkeypatch, stopped):
+    monkeypatch.setattr(ray_nodes, "ANSWER_S", 0.01)
+    told = []
+    nodes.on_silence = lambda: told.append(nodes.silent)
+    ray.agents[f"node:{stopped}"].stopped = True
+    for _ in range(ray_nodes.SILENT_LOOKS - 1):
+        assert not await nodes.look()
+    assert nodes.reachable("n1") and told == [], "a busy one may miss one"
+    await nodes.look()
+    assert told == [{stopped}] and not nodes.reachable("n1"), "a tunnel has two ends"
+    assert nodes.reachable("n0") and nodes.reachable("n2") == (stopped == "n1")
+    assert {device.node for device in nodes.devices} == {"n0", "n1", "n2"}, "it is there"
+    ray.agents[f"node:{stopped}"].stopped = False
+    await nodes.look()
+    assert told == [{stopped}, frozenset()] and nodes.reachable("n1")

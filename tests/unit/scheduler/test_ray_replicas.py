@@ -127,3 +127,47 @@ def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(error
     order = SimpleNamespace(id="r1-0", model="m", devices=("n0/0",), tensor_parallel=1)
     with pytest.raises(EffectFailed, match=r"start_replica r1-0: m does not fit: .*(8,192 tokens \(`appliance|gone)"):
         replicas._replica_spec(order, SimpleNamespace(name="n0"), Path("/v"))  # type: ignore[arg-type]
+
+
+class Tunnelled:
+    """Nodes whose tunnels may lead nowhere."""
+
+    silent: frozenset[str] = frozenset()
+    home = SimpleNamespace(name="n0")
+
+    def reachable(self, name: str) -> bool:
+        return name not in self.silent
+
+    async def local_socket(self, place: Any, replica_id: str) -> Path:
+        return Path("/s")
+
+
+async def test_engines_of_a_node_that_does_not_answer_are_avoided_until_it_does_or_while_they_hang():
+    nodes, avoided = Tunnelled(), {}
+
+    async def opened(replica_id: str, *_: Any) -> None: ...
+
+    routing = SimpleNamespace(avoid=avoided.__setitem__, open=opened)
+    found = Replicas(nodes, routing, None, EngineConfig(), lambda event: None)  # type: ignore[arg-type]
+    found._places = {f"r{n}": SimpleNamespace(name=f"n{n}") for n in range(2)}  # type: ignore[misc]
+    nodes.silent = frozenset({"n1"})
+    nodes.on_silence()
+    assert avoided == {"r0": False, "r1": True}
+    found._places["r2"] = SimpleNamespace(name="n1")  # type: ignore[assignment]
+    await found._open("r2", "m", "v1")
+    assert avoided["r2"], "opened while its node is out of reach"
+
+    changes: asyncio.Queue[bool] = asyncio.Queue()
+    supervisor = SimpleNamespace(call=lambda method, silent: changes.get())
+    following = asyncio.create_task(found._follow_pulse("r1", supervisor))  # type: ignore[arg-type]
+    changes.put_nowait(True)
+    while not changes.empty():
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    nodes.silent = frozenset()
+    nodes.on_silence()
+    assert avoided == {"r0": False, "r1": True, "r2": False}, "its node answers, its engine does not"
+    changes.put_nowait(False)
+    while avoided["r1"]:
+        await asyncio.sleep(0)
+    following.cancel()

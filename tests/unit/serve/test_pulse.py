@@ -15,24 +15,36 @@ from runtime.processes.kernel import Vitals, group_vitals
 from serve.core.config import EngineConfig
 from serve.core.spec import ReplicaSpec
 from serve.engine import pulse, replica
-from serve.engine.pulse import EVERY_S, Pulse, Silence
+from serve.engine.pulse import EVERY_S, SILENT_S, Pulse, Silence
+
+MINUTE = int(60 / EVERY_S)  # in looks
 
 
 def silence() -> Silence:
     return Silence(Vitals(0.0), idle_limit_s=60.0, busy_limit_s=900.0)
 
 
+def test_new_requests_avoid_an_engine_within_ten_seconds_of_its_stop():
+    """It may stop just after a sign of life, and fall silent just before a look."""
+    assert EVERY_S + SILENT_S + EVERY_S <= 10.0
+    stopped, looks = silence(), 0
+    while stopped.total_s < SILENT_S:
+        assert stopped.look(Vitals(0.0, stopped=True), EVERY_S) is None
+        looks += 1
+    assert looks * EVERY_S < SILENT_S + EVERY_S
+
+
 def test_processes_that_do_nothing_hang_after_a_minute():
     waiting = silence()
-    looks = [waiting.look(Vitals(0.001 * n), EVERY_S) for n in range(1, 13)]
-    assert looks[:-1] == [None] * 11 and "do nothing" in looks[-1]
+    looks = [waiting.look(Vitals(0.001 * n), EVERY_S) for n in range(1, MINUTE + 1)]
+    assert looks[:-1] == [None] * (MINUTE - 1) and "do nothing" in looks[-1]
 
 
 def test_one_long_step_is_no_hang_but_spinning_for_ever_is():
     computing = silence()
-    looks = [computing.look(Vitals(4.0 * n), EVERY_S) for n in range(1, 181)]
-    assert looks[:179] == [None] * 179, "a prefill of a quarter of an hour"
-    assert "processes run" in looks[179]
+    looks = [computing.look(Vitals(4.0 * n), EVERY_S) for n in range(1, 15 * MINUTE + 1)]
+    assert looks[:-1] == [None] * (15 * MINUTE - 1), "a prefill of a quarter of an hour"
+    assert "processes run" in looks[-1]
 
 
 def test_who_waits_for_a_processor_or_a_disk_does_not_hang():
@@ -42,13 +54,13 @@ def test_who_waits_for_a_processor_or_a_disk_does_not_hang():
 
 def test_one_stopped_process_hangs_the_engine_though_the_others_spin():
     stopped = silence()
-    looks = [stopped.look(Vitals(4.0 * n, waits=True, stopped=True), EVERY_S) for n in range(1, 13)]
-    assert looks[:-1] == [None] * 11 and "stopped" in looks[-1]
+    looks = [stopped.look(Vitals(4.0 * n, waits=True, stopped=True), EVERY_S) for n in range(1, MINUTE + 1)]
+    assert looks[:-1] == [None] * (MINUTE - 1) and "stopped" in looks[-1]
 
 
 def test_half_a_minute_of_a_stop_is_forgiven():
     stopped = silence()
-    assert {stopped.look(Vitals(0.0, stopped=True), EVERY_S) for _ in range(6)} == {None}
+    assert {stopped.look(Vitals(0.0, stopped=True), EVERY_S) for _ in range(MINUTE // 2)} == {None}
     assert stopped.look(Vitals(1.0), EVERY_S) is None and stopped.idle_s == 0.0
 
 

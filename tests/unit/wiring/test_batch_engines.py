@@ -166,6 +166,52 @@ async def test_an_engine_that_dies_returns_its_line(lines, tmp_path):
     assert returned.value.yielded
 
 
+async def test_a_line_that_goes_alone_waits_for_the_others_and_keeps_new_ones_out(lines, tmp_path):
+    gates = {"before": asyncio.Event(), "alone": asyncio.Event()}
+    seen: list[str] = []
+
+    async def script(request, reply):
+        seen.append(request.json["user"])
+        await gates[request.json["user"]].wait()
+        await reply.json({"ok": True})
+
+    async with engine_of(tmp_path, script) as engine, asyncio.timeout(10):
+        lines._bus.set_models(table(("r1", engine.path, "open")))
+        before = asyncio.create_task(lines.send("starter", URL, BODY | {"user": "before"}, "req_1"))
+        while not seen:
+            await asyncio.sleep(0)
+        alone = asyncio.create_task(lines.send("starter", URL, BODY | {"user": "alone"}, "req_2", alone=True))
+        await asyncio.sleep(0.01)
+        assert seen == ["before"] and lines.room("starter").lines == 0 and "kept" in lines.room("starter").why
+        gates["before"].set()
+        while len(seen) < 2:
+            await asyncio.sleep(0)
+        assert (await before).status == 200 and seen == ["before", "alone"]
+        for more in ({}, {"alone": True}):
+            with pytest.raises(LineReturned, match="kept for one line") as returned:
+                await lines.send("starter", URL, BODY | {"user": "late"}, "req_3", **more)
+            assert returned.value.yielded
+        gates["alone"].set()
+        assert (await alone).status == 200 and lines.room("starter").lines == 16
+
+
+async def test_a_line_that_waits_to_go_alone_comes_back_when_its_engine_is_wanted(lines, tmp_path):
+    async def script(request, reply):
+        await asyncio.Event().wait()
+
+    async with engine_of(tmp_path, script) as engine, asyncio.timeout(10):
+        lines._bus.set_models(table(("r1", engine.path, "open")))
+        sending = [
+            asyncio.create_task(lines.send("starter", URL, BODY, f"req_{n}", alone=alone))
+            for n, alone in enumerate((False, True))
+        ]
+        await asyncio.sleep(0.01)
+        lines._bus.set_models(table(("r1", engine.path, "draining")))
+        for returned in await asyncio.gather(*sending, return_exceptions=True):
+            assert isinstance(returned, LineReturned) and returned.yielded
+        assert not lines._kept_for_one
+
+
 @pytest.mark.parametrize("field", [{"previous_response_id": "resp_1"}, {"background": True}])
 async def test_a_line_goes_on_from_nothing_and_is_in_no_background(lines, field):
     lines._bus.set_models(table(("r1", "/nowhere", "open")))

@@ -59,6 +59,18 @@ async def test_adapters_are_routed_to_their_bases_engines_by_a_name_for_each_ver
     assert set(bus.table) == {"starter", "starter@v1", "ft:b", "ft:b@step-2"}
 
 
+async def test_an_engine_that_hangs_is_avoided_also_by_a_controller_that_finds_it_so(routing, bus):
+    routing.avoid("r1", True)  # known before its route is opened anew
+    await routing.open("r1", "starter", "v1", SOCKET)
+    assert bus.table["starter"]["replicas"][0]["avoid"] is True
+    routing.avoid("r1", False)
+    assert "avoid" not in bus.table["starter"]["replicas"][0]
+    routing.avoid("r1", True)
+    routing.close("r1")
+    await routing.open("r1", "starter", "v1", SOCKET)
+    assert "avoid" not in bus.table["starter"]["replicas"][0], "another engine has its name"
+
+
 async def test_other_weights_below_end_the_routes_of_adapters_and_nothing_else(routing, bus, db):
     await routing.open("r1", "starter", "v1", SOCKET)
     await routing.withhold_adapters("r1")

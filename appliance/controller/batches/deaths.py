@@ -1,0 +1,37 @@
+"""Counts the engines that died while they had a line, and says what becomes of it. Pure.
+
+An engine takes all its lines down, whichever it died of. None of them is failed for that: each is sent once more, later
+and with no other line on its engine (ports.BatchEngines), so that a second death is its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+MAX_DEATHS = 2
+
+
+class Deaths:
+    """By line: its custom_id, or the id of a response in background."""
+
+    def __init__(self) -> None:
+        self._deaths: Counter[str] = Counter()
+
+    def counted(self, line: str) -> bool:
+        """One more engine died with it. True if it may be sent again."""
+        self._deaths[line] += 1
+        return self._deaths[line] < MAX_DEATHS
+
+    def goes_alone(self, line: str) -> bool:
+        return line in self._deaths
+
+    def forget(self, line: str) -> None:
+        self._deaths.pop(line, None)
+
+
+def last_words(reason: str) -> str:
+    """Of a line that is not sent again."""
+    return (
+        "The engine serving this model ended while it had this request, and so did the next one, which had it alone. "
+        f"It is not sent to a third ({reason})."
+    )

@@ -1,0 +1,116 @@
+"""/v1/fine_tuning/alpha/graders: tries a grader on one sample, or only checks it
+(https://platform.openai.com/docs/api-reference/graders)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from appliance.controller.access.model_access import caller_may_use, unknown_model
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.grading.model_answers import ModelAnswers
+from appliance.controller.http.routers import make_router
+from appliance.controller.interfaces.errors import ApiError, BadRequest
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
+from train.graders import sandbox
+from train.graders.errors import InvalidGrader
+from train.graders.graders import Grader, LabelModel, Python, ScoreModel, leaves, parse
+from train.graders.grading import Graded
+from train.graders.host import GraderHost
+from train.graders.templates import MAX_TEXT, Sample
+
+ANSWER_WITHIN_S = 300.0
+MAX_RUNS_OF_AN_OWNER = 4
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Validate(_Strict):
+    grader: dict[str, Any]
+
+
+class Run(_Strict):
+    grader: dict[str, Any]
+    model_sample: Annotated[str, Field(max_length=MAX_TEXT)]
+    item: Any = None
+
+
+def routes(context: ControllerContext, host: GraderHost, answers: ModelAnswers) -> APIRouter:
+    router = make_router("/v1/fine_tuning/alpha/graders", FINE_TUNING)
+    running: Counter[str] = Counter()
+
+    @router.post("/validate")
+    async def validate(body: Validate, caller: Caller) -> dict[str, Any]:
+        grader = grader_of(context, body.grader, caller)
+        return {"grader": grader.model_dump(mode="json", exclude_unset=True)}
+
+    @router.post("/run")
+    async def run(body: Run, caller: Caller) -> dict[str, Any]:
+        grader = grader_of(context, body.grader, caller)
+        if running[caller.owner] >= MAX_RUNS_OF_AN_OWNER:
+            raise ApiError(
+                429,
+                f"{MAX_RUNS_OF_AN_OWNER} graders of yours are running; wait for one of them to end.",
+                code="too_many_grader_runs",
+            )
+        running[caller.owner] += 1
+        try:
+            sample = (Sample(body.model_sample), body.item)
+            (asked,) = await host.requests(grader, [sample])
+            told = await asyncio.gather(
+                *(answers.ask(caller.key_id, request, ANSWER_WITHIN_S) for request in asked.values())
+            )
+            (graded,) = await host.grade(grader, [sample], [dict(zip(asked, told, strict=True))])
+        finally:
+            running.subtract([caller.owner])
+            if not running[caller.owner]:
+                del running[caller.owner]
+        return _result(grader, graded)
+
+    return router
+
+
+def grader_of(context: ControllerContext, given: Any, caller: Principal, param: str = "grader") -> Grader:
+    """Raises BadRequest for what is no grader, or one that this machine cannot run; NotFound for a model that the
+    caller may not use."""
+    try:
+        grader = parse(given)
+    except InvalidGrader as error:
+        path = f"{param}.{error.param}" if error.param else param
+        raise BadRequest(f"Invalid '{path}': {error.message}.", param=path, code="invalid_grader") from None
+    for leaf in leaves(grader).values():
+        if isinstance(leaf, Python) and (why := sandbox.refusal()):
+            raise BadRequest(f"{why[:1].upper()}{why[1:]}.", param=param, code="python_graders_unavailable")
+        if isinstance(leaf, ScoreModel | LabelModel) and not caller_may_use(context.db, caller, leaf.model):
+            raise unknown_model(leaf.model)
+    return grader
+
+
+def _result(grader: Grader, graded: Graded) -> dict[str, Any]:
+    tokens = sum(graded.tokens_by_model.values())
+    models = {leaf.model for leaf in leaves(grader).values() if isinstance(leaf, ScoreModel | LabelModel)}
+    return {
+        "reward": graded.reward,
+        "sub_rewards": graded.sub_rewards,
+        "metadata": {
+            "name": grader.name,
+            "type": grader.type,
+            "errors": asdict(graded.errors),
+            "execution_time": graded.execution_s,
+            "scores": graded.sub_rewards or {grader.name: graded.reward},
+            "token_usage": tokens if models else None,
+            "sampled_model_name": ", ".join(sorted(models)) or None,
+            # Not in OpenAI's type: what went wrong, in words.
+            "messages": graded.messages,
+        },
+        "model_grader_token_usage_per_model": {
+            model: {"total_tokens": tokens} for model, tokens in graded.tokens_by_model.items()
+        },
+    }

@@ -1,0 +1,113 @@
+"""Asks models of the box on behalf of a key, where a grader needs their answer: like lines of batches, on what
+interactive requests leave idle, checked and paid for in the same way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import Any
+
+import orjson
+
+from appliance.controller.access.model_access import may_use
+from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
+from appliance.controller.responses.items import salted
+from appliance.store.ids import new_id
+from appliance.store.records import keys
+from appliance.store.rows import KeyRow
+from train.graders.grading import ModelAnswer
+
+URL = "/v1/chat/completions"
+ASKER = "graders"
+LOOK_EVERY_S = 0.5
+MAX_DEATHS = 2
+
+
+class ModelAnswers:
+    """Invariant: every model in `_asking` has at least one request that waits or is at an engine."""
+
+    def __init__(self, context: ControllerContext):
+        self._context, self._db = context, context.db
+        self._metering = Metering(context.db, context.publish_keys)
+        self._asking: Counter[str] = Counter()
+        self._flying: Counter[str] = Counter()
+
+    async def ask(self, key_id: str | None, body: dict[str, Any], within_s: float) -> ModelAnswer:
+        """The answer, or in `error` why there is none within this time; never raises for what a model or a limit does.
+        key_id: None for the box itself, which has no limits."""
+        model = str(body["model"])
+        self._asking[model] += 1
+        self._tell_wants()
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._asked(key_id, model, body, time.time() + within_s)
+        except TimeoutError:
+            why = self._context.batch_engines.room(model).why or "its engines are busy"
+            return ModelAnswer(model=model, error=f"no answer within {within_s:.0f} s: {why}")
+        finally:
+            self._asking -= Counter([model])
+            self._tell_wants()
+
+    async def _asked(self, key_id: str | None, model: str, body: dict[str, Any], expires_s: float) -> ModelAnswer:
+        deaths = 0
+        tokens = len(orjson.dumps(body)) // BYTES_PER_TOKEN
+        while True:
+            key = keys.find(self._db, key_id) if key_id is not None else None
+            refused = self._refused(key_id, key, model, expires_s)
+            if refused:
+                return ModelAnswer(model=model, error=refused)
+            if not self._room(model) or self._metering.waits_for(key, tokens):
+                await self._context.batch_engines.changed(LOOK_EVERY_S)
+                continue
+            try:
+                answer, took_s = await self._sent(key, model, salted(body, key.owner if key else ""))
+            except LineReturned as error:
+                self._metering.give_back(key, tokens)
+                deaths += not error.yielded
+                if deaths >= MAX_DEATHS:
+                    return ModelAnswer(model=model, error=f"the engine of this model died while it answered: {error}")
+                continue
+            charge = Charge("", answer.version, answer.status, answer.body, tokens, took_s)
+            self._metering.charge(key, model, [charge])
+            return _read(model, answer)
+
+    def _refused(self, key_id: str | None, key: KeyRow | None, model: str, expires_s: float) -> str:
+        if key_id is not None and keys.is_revoked(self._db, key_id):
+            return "the key that asks was revoked"
+        if not may_use(self._db, key_id, model):
+            return f"the model {model!r} does not exist or you do not have access to it"
+        refusal = self._metering.refusal(key, model, expires_s)
+        return str(refusal.body["error"]["message"]) if refusal is not None else ""
+
+    def _room(self, model: str) -> bool:
+        return self._context.batch_engines.room(model).lines > self._flying[model]
+
+    async def _sent(self, key: KeyRow | None, model: str, body: dict[str, Any]) -> tuple[EngineAnswer, float]:
+        """Raises LineReturned."""
+        began_s, sent = time.monotonic(), Sent(URL, body, time.monotonic())
+        self._flying[model] += 1
+        try:
+            answer = await self._context.batch_engines.send(model, URL, body, new_id("req_"))
+            return answer, time.monotonic() - began_s
+        except asyncio.CancelledError:
+            # Whoever gives up pays for what was computed meanwhile.
+            self._metering.pay(self._metering.left(key.id if key else "", model, [sent]))
+            raise
+        finally:
+            self._flying -= Counter([model])
+
+    def _tell_wants(self) -> None:
+        self._context.batch_engines.wants(list(self._asking), ASKER)
+
+
+def _read(model: str, answer: EngineAnswer) -> ModelAnswer:
+    body = answer.body if isinstance(answer.body, dict) else {}
+    if answer.status != 200:
+        message = (body.get("error") or {}).get("message") or f"status {answer.status}"
+        return ModelAnswer(model=model, error=str(message))
+    message = body["choices"][0]["message"]
+    tokens = int((body.get("usage") or {}).get("total_tokens") or 0)
+    return ModelAnswer(message.get("content") or "", model, tokens, refused=bool(message.get("refusal")))

@@ -1,0 +1,75 @@
+"""One sending of an inference request: how long it waited for a replica, what was sent there, what came back so far.
+
+A request that is sent again has a new Attempt, so nothing of the last one can be forgotten in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from appliance.gateway.http.upstream import UpstreamConnection
+from appliance.gateway.routing.holds import Ticket
+from appliance.gateway.routing.router import Choice
+from appliance.gateway.state.placeable import Placeable
+
+
+class Attempt:
+    """row: the table row it is placed by, its model's or the canary's. path, body: of the engine's request. number: how
+    many were sent and failed before it. deaths: engines that died of those (retry.py counts). alone: it goes where no
+    other request stands trial, and stands trial itself. continues: it generates the rest of a stream. moved_from: the
+    replica that it was taken from, empty if from none.
+
+    ticket: while it waits, since held_since_s (0: it never waited) until hold_deadline_s; comment_s: when it is told
+    so next. choice, connecting, conn: its replica, and the connection there. reconnects: a connection that was there
+    before was lost without an answer, and a new one is tried. only: nothing else was there when it was sent.
+    progress_s: when its engine was last heard of. relayed: the client got a byte of it. kept, kept_bytes: of a plain
+    answer that does not go out yet. Times by the monotonic clock.
+    """
+
+    # Defaults stand in the class, as access.request.Request says.
+    number: int = 0
+    deaths: int = 0
+    alone: bool = False
+    reconnects: bool = False
+    continues: bool = False
+    moved_from: str = ""
+    held_since_s: float = 0.0
+    hold_deadline_s: float = 0.0
+    comment_s: float = 0.0
+    only: bool = False
+    sent_s: float = 0.0
+    progress_s: float = 0.0
+    first_byte_s: float = 0.0
+    relayed: bool = False
+    kept_bytes: int = 0
+
+    def __init__(self, row: str, path: bytes, body: bytes) -> None:
+        self.row = row
+        self.path = path
+        self.body = body
+        self.ticket: Ticket[Placeable] | None = None
+        self.choice: Choice | None = None
+        self.connecting: asyncio.Task[None] | None = None
+        self.conn: UpstreamConnection | None = None
+        self.kept: list[bytes] | None = None
+
+    def repeated(self) -> Attempt:
+        """The same once more, nothing of it having reached the client. It waits no longer than this one might have."""
+        again = Attempt(self.row, self.path, self.body)
+        again.number, again.deaths, again.alone, again.continues = self.number, self.deaths, self.alone, self.continues
+        again.moved_from = self.moved_from
+        again.held_since_s, again.hold_deadline_s = self.held_since_s, self.hold_deadline_s
+        again.comment_s = self.comment_s
+        return again
+
+    def after_failure(self, deaths: int, *, alone: bool) -> Attempt:
+        """`repeated`, and one more that failed. deaths: with that of its engine, if it died."""
+        again = self.repeated()
+        again.number, again.deaths, again.alone = self.number + 1, deaths, alone
+        return again
+
+    def continued(self, deaths: int, path: bytes, body: bytes) -> Attempt:
+        """The rest of a stream that failed, asked for with another request. It may wait for the whole hold time."""
+        rest = Attempt(self.row, path, body)
+        rest.number, rest.deaths, rest.continues = self.number + 1, deaths, True
+        return rest

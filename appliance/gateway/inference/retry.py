@@ -1,0 +1,43 @@
+"""Decides whether a request whose attempt failed is sent again. Pure.
+
+An engine that dies takes every request on it down, and may have died of one of them. So that one request cannot end
+engine after engine, and no innocent one is lost with them:
+
+- A request is sent to at most one more engine after one has died under it (MAX_DEATHS).
+- Its second attempt *stands trial* if it had come to the dead engine just before and got nothing (`is_suspect`): it
+  goes to an engine where no other request stands trial, until it has a byte of an answer or TRIAL_S have passed. An
+  engine that dies meanwhile died of that one (routing.router.Router.died), and a second death counts for no other.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+MAX_ATTEMPTS: Final = 3
+"""Whatever the reasons, and deaths that are put down to others included."""
+MAX_DEATHS: Final = 2
+TRIAL_S: Final = 1.0
+"""Engines that a request ends die while they read its prompt, or in the first steps after it."""
+
+
+class Verdict(enum.Enum):
+    AGAIN = "the same request is sent again"
+    CONTINUE = "another engine generates the rest of the stream"
+    FAIL = "the client gets the error of this attempt"
+    CONDEMN = "the client is told that engines died of its request"
+
+
+def is_suspect(waited_s: float, relayed: bool) -> bool:
+    """Whether an engine that died may have died of this request. waited_s: since it was sent there."""
+    return not relayed and waited_s < TRIAL_S
+
+
+def may_retry(sent: int, deaths: int, *, relayed: bool, resumable: bool) -> Verdict:
+    """sent: attempts so far, the failed one included. deaths: engines that died of them. relayed: the client has bytes
+    of the answer; resumable: of a stream that another engine can go on with."""
+    if deaths >= MAX_DEATHS:
+        return Verdict.CONDEMN
+    if sent >= MAX_ATTEMPTS or (relayed and not resumable):
+        return Verdict.FAIL
+    return Verdict.CONTINUE if relayed else Verdict.AGAIN

@@ -1,0 +1,180 @@
+"""A second machine for tests: a node with a data directory, an address and, as root, a network and memory of its own.
+
+Everything runs on one machine. `Wire` gives the node a network namespace and a cable that can be cut; `MemoryGroup` a
+control group with a limit, which the node takes for the memory of its machine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.e2e.box_support import COMMAND, WholeBox, wait_for
+from tests.train_support.tiny import make_model_dir
+
+NOWHERE = "02:00:00:00:00:01"
+_MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+class Wire:
+    """A cable between this machine, at `home`, and a network namespace, at `away`. Raises OSError without the right to
+    make one."""
+
+    def __init__(self) -> None:
+        pid = os.getpid()
+        self.name, self._here, self._there = f"ap-{pid}", f"ap{pid}h", f"ap{pid}a"
+        self.home, self.away = f"10.213.{pid % 250}.1", f"10.213.{pid % 250}.2"
+        self._ip("netns", "add", self.name)
+        try:
+            self._ip("link", "add", self._here, "type", "veth", "peer", "name", self._there, "netns", self.name)
+            self._ip("addr", "add", f"{self.home}/30", "dev", self._here)
+            self._ip("link", "set", self._here, "up")
+            for command in (
+                ("addr", "add", f"{self.away}/30", "dev", self._there),
+                ("link", "set", self._there, "up"),
+                ("link", "set", "lo", "up"),
+                ("route", "add", "default", "via", self.home),
+            ):
+                self._ip("-n", self.name, *command)
+        except OSError:
+            self.remove()
+            raise
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """What starts a command there. Not `ip netns exec`, which hides the control groups."""
+        return "nsenter", f"--net=/var/run/netns/{self.name}", "--"
+
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """What either side sends is lost without a word, as behind a switch that has failed."""
+        ends = ((("neigh",), self.away, self._here), (("-n", self.name, "neigh"), self.home, self._there))
+        for where, other, device in ends:
+            self._ip(*where, "replace", other, "lladdr", NOWHERE, "dev", device, "nud", "permanent")
+        try:
+            yield
+        finally:
+            for where, other, device in ends:
+                self._ip(*where, "del", other, "dev", device)
+
+    def remove(self) -> None:
+        with suppress(OSError):
+            self._ip("link", "del", self._here)
+        with suppress(OSError):
+            self._ip("netns", "del", self.name)
+
+    @staticmethod
+    def _ip(*arguments: str) -> None:
+        done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+        if done.returncode:
+            raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+class MemoryGroup:
+    """A control group (version 1) with so much memory. Raises OSError without the right to make one."""
+
+    def __init__(self, limit_bytes: int):
+        self.limit_bytes = limit_bytes
+        self.folder = _MEMORY_GROUPS / f"appliance-test-{os.getpid()}"
+        self.folder.mkdir()
+        (self.folder / "memory.limit_in_bytes").write_text(str(limit_bytes))
+
+    def enter(self) -> None:
+        """This process, and all that it starts, belong to it from now on."""
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def free_bytes(self) -> int:
+        rows = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
+        cached = int(rows["total_inactive_file"]) + int(rows["total_active_file"])
+        return self.limit_bytes - int((self.folder / "memory.usage_in_bytes").read_text()) + cached
+
+    def remove(self) -> None:
+        with suppress(OSError):
+            self.folder.rmdir()
+
+
+class OtherMachine(WholeBox):
+    """A node that joins: no endpoint, but logs, processes and files of its own."""
+
+    process: subprocess.Popen | None = None
+
+    def __init__(self, data_dir: Path, address: str, wire: Wire | None = None, group: MemoryGroup | None = None):
+        super().__init__(data_dir)
+        self.address, self.group = address, group
+        self._inside = () if wire is None else wire.inside
+
+    def main_pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def die(self) -> None:
+        """As when the machine loses power: nothing of it has a chance to say so."""
+        assert self.process is not None
+        pids = list(self.running())
+        for sig in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in {self.process.pid, *pids}:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, sig)
+        self.process.wait(60)
+
+    def join(self, head: str, *shown: str, devices: int = 2) -> None:
+        # From a folder with a package called like one of ours, as a person may well be in.
+        (self.data_dir / "cwd" / "train").mkdir(parents=True, exist_ok=True)
+        (self.data_dir / "cwd" / "train" / "__init__.py").write_text("raise ImportError('the wrong one')")
+        how = ["--name", "n1", "--address", self.address, "--devices", str(devices)]
+        with open(self.data_dir / "join.log", "ab") as log:
+            self.process = subprocess.Popen(
+                [*self._inside, COMMAND, "join", head, *how, *shown],
+                stdout=log,
+                stderr=log,
+                env=self.environment(),
+                cwd=self.data_dir / "cwd",
+                start_new_session=True,
+                preexec_fn=None if self.group is None else self.group.enter,
+            )
+
+    def pids_of(self, name: str) -> list[int]:
+        """Processes by the names that people know them by."""
+        logs = {"engine": "engine-*.log", "rank": "*-rank*.log"}
+        if name == "main":
+            return [self.main_pid()]
+        if name in logs:
+            return self.pids_logging_to(logs[name])
+        wanted = {
+            "raylet": "/raylet",
+            "node's agent": "ray::Node",
+            "engine's supervisor": "ray::Replica",
+            "rank's supervisor": "ray::RankHost",
+        }[name]
+        return sorted(pid for pid, command in self.running().items() if wanted in command.split(" ")[0])
+
+
+def deploy_tiny(home: WholeBox) -> None:
+    tiny = make_model_dir(home.data_dir / "tiny", hidden_size=128, intermediate_size=256)
+    assert home.ask("model", "import", str(tiny), "--name", "tiny")["state"] == "succeeded"
+    home.run("model", "deploy", "tiny", "--min-replicas", "1")
+    wait_for(lambda: places(home), "an engine at home", 600)
+
+
+def with_token(home: WholeBox) -> tuple[str, str]:
+    return "--token", home.ask("node", "token")["token"]
+
+
+def devices(home: WholeBox) -> list[str]:
+    """Those that are there."""
+    return sorted(device["id"] for device in home.admin("status")["devices"] if device["health"] != "lost")
+
+
+def holder_of(home: WholeBox, device_id: str) -> str | None:
+    (holder,) = [d["holder"] for d in home.admin("status")["devices"] if d["id"] == device_id] or [None]
+    return holder["id"] if holder else None
+
+
+def places(home: WholeBox) -> list[str]:
+    """Devices of the engines that take requests."""
+    replicas = home.admin("status")["replicas"]
+    return sorted(device for one in replicas if one["state"] == "open" for device in one["devices"])

@@ -1,0 +1,409 @@
+"""A box and a second node on a network of their own: what is killed, stopped, cut off, removed or short of memory
+there, what clients saw of it, and how long until all was whole again. As root; skipped where no network can be made.
+
+`NODE_FAULTS="wire cut,kill raylet" pytest -s -m soak tests/e2e/test_two_machines_soak.py` chooses faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.nodes.certificate_authority import Credentials
+from appliance.nodes.enrolment import NotEnrolled, enrol, port_of, renew
+from runtime.errors import TunnelRefused
+from runtime.tunnel import NodeCertificate, Shared, fetch_directory
+from tests.e2e.box_support import WholeBox, gsm8k, wait_for
+from tests.e2e.faults_support import Clients, told_as
+from tests.e2e.machines_support import (
+    MemoryGroup,
+    OtherMachine,
+    Wire,
+    deploy_tiny,
+    devices,
+    holder_of,
+    places,
+    with_token,
+)
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
+
+MB = 1 << 20
+ALL = ["n0/0", "n1/0", "n1/1", "n1/2"]
+STOPPED_S = 30.0
+RESERVE = 600 * MB
+
+
+@dataclass
+class Machines:
+    home: WholeBox
+    away: OtherMachine
+    wire: Wire
+    head: str
+    supervised: bool = True  # as by systemd: what ends is started anew
+
+    def join(self, *shown: str) -> None:
+        self.away.join(self.head, *shown, devices=3)
+        wait_for(lambda: devices(self.home) == ALL, "the other machine's devices", 400)
+
+    def supervise(self) -> None:
+        if self.supervised and self.away.process is not None and self.away.process.poll() is not None:
+            self.away.join(self.head, devices=3)
+
+
+@pytest.fixture
+def machines(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Machines]:
+    with ExitStack() as undo:
+        try:
+            wire = Wire()
+            undo.callback(wire.remove)
+            group = MemoryGroup(request.param) if getattr(request, "param", None) else None
+        except OSError as error:
+            pytest.skip(f"no machine of its own can be made here: {error}")
+        if group is not None:
+            undo.callback(group.remove)
+        home, away = WholeBox(tmp_path / "home"), OtherMachine(tmp_path / "away", wire.away, wire, group)
+        with socket.socket() as probe:
+            probe.bind((wire.home, 0))
+            port = probe.getsockname()[1]
+        for machine in (home, away):
+            machine.data_dir.mkdir()
+            undo.callback(machine.destroy)
+        (home.data_dir / "appliance.toml").write_text(
+            f'[box]\nnode_address = "{wire.home}"\nnode_port = {port}\ndevices = 1\nstart_timeout_s = 300\n'
+            f"memory_reserve_bytes = {RESERVE}\n[serve]\nmax_replicas = 4\nstart_timeout_s = 400\n"
+        )
+        home.up()
+        yield Machines(home, away, wire, f"{wire.home}:{port}")
+        home.run("down")
+        assert home.left() == []
+        if away.process is not None:
+            wait_for(lambda: away.process.poll() is not None, "the other node to end with its box", 60)
+        assert away.left() == []
+
+
+def started(machines: Machines) -> str:
+    """An engine on each machine, and a job on both other devices of the second; returns the job."""
+    home = machines.home
+    deploy_tiny(home)
+    machines.join(*with_token(home))
+    home.run("mode", "set", "split", "--train", "2")
+    home.run("model", "deploy", "tiny", "--min-replicas", "2")
+    (home.data_dir / "train.jsonl").write_bytes(gsm8k("train", 2000))
+    sized = ["--epochs", "50", "--batch-size", "4", "--max-length", "128", "--lora-rank", "4"]
+    where = ["--min-devices", "2", "--max-devices", "2"]
+    file = str(home.data_dir / "train.jsonl")
+    job = home.ask("job", "submit", "--model", "tiny", "--file", file, *sized, *where)["id"]
+    wait_for(lambda: whole(home, job), "engines on both machines and the job on the second", 600)
+    wait_for(lambda: home.losses(job), "a step", 300)
+    return job
+
+
+def whole(home: WholeBox, job: str) -> bool:
+    status = home.tried("status")
+    if status is None or sorted(d["id"] for d in status["devices"] if d["health"] == "ok") != ALL:
+        return False
+    open_at = {d.partition("/")[0] for one in status["replicas"] if one["state"] == "open" for d in one["devices"]}
+    ranks = [d["id"] for d in status["devices"] if d["holder"] and d["holder"]["id"] == job]
+    return open_at == {"n0", "n1"} and len(ranks) == 2 and not status["degraded"]
+
+
+# --- faults
+
+
+@contextmanager
+def killed(machines: Machines, name: str) -> Iterator[None]:
+    os.kill(wait_for(lambda: machines.away.pids_of(name), f"a {name}", 60)[0], signal.SIGKILL)
+    yield
+
+
+@contextmanager
+def stopped(machines: Machines, name: str) -> Iterator[None]:
+    pid = wait_for(lambda: machines.away.pids_of(name), f"a {name}", 60)[0]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+PARTS = ("raylet", "node's agent", "engine's supervisor", "rank's supervisor", "engine", "rank", "main")
+FAULTS: dict[str, tuple[float, Callable[[Machines], Any]]] = {
+    **{f"kill {part}": (0.0, lambda machines, part=part: killed(machines, part)) for part in PARTS},
+    **{f"stop {part}": (STOPPED_S, lambda machines, part=part: stopped(machines, part)) for part in PARTS},
+    "wire cut": (STOPPED_S, lambda machines: machines.wire.cut()),
+    "wire cut for long": (90.0, lambda machines: machines.wire.cut()),
+}
+
+
+def test_faults_of_the_other_machine(machines: Machines) -> None:
+    home = machines.home
+    job = started(machines)
+    chosen = [name for name in os.environ.get("NODE_FAULTS", "").split(",") if name] or list(FAULTS)
+    rows, wrong = [], []
+    with Clients(home.url, home.key, "tiny", workers=3, max_tokens=64) as load:
+        for name in chosen:
+            lasts_s, fault = FAULTS[name]
+            before, step = load.finished, max(home.losses(job))
+            began_s = time.monotonic()
+            with fault(machines):
+                until_s = began_s + lasts_s
+                while time.monotonic() < until_s:
+                    machines.supervise()
+                    time.sleep(0.5)
+            over_s = time.monotonic()
+
+            def again(job: str = job, step: int = step) -> bool:
+                machines.supervise()
+                return whole(home, job) and max(home.losses(job)) > step
+
+            time.sleep(2.0)  # a death is not known at once
+            try:
+                wait_for(again, f"all to be whole after {name}", 400)
+            except AssertionError as error:
+                wrong.append(f"{error}: {home.admin('status')}")
+                break
+            whole_s = time.monotonic() - over_s
+            asked = load.finished
+            wait_for(lambda asked=asked: load.finished > asked + 6, "answers", 120)
+            seen = load.outcomes[before:]
+            errors = Counter(told_as(one.error) for one in seen if one.error)
+            cut = sum(one.error is None and one.finish_reason is None for one in seen)
+            longest = max(one.seconds for one in seen)
+            rows.append(
+                f"| {name} | {lasts_s:.0f} | {len(seen)} | {dict(errors)} | {cut} | {longest:.1f} | {whole_s:.0f} |"
+            )
+            print(rows[-1], flush=True)
+            if cut or any(one.answers > 1 for one in seen):
+                wrong.append(f"{name}: {cut} answers cut off without a word, or some given twice")
+            if longest > 60:
+                wrong.append(f"{name}: a client waited {longest:.0f} s")
+    print("| fault | s | requests | errors | cut | longest s | whole after s |", *rows, sep="\n", flush=True)
+    assert not wrong, wrong
+    assert sorted(home.losses(job)) == list(range(1, max(home.losses(job)) + 1)), "a step is missing"
+    home.run("job", "cancel", job)
+
+
+# --- removed
+
+
+def heard_with(certificate: NodeCertificate, address: str, port: int) -> bytes:
+    """What a listener says to who shows this certificate; nothing where it does not let him in."""
+    context = certificate.context(ssl.PROTOCOL_TLS_CLIENT)
+    with suppress(OSError), socket.create_connection((address, port), timeout=5) as plain:
+        context.set_alpn_protocols(["h2"])
+        with context.wrap_socket(plain, server_hostname=address) as secure:
+            secure.settimeout(2)
+            secure.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5))
+            return secure.recv(4096)
+    return b""
+
+
+def doors(home: WholeBox, certificate: NodeCertificate, address: str) -> dict[str, bytes]:
+    """Who of the box listens on the network, and what each says to who shows this certificate."""
+    found = {}
+    for where, who in home.listening().items():
+        host, _, port = where.rpartition(":")
+        if host == address:
+            name = next((n for n in ("gcs_server", "raylet", "ray::Node", "main", "ray::") if n in who), who)
+            found[f"{name} {port}"] = heard_with(certificate, address, int(port))
+    return found
+
+
+def test_a_node_renews_its_certificate_and_is_removed_while_all_runs_on_it(machines: Machines, tmp_path: Path) -> None:
+    home, away, wire = machines.home, machines.away, machines.wire
+    job = started(machines)
+    credentials = Credentials(away.data_dir / "ca")
+    first = credentials.fingerprint()
+
+    # Another certificate, without a token and without being removed: it leaves in order and is back.
+    away.process.send_signal(signal.SIGINT)
+    assert away.process.wait(180) == 0
+    assert away.left() == []
+    machines.join("--renew")
+    assert credentials.fingerprint() != first
+    wait_for(lambda: whole(home, job), "the job and engines to be back", 400)
+
+    stolen = tmp_path / "stolen"
+    shutil.copytree(away.data_dir / "ca", stolen)
+    shutil.copy(away.data_dir / "ray.token", stolen / "ray.token")
+    old = NodeCertificate.below(stolen)
+    open_before = {door for door, said in doors(home, old, wire.home).items() if said}
+    with Clients(home.url, home.key, "tiny", workers=3, max_tokens=64) as load:
+        time.sleep(3)
+        began_s = time.monotonic()
+        home.run("node", "remove", "n1")
+        wait_for(lambda: devices(home) == ["n0/0"], "its devices to be gone", 30)
+        gone_s = time.monotonic() - began_s
+        wait_for(lambda: away.process.poll() is not None, "the node to end", 60)
+        ended_s = time.monotonic() - began_s
+        before = load.finished
+        wait_for(lambda: load.finished > before + 20, "answers of what is left", 120)
+        seen = list(load.outcomes)
+    errors = dict(Counter(told_as(one.error) for one in seen if one.error))
+    print(
+        f"removed: devices gone after {gone_s:.1f} s, the node ended after {ended_s:.1f} s; {len(seen)} requests, "
+        f"errors {errors}, longest {max(one.seconds for one in seen):.1f} s",
+        flush=True,
+    )
+    assert not [one for one in seen if one.error is None and one.finish_reason is None]
+    assert away.process.returncode == 1 and away.left() == []
+    row = wait_for(lambda: next((r for r in home.admin("status")["queue"] if r["id"] == job), None), "the job", 60)
+    assert row["why"] or row["devices"], row
+    print("the job waits:", row["why"], flush=True)
+
+    # What the node had opens nothing of ours any more.
+    with pytest.raises(NotEnrolled, match="removed"):
+        asyncio.run(
+            renew(Credentials(stolen), (wire.home, port_of(int(machines.head.rpartition(":")[2]))), "n1", wire.away)
+        )
+    token = (stolen / "ray.token").read_bytes()
+    box = wire.home, port_of(int(machines.head.rpartition(":")[2]))
+    with pytest.raises(NotEnrolled, match="was removed from this box"):
+        asyncio.run(enrol(Credentials(tmp_path / "n9"), box, token.decode(), "n9", wire.away))
+    lent = next((home.data_dir / "models").iterdir())
+    refused = 0
+    for door in doors(home, old, wire.home):
+        if door.startswith("ray::Node"):
+            with suppress(OSError, ValueError, TimeoutError):  # this actor's own gRPC port speaks otherwise
+                try:
+                    where = wire.home, int(door.split()[-1])
+                    asyncio.run(fetch_directory(where, Shared(token, old), lent, tmp_path / "taken"))
+                except TunnelRefused as error:
+                    refused += "removed from the box" in str(error)
+    assert refused == 1 and not (tmp_path / "taken").exists()
+    still = {door: said for door, said in doors(home, old, wire.home).items() if said}
+    print("open before:", sorted(open_before), "\nTLS still lets in:", sorted(still), flush=True)
+    assert all(door.startswith(("gcs_server", "raylet", "ray::", "main")) for door in still)
+    away.join(machines.head, devices=3)
+    wait_for(lambda: away.process.poll() is not None, "it to be ended again", 300)
+    assert devices(home) == ["n0/0"] and away.left() == []
+
+    # Against who keeps the certificate and speaks to Ray: a new authority.
+    home.run("down")
+    shutil.rmtree(home.data_dir / "ca")
+    (home.data_dir / "ray.token").unlink()
+    home.up()
+    still = {door: said for door, said in doors(home, old, wire.home).items() if said}
+    assert still == {}, "nobody believes the old certificate any more"
+    machines.join(*with_token(home))
+    wait_for(lambda: whole(home, job), "all to be whole with a new certificate", 400)
+    home.run("job", "cancel", job)
+
+
+# --- memory
+
+HOG = """
+import sys
+held = []
+for line in sys.stdin:
+    held.append(b"x" * int(line))
+    print("held", flush=True)
+"""
+
+
+class Hog:
+    """Another program on that machine, which takes what becomes free until no more than `leave` is left."""
+
+    def __init__(self, group: MemoryGroup, leave: int):
+        self._group, self._leave, self._stop = group, leave, threading.Event()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", HOG],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=group.enter,
+        )
+        self._thread = threading.Thread(target=self._fill)
+        self.held = 0
+
+    def __enter__(self) -> Hog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._process.kill()
+        self._thread.join()
+        self._process.wait()
+
+    def _fill(self) -> None:
+        with suppress(OSError):
+            while not self._stop.wait(0.2):
+                more = min(128 * MB, self._group.free_bytes() - self._leave)
+                if more >= 4 * MB:
+                    self._process.stdin.write(f"{more}\n")
+                    self._process.stdin.flush()
+                    self._process.stdout.readline()
+                    self.held += more
+
+
+@pytest.mark.parametrize("machines", [6000 * MB], indirect=True)
+def test_memory_of_the_other_machine_is_given_back_in_order_serving_last(machines: Machines) -> None:
+    home, away = machines.home, machines.away
+    deploy_tiny(home)
+    machines.join(*with_token(home))
+    assert home.admin("status")["memory"]["nodes"]["n1"]["total_bytes"] == 6000 * MB, "its machine is the group"
+    home.run("model", "deploy", "tiny", "--min-replicas", "4")
+    wait_for(lambda: places(home) == ALL, "engines everywhere", 600)
+    job = None
+    home.run("model", "deploy", "tiny", "--min-replicas", "2")
+    home.run("mode", "set", "split", "--train", "2")
+    (home.data_dir / "train.jsonl").write_bytes(gsm8k("train", 2000))
+    sized = ["--epochs", "50", "--batch-size", "4", "--max-length", "128", "--lora-rank", "4"]
+    where = ["--min-devices", "2", "--max-devices", "2"]
+    file = str(home.data_dir / "train.jsonl")
+    job = home.ask("job", "submit", "--model", "tiny", "--file", file, *sized, *where)["id"]
+    wait_for(lambda: whole(home, job) and home.losses(job), "the job there", 600)
+    engines = away.pids_of("engine")
+
+    def of_n1() -> dict[str, Any]:
+        return home.admin("status")["memory"]["nodes"]["n1"]
+
+    with Clients(home.url, home.key, "tiny", workers=2, max_tokens=32) as load:
+        began_s = time.monotonic()
+        with Hog(away.group, 300 * MB) as hog:
+            wait_for(lambda: of_n1()["short"], "the other machine to be short", 120)
+            short_s = time.monotonic() - began_s
+            wait_for(lambda: of_n1()["waiting_jobs"] == [job], "training to wait there", 120)
+            wait_for(lambda: not away.pids_of("rank"), "its ranks to be gone", 120)
+            given_s = time.monotonic() - began_s
+            notes = home.admin("status")["notes"]
+            assert any(note.startswith("memory of n1 is short: ") for note in notes), notes
+            answered = load.finished
+            wait_for(lambda: load.finished > answered + 10, "answers while memory is short", 120)
+            given = [one["what"] for one in of_n1()["given_back"] if not one["back"]]
+            held = hog.held
+        freed_s, step = time.monotonic(), max(home.losses(job))
+        wait_for(lambda: whole(home, job) and max(home.losses(job)) > step, "training to be back by itself", 300)
+        back_s = time.monotonic() - freed_s
+    report = load.report()
+    print(
+        f"another program took {held / MB:.0f} MB; short after {short_s:.1f} s, given back {given}, ranks gone after "
+        f"{given_s:.1f} s, training {back_s:.1f} s after it ended; {report.requests} requests, {report.dropped} errors "
+        f"{report.errors}, longest {report.longest_s:.1f} s",
+        flush=True,
+    )
+    order = ["pool", "versions", "sleeper", "parked", "job"]
+    assert given == sorted(given, key=order.index) and given[-1] == "job"
+    assert (report.dropped, report.truncated, report.duplicated) == (0, 0, 0), report.errors
+    assert set(away.pids_of("engine")) & set(engines), "who serves there was never ended"
+    assert holder_of(home, "n0/0") is not None and of_n1()["short"] == ""
+    home.run("job", "cancel", job)

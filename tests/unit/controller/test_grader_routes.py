@@ -1,0 +1,142 @@
+"""Graders through the unchanged SDK: checked, tried on a sample, with the box's models as judges."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from appliance.controller.grading import grader_routes, model_answers
+from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
+from appliance.store.records import usage
+from tests.simulator.control_plane import SimulatedEngines
+from tests.unit.controller.conftest import Control
+from train.graders import sandbox
+
+CHECK: Any = {
+    "type": "string_check",
+    "name": "same",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "eq",
+}
+JUDGE: Any = {
+    "type": "score_model",
+    "name": "judge",
+    "model": "starter",
+    "input": [{"role": "user", "content": "{{item.q}}: {{sample.output_text}}"}],
+}
+
+
+def engines(control: Control) -> SimulatedEngines:
+    assert isinstance(control.context.batch_engines, SimulatedEngines)
+    return control.context.batch_engines
+
+
+def judged(control: Control, *answers: str | EngineAnswer | LineReturned) -> list[dict[str, Any]]:
+    """The engine answers like this; returns the bodies that it was sent."""
+    left, sent = list(answers), []
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer:
+        sent.append(body)
+        given = left.pop(0)
+        if isinstance(given, LineReturned):
+            raise given
+        if isinstance(given, EngineAnswer):
+            return given
+        choice = {"index": 0, "message": {"role": "assistant", "content": given}}
+        used = {"prompt_tokens": 20, "completion_tokens": 9, "total_tokens": 29}
+        return EngineAnswer(200, {"choices": [choice], "usage": used}, "v1")
+
+    engines(control).rule = rule
+    return sent
+
+
+async def test_a_grader_is_tried_on_a_sample(control: Control):
+    found = await control.sdk.fine_tuning.alpha.graders.run(grader=CHECK, model_sample="4", item={"answer": "4"})
+    assert found.reward == 1.0 and found.sub_rewards == {} and found.metadata.scores == {"same": 1.0}
+    assert (found.metadata.name, found.metadata.type, found.metadata.token_usage) == ("same", "string_check", None)
+    assert found.metadata.execution_time >= 0 and not found.metadata.errors.other_error
+
+
+async def test_what_the_item_lacks_is_a_flag_and_words(control: Control):
+    found = await control.sdk.fine_tuning.alpha.graders.run(grader=CHECK, model_sample="4", item={})
+    assert found.reward == 0.0 and found.metadata.errors.invalid_variable_error
+    assert "'answer' is not there" in found.metadata.messages[0]  # type: ignore[attr-defined]
+
+
+async def test_a_grader_is_checked_and_told_back(control: Control):
+    told = await control.sdk.fine_tuning.alpha.graders.validate(grader=CHECK)
+    assert told.grader is not None and told.grader.model_dump(exclude_unset=True) == CHECK
+    with pytest.raises(openai.BadRequestError) as caught:
+        await control.sdk.fine_tuning.alpha.graders.validate(grader={**CHECK, "operation": "equals"})
+    assert (caught.value.param, caught.value.code) == ("grader.operation", "invalid_grader")
+
+
+async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
+    python: Any = {
+        "type": "python",
+        "name": "length",
+        "source": "def grade(sample, item):\n    return len(sample['output_text'])",
+    }
+    if not sandbox.refusal():
+        assert (await control.sdk.fine_tuning.alpha.graders.run(grader=python, model_sample="four")).reward == 4
+        broken = {**python, "source": "def grade(sample, item):\n    return item['n']"}
+        found = await control.sdk.fine_tuning.alpha.graders.run(grader=broken, model_sample="", item={})
+        assert found.metadata.errors.python_grader_runtime_error
+        assert found.metadata.errors.python_grader_runtime_error_details == "KeyError: 'n' (line 2)"
+    monkeypatch.setattr(sandbox, "missing", lambda: "the kernel offers no Landlock")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await control.sdk.fine_tuning.alpha.graders.validate(grader=python)
+    assert caught.value.code == "python_graders_unavailable" and "no Landlock" in caught.value.message
+
+
+async def test_a_model_of_the_box_judges_and_is_paid_for(control: Control):
+    control.as_key("carol")
+    sent = judged(control, json.dumps({"reason": "close", "result": 0.75}))
+    found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="4", item={"q": "2+2"})
+    assert found.reward == 0.75 and found.metadata.token_usage == 29
+    assert found.metadata.sampled_model_name == "starter"
+    assert found.api_model_grader_token_usage_per_model == {"starter": {"total_tokens": 29}}
+    assert sent[0]["messages"] == [{"role": "user", "content": "2+2: 4"}] and "response_format" in sent[0]
+    assert engines(control).wanted == []
+    rows = usage.report(control.context.db, "model", 0, time.time())
+    assert [(row.name, row.prompt_tokens, row.completion_tokens) for row in rows] == [("starter", 20, 9)]
+
+
+async def test_an_engine_that_dies_is_asked_once_more(control: Control):
+    died = LineReturned("its engine died", yielded=False)
+    judged(control, died, '{"reason": "", "result": 1}')
+    assert (await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="", item={"q": ""})).reward == 1
+    judged(control, died, died)
+    found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="", item={"q": ""})
+    assert found.metadata.errors.api_model_grader_server_error
+    assert "died" in (found.metadata.errors.api_model_grader_server_error_details or "")
+
+
+async def test_an_answer_that_is_no_grade_or_an_error_has_its_flag(control: Control):
+    refused = EngineAnswer(400, {"error": {"message": "too long"}})
+    judged(control, "it is good", refused)
+    graders = control.sdk.fine_tuning.alpha.graders
+    assert (
+        await graders.run(grader=JUDGE, model_sample="", item={"q": ""})
+    ).metadata.errors.api_model_grader_parse_error
+    errors = (await graders.run(grader=JUDGE, model_sample="", item={"q": ""})).metadata.errors
+    assert errors.api_model_grader_server_error_details == "too long"
+
+
+async def test_a_judge_without_engines_says_so_in_time(control: Control, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grader_routes, "ANSWER_WITHIN_S", 0.05)
+    monkeypatch.setattr(model_answers, "LOOK_EVERY_S", 0.01)
+    engines(control).lines = 0
+    found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="", item={"q": ""})
+    assert "no answer within" in (found.metadata.errors.api_model_grader_server_error_details or "")
+
+
+async def test_a_judge_that_is_not_ones_own_does_not_exist(control: Control):
+    with pytest.raises(openai.NotFoundError) as caught:
+        await control.sdk.fine_tuning.alpha.graders.validate(grader={**JUDGE, "model": "nosuch"})
+    assert caught.value.code == "model_not_found"

@@ -1,0 +1,233 @@
+"""What a grader is, what is refused by name, and which reward comes out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train.graders import formula
+from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
+from train.graders.graders import parse
+from train.graders.grading import Graded, ModelAnswer, grade, requests
+from train.graders.templates import Sample, fill
+
+CHECK = {"type": "string_check", "name": "same", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
+SCORE = {
+    "type": "score_model",
+    "name": "judge",
+    "model": "starter",
+    "range": [0, 10],
+    "input": [
+        {"role": "system", "content": "Grade."},
+        {"role": "user", "content": [{"type": "input_text", "text": "{{ item.question }}"}, "{{sample.output_text}}"]},
+    ],
+    "sampling_params": {"temperature": 0, "max_completions_tokens": 99, "seed": 4},
+}
+LABEL = {
+    "type": "label_model",
+    "name": "kind",
+    "model": "starter",
+    "input": [{"role": "user", "content": "{{sample.output_text}}"}],
+    "labels": ["good", "bad"],
+    "passing_labels": ["good"],
+}
+
+
+def no_python(source: str, sample: dict, item: object) -> float:
+    raise AssertionError("no code is run here")
+
+
+def graded(given: object, text: str, item: object = None, answers: dict | None = None) -> Graded:
+    return grade(parse(given), Sample(text), item, answers or {}, no_python)
+
+
+@pytest.mark.parametrize(
+    ("operation", "text", "answer", "reward"),
+    [
+        ("eq", "Paris", "Paris", 1),
+        ("eq", "Paris", "paris", 0),
+        ("ne", "Paris", "Lyon", 1),
+        ("like", "It is Paris.", "Paris", 1),
+        ("like", "It is PARIS.", "Paris", 0),
+        ("ilike", "It is PARIS.", "Paris", 1),
+        ("ilike", "It is Lyon.", "Paris", 0),
+    ],
+)
+def test_a_string_is_compared(operation: str, text: str, answer: str, reward: float) -> None:
+    found = graded({**CHECK, "operation": operation}, text, {"answer": answer})
+    assert (found.reward, found.passed, found.errors) == (reward, reward == 1, GradingErrors())
+
+
+def test_templates_reach_into_items_and_samples() -> None:
+    sample = Sample('{"steps": [{"n": 7}]}', [{"id": "call_1"}])
+    item = {"a": {"b": [1, {"c d": "x"}]}, "zh": "你好"}
+    assert fill("{{item.a.b.0}} {{ item.a.b[1]['c d'] }} {{item.zh}}", sample, item) == "1 x 你好"
+    assert fill("{{ sample.output_json.steps[0].n }}", sample, item) == "7"
+    assert fill("{{sample.output_tools}}", sample, item) == '[{"id": "call_1"}]'
+    assert fill("{{sample.choices.0.message.content}} {not one}", Sample("hi"), None) == "hi {not one}"
+
+
+@pytest.mark.parametrize("variable", ["item.b", "item.a.x", "item.a.9", "sample.choices.1"])
+def test_what_the_item_lacks_is_said(variable: str) -> None:
+    with pytest.raises(GradingFailed, match=r"has no value: '\w+' is not there") as failure:
+        fill(f"{{{{ {variable} }}}}", Sample(""), {"a": [1]})
+    assert failure.value.errors.invalid_variable_error
+
+
+def test_a_filled_template_is_bounded() -> None:
+    """A template of a few bytes per variable would otherwise make gigabytes of a long item."""
+    with pytest.raises(GradingFailed, match="longer than"):
+        fill("{{item}}" * 1000, Sample(""), "x" * 100_000)
+
+
+def test_an_output_that_is_no_json_has_its_own_flag() -> None:
+    found = graded({**CHECK, "operation": "eq", "input": "{{sample.output_json.a}}"}, "no json", {"answer": "1"})
+    assert found.errors == GradingErrors(sample_parse_error=True)
+    assert (found.reward, found.passed) == (0.0, False) and "no JSON" in found.messages[0]
+
+
+REFUSED = {
+    "no object": (3, "", "an object with a `type`"),
+    "no kind": ({"type": "vibes", "name": "x"}, "type", "not a kind of grader"),
+    "a field too many": ({**CHECK, "operation": "eq", "weight": 2}, "weight", "is no field"),
+    "an operation": ({**CHECK, "operation": "equals"}, "operation", "'eq', 'ne', 'like' or 'ilike'"),
+    "a number": ({**CHECK, "operation": "eq", "reference": 4}, "reference", "valid string"),
+    "a namespace": ({**CHECK, "operation": "eq", "input": "{{ reference }}"}, "input", "neither `item` nor `sample`"),
+    "a sample's field": ({**CHECK, "operation": "eq", "input": "{{sample.text}}"}, "input", "output_text"),
+    "cosine": (
+        {"type": "text_similarity", "name": "x", "input": "", "reference": "", "evaluation_metric": "cosine"},
+        "evaluation_metric",
+        "take one of fuzzy_match, bleu",
+    ),
+    "an image": (
+        {**SCORE, "input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input.0.content",
+        "images and audio are not",
+    ),
+    "an empty range": ({**SCORE, "range": [1, 1]}, "range", "expected [low, high]"),
+    "a strange label": ({**LABEL, "passing_labels": ["fine"]}, "passing_labels", "fine: not among `labels`"),
+    "no function": ({"type": "python", "name": "x", "source": "1"}, "source", "no function `grade"),
+    "a long source": ({"type": "python", "name": "x", "source": "def grade" + "x" * 262_144}, "source", "262144"),
+}
+
+
+@pytest.mark.parametrize(("given", "param", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_grader_is_refused_by_name(given: object, param: str, message: str) -> None:
+    with pytest.raises(InvalidGrader) as refusal:
+        parse(given)
+    assert refusal.value.param == param and message in refusal.value.message
+
+
+@pytest.mark.parametrize("how", ["by name", "as a list", "alone"])
+def test_the_graders_of_a_multi_grader_come_in_three_shapes(how: str) -> None:
+    one = {**CHECK, "operation": "eq"}
+    graders = {"by name": {"same": one}, "as a list": [one], "alone": one}[how]
+    found = graded(
+        {"type": "multi", "name": "m", "calculate_output": "2 * same - 0.5", "graders": graders}, "4", {"answer": "4"}
+    )
+    assert (found.reward, found.sub_rewards) == (1.5, {"same": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("same +", "cannot be read"),
+        ("other", "names other, but the graders are called same"),
+        ("__import__('os')", "a formula has numbers"),
+        ("same.real", "a formula has numbers"),
+        ("(lambda: 1)()", "a formula has numbers"),
+        ("True", "a formula has numbers"),
+        ("sqrt(1, 2)", "takes one number"),
+        ("min(same)", "takes two"),
+        ("-" * 3000 + "same", ""),
+        ("(" * 3000 + "same" + ")" * 3000, ""),
+        ("same" + " " * 5000, "at most 4096"),
+    ],
+)
+def test_only_arithmetic_is_a_formula(text: str, message: str) -> None:
+    with pytest.raises(InvalidGrader) as refusal:
+        formula.check(text, {"same"}, "calculate_output")
+    assert message in refusal.value.message
+
+
+def test_formulas_know_powers_and_functions() -> None:
+    rewards = {"a": 3.0, "b": 0.25}
+    assert formula.value("a ^ 2 + sqrt(b) - min(a, b, 9) * floor(2.7) / ceil(0.1)", rewards) == 9.0
+    assert formula.value("abs(-a) + exp(0) + log(1) + max(a, b)", rewards) == 7.0
+
+
+@pytest.mark.parametrize("text", ["a / b", "log(b)", "sqrt(0 - a)", "(0 - a) ^ 0.5", "9 ^ 9 ^ 9 ^ 9", "1e308 * 10 * a"])
+def test_a_formula_without_a_value_says_so(text: str) -> None:
+    with pytest.raises(GradingFailed, match="has no value for a = 1, b = 0") as failure:
+        formula.value(text, {"a": 1.0, "b": 0.0})
+    assert failure.value.errors == GradingErrors(formula_parse_error=True)
+
+
+@given(text=st.text("ab0123456789.+-*/^(), minaxe", max_size=40), a=st.floats(-10, 10), b=st.floats(-10, 10))
+def test_any_text_is_refused_or_has_a_finite_value_or_none(text: str, a: float, b: float) -> None:
+    try:
+        formula.check(text, {"a", "b"}, "calculate_output")
+        assert math.isfinite(formula.value(text, {"a": a, "b": b}))
+    except (InvalidGrader, GradingFailed):
+        pass
+
+
+def test_a_model_is_asked_by_a_schema_and_its_number_kept_in_range() -> None:
+    (name, body), *_ = requests(parse(SCORE), Sample("4"), {"question": "2+2?"}).items()
+    assert name == "judge" and body["messages"][1] == {"role": "user", "content": "2+2?\n4"}
+    assert (body["max_completion_tokens"], body["temperature"], body["seed"]) == (99, 0, 4)
+    schema = body["response_format"]["json_schema"]["schema"]
+    assert schema["properties"]["result"] == {"type": "number", "minimum": 0, "maximum": 10}
+    answer = ModelAnswer('{"reason": "right", "result": 12}', "starter", 30)
+    found = graded(SCORE, "4", {"question": "2+2?"}, {"judge": answer})
+    assert (found.reward, found.passed, found.tokens_by_model) == (10.0, True, {"starter": 30})
+
+
+@pytest.mark.parametrize(
+    ("answer", "flag"),
+    [
+        (ModelAnswer("ten"), "model_grader_parse_error"),
+        (ModelAnswer('{"result": null}'), "model_grader_parse_error"),
+        (ModelAnswer('{"reason": ""}'), "model_grader_parse_error"),
+        (ModelAnswer('{"result": NaN}'), ""),
+        (ModelAnswer(error="no engine"), "model_grader_server_error"),
+        (ModelAnswer(refused=True), "model_grader_refusal_error"),
+        (None, "model_grader_server_error"),
+    ],
+)
+def test_what_a_model_may_answer_instead(answer: ModelAnswer | None, flag: str) -> None:
+    found = graded(SCORE, "4", {"question": "2+2?"}, {"judge": answer} if answer else {})
+    assert found.reward == 0 and not found.passed
+    assert getattr(found.errors, flag) if flag else found.reward == 0
+
+
+def test_a_model_labels() -> None:
+    assert graded(LABEL, "x", answers={"kind": ModelAnswer('{"label": "good"}')}).reward == 1
+    assert graded(LABEL, "x", answers={"kind": ModelAnswer('{"label": "bad"}')}).reward == 0
+    assert graded(LABEL, "x", answers={"kind": ModelAnswer('{"label": "odd"}')}).errors.model_grader_parse_error
+
+
+def test_one_grader_that_fails_leaves_the_others_rewards_to_see() -> None:
+    multi = {
+        "type": "multi",
+        "name": "m",
+        "calculate_output": "a + b",
+        "graders": {"a": {**CHECK, "operation": "eq"}, "b": {**CHECK, "operation": "eq", "reference": "{{item.no}}"}},
+    }
+    found = graded(multi, "x", {"answer": "x"})
+    assert (found.reward, found.sub_rewards) == (0.0, {"a": 1.0}) and found.errors.invalid_variable_error
+
+
+def test_a_threshold_decides_what_passes() -> None:
+    similar = {
+        "type": "text_similarity",
+        "name": "x",
+        "input": "a b",
+        "reference": "a c",
+        "evaluation_metric": "rouge_1",
+    }
+    assert graded(similar, "").reward == 0.5 and graded(similar, "").passed
+    assert not graded({**similar, "pass_threshold": 0.6}, "").passed

@@ -1,0 +1,76 @@
+"""Grading in a worker process: several samples, none in another's way, and nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from train.graders import sandbox
+from train.graders.graders import parse
+from train.graders.grading import ModelAnswer
+from train.graders.host import GraderHost
+from train.graders.templates import Sample
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[GraderHost]:
+    made = GraderHost()
+    yield made
+    await made.stop()
+    assert made._process is None
+
+
+def python(body: str):
+    return parse({"type": "python", "name": "p", "source": f"def grade(sample, item):\n    {body}"})
+
+
+async def test_samples_are_graded_in_order(host: GraderHost) -> None:
+    check = parse(
+        {
+            "type": "string_check",
+            "name": "c",
+            "input": "{{sample.output_text}}",
+            "reference": "{{item}}",
+            "operation": "eq",
+        }
+    )
+    found = await host.grade(check, [(Sample("a"), "a"), (Sample("a"), "b"), (Sample("你"), "你")])
+    assert [one.reward for one in found] == [1, 0, 1]
+    if not sandbox.refusal():
+        found = await host.grade(python("return item"), [(Sample(""), number) for number in range(5)])
+        assert [one.reward for one in found] == [0, 1, 2, 3, 4]
+
+
+async def test_models_are_asked_and_answer(host: GraderHost) -> None:
+    judge = parse(
+        {"type": "score_model", "name": "j", "model": "m", "input": [{"role": "user", "content": "{{item}}"}]}
+    )
+    asked = await host.requests(judge, [(Sample("x"), "one"), (Sample("x"), "two")])
+    assert [one["j"]["messages"][0]["content"] for one in asked] == ["one", "two"]
+    answers = [{"j": ModelAnswer('{"reason": "", "result": 0.25}', "m", 7)}, {"j": ModelAnswer(error="gone")}]
+    found = await host.grade(judge, [(Sample("x"), "one"), (Sample("x"), "two")], answers)
+    assert [one.reward for one in found] == [0.25, 0] and found[0].tokens_by_model == {"m": 7}
+    assert found[1].errors.model_grader_server_error_details == "gone"
+
+
+async def test_a_worker_that_dies_takes_no_sample_with_it(host: GraderHost) -> None:
+    check = parse({"type": "string_check", "name": "c", "input": "a", "reference": "a", "operation": "eq"})
+    assert (await host.grade(check, [(Sample(""), None)]))[0].reward == 1
+    assert host._process is not None
+    host._process.kill()
+    found = await host.grade(check, [(Sample(""), None), (Sample(""), None)])
+    assert [one.reward for one in found] == [1, 1]
+
+
+async def test_a_request_given_up_does_not_answer_the_next(host: GraderHost) -> None:
+    if why := sandbox.refusal():
+        pytest.skip(why)
+    slow = asyncio.create_task(host.grade(python("import time; time.sleep(60)"), [(Sample(""), None)]))
+    while host._process is None:
+        await asyncio.sleep(0.01)
+    slow.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await slow
+    assert (await host.grade(python("return 3"), [(Sample(""), None)]))[0].reward == 3

@@ -1,0 +1,188 @@
+"""Code of a python grader computes, and can do nothing else: each escape is tried for real, in a process confined like
+those of the box."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from train.graders import sandbox
+from train.graders.errors import GradingFailed
+from train.graders.sandbox import run_python
+
+SECRET = "a secret of the box"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _confinable() -> None:
+    if why := sandbox.refusal():
+        pytest.skip(why)
+
+
+def grade(body: str, item: object = None, time_s: float = 20) -> float:
+    indented = "\n".join(f"    {line}" for line in body.splitlines())
+    return run_python(f"def grade(sample, item):\n{indented}", {"output_text": "hello"}, item, time_s)
+
+
+@pytest.mark.parametrize(
+    ("body", "reward"),
+    [
+        ("return len(sample['output_text']) + item['n']", 7),
+        ("import re, json, math, statistics, datetime, difflib\nreturn math.sqrt(4)", 2),
+        ("import numpy as np\nreturn np.linalg.norm(np.ones((200, 200)) @ np.ones((200, 200)))", 40000),
+        ("from rapidfuzz import fuzz\nreturn fuzz.ratio('a', 'a')", 100),
+        ("import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()\nreturn True", 1),
+        ("print('x' * 10_000_000)\nreturn 1", 1),
+        ("import zoneinfo\nreturn zoneinfo.ZoneInfo('UTC').utcoffset(None).total_seconds()", 0),
+    ],
+)
+def test_it_computes(body: str, reward: float) -> None:
+    assert grade(body, {"n": 2}) == reward
+
+
+ESCAPES = {
+    "read a file": "open(item['secret']).read()",
+    "read by descriptor": "import os\nos.read(os.open(item['secret'], os.O_RDONLY), 9)",
+    "list a directory": "import os\nos.listdir(item['folder'])",
+    "write a file": "open(item['folder'] + '/new', 'w')",
+    "append to a file": "open(item['secret'], 'a')",
+    "truncate a file": "import os\nos.truncate(item['secret'], 0)",
+    "delete a file": "import os\nos.unlink(item['secret'])",
+    "rename a file": "import os\nos.rename(item['secret'], item['secret'] + '2')",
+    "link a file": "import os\nos.link(item['secret'], item['folder'] + '/new')",
+    "link by name": "import os\nos.symlink(item['secret'], item['folder'] + '/new')",
+    "make a directory": "import os\nos.mkdir(item['folder'] + '/new')",
+    "change rights": "import os\nos.chmod(item['secret'], 0o777)",
+    "change the directory": "import os\nos.chdir(item['folder'])",
+    "change the root": "import os\nos.chroot(item['folder'])",
+    "read another's environment": "open(f\"/proc/{item['pid']}/environ\").read()",
+    "read another's memory": "open(f\"/proc/{item['pid']}/mem\", 'rb').read(1)",
+    "read its own environment": "open('/proc/self/environ').read()",
+    "write shared memory": "open('/dev/shm/new', 'w')",
+    "shared memory": "from multiprocessing import shared_memory\nshared_memory.SharedMemory(create=True, size=9)",
+    "memory that no limit counts": "import os\nos.memfd_create('x')",
+    "connect": "import socket\nsocket.create_connection(('127.0.0.1', item['port']))",
+    "a datagram": "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
+    "a local socket": "import socket\nsocket.socket(socket.AF_UNIX)",
+    "a pair of sockets": "import socket\nsocket.socketpair()",
+    "netlink": "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+    "resolve a name": "import socket\nsocket.getaddrinfo('example.com', 80)",
+    "run a program": "import subprocess\nsubprocess.run(['/bin/true'], check=True)",
+    "become a program": "import os\nos.execv('/bin/true', ['true'])",
+    "spawn": "import os\nos.posix_spawn('/bin/true', ['true'], {})",
+    "fork": "import os\nos.fork()",
+    "another process": "import multiprocessing\nmultiprocessing.get_context('spawn').Process(target=print).start()",
+    "signal": "import os\nos.kill(item['pid'], 0)",
+    "signal a group": "import os\nos.killpg(0, 9)",
+    "a descriptor of a process": "import os\nos.pidfd_open(item['pid'])",
+    "raise a limit": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))",
+    "another's limits": "import resource\nresource.prlimit(item['pid'], resource.RLIMIT_NOFILE)",
+    "priority": "import os\nos.nice(1)",
+    "another's processors": "import os\nos.sched_setaffinity(item['pid'], {0})",
+    "become another user": "import os\nos.setuid(1)",
+    "a file of the box's code": f"open({str(Path(sandbox.__file__).parents[2] / 'pyproject.toml')!r}).read()",
+    "own a descriptor's signals": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, item['pid'])",
+}
+
+
+@pytest.mark.parametrize("body", ESCAPES.values(), ids=ESCAPES)
+def test_it_does_nothing_else(body: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(SECRET)
+    item = {"secret": str(tmp_path / "secret"), "folder": str(tmp_path), "pid": os.getpid(), "port": 1}
+    with pytest.raises(GradingFailed, match=r"Error|gaierror") as failure:
+        grade(body + "\nreturn 1", item)
+    assert failure.value.errors.python_grader_runtime_error
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"] and (tmp_path / "secret").read_text() == SECRET
+
+
+CALLS = {
+    "ptrace": "ptrace(16, item['pid'], 0, 0)",
+    "mount": "mount(b'none', b'/tmp', b'tmpfs', 0, 0)",
+    "personality": "personality(0x0040000)",
+    "unshare": "unshare(0x10000000)",
+    "setns": "setns(0, 0)",
+    "keyctl": "syscall(250, 0)",
+    "bpf": "syscall(321, 0, 0, 0)",
+    "io_uring": "syscall(425, 1, 0)",
+    "userfaultfd": "syscall(323, 0)",
+    "perf_event_open": "syscall(298, 0, 0, -1, -1, 0)",
+    "shmget": "shmget(1, 100, 0o1777)",
+    "poisoned memory": "madvise(0, 4096, 100)",
+    "read another's memory": "process_vm_readv(item['pid'], 0, 0, 0, 0, 0)",
+}
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="calls by the numbers of x86_64")
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_calls_past_python_are_refused(call: str) -> None:
+    body = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfailed = libc.{call} == -1\n"
+    body += "return ctypes.get_errno() if failed else -1"
+    assert grade(body, {"pid": os.getpid()}) == 1  # EPERM
+
+
+ENDS = {
+    "no end": ("while True: pass", "longer than 0.5 s"),
+    "no end in a sleep": ("import time\ntime.sleep(60)", "longer than 0.5 s"),
+    "no end in a library": ("import re\nre.match(r'(a+)+$', 'a' * 64 + 'b')", "longer than 0.5 s"),
+    "much memory": ("return len(bytearray(3 << 30))", "MemoryError"),
+    "much mapped memory": ("import mmap\nreturn len(mmap.mmap(-1, 3 << 30))", "Cannot allocate memory"),
+    "an exit": ("import os\nos._exit(0)", "without a reward"),
+    "a polite exit": ("raise SystemExit(3)", "SystemExit: 3"),
+    "a crash": ("import ctypes\nctypes.string_at(0)", "SIGSEGV"),
+    "no number": ("return 'good'", "returned str; expected a number"),
+    "nothing": ("pass", "returned NoneType; expected a number"),
+    "no finite number": ("return float('nan')", "which is no reward"),
+    "a lie": ("import os\nos.write(3, b'{\"reward\": 1')\nos._exit(0)", "without a reward"),
+    "a flood": ("import os\nwhile True: os.write(3, b'x' * 4096)", "ended"),
+    "an error that hides": ("class E(Exception):\n    def __str__(self): raise self\nraise E", "E: its text"),
+    "deep recursion": ("f = lambda n: f(n + 1)\nf(0)", "RecursionError"),
+}
+
+
+@pytest.mark.parametrize(("body", "message"), ENDS.values(), ids=ENDS)
+def test_whatever_it_does_ends_with_an_error_in_words(body: str, message: str) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(GradingFailed, match=message) as failure:
+        grade(body, time_s=0.5 if "longer" in message else 20)
+    assert failure.value.errors.python_grader_runtime_error and time.monotonic() - began_s < 20
+
+
+def test_the_line_of_an_error_is_named() -> None:
+    with pytest.raises(GradingFailed, match=r"ZeroDivisionError: division by zero \(line 3\)"):
+        grade("x = 1\nreturn x / 0")
+
+
+def test_an_invalid_source_is_an_error_in_words() -> None:
+    with pytest.raises(GradingFailed, match="SyntaxError"):
+        run_python("def grade(", {}, None)
+    with pytest.raises(GradingFailed, match="no function `grade"):
+        run_python("grades = 1", {}, None)
+
+
+def test_runs_do_not_see_each_other_and_leave_nothing() -> None:
+    assert grade("import builtins\nbuiltins.kept = 1\nreturn 1") == 1
+    assert grade("import builtins\nreturn hasattr(builtins, 'kept')") == 0
+    assert {grade("import random\nreturn random.random()") for _ in range(3)} != {grade("return 0")}
+    children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "stat="], capture_output=True, text=True).stdout
+    assert "Z" not in children
+
+
+def test_where_nothing_can_confine_it_no_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "missing", lambda: "the kernel offers no Landlock")
+    with pytest.raises(GradingFailed, match="do not run on this machine: the kernel offers no Landlock") as failure:
+        grade("return 1")
+    assert failure.value.errors.python_grader_server_error
+
+
+def test_code_does_not_run_when_confining_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> None:
+        raise OSError("no such call")
+
+    monkeypatch.setattr(sandbox, "confine", fails)
+    with pytest.raises(GradingFailed, match="cannot be confined here: no such call") as failure:
+        grade("return 1")
+    assert failure.value.errors.python_grader_server_error

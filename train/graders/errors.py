@@ -1,0 +1,48 @@
+"""Why a grader is refused, and what went wrong while one graded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+
+class InvalidGrader(ValueError):
+    """`param` is the path within the grader (`graders.0.input`), `message` says what was expected."""
+
+    def __init__(self, param: str, message: str):
+        super().__init__(f"{param}: {message}" if param else message)
+        self.param, self.message = param, message
+
+
+@dataclass(frozen=True, slots=True)
+class GradingErrors:
+    """The flags that a graded sample carries, by the names of OpenAI's API (`MetadataErrors` in openai 3.52)."""
+
+    formula_parse_error: bool = False
+    sample_parse_error: bool = False
+    truncated_observation_error: bool = False
+    unresponsive_reward_error: bool = False
+    invalid_variable_error: bool = False
+    other_error: bool = False
+    python_grader_server_error: bool = False
+    python_grader_server_error_type: str | None = None
+    python_grader_runtime_error: bool = False
+    python_grader_runtime_error_details: str | None = None
+    model_grader_server_error: bool = False
+    model_grader_refusal_error: bool = False
+    model_grader_parse_error: bool = False
+    model_grader_server_error_details: str | None = None
+
+    def __or__(self, other: GradingErrors) -> GradingErrors:
+        return replace(self, **{name: value for name, value in asdict(other).items() if value})
+
+    def __bool__(self) -> bool:
+        """Whether there is no reward, or none that means what it should; a text that was cut still has one."""
+        return any(value for name, value in asdict(self).items() if name != "truncated_observation_error")
+
+
+class GradingFailed(Exception):
+    """A sample has no reward; `errors` says by which flags, the text in words."""
+
+    def __init__(self, message: str, errors: GradingErrors):
+        super().__init__(message)
+        self.errors = errors

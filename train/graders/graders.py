@@ -1,0 +1,298 @@
+"""The graders of OpenAI's API, one class each, and `parse`, which makes one from what a request says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from train.graders import formula, similarity, templates
+from train.graders.errors import InvalidGrader
+
+MAX_GRADERS = 32
+MAX_MESSAGES = 64
+MAX_LABELS = 256
+MAX_SOURCE_BYTES = 256 * 1024
+DEFAULT_ANSWER_TOKENS = 1024
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Grader(_Strict):
+    name: str = Field(min_length=1, max_length=256)
+    pass_threshold: float | None = Field(None, allow_inf_nan=False)
+    """From which reward on a sample counts as passed; without one, above half of the grader's range."""
+
+    def check(self, param: str) -> None:
+        """Raises InvalidGrader for what its types cannot tell."""
+
+    @property
+    def default_threshold(self) -> float:
+        return 0.5
+
+    def passes(self, reward: float) -> bool:
+        return reward >= (self.default_threshold if self.pass_threshold is None else self.pass_threshold)
+
+
+class StringCheck(_Grader):
+    """1 if the input equals the reference (`eq`), differs from it (`ne`), contains it (`like`) or contains it
+    whatever the case of its letters (`ilike`), else 0."""
+
+    type: Literal["string_check"]
+    input: str
+    reference: str
+    operation: Literal["eq", "ne", "like", "ilike"]
+
+    def check(self, param: str) -> None:
+        templates.check(self.input, f"{param}input")
+        templates.check(self.reference, f"{param}reference")
+
+
+class TextSimilarity(_Grader):
+    """How alike input and reference are, from 0 to 1; similarity.py says by which measures."""
+
+    type: Literal["text_similarity"]
+    input: str
+    reference: str
+    evaluation_metric: str
+
+    def check(self, param: str) -> None:
+        templates.check(self.input, f"{param}input")
+        templates.check(self.reference, f"{param}reference")
+        if self.evaluation_metric == "cosine":
+            raise InvalidGrader(
+                f"{param}evaluation_metric",
+                "'cosine' compares embeddings of a hosted model, which this box does not have; take one of "
+                + ", ".join(similarity.METRICS),
+            )
+        if self.evaluation_metric not in similarity.METRICS:
+            raise InvalidGrader(
+                f"{param}evaluation_metric",
+                f"{self.evaluation_metric!r} is not known; expected one of {', '.join(similarity.METRICS)}",
+            )
+
+
+class Python(_Grader):
+    """The number that `grade(sample, item)` of the source returns; it runs in the sandbox (sandbox.py)."""
+
+    type: Literal["python"]
+    source: str
+    image_tag: str | None = None
+    """Of OpenAI's API. A box has one set of packages, so that every tag means the same."""
+
+    def check(self, param: str) -> None:
+        size = len(self.source.encode(errors="replace"))
+        if size > MAX_SOURCE_BYTES:
+            raise InvalidGrader(f"{param}source", f"has {size} bytes; at most {MAX_SOURCE_BYTES} are taken")
+        if "def grade" not in self.source and "grade =" not in self.source:
+            raise InvalidGrader(f"{param}source", "defines no function `grade(sample, item)`")
+
+
+class _Part(_Strict):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class _Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | _Part | list[str | _Part]
+    type: Literal["message"] | None = None
+
+    @property
+    def parts(self) -> list[str]:
+        given = self.content if isinstance(self.content, list) else [self.content]
+        return [part if isinstance(part, str) else part.text for part in given]
+
+
+class _Sampling(_Strict):
+    # OpenAI's API spells it like this; the other is how its documentation does.
+    max_completions_tokens: int | None = Field(None, ge=1, le=1 << 17)
+    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 17)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+
+
+class _ModelGrader(_Grader):
+    """Asks a model of the box, which answers by a schema."""
+
+    model: str = Field(min_length=1, max_length=256)
+    input: list[_Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    sampling_params: _Sampling | None = None
+
+    def check(self, param: str) -> None:
+        for place, message in enumerate(self.input):
+            for text in message.parts:
+                templates.check(text, f"{param}input.{place}.content")
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def request(self, sample: templates.Sample, item: Any) -> dict[str, Any]:
+        """The body of a chat completion. Raises GradingFailed when the data lacks a variable."""
+        sampling = self.sampling_params or _Sampling()
+        most = sampling.max_completions_tokens or sampling.max_completion_tokens or DEFAULT_ANSWER_TOKENS
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [
+                {
+                    "role": message.role,
+                    "content": "\n".join(templates.fill(text, sample, item) for text in message.parts),
+                }
+                for message in self.input
+            ],
+            "max_completion_tokens": most,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "grade", "schema": self.schema_of_answer, "strict": True},
+            },
+        }
+        given = {name: getattr(sampling, name) for name in ("reasoning_effort", "seed", "temperature", "top_p")}
+        return body | {name: number for name, number in given.items() if number is not None}
+
+
+class ScoreModel(_ModelGrader):
+    """A number within `range` that a model gives, after a short reason."""
+
+    type: Literal["score_model"]
+    range: list[float] = Field([0.0, 1.0], min_length=2, max_length=2)
+
+    def check(self, param: str) -> None:
+        super().check(param)
+        low, high = self.range
+        if not -1e6 <= low < high <= 1e6:
+            raise InvalidGrader(f"{param}range", f"is {self.range}; expected [low, high] within ±1,000,000")
+
+    @property
+    def default_threshold(self) -> float:
+        return sum(self.range) / 2
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any]:
+        low, high = self.range
+        return {
+            "type": "object",
+            "properties": {
+                "reason": {"type": "string", "maxLength": 400},
+                "result": {"type": "number", "minimum": low, "maximum": high},
+            },
+            "required": ["reason", "result"],
+            "additionalProperties": False,
+        }
+
+    def score(self, answer: Any) -> float:
+        """Raises KeyError, TypeError, ValueError for an answer that does not follow the schema."""
+        low, high = self.range
+        return min(high, max(low, float(answer["result"])))
+
+
+class LabelModel(_ModelGrader):
+    """1 if the label that a model gives is one of `passing_labels`, else 0."""
+
+    type: Literal["label_model"]
+    labels: list[str] = Field(min_length=1, max_length=MAX_LABELS)
+    passing_labels: list[str] = Field(min_length=1, max_length=MAX_LABELS)
+
+    def check(self, param: str) -> None:
+        super().check(param)
+        if strange := set(self.passing_labels) - set(self.labels):
+            raise InvalidGrader(f"{param}passing_labels", f"{', '.join(sorted(strange))}: not among `labels`")
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any]:
+        return {
+            "type": "object",
+            "properties": {"label": {"type": "string", "enum": self.labels}},
+            "required": ["label"],
+            "additionalProperties": False,
+        }
+
+    def score(self, answer: Any) -> float:
+        """Raises KeyError, TypeError, ValueError for an answer that does not follow the schema."""
+        if answer["label"] not in self.labels:
+            raise ValueError(f"the label {answer['label']!r} is not among the grader's")
+        return float(answer["label"] in self.passing_labels)
+
+
+Leaf = Annotated[StringCheck | TextSimilarity | Python | ScoreModel | LabelModel, Field(discriminator="type")]
+
+
+class Multi(_Grader):
+    """What the formula `calculate_output` makes of the rewards of several graders."""
+
+    type: Literal["multi"]
+    calculate_output: str
+    graders: dict[str, Leaf]
+    """By the name that the formula uses."""
+
+    def check(self, param: str) -> None:
+        if not 1 <= len(self.graders) <= MAX_GRADERS:
+            raise InvalidGrader(f"{param}graders", f"are {len(self.graders)}; expected 1 to {MAX_GRADERS}")
+        for name, leaf in self.graders.items():
+            if not name.isidentifier():
+                raise InvalidGrader(
+                    f"{param}graders", f"the name {name!r} cannot stand in a formula: use letters, digits and _"
+                )
+            leaf.check(f"{param}graders.{name}.")
+        formula.check(self.calculate_output, set(self.graders), f"{param}calculate_output")
+
+
+Grader = StringCheck | TextSimilarity | Python | ScoreModel | LabelModel | Multi
+_ANY: TypeAdapter[Grader] = TypeAdapter(Annotated[Grader, Field(discriminator="type")])
+TYPES = ("string_check", "text_similarity", "python", "score_model", "label_model", "multi")
+
+
+def parse(given: Any) -> Grader:
+    """The graders of a `multi` may be a dictionary by name, a list, or one alone: the documentation and the SDK of
+    OpenAI's API have all three. Raises InvalidGrader."""
+    if not isinstance(given, Mapping):
+        raise InvalidGrader("", f"a grader is an object with a `type`, one of {', '.join(TYPES)}")
+    if given.get("type") == "multi":
+        given = {**given, "graders": _by_name(given.get("graders"))}
+    try:
+        # Lax about nothing but JSON's one kind of number: 1 is a float.
+        grader = _ANY.validate_json(json.dumps(given))
+    except ValidationError as error:
+        _refuse(error)
+    except (ValueError, RecursionError) as error:
+        raise InvalidGrader("", f"cannot be read: {error}") from None
+    grader.check("")
+    return grader
+
+
+def leaves(grader: Grader) -> dict[str, StringCheck | TextSimilarity | Python | ScoreModel | LabelModel]:
+    """Its graders by name; one alone stands by its own name."""
+    return dict(grader.graders) if isinstance(grader, Multi) else {grader.name: grader}
+
+
+def _by_name(graders: Any) -> Any:
+    if isinstance(graders, Mapping) and isinstance(graders.get("type"), str):
+        graders = [graders]
+    if not isinstance(graders, list):
+        return graders
+    names = [one.get("name") if isinstance(one, Mapping) else None for one in graders]
+    if len(set(map(str, names))) != len(names):
+        raise InvalidGrader("graders", "two graders have the same name; the formula could not tell them apart")
+    return {str(name): one for name, one in zip(names, graders, strict=True)}
+
+
+def _refuse(error: ValidationError) -> NoReturn:
+    first = error.errors(include_url=False, include_input=False)[0]
+    # A union adds what it tried to the path.
+    path = [
+        str(step) for step in first["loc"] if step not in (*TYPES, "str", "_Part") and not str(step).startswith("list[")
+    ]
+    message = first["msg"]
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        path, message = [*path, "type"], f"is not a kind of grader; expected one of {', '.join(TYPES)}"
+    elif first["type"] == "extra_forbidden":
+        message = "is no field of this grader"
+    if "content" in path:
+        message += "; text is taken (`input_text`), images and audio are not"
+    raise InvalidGrader(".".join(path), message[:1].lower() + message[1:])

@@ -1,0 +1,157 @@
+"""From a grader, a sample, its item and the answers of models to a reward. It may take minutes of CPU: whoever serves
+others meanwhile calls it in a process of its own (host.py)."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from train.graders import formula, similarity, templates
+from train.graders.errors import GradingErrors, GradingFailed
+from train.graders.graders import Grader, LabelModel, Multi, Python, ScoreModel, StringCheck, TextSimilarity, leaves
+from train.graders.templates import Sample
+
+RunPython = Callable[[str, dict[str, Any], Any], float]
+"""`(source, sample, item) -> reward`; raises GradingFailed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAnswer:
+    """What a model said to a request of `requests`: its text, or why there is none."""
+
+    text: str = ""
+    model: str = ""
+    tokens: int = 0
+    """Of prompt and answer together."""
+    error: str = ""
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """A sample's reward; 0 with the flags in `errors` if it could not be told."""
+
+    reward: float
+    passed: bool
+    sub_rewards: dict[str, float] = field(default_factory=dict)
+    """By name, of a `multi` grader."""
+    errors: GradingErrors = GradingErrors()
+    messages: list[str] = field(default_factory=list)
+    """What went wrong, in words."""
+    execution_s: float = 0.0
+    tokens_by_model: dict[str, int] = field(default_factory=dict)
+
+
+def requests(grader: Grader, sample: Sample, item: Any) -> dict[str, dict[str, Any]]:
+    """Bodies of chat completions that the grader needs answers to, by the name of the grader that asks; a grader whose
+    data lacks a variable asks nothing, and `grade` says so."""
+    asked = {}
+    for name, leaf in leaves(grader).items():
+        if isinstance(leaf, ScoreModel | LabelModel):
+            try:
+                asked[name] = leaf.request(sample, item)
+            except GradingFailed:
+                continue
+    return asked
+
+
+def grade(
+    grader: Grader, sample: Sample, item: Any, answers: Mapping[str, ModelAnswer], run_python: RunPython
+) -> Graded:
+    """Never raises for what the sample, the item or a user's code brings: that is in the result's flags."""
+    started_s = time.perf_counter()
+    rewards: dict[str, float] = {}
+    errors, messages = GradingErrors(), []
+    for name, leaf in leaves(grader).items():
+        try:
+            rewards[name], flags = _leaf(leaf, sample, item, answers.get(name), run_python)
+            errors |= flags
+        except GradingFailed as failure:
+            errors |= failure.errors
+            messages.append(f"{name}: {failure}")
+    reward = 0.0
+    if not errors:
+        try:
+            reward = (
+                formula.value(grader.calculate_output, rewards) if isinstance(grader, Multi) else rewards.popitem()[1]
+            )
+        except GradingFailed as failure:
+            errors |= failure.errors
+            messages.append(str(failure))
+    tokens: dict[str, int] = {}
+    for answer in answers.values():
+        if answer.tokens:
+            tokens[answer.model] = tokens.get(answer.model, 0) + answer.tokens
+    return Graded(
+        reward=reward,
+        passed=not errors and grader.passes(reward),
+        sub_rewards=rewards if isinstance(grader, Multi) else {},
+        errors=errors,
+        messages=messages,
+        execution_s=time.perf_counter() - started_s,
+        tokens_by_model=tokens,
+    )
+
+
+def _leaf(
+    leaf: StringCheck | TextSimilarity | Python | ScoreModel | LabelModel,
+    sample: Sample,
+    item: Any,
+    answer: ModelAnswer | None,
+    run_python: RunPython,
+) -> tuple[float, GradingErrors]:
+    """Raises GradingFailed."""
+    match leaf:
+        case StringCheck():
+            text, reference = (templates.fill(one, sample, item) for one in (leaf.input, leaf.reference))
+            return float(_string_check(leaf.operation, text, reference)), GradingErrors()
+        case TextSimilarity():
+            text, reference = (templates.fill(one, sample, item) for one in (leaf.input, leaf.reference))
+            reward, cut = similarity.similarity(leaf.evaluation_metric, text, reference)
+            return reward, GradingErrors(truncated_observation_error=cut)
+        case Python():
+            reward = run_python(leaf.source, sample.as_object(), item)
+            if not math.isfinite(reward):
+                raise GradingFailed(
+                    f"grade() returned {reward}, which is no reward",
+                    GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=f"{reward}"),
+                )
+            return reward, GradingErrors()
+        case ScoreModel() | LabelModel():
+            return _by_model(leaf, sample, item, answer), GradingErrors()
+
+
+def _string_check(operation: str, text: str, reference: str) -> bool:
+    match operation:
+        case "eq":
+            return text == reference
+        case "ne":
+            return text != reference
+        case "like":
+            return reference in text
+        case _:
+            return reference.casefold() in text.casefold()
+
+
+def _by_model(leaf: ScoreModel | LabelModel, sample: Sample, item: Any, answer: ModelAnswer | None) -> float:
+    if answer is None:
+        leaf.request(sample, item)  # says which variable has no value
+        answer = ModelAnswer(error="it was not asked")
+    if answer.error:
+        raise GradingFailed(
+            f"the model {leaf.model!r} did not answer: {answer.error}",
+            GradingErrors(model_grader_server_error=True, model_grader_server_error_details=answer.error),
+        )
+    if answer.refused:
+        raise GradingFailed(f"the model {leaf.model!r} refused", GradingErrors(model_grader_refusal_error=True))
+    try:
+        return leaf.score(json.loads(answer.text))
+    except (KeyError, TypeError, ValueError) as error:
+        raise GradingFailed(
+            f"the answer of the model {leaf.model!r} is no grade ({error}): {answer.text[:200]!r}",
+            GradingErrors(model_grader_parse_error=True),
+        ) from None

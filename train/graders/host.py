@@ -1,0 +1,150 @@
+"""Grades in a worker process: the side of whoever asks. A worker starts when it is asked for, ends after a while
+without work, and is ended and started anew when it takes too long or breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from train.graders.errors import GradingErrors
+from train.graders.graders import Grader, Python, leaves
+from train.graders.grading import Graded, ModelAnswer
+from train.graders.sandbox import TIME_S
+from train.graders.templates import Sample
+from train.graders.worker import END, FORK, LENGTH, RESULT, graded_of
+
+OWN_TIME_S = 60.0
+"""For a batch, beside what its python graders may take."""
+IDLE_S = 300.0
+_RESULT_BYTES = 256 << 20
+
+
+class WorkerBroke(Exception):
+    """The worker ended or took too long; what it was asked is not answered."""
+
+
+class GraderHost:
+    """One worker; requests wait for each other. `stop` it in the end."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()
+        self._idle: asyncio.TimerHandle | None = None
+
+    async def requests(self, grader: Grader, samples: Sequence[tuple[Sample, Any]]) -> list[dict[str, dict[str, Any]]]:
+        """What models are to be asked for each sample, by the name of the grader that asks."""
+        told = await self._ask(_asked(grader, samples, None) | {"only_requests": True}, OWN_TIME_S)
+        return list(told["requests"])
+
+    async def grade(
+        self,
+        grader: Grader,
+        samples: Sequence[tuple[Sample, Any]],
+        answers: Sequence[dict[str, ModelAnswer]] | None = None,
+    ) -> list[Graded]:
+        """In the order of the samples. A sample that breaks the worker has no reward, and the flag `other_error`."""
+        runs = sum(isinstance(leaf, Python) for leaf in leaves(grader).values())
+        most_s = OWN_TIME_S + TIME_S * runs * len(samples)
+        try:
+            told = await self._ask(_asked(grader, samples, answers), most_s)
+            return [graded_of(one) for one in told["graded"]]
+        except WorkerBroke as error:
+            if len(samples) > 1:
+                alone = [(one, [answers[place]] if answers else None) for place, one in enumerate(samples)]
+                return [graded for one, given in alone for graded in await self.grade(grader, [one], given)]
+            return [Graded(0.0, False, errors=GradingErrors(other_error=True), messages=[str(error)])]
+
+    async def stop(self) -> None:
+        async with self._lock:
+            await self._end()
+
+    async def _ask(self, asked: dict[str, Any], most_s: float) -> dict[str, Any]:
+        """Raises WorkerBroke."""
+        written = json.dumps(asked).encode()
+        async with self._lock:
+            if self._idle is not None:
+                self._idle.cancel()
+            try:
+                async with asyncio.timeout(most_s):
+                    told = await self._exchange(written)
+            except TimeoutError:
+                await self._end()
+                raise WorkerBroke(f"grading took longer than {most_s:.0f} s") from None
+            except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+                await self._end()
+                raise WorkerBroke(f"the process that grades ended: {error}") from None
+            except asyncio.CancelledError:
+                await self._end()
+                raise
+            self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._end_if_idle)
+            return told
+
+    async def _exchange(self, written: bytes) -> dict[str, Any]:
+        process = await self._started()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(FORK + LENGTH.pack(len(written)) + written)
+        await process.stdin.drain()
+        told: dict[str, Any] | None = None
+        if (mark := await process.stdout.readexactly(1)) == RESULT:
+            (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+            if length > _RESULT_BYTES:
+                raise ValueError(f"an answer of {length} bytes")
+            told = json.loads(await process.stdout.readexactly(length))
+            mark = await process.stdout.readexactly(1)
+        status = (await process.stdout.readexactly(1))[0]
+        if mark != END or status or told is None:
+            # What is left of the request would be read by the next fork.
+            raise ValueError(f"it ended with {status}")
+        return told
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._process is None or self._process.returncode is not None:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                "-c",
+                f"import sys; sys.path.insert(0, {os.path.abspath(_ROOT)!r}); "
+                "from train.graders.worker import main; main()",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                # Nothing of the box's environment: users' code reads what is there.
+                env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
+                limit=1 << 20,
+            )
+        return self._process
+
+    def _end_if_idle(self) -> None:
+        if not self._lock.locked() and self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def _end(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        self._process = None
+
+
+_ROOT = os.path.join(os.path.dirname(__file__), "..", "..")
+
+
+def _asked(
+    grader: Grader, samples: Sequence[tuple[Sample, Any]], answers: Sequence[dict[str, ModelAnswer]] | None
+) -> dict[str, Any]:
+    told = [
+        {
+            "sample": {"output_text": sample.output_text, "output_tools": sample.output_tools},
+            "item": item,
+            "answers": {name: asdict(one) for name, one in answers[place].items()} if answers else {},
+        }
+        for place, (sample, item) in enumerate(samples)
+    ]
+    return {"grader": grader.model_dump(mode="json", exclude_unset=True), "samples": told}

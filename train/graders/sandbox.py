@@ -1,0 +1,161 @@
+"""Runs a python grader's code: a fork for it alone, confined to computing (runtime/processes/confinement.py), with
+limits of time and memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import signal
+import site
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+from runtime.processes.confinement import confine, missing
+from runtime.processes.kernel import die_with_parent
+from train.graders.errors import GradingErrors, GradingFailed
+
+TIME_S = 120
+"""Of the wall clock and, apart from it, of CPU: as OpenAI's API has it, like the memory."""
+MEMORY_BYTES = 2 << 30
+_RESULT_BYTES = 16 << 10
+_DETAIL_CHARACTERS = 2000
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/dev/urandom", "/dev/null")
+
+
+def refusal() -> str:
+    """Why no code runs on this machine, in words; empty if it does."""
+    lack = missing()
+    return f"python graders do not run on this machine: {lack}. Nothing else can confine them here" if lack else ""
+
+
+def run_python(source: str, sample: dict[str, Any], item: Any, time_s: float = TIME_S) -> float:
+    """What `grade(sample, item)` returns. Raises GradingFailed: no such function, an exception in it, no number, or
+    more than `time_s` of the wall clock, TIME_S of CPU or MEMORY_BYTES."""
+    if why := refusal():
+        raise GradingFailed(why, GradingErrors(python_grader_server_error=True, python_grader_server_error_type=why))
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _child(writing, source, sample, item)
+    os.close(writing)
+    try:
+        told = _read(reading, time.monotonic() + time_s)
+    finally:
+        os.close(reading)
+        # It is not waited for yet, so the pid is still its own.
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    if told is None:
+        raise _failed(f"grade() took longer than {time_s:g} s")
+    try:
+        answer = json.loads(told)
+        if "refused" in answer:
+            why = str(answer["refused"])
+            raise GradingFailed(
+                why, GradingErrors(python_grader_server_error=True, python_grader_server_error_type=why)
+            )
+        if "error" in answer:
+            raise _failed(str(answer["error"]))
+        return float(answer["reward"])
+    except (ValueError, TypeError, KeyError):
+        raise _failed(_ended(status)) from None
+
+
+def _ended(status: int) -> str:
+    limit = f"; it may use {MEMORY_BYTES >> 30} GiB of memory and {TIME_S} s of CPU"
+    if os.WIFSIGNALED(status):
+        return f"the process of grade() ended with {signal.Signals(os.WTERMSIG(status)).name}{limit}"
+    return f"the process of grade() ended without a reward{limit}"
+
+
+def _failed(details: str) -> GradingFailed:
+    return GradingFailed(
+        details, GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=details)
+    )
+
+
+def _read(reading: int, until_s: float) -> bytes | None:
+    """All that the child writes until it closes its end; None if it takes too long."""
+    told = b""
+    while (left_s := until_s - time.monotonic()) > 0:
+        if not select.select([reading], [], [], left_s)[0]:
+            break
+        more = os.read(reading, _RESULT_BYTES)
+        told += more
+        if not more or len(told) > _RESULT_BYTES:
+            return told
+    return None
+
+
+def _child(writing: int, source: str, sample: dict[str, Any], item: Any) -> None:
+    """Never returns."""
+    try:
+        die_with_parent()
+        _only_these_files(writing)
+        confine(_readable(), MEMORY_BYTES, TIME_S)
+    except BaseException as error:  # noqa: BLE001 - this process ends here
+        os.write(3, json.dumps({"refused": f"python graders cannot be confined here: {error}"}).encode())
+        os._exit(1)
+    try:
+        answer = _graded(source, sample, item)
+    except BaseException as error:  # noqa: BLE001 - a user's code may raise anything; it is told
+        answer = {"error": _told(error)}
+    os.write(3, json.dumps(answer).encode())
+    os._exit(0)
+
+
+def _graded(source: str, sample: dict[str, Any], item: Any) -> dict[str, Any]:
+    _reseed()
+    names: dict[str, Any] = {"__name__": "grader"}
+    exec(compile(source, "grader.py", "exec"), names)
+    if not callable(function := names.get("grade")):
+        return {"error": "the source defines no function `grade(sample, item)`"}
+    reward = function(sample, item)
+    # Also what numpy calls a number, and True.
+    if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
+        return {"error": f"grade() returned {type(reward).__name__}; expected a number"}
+    number = float(reward)
+    return {"reward": number} if math.isfinite(number) else {"error": f"grade() returned {number}, which is no reward"}
+
+
+def _told(error: BaseException) -> str:
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "grader.py":
+            place = f" (line {trace.tb_lineno})"
+        trace = trace.tb_next
+    try:
+        text = str(error)
+    except Exception as hidden:  # noqa: BLE001 - as above
+        text = f"its text cannot be had ({type(hidden).__name__})"
+    return f"{type(error).__name__}: {text}"[:_DETAIL_CHARACTERS] + place
+
+
+def _reseed() -> None:
+    import random
+
+    random.seed()
+    import numpy as np
+
+    np.random.seed()
+
+
+def _only_these_files(writing: int) -> None:
+    """3: where the result goes; 0 to 2: nothing. All others are closed: the worker's answers go through one."""
+    os.dup2(writing, 3)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)
+    os.closerange(4, 1 << 16)
+
+
+def _readable() -> list[Path]:
+    """Python's own files and its packages, and shared libraries."""
+    paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return [Path(path) for path in (*sorted(paths), *site.getsitepackages(), *_LIBRARIES)]

@@ -1,0 +1,121 @@
+"""Templates of graders: `{{ item.a.b }}` and `{{ sample.output_text }}` in a text, filled from the data."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
+
+NAMESPACES = {"item", "sample"}
+SAMPLE_FIELDS = {"output_text", "output_json", "output_tools", "choices"}
+MAX_TEXT = 1 << 20
+"""Characters of a template, and of what it becomes."""
+_VARIABLE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
+_STEP = re.compile(r"""\s*(?:\.?([^\s.\[\]{}'"]+)|\[\s*(?:(\d+)|'([^']*)'|"([^"]*)")\s*\])""")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An answer of a model: its text, and the calls of tools that it made (chat's `tool_calls`)."""
+
+    output_text: str
+    output_tools: list[Any] = field(default_factory=list)
+
+    @cached_property
+    def output_json(self) -> Any:
+        """Raises GradingFailed when the text is no JSON."""
+        try:
+            return json.loads(self.output_text)
+        except ValueError as error:
+            raise GradingFailed(
+                f"sample.output_json: the output is no JSON ({error})", GradingErrors(sample_parse_error=True)
+            ) from None
+
+    @property
+    def choices(self) -> list[Any]:
+        message = {"role": "assistant", "content": self.output_text, "tool_calls": self.output_tools or None}
+        return [{"index": 0, "message": message}]
+
+    def as_object(self) -> dict[str, Any]:
+        """What a python grader gets; `output_json` is None when the text is no JSON."""
+        try:
+            parsed = self.output_json
+        except GradingFailed:
+            parsed = None
+        return {
+            "output_text": self.output_text,
+            "output_json": parsed,
+            "output_tools": self.output_tools,
+            "choices": self.choices,
+        }
+
+
+def check(template: str, param: str) -> None:
+    """Raises InvalidGrader for a variable that no item or sample can have."""
+    if len(template) > MAX_TEXT:
+        raise InvalidGrader(param, f"has {len(template)} characters; at most {MAX_TEXT} are taken")
+    for found in _VARIABLE.finditer(template):
+        steps = list(_steps(found[1], param))
+        if not steps or steps[0] not in NAMESPACES:
+            raise InvalidGrader(
+                param, f"the variable {found[0]!r} begins with neither `item` nor `sample`: {{{{ item.answer }}}}"
+            )
+        if steps[0] == "sample" and (len(steps) < 2 or steps[1] not in SAMPLE_FIELDS):
+            raise InvalidGrader(
+                param, f"the variable {found[0]!r} is not known; a sample has {', '.join(sorted(SAMPLE_FIELDS))}"
+            )
+
+
+def fill(template: str, sample: Sample, item: Any) -> str:
+    """The text with its variables filled in: texts as they are, all else as JSON. Raises GradingFailed when the data
+    lacks one."""
+    size = 0
+
+    def value(found: re.Match[str]) -> str:
+        nonlocal size
+        text = _text(_value(found[1], sample, item))
+        size += len(text)
+        if size > MAX_TEXT:
+            raise GradingFailed(
+                f"the text of a grader is longer than {MAX_TEXT} characters", GradingErrors(other_error=True)
+            )
+        return text
+
+    return _VARIABLE.sub(value, template)
+
+
+def _value(path: str, sample: Sample, item: Any) -> Any:
+    namespace, *steps = _steps(path, "")
+    found: Any = item
+    if namespace == "sample":
+        found, steps = getattr(sample, str(steps[0])), steps[1:]
+    for step in steps:
+        if isinstance(found, Mapping) and str(step) in found:
+            found = found[str(step)]
+        elif isinstance(found, list) and str(step).isdigit() and int(step) < len(found):
+            found = found[int(step)]
+        else:
+            raise GradingFailed(
+                f"the variable {{{{{path}}}}} has no value: {str(step)!r} is not there",
+                GradingErrors(invalid_variable_error=True),
+            )
+    return found
+
+
+def _steps(path: str, param: str) -> Iterator[str]:
+    place, path = 0, path.strip()
+    while place < len(path):
+        found = _STEP.match(path, place)
+        if found is None:
+            raise InvalidGrader(param, f"the variable {{{{ {path} }}}} cannot be read: write it as {{{{ item.a.b }}}}")
+        yield next(part for part in found.groups() if part is not None)
+        place = found.end()
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,108 @@
+"""The process that grades: `python -m train.graders.worker`. It forks for every request, and the fork reads its request
+itself, so that no code of a user runs where another's data was.
+
+Protocol (host.py has the other side): one byte on stdin asks for a fork, which reads `<length: 8 bytes><JSON>`; on
+stdout it answers `R<length: 8 bytes><JSON>`, and when it has ended the worker writes `E` and one byte, 0 if all was
+well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import struct
+from dataclasses import asdict
+from typing import Any
+
+from runtime.processes.kernel import die_with_parent
+from train.graders import similarity
+from train.graders.errors import GradingErrors
+from train.graders.graders import parse
+from train.graders.grading import Graded, ModelAnswer, grade, requests
+from train.graders.sandbox import refusal, run_python
+from train.graders.templates import Sample
+
+LENGTH = struct.Struct(">Q")
+FORK, RESULT, END = b"F", b"R", b"E"
+MEMORY_BYTES = 4 << 30
+_NICENESS = 10
+
+
+def main() -> None:
+    die_with_parent()
+    os.nice(_NICENESS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _preload()
+    while os.read(0, 1) == FORK:
+        pid = os.fork()
+        if pid == 0:
+            _answer()
+        _, status = os.waitpid(pid, 0)
+        os.write(1, END + bytes([min(255, abs(os.waitstatus_to_exitcode(status)))]))
+
+
+def _preload() -> None:
+    """What graders use, so that a fork need not import it."""
+    import random  # noqa: F401
+    import re  # noqa: F401
+    import statistics  # noqa: F401
+
+    import numpy  # noqa: F401
+
+    refusal()
+    for metric in similarity.METRICS:
+        similarity.similarity(metric, "a b c d e f", "a b c d e f")
+
+
+def _answer() -> None:
+    """Never returns."""
+    status = 1
+    try:
+        die_with_parent()
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+        (length,) = LENGTH.unpack(_read(LENGTH.size))
+        asked = json.loads(_read(length))
+        written = json.dumps(answer(asked)).encode()
+        _write(RESULT + LENGTH.pack(len(written)) + written)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    """`{"grader", "samples": [{"sample", "item", "answers"?}]}` -> `{"graded": [...]}`; without `answers` for a grader
+    that asks models `{"requests": [...]}`, by name for each sample."""
+    grader = parse(asked["grader"])
+    samples = [(Sample(**one["sample"]), one["item"], one.get("answers")) for one in asked["samples"]]
+    if asked.get("only_requests"):
+        return {"requests": [requests(grader, sample, item) for sample, item, _ in samples]}
+    graded = []
+    for sample, item, answers in samples:
+        told = {name: ModelAnswer(**given) for name, given in (answers or {}).items()}
+        graded.append(asdict(grade(grader, sample, item, told, run_python)))
+    return {"graded": graded}
+
+
+def graded_of(told: dict[str, Any]) -> Graded:
+    """The other way round, in the host."""
+    return Graded(**{**told, "errors": GradingErrors(**told["errors"])})
+
+
+def _read(length: int) -> bytes:
+    found = bytearray()
+    while len(found) < length:
+        more = os.read(0, min(length - len(found), 1 << 20))
+        if not more:
+            raise EOFError("the host has gone")
+        found += more
+    return bytes(found)
+
+
+def _write(told: bytes) -> None:
+    while told:
+        told = told[os.write(1, told) :]
+
+
+if __name__ == "__main__":
+    main()
