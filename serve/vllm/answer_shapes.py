@@ -1,9 +1,10 @@
 """Answers have the shapes of the APIs they speak, where vLLM 0.32 differs: Anthropic's messages and OpenAI's responses.
 
-Anthropic's (https://docs.anthropic.com/en/api/messages): ids begin with `msg_`, those of calls with `toolu_`; a conversation that ends with the
-assistant's own text is continued from there; `thinking` asks nothing of a model that vLLM sees no reasoning of, as
-clients set it for every model; an error in a stream is vLLM's own error object, which the gateway turns into
-Anthropic's. OpenAI's: a stream of /v1/responses that `max_output_tokens` cut off ends with `response.incomplete`.
+Anthropic's (https://docs.anthropic.com/en/api/messages): ids begin with `msg_`, those of calls with `toolu_`; a
+conversation that ends with the assistant's own text is continued from there; `thinking` asks nothing of a model that
+vLLM sees no reasoning of, as clients set it for every model; an error in a stream is vLLM's own error object, which the
+gateway turns into Anthropic's. OpenAI's: a stream of /v1/responses that `max_output_tokens` cut off ends with
+`response.incomplete`.
 """
 
 from __future__ import annotations

@@ -128,7 +128,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
         punica_cpu.PunicaWrapperCPU = GroupedLoRA
         # vLLM asks a layer's weight where it lies, and the CPU's int8 kernel (compressed-tensors W8A8) has packed it
         # away by then.
-        base_linear._get_lora_device = lambda layer: torch.device("cpu")
+        host = torch.device(kind_of(kind).torch_type)
+        base_linear._get_lora_device = lambda layer: host
         gloo_device.apply()
         # vLLM inspects an unknown architecture in a subprocess so as not to initialise CUDA: 10 s of imports that this
         # process has already done.
