@@ -36,18 +36,20 @@ from vllm.v1.structured_output import StructuredOutputManager, backend_outlines
 from runtime import numa
 from runtime.devices.kinds import kind_of
 from runtime.processes.kernel import die_with_parent
-from serve.cpu import gloo_device
-from serve.cpu.finishing_scheduler import FinishingScheduler
-from serve.cpu.lora import GroupedLoRA
-from serve.vllm import (
+from serve.api import (
     answer_shapes,
     answer_version,
     embedding_requests,
     forced_calls,
     grammar_threads,
+    impossible_forms,
     legacy_functions,
+    request_faults,
     stream_chunks,
 )
+from serve.cpu import gloo_device
+from serve.cpu.finishing_scheduler import FinishingScheduler
+from serve.cpu.lora import GroupedLoRA
 from serve.vllm.fingerprint_pass import run_fingerprint
 
 SEGMENT_NAME_BYTES = 8
@@ -103,6 +105,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     answer_version.apply()
     StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
     grammar_threads.no_outlines(backend_outlines)
+    impossible_forms.apply()
+    request_faults.apply()
     forced_calls.apply()
     # Reads `tools` alone: `functions` of a client were ignored without a word.
     legacy_functions.apply()

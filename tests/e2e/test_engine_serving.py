@@ -103,7 +103,7 @@ async def test_openai_surface_and_no_control_routes(engine_box, replicas):
 
 
 async def functions_of_the_older_kind(sdk):
-    """What serve/vllm/legacy_functions.py makes of them: one call, of the function's schema, whole and streamed."""
+    """What serve/api/legacy_functions.py makes of them: one call, of the function's schema, whole and streamed."""
     schema = {**SCHEMA, "properties": {"city": {"enum": ["Bern"]}}}
     asked = {
         "model": "starter",
@@ -161,7 +161,7 @@ async def test_reasoning_is_separate_in_every_api(engine_box, replicas):
 
     transport = httpx.AsyncHTTPTransport(uds=spec.socket_path)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=60) as http:
-        asked["thinking"] = {"type": "enabled", "budget_tokens": 5}
+        asked["thinking"] = {"type": "adaptive"}
         (block,) = (await http.post("/v1/messages", json=asked)).json()["content"]
         assert block["type"] == "thinking" and block["thinking"] and block["signature"], block
         streamed = (await http.post("/v1/messages", json={**asked, "stream": True})).text
@@ -172,7 +172,7 @@ async def test_reasoning_is_separate_in_every_api(engine_box, replicas):
 
 
 async def shapes_of_other_apis(socket_path, sdk):
-    """What serve/vllm/answer_shapes.py makes of vLLM's."""
+    """What serve/api/answer_shapes.py makes of vLLM's."""
     events = [
         event.type
         async for event in await sdk.responses.create(model="starter", input="x", max_output_tokens=2, stream=True)

@@ -49,10 +49,11 @@ def _claims():
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.worker.cpu_worker import CPUWorker
 
+    from serve.api import grammar_threads, stream_chunks
+    from serve.api.stream_chunks import chat
     from serve.engine import main as engine
     from serve.engine import preload
-    from serve.vllm import grammar_threads, plugin, stream_chunks
-    from serve.vllm.stream_chunks import chat
+    from serve.vllm import plugin
 
     def has(owner: object, *names: str):
         return [(f"{getattr(owner, '__name__', owner)} has {name}", hasattr(owner, name)) for name in names]
@@ -178,7 +179,7 @@ def _outlines_gets_nothing() -> bool:
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm.v1.structured_output import backend_outlines
 
-    from serve.vllm import grammar_threads
+    from serve.api import grammar_threads
 
     grammar_threads.no_outlines(backend_outlines)
     number = {"type": "number", "multipleOf": 2}

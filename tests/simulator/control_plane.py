@@ -267,6 +267,17 @@ class AcceptingCheck:
         return self.refuses
 
 
+class SimulatedNodes:
+    """Home, and one that does not answer."""
+
+    async def asked(self) -> list[dict[str, Any]]:
+        there = {"leaves": False, "certificate_ends_s": None, "memory_bytes": 64 * 2**30}
+        home = {"id": "n0", "address": "127.0.0.1", "home": True, "answered_s": 0.002, "devices": ["n0/0", "n0/1"]}
+        away = {"id": "n1", "address": "10.0.0.2", "home": False, "answered_s": None, "devices": ["n1/0"]}
+        free = [{"memory_available_bytes": 48 * 2**30}, {"memory_available_bytes": None}]
+        return [{**node, **there, **more} for node, more in zip((home, away), free, strict=True)]
+
+
 def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerContext:
     """A context whose files lie under `folder`."""
     files_dir, jobs_dir = folder / "files", folder / "jobs"
@@ -285,6 +296,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         tiers=SimulatedTiers(),
         batch_engines=SimulatedEngines(),
         settings_check=AcceptingCheck(),
+        nodes=SimulatedNodes(),
         sizes=EngineSizes(db, EngineConfig(), lambda: [Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)], 2),
         config=ControllerConfig(**config),
         box={"id": "0123abcd", "version": "0.1.0", "url": "http://127.0.0.1:8000", "data_dir": str(folder)},

@@ -285,6 +285,13 @@ class LineReturned(Exception):
         self.yielded = yielded
 
 
+class NodePort(Protocol):
+    """The nodes of the box, where a route asks them itself (`scheduler.ray.nodes.Nodes`)."""
+
+    async def asked(self) -> list[dict[str, Any]]:
+        """Each node as it answers now, as the admin API shows it."""
+
+
 class BatchEngines(Protocol):
     """Engines for batch lines, on the capacity that interactive requests leave idle."""
 

@@ -162,7 +162,7 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
             _number(key, data[key], *number_rules[key])
     if "chat_template_kwargs" in data:
         _template_kwargs(data["chat_template_kwargs"])
-    if not _is_plain(data):
+    if not _is_plain(data) or "structured_outputs" in data:
         walk(data, limits.json_depth)
         check_structure(data, limits)
     sequences = _inputs(route, data, limits)

@@ -175,7 +175,7 @@ def check_messages(messages: list[Any], limits: Limits, roles: frozenset[str]) -
                 if not isinstance(call, dict) or not _known_call(call):
                     odd.add(call)
         elif calls is not None:
-            odd.add(calls)
+            raise _wrong_type(f"messages[{place}].tool_calls", "an array")
     if parts > limits.messages:
         raise _too_many("messages", "parts of messages", parts, limits.messages)
 
@@ -200,18 +200,13 @@ def check_tools(tools: list[Any]) -> None:
     odd = _Odd("tools", _ODD_ITEMS, _ODD_VALUES)
     for place, tool in enumerate(tools):
         if not isinstance(tool, dict):
-            odd.add(tool)
-            continue
+            raise _wrong_type(f"tools[{place}]", "an object")
         holders = schema_holders(tool)
         for found in holders:
             strict = found.get("strict")
             if strict is not None and not isinstance(strict, bool):
                 # An engine takes 1 or "yes" for true; what is measured must not depend on how it reads.
-                raise errors.bad_request(
-                    f"Invalid type for `tools[{place}].strict`: expected a boolean.",
-                    param=f"tools[{place}].strict",
-                    code="invalid_type",
-                )
+                raise _wrong_type(f"tools[{place}].strict", "a boolean")
         if len(holders) > 1 and (twice := [name for name in SCHEMA_FIELDS if tool.get(name) is not None]):
             raise errors.bad_request(
                 f"`tools[{place}]` has both `function` and `{twice[0]}`; a tool has its schema in one place.",
@@ -219,11 +214,14 @@ def check_tools(tools: list[Any]) -> None:
                 code="invalid_value",
             )
         holder = holders[-1]
-        schema = holder.get("input_schema", holder.get("parameters"))
-        whole = isinstance(holder.get("name"), str) and _text_or_none(holder, "description")
-        if not whole or not (schema is None or isinstance(schema, dict)):
-            odd.add(tool)
-            continue
+        where = f"tools[{place}].function" if len(holders) > 1 else f"tools[{place}]"
+        if not isinstance(holder.get("name"), str) or not holder["name"]:
+            raise _wrong_type(f"{where}.name", "a text that is not empty")
+        if not _text_or_none(holder, "description"):
+            raise _wrong_type(f"{where}.description", "a text")
+        for name in SCHEMA_FIELDS:
+            if holder.get(name) is not None and not isinstance(holder[name], dict):
+                raise _wrong_type(f"{where}.{name}", "a JSON schema, which is an object")
         for name, value in tool.items():
             if name not in _TOOL_FIELDS and isinstance(value, list | dict) and _values(value, _FEW) > _FEW:
                 odd.add(value)
@@ -481,6 +479,10 @@ def _wrong_role(place: int, role: Any, roles: frozenset[str]) -> HttpError:
         param=f"messages[{place}].role",
         code="invalid_value",
     )
+
+
+def _wrong_type(name: str, expected: str) -> HttpError:
+    return errors.bad_request(f"Invalid type for `{name}`: expected {expected}.", param=name, code="invalid_type")
 
 
 def _too_many(name: str, what: str, given: int, limit: int) -> HttpError:

@@ -101,7 +101,11 @@ def _format(name: str, wanted: Any, budget: _Budget) -> None:
 def _structured_outputs(wanted: Any, budget: _Budget) -> None:
     name = "structured_outputs"
     if not isinstance(wanted, dict):
-        return
+        raise errors.bad_request(
+            f"Invalid type for `{name}`: expected an object with `json`, `regex` or `choice`.",
+            param=name,
+            code="invalid_type",
+        )
     for key in ("grammar", "structural_tag", "whitespace_pattern"):
         if wanted.get(key) is not None:
             raise _unsupported(name, f"`{key}`")

@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from vllm.entrypoints.anthropic.protocol import AnthropicContentBlock, AnthropicMessagesResponse
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
@@ -14,8 +14,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionStreamResponse,
 )
 
-from serve.vllm import answer_shapes
-from serve.vllm.legacy_functions import LegacyResponse, _both_forms, legacy_stream, newer
+from serve.api import answer_shapes
+from serve.api.legacy_functions import LegacyResponse, _both_forms, legacy_stream, newer
 
 F = {"name": "f", "parameters": {"type": "object"}}
 CALL = {"id": "chatcmpl-tool-1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
@@ -114,14 +114,10 @@ async def test_calls_of_anthropics_form_have_ids_of_its_own(shaped):
 
 
 def test_ids_of_a_whole_answer(monkeypatch):
-    message = SimpleNamespace(
-        id="chatcmpl-9",
-        content=[
-            AnthropicContentBlock(type="text", text="x"),
-            AnthropicContentBlock(type="tool_use", id="chatcmpl-tool-1", name="f", input={}),
-            AnthropicContentBlock(type="tool_use", id="functions.f:0", name="f", input={}),
-        ],
-    )
-    answer_shapes._own_id(message, None)
-    assert message.id == "msg_9"
-    assert [block.id for block in message.content] == [None, "toolu_1", "functions.f:0"], "the last one is the model's"
+    monkeypatch.setattr(AnthropicMessagesResponse, "model_post_init", answer_shapes._own_id)
+    convert = answer_shapes._own_call_ids(AnthropicServingMessages.messages_full_converter)
+    calls = [CALL, {**CALL, "id": "functions.f:1"}]
+    choice = {"index": 0, "message": {"role": "assistant", "tool_calls": calls}, "finish_reason": "tool_calls"}
+    told = convert(SimpleNamespace(), ChatCompletionResponse(id="chatcmpl-9", model="m", choices=[choice], usage={}))
+    assert (told.id, told.stop_reason) == ("msg_9", "tool_use")
+    assert [block.id for block in told.content] == ["toolu_1", "functions.f:1"], "the last one is the model's own"

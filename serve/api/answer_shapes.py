@@ -2,20 +2,29 @@
 
 Anthropic's (https://docs.anthropic.com/en/api/messages): ids begin with `msg_`, those of calls with `toolu_`; a
 conversation that ends with the assistant's own text is continued from there; `thinking` asks nothing of a model that
-vLLM sees no reasoning of, as clients set it for every model; an error in a stream is vLLM's own error object, which the
-gateway turns into Anthropic's. OpenAI's: a stream of /v1/responses that `max_output_tokens` cut off ends with
-`response.incomplete`.
+vLLM sees no reasoning of, as clients set it for every model. OpenAI's: a stream of /v1/responses that
+`max_output_tokens` cut off ends with `response.incomplete`; null is OpenAI's default for `background` and `truncation`,
+where vLLM fails once the answer is complete.
+
+A stream that fails ends with vLLM's error object in every API, which the gateway turns into the event of the API that
+the client speaks. By itself vLLM writes it for chat and completions alone: under /v1/messages it is an event of a type
+that Anthropic does not have, and a stream of /v1/responses breaks off.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import AsyncGenerator, Callable
+from http import HTTPStatus
 from typing import Any, Literal
 
 from vllm.entrypoints.anthropic import protocol as anthropic
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.responses import api_router as response_routes
 from vllm.entrypoints.openai.responses import serving as responses
+from vllm.entrypoints.serve.exception_handling import error_response
+from vllm.logger import init_logger
 
 _CHAT_ID = "chatcmpl-"
 _MESSAGE_ID = "msg_"
@@ -23,6 +32,9 @@ _ERROR = 'data: {"error"'
 _CALL_ID, _TOOL_USE_ID = "chatcmpl-tool-", "toolu_"
 # Inside a JSON text a quote is escaped, so this is never what a model wrote.
 _STREAMED_CALL_ID, _STREAMED_TOOL_USE_ID = f'"id":"{_CALL_ID}', f'"id":"{_TOOL_USE_ID}'
+_OTHER_ERROR = "event: error\n"
+
+log = init_logger("vllm.appliance.answer_shapes")
 
 
 class ResponseIncompleteEvent(responses.ResponseCompletedEvent):
@@ -36,15 +48,27 @@ def apply() -> None:
     served._build_base_request = classmethod(_continues(vars(served)["_build_base_request"].__func__))
     served.create_messages = _without_thinking(served.create_messages)
     served.count_tokens = _without_thinking(served.count_tokens)
+    served.messages_full_converter = _own_call_ids(served.messages_full_converter)
     served.message_stream_converter = _passes_errors(served.message_stream_converter)
     responses.ResponseCompletedEvent = _completed_or_not(responses.ResponseCompletedEvent)
+    response_routes._convert_stream_to_sse_events = _ends_with_errors(response_routes._convert_stream_to_sse_events)
+    made = responses.ResponsesResponse
+    made.from_request = classmethod(_with_defaults(vars(made)["from_request"].__func__))
 
 
 def _own_id(message: anthropic.AnthropicMessagesResponse, context: Any) -> None:
     message.id = _MESSAGE_ID + message.id.removeprefix(_CHAT_ID).removeprefix("req_")
-    for block in message.content:
-        if block.type == "tool_use" and block.id is not None and block.id.startswith(_CALL_ID):
-            block.id = _TOOL_USE_ID + block.id.removeprefix(_CALL_ID)
+
+
+def _own_call_ids(convert: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(convert)
+    def run(self: AnthropicServingMessages, answer: Any) -> Any:
+        for call in answer.choices[0].message.tool_calls:
+            if call.id.startswith(_CALL_ID):  # else it is one of the model's own, which its template reads again
+                call.id = _TOOL_USE_ID + call.id.removeprefix(_CALL_ID)
+        return convert(self, answer)
+
+    return run
 
 
 def _continues(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,9 +108,35 @@ def _passes_errors(convert: Callable[..., Any]) -> Callable[..., Any]:
                 yield chunk.replace(_STREAMED_CALL_ID, _STREAMED_TOOL_USE_ID)
 
         async for event in convert(self, until_error()):
-            yield event
+            yield _error_event(_message(event)) if event.startswith(_OTHER_ERROR) else event
         for error in failed:
             yield error
+
+    return run
+
+
+def _message(event: str) -> str:
+    """That of an error event under /v1/messages."""
+    return str(json.loads(event.split("data: ", 1)[1])["error"]["message"])
+
+
+def _error_event(error: str | Exception) -> str:
+    if isinstance(error, str):
+        made = error_response.create_error_response(error, "InternalServerError", HTTPStatus.INTERNAL_SERVER_ERROR)
+    else:
+        made = error_response.create_error_response(error)
+    return f"data: {json.dumps(made.model_dump())}\n\n"
+
+
+def _ends_with_errors(convert: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(convert)
+    async def run(events: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
+        try:
+            async for event in convert(events):
+                yield event
+        except Exception as error:  # noqa: BLE001 - carried to the client
+            log.exception("Error in responses stream.")
+            yield _error_event(error)
 
     return run
 
@@ -99,3 +149,13 @@ def _completed_or_not(completed: type[Any]) -> Callable[..., Any]:
         return completed(type=type, response=response, **more)
 
     return make
+
+
+def _with_defaults(made: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(made)
+    def from_request(cls: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        request.background = bool(request.background)
+        request.truncation = request.truncation or "disabled"
+        return made(cls, request, *args, **kwargs)
+
+    return from_request
