@@ -98,7 +98,8 @@ class _Part(_Strict):
 
 
 class _Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: str = Field(min_length=1, max_length=64)
+    """Any: which of them a model's template knows, its engine says."""
     content: str | _Part | list[str | _Part]
     type: Literal["message"] | None = None
 

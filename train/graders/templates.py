@@ -76,9 +76,9 @@ def fill(template: str, sample: Sample, item: Any) -> str:
     lacks one."""
     size = 0
 
-    def value(found: re.Match[str]) -> str:
+    def filled(found: re.Match[str]) -> str:
         nonlocal size
-        text = _text(_value(found[1], sample, item))
+        text = _text(value(found[1], sample, item))
         size += len(text)
         if size > MAX_TEXT:
             raise GradingFailed(
@@ -86,10 +86,11 @@ def fill(template: str, sample: Sample, item: Any) -> str:
             )
         return text
 
-    return _VARIABLE.sub(value, template)
+    return _VARIABLE.sub(filled, template)
 
 
-def _value(path: str, sample: Sample, item: Any) -> Any:
+def value(path: str, sample: Sample, item: Any) -> Any:
+    """What stands at `item.a.b`. Raises GradingFailed when it is not there, InvalidGrader for what is no path."""
     namespace, *steps = _steps(path, "")
     found: Any = item
     if namespace == "sample":

@@ -21,7 +21,7 @@ from train.graders import sandbox
 from train.graders.errors import InvalidGrader
 from train.graders.graders import Grader, LabelModel, Python, ScoreModel, leaves, parse
 from train.graders.grading import Graded
-from train.graders.host import GraderHost
+from train.graders.host import GraderHosts
 from train.graders.templates import MAX_TEXT, Sample
 
 ANSWER_WITHIN_S = 300.0
@@ -42,7 +42,7 @@ class Run(_Strict):
     item: Any = None
 
 
-def routes(context: ControllerContext, host: GraderHost, answers: ModelAnswers) -> APIRouter:
+def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers) -> APIRouter:
     router = make_router("/v1/fine_tuning/alpha/graders", FINE_TUNING)
     running: Counter[str] = Counter()
 
@@ -61,6 +61,7 @@ def routes(context: ControllerContext, host: GraderHost, answers: ModelAnswers) 
                 code="too_many_grader_runs",
             )
         running[caller.owner] += 1
+        host = hosts.of(caller.owner)
         try:
             sample = (Sample(body.model_sample), body.item)
             (asked,) = await host.requests(grader, [sample])
