@@ -49,7 +49,7 @@ from appliance.controller.openai import batch_routes, checkpoint_permissions, jo
 from appliance.controller.responses.stored import StoredResponses
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import idempotency
-from train.graders.host import GraderHosts
+from train.graders.hosts import GraderHosts
 
 
 def create_app(context: ControllerContext) -> FastAPI:

@@ -101,7 +101,7 @@ async def test_openai_surface_and_no_control_routes(engine_box, replicas):
 
 
 async def shapes_of_other_apis(socket_path, sdk):
-    """What serve/vllm/answer_shapes.py makes of vLLM's."""
+    """What serve/api/answer_shapes.py makes of vLLM's."""
     events = [
         event.type
         async for event in await sdk.responses.create(model="starter", input="x", max_output_tokens=2, stream=True)

@@ -22,7 +22,7 @@ from train.graders.worker import END, FORK, LENGTH, RESULT, graded_of
 OWN_TIME_S = 60.0
 """For a batch, beside what its python graders may take."""
 IDLE_S = 300.0
-_RESULT_BYTES = 256 << 20
+_RESULT_BYTES = 32 << 20
 
 
 class WorkerBroke(Exception):
@@ -154,16 +154,3 @@ def _asked(
         for place, (sample, item) in enumerate(samples)
     ]
     return {"grader": grader.model_dump(mode="json", exclude_unset=True), "samples": told}
-
-
-class GraderHosts:
-    """A worker for each owner, so that nobody waits for another's code. Each ends by itself when it has no work."""
-
-    def __init__(self) -> None:
-        self._hosts: dict[str, GraderHost] = {}
-
-    def of(self, owner: str) -> GraderHost:
-        return self._hosts.setdefault(owner, GraderHost())
-
-    async def stop(self) -> None:
-        await asyncio.gather(*(host.stop() for host in self._hosts.values()))

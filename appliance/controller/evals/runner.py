@@ -21,6 +21,7 @@ from appliance.controller.access.model_access import viewer_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import requests
 from appliance.controller.evals.requests import Jsonl, Sampled, body_of, sample_of
+from appliance.controller.grading.grader_routes import MAX_DEPTH, is_deeper
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
@@ -28,9 +29,10 @@ from appliance.store.objects import files as file_rows
 from appliance.store.records import keys
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
 from train.graders.errors import GradingFailed
-from train.graders.graders import Grader, parse
+from train.graders.graders import Grader, LabelModel, ScoreModel, leaves, parse
 from train.graders.grading import ModelAnswer
-from train.graders.host import GraderHost, GraderHosts, WorkerBroke
+from train.graders.host import WorkerBroke
+from train.graders.hosts import GraderHosts
 from train.graders.templates import Sample
 
 WINDOW_S = 24 * 3600.0
@@ -103,13 +105,13 @@ class EvalRunner:
         of = evals.find(self._db, row.eval_id, viewer=None) if row is not None else None
         if row is None or of is None or row.finished:
             return
-        host, source = self._hosts.of(row.owner), _SOURCE.validate_python(row.data_source)
+        source = _SOURCE.validate_python(row.data_source)
         graders = [parse(criterion) for criterion in of.criteria]
         if row.status == "queued":
-            await self._prepare(row, of, source, host)
+            await self._prepare(row, of, source)
         while items := evals.queued_items(self._db, run_id, AT_ONCE):
             self._check_may_go_on(row)
-            judged = await asyncio.gather(*(self._item(row, source, graders, host, item) for item in items))
+            judged = await asyncio.gather(*(self._item(row, source, graders, item) for item in items))
             if not self._store(run_id, items, judged):
                 return  # it was cancelled or deleted meanwhile
         self._end(run_id, "completed", None)
@@ -127,11 +129,15 @@ class EvalRunner:
 
     # --- the data
 
-    async def _prepare(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled, host: GraderHost) -> None:
+    async def _prepare(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> None:
         """Put its items into the store, checked by the schema. Raises _Failed."""
         entries = await self._entries(row, source)
+        for place, entry in enumerate(entries):
+            if is_deeper(entry, MAX_DEPTH):
+                raise _Failed("invalid_data", f"Line {place + 1} is nested deeper than {MAX_DEPTH} levels.")
         try:
-            refused = await host.refused_items(of.item_schema, [entry["item"] for entry in entries])
+            async with self._hosts.of(row.owner) as host:
+                refused = await host.refused_items(of.item_schema, [entry["item"] for entry in entries])
         except WorkerBroke as error:
             raise _Failed(
                 "invalid_data", f"The items could not be checked by the eval's item_schema: {error}"
@@ -173,7 +179,7 @@ class EvalRunner:
     # --- an item
 
     async def _item(
-        self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader], host: GraderHost, item: EvalItemRow
+        self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader], item: EvalItemRow
     ) -> dict[str, Any]:
         """What its row becomes, and under `usage` what models have used for it."""
         usage: list[ModelAnswer] = []
@@ -187,7 +193,7 @@ class EvalRunner:
             sample = Sample(answer.text, answer.tools)
         results = []
         for grader in graders:
-            results.append(await self._result(row, grader, host, sample, item.item, usage))
+            results.append(await self._result(row, grader, sample, item.item, usage))
         bad = any("error" in result for result in results)
         status = "error" if bad else "pass" if all(result["passed"] for result in results) else "fail"
         return {"status": status, "sample": told, "results": results, "usage": usage}
@@ -208,18 +214,21 @@ class EvalRunner:
         self,
         row: EvalRunRow,
         grader: Grader,
-        host: GraderHost,
         sample: Sample,
         item: dict[str, Any],
         usage: list[ModelAnswer],
     ) -> dict[str, Any]:
         try:
-            (asked,) = await host.requests(grader, [(sample, item)])
+            asked = {}
+            if any(isinstance(leaf, ScoreModel | LabelModel) for leaf in leaves(grader).values()):
+                async with self._hosts.of(row.owner) as host:
+                    (asked,) = await host.requests(grader, [(sample, item)])
+            told = await asyncio.gather(*(self._ask(row, body) for body in asked.values()))
+            usage += [answer for answer in told if not answer.error]
+            async with self._hosts.of(row.owner) as host:
+                (graded,) = await host.grade(grader, [(sample, item)], [dict(zip(asked, told, strict=True))])
         except WorkerBroke as error:
             return {"name": grader.name, "type": grader.type, "passed": False, "score": 0.0, "error": str(error)}
-        told = await asyncio.gather(*(self._ask(row, body) for body in asked.values()))
-        usage += [answer for answer in told if not answer.error]
-        (graded,) = await host.grade(grader, [(sample, item)], [dict(zip(asked, told, strict=True))])
         result = {"name": grader.name, "type": grader.type, "passed": graded.passed, "score": graded.reward}
         if told:
             result["sample"] = {"output": [answer.text for answer in told]}

@@ -146,8 +146,8 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
     assert runs.newest_snapshot("ftjob-1") == newest.path
     for tier in ("disk", "remote"):
         await flow.run_once(tier)
-    assert tiers.places(Name("snapshot", "ftjob-1", "step-10")) == ["memory", "disk", "remote"]
-    assert tiers.places(Name("snapshot", "ftjob-1", "step-9")) == ["memory"], "one is kept"
+    assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-10")) == ["memory", "disk", "remote"]
+    assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-9")) == ["memory"], "one is kept"
     shutil.rmtree(tmp_path / "data" / "packed" / "objects")
     for stored in store.list("snapshot"):
         store.remove(stored)

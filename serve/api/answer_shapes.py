@@ -2,23 +2,36 @@
 
 Anthropic's (https://docs.anthropic.com/en/api/messages): ids begin with `msg_`; a conversation that ends with the
 assistant's own text is continued from there; `thinking` asks nothing of a model that vLLM sees no reasoning of, as
-clients set it for every model; an error in a stream is vLLM's own error object, which the gateway turns into
-Anthropic's. OpenAI's: a stream of /v1/responses that `max_output_tokens` cut off ends with `response.incomplete`.
+clients set it for every model. OpenAI's: a stream of /v1/responses that `max_output_tokens` cut off ends with
+`response.incomplete`; null is OpenAI's default for `background` and `truncation`, where vLLM fails once the answer is
+complete.
+
+A stream that fails ends with vLLM's error object in every API, which the gateway turns into the event of the API that
+the client speaks. By itself vLLM writes it for chat and completions alone: under /v1/messages it is an event of a type
+that Anthropic does not have, and a stream of /v1/responses breaks off.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import AsyncGenerator, Callable
+from http import HTTPStatus
 from typing import Any, Literal
 
 from vllm.entrypoints.anthropic import protocol as anthropic
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.responses import api_router as response_routes
 from vllm.entrypoints.openai.responses import serving as responses
+from vllm.entrypoints.serve.exception_handling import error_response
+from vllm.logger import init_logger
 
 _CHAT_ID = "chatcmpl-"
 _MESSAGE_ID = "msg_"
 _ERROR = 'data: {"error"'
+_OTHER_ERROR = "event: error\n"
+
+log = init_logger("vllm.appliance.answer_shapes")
 
 
 class ResponseIncompleteEvent(responses.ResponseCompletedEvent):
@@ -34,6 +47,9 @@ def apply() -> None:
     served.count_tokens = _without_thinking(served.count_tokens)
     served.message_stream_converter = _passes_errors(served.message_stream_converter)
     responses.ResponseCompletedEvent = _completed_or_not(responses.ResponseCompletedEvent)
+    response_routes._convert_stream_to_sse_events = _ends_with_errors(response_routes._convert_stream_to_sse_events)
+    made = responses.ResponsesResponse
+    made.from_request = classmethod(_with_defaults(vars(made)["from_request"].__func__))
 
 
 def _own_id(message: anthropic.AnthropicMessagesResponse, context: Any) -> None:
@@ -76,9 +92,35 @@ def _passes_errors(convert: Callable[..., Any]) -> Callable[..., Any]:
                 yield chunk
 
         async for event in convert(self, until_error()):
-            yield event
+            yield _error_event(_message(event)) if event.startswith(_OTHER_ERROR) else event
         for error in failed:
             yield error
+
+    return run
+
+
+def _message(event: str) -> str:
+    """That of an error event under /v1/messages."""
+    return str(json.loads(event.split("data: ", 1)[1])["error"]["message"])
+
+
+def _error_event(error: str | Exception) -> str:
+    if isinstance(error, str):
+        made = error_response.create_error_response(error, "InternalServerError", HTTPStatus.INTERNAL_SERVER_ERROR)
+    else:
+        made = error_response.create_error_response(error)
+    return f"data: {json.dumps(made.model_dump())}\n\n"
+
+
+def _ends_with_errors(convert: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(convert)
+    async def run(events: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
+        try:
+            async for event in convert(events):
+                yield event
+        except Exception as error:  # noqa: BLE001 - carried to the client
+            log.exception("Error in responses stream.")
+            yield _error_event(error)
 
     return run
 
@@ -91,3 +133,13 @@ def _completed_or_not(completed: type[Any]) -> Callable[..., Any]:
         return completed(type=type, response=response, **more)
 
     return make
+
+
+def _with_defaults(made: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(made)
+    def from_request(cls: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        request.background = bool(request.background)
+        request.truncation = request.truncation or "disabled"
+        return made(cls, request, *args, **kwargs)
+
+    return from_request
