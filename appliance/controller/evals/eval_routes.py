@@ -23,7 +23,7 @@ from appliance.controller.evals.requests import (
 )
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import storage
-from appliance.controller.grading.grader_routes import grader_of
+from appliance.controller.grading.given import grader_of
 from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, NotFound, shown

@@ -21,7 +21,7 @@ from appliance.controller.access.model_access import viewer_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import requests
 from appliance.controller.evals.requests import Jsonl, Sampled, body_of, sample_of
-from appliance.controller.grading.grader_routes import MAX_DEPTH, is_deeper
+from appliance.controller.grading.given import MAX_DEPTH, is_deeper
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
