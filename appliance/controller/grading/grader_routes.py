@@ -17,7 +17,7 @@ from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http.presence import while_present
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import ApiError, BadRequest
-from appliance.controller.interfaces.principal import FINE_TUNING, Caller
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from train.graders.graders import Grader, LabelModel, ScoreModel, leaves
 from train.graders.grading import Graded
 from train.graders.host import WorkerBroke
