@@ -149,7 +149,9 @@ def head(
     }
 
 
-def ranks(rank: int, of: int, meet: str, device_kind: str, steps: int = 12, width: int = 512) -> dict[str, Any]:
+def ranks(
+    rank: int, of: int, meet: str, device_kind: str, *, steps: int = 20, width: int = 512, tokens: int = 1024
+) -> dict[str, Any]:
     """A small model trained under ZeRO 2 by `of` ranks, each of which sees one device, on the same examples again and
     again: its loss has to fall, and all ranks have to end with the same weights."""
     kind = kinds.kind_of(device_kind)
@@ -186,7 +188,7 @@ def ranks(rank: int, of: int, meet: str, device_kind: str, steps: int = 12, widt
         batch_size=of, learning_rate=1e-3, zero_stage=2, device_kind=device_kind,
     )  # fmt: skip
     engine = build_engine(SupervisedObjective(model), spec)
-    batch, losses, step_s = _batch(rank, of, 1024, 2048, engine.device), [], []
+    batch, losses, step_s = _batch(rank, of, tokens, 2048, engine.device), [], []
     for _ in range(steps):
         kind.synchronize(device)
         step_began_s = time.perf_counter()
