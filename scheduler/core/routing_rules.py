@@ -11,8 +11,8 @@ def is_sooner_there(
 ) -> bool:
     """Whether a request without a first token is served sooner by an engine that has just opened than where it waits.
 
-    pending, inflight: prompt tokens without a first token, and requests: (here, there), itself here. stuck: no prompt is
-    being computed here, because the cache has no room for the first that waits.
+    pending, inflight: prompt tokens without a first token, and requests: (here, there), itself here. stuck: no prompt
+    is being computed here, because the cache has no room for the first that waits.
     """
     here, there = pending
     return there + prompt_tokens <= here - prompt_tokens or (stuck and inflight[1] + 1 < inflight[0])
