@@ -85,11 +85,11 @@ def main() -> int:
 def measured(version: Path) -> dict[str, float]:
     """Rates in bytes/s (`*_s`: seconds) on the one GPU that this process sees."""
     import torch
-    from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
 
+    from runtime.devices.kinds import of_torch
     from serve.load.host_ring import HostRing
     from serve.load.host_to_device import bytes_per_s
-    from serve.load.shm_source import PageLock, VersionSource
+    from serve.load.shm_source import ToLock, VersionSource
 
     device = torch.device("cuda:0")
     before = _free_bytes()
@@ -137,7 +137,7 @@ def measured(version: Path) -> dict[str, float]:
 
     spans = {file.name: [(0, file.nbytes)] for file in source.layout.files}
     began_s = time.perf_counter()
-    source = VersionSource(version).map(PageLock(spans, CudaRTLibrary()))
+    source = VersionSource(version).map(ToLock(spans, of_torch(device).page_lock()))
     found["map_and_lock_s"] = time.perf_counter() - began_s
     matrices = [tensor for _, tensor in source.tensors()]
     found["locked"] = fastest(copy_all, source.nbytes)
@@ -148,7 +148,7 @@ def measured(version: Path) -> dict[str, float]:
 
     found["snapshot_locked"] = fastest(write_back, source.nbytes)
     source.close()
-    source = VersionSource(version).map(PageLock({}, CudaRTLibrary()))
+    source = VersionSource(version).map(ToLock({}, of_torch(device).page_lock()))
     matrices = [tensor for _, tensor in source.tensors()]
     found["snapshot"] = fastest(write_back, source.nbytes)
     found["bytes"] = source.nbytes

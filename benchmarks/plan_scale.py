@@ -25,7 +25,7 @@ from benchmarks._claims import at_most, record
 from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device, Holder, Lease, Ledger
-from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, ReplicaView, Snapshot
+from scheduler.core.workload import Demand, DeploymentView, JobView, PlanInput, Policy, ReplicaView
 from scheduler.handover import handover
 from scheduler.handover.box import Box, GroupView
 from scheduler.plan.plan import plan
@@ -41,10 +41,10 @@ def cluster(devices: int) -> tuple[Device, ...]:
     )
 
 
-def cold(devices: int, jobs: int, seed: int = 0) -> Snapshot:
+def cold(devices: int, jobs: int, seed: int = 0) -> PlanInput:
     rng = random.Random(seed)
     models = max(devices // 32, 1)
-    return Snapshot(
+    return PlanInput(
         Policy("auto"),
         cluster(devices),
         jobs=tuple(
@@ -63,40 +63,41 @@ def cold(devices: int, jobs: int, seed: int = 0) -> Snapshot:
             DeploymentView(f"m{n}", "v1", rng.choice((1, 1, 2, 4)), 1, 16, Demand(inflight=40, last_request_s=NOW_S))
             for n in range(models)
         ),
-        epoch=1,
+        handover_id=1,
     )
 
 
-def after(snapshot: Snapshot, allocation: Allocation) -> tuple[Snapshot, Box]:
+def after(plan_input: PlanInput, allocation: Allocation) -> tuple[PlanInput, Box]:
     """The world in which this allocation has been carried out."""
     groups = {g.job_id: g.devices for g in allocation.groups}
     replicas = tuple(ReplicaView(r.id, r.model, r.version, r.state, r.devices) for r in allocation.replicas)
     jobs = tuple(
-        replace(j, phase="running" if j.id in groups else "wanted", devices=groups.get(j.id, ())) for j in snapshot.jobs
+        replace(j, phase="running" if j.id in groups else "wanted", devices=groups.get(j.id, ()))
+        for j in plan_input.jobs
     )
     leases = [Lease(f"0:replica:{r.id}", Holder("replica", r.id), r.devices) for r in allocation.open_replicas]
     leases += [Lease(f"0:job:{j}", Holder("job", j), d) for j, d in groups.items()]
     box = Box(
-        devices={d.id: d for d in snapshot.devices},
-        ledger=Ledger(d.id for d in snapshot.devices).acquire(*leases),
+        devices={d.id: d for d in plan_input.devices},
+        ledger=Ledger(d.id for d in plan_input.devices).acquire(*leases),
         replicas={r.id: r for r in replicas},
         groups={j: GroupView(j, d) for j, d in groups.items()},
     )
-    return replace(snapshot, jobs=jobs, replicas=replicas, memory=allocation.memory, epoch=2), box
+    return replace(plan_input, jobs=jobs, replicas=replicas, memory=allocation.memory, handover_id=2), box
 
 
-def burst(snapshot: Snapshot) -> Snapshot:
-    more = tuple(replace(d, demand=replace(d.demand, inflight=160)) for d in snapshot.deployments)
-    return replace(snapshot, deployments=more)
+def burst(plan_input: PlanInput) -> PlanInput:
+    more = tuple(replace(d, demand=replace(d.demand, inflight=160)) for d in plan_input.deployments)
+    return replace(plan_input, deployments=more)
 
 
-def timed(snapshot: Snapshot, box: Box, repeat: int) -> tuple[float, int]:
+def timed(plan_input: PlanInput, box: Box, repeat: int) -> tuple[float, int]:
     """(median seconds of plan and steps together, chains)."""
     seconds, chains = [], 0
     for _ in range(repeat):
         began_s = time.perf_counter()
-        allocation = plan(snapshot, NOW_S, CONFIG)
-        chains = len(handover.steps(box, allocation, snapshot.epoch).chains)
+        allocation = plan(plan_input, NOW_S, CONFIG)
+        chains = len(handover.steps(box, allocation, plan_input.handover_id).chains)
         seconds.append(time.perf_counter() - began_s)
     return sorted(seconds)[len(seconds) // 2], chains
 
@@ -116,8 +117,12 @@ def measure(sizes: tuple[tuple[int, int], ...] = SIZES) -> dict[str, object]:
         empty = Box({d.id: d for d in first.devices}, Ledger(d.id for d in first.devices))
         running, box = after(first, plan(first, NOW_S, CONFIG))
         repeat = 3 if devices > 2000 else 9
-        for name, snapshot, world in (("cold", first, empty), ("steady", running, box), ("burst", burst(running), box)):
-            seconds, chains = timed(snapshot, world, repeat)
+        for name, plan_input, world in (
+            ("cold", first, empty),
+            ("steady", running, box),
+            ("burst", burst(running), box),
+        ):
+            seconds, chains = timed(plan_input, world, repeat)
             n = devices + jobs
             points[name].append((n, seconds))
             rows.append(

@@ -11,10 +11,14 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 
+from appliance.admission.box_memory import BoxMemory
+from appliance.admission.host_memory import HostMemory, Means, StoredHere
+from appliance.admission.job_admission import JobAdmission
 from appliance.boot.box_state import read_troubles
 from appliance.config import BoxConfig
 from appliance.controller.access.spending import Spending
 from appliance.controller.bus.bus import Bus, first_generation
+from appliance.controller.bus.demand_learning import DemandLearning
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.interfaces.signals import Signals
@@ -33,12 +37,8 @@ from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
 from appliance.wiring.adapter_source import AdapterSource
 from appliance.wiring.batch_engines import SocketEngines, circumstances
-from appliance.wiring.box_memory import BoxMemory
 from appliance.wiring.box_status import BoxStatus
-from appliance.wiring.demand_learning import DemandLearning
 from appliance.wiring.handover_trigger import HandoverTrigger
-from appliance.wiring.host_memory import HostMemory, Means, StoredHere
-from appliance.wiring.job_admission import JobAdmission
 from appliance.wiring.job_runs import JobRuns
 from appliance.wiring.journal import SqliteJournal
 from appliance.wiring.model_work import LibraryOps
@@ -110,7 +110,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         background=background,
     )
     spending = Spending(db, signals.keys_changed)
-    sizes = EngineSizes(db, config.serve, devices[0], config.scheduler.max_asleep_per_device)
+    sizes = EngineSizes(db, config.serve, partial(_of_engines, devices, loop), config.scheduler.max_asleep_per_device)
     routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.context, loop.trouble)
     lines = SocketEngines(
         bus,
@@ -133,9 +133,9 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, tiers, back, signals.published)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
-    place = node_config_of(config, paths, devices)
+    node_config = node_config_of(config, paths, devices)
     removed = NodeCertificate.below(paths.certificates).removed
-    nodes = Nodes(place, signals.node_changed, removed.out)
+    nodes = Nodes(node_config, signals.node_changed, removed.out)
     effects = RayEffects(nodes, routing, provider, runs, config.serve)
     health = DeviceWatch(db, nodes.readings, config.scheduler, loop.nudge)
     admission = JobAdmission(db, store, _facts(devices, store, config.scheduler))
@@ -187,7 +187,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         tiers=tiers,
         batch_engines=lines,
         sizes=sizes,
-        settings_check=ForkedSettingsCheck(sizes, place, devices[0]),
+        settings_check=ForkedSettingsCheck(sizes, node_config, devices[0]),
+        nodes=nodes,
         adapter_rank_limit=provider.adapter_rank_limit,
         load=bus.load,
         models_shared=signals.models_changed,
@@ -254,6 +255,11 @@ def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
     for error in store.sweep().damaged:
         log.error("shared memory holds a damaged version: %s", error)
     return store
+
+
+def _of_engines(home: tuple[Device, ...], loop: SchedulerLoop) -> list[Device]:
+    """Home's devices and other nodes' of its kind, which run what home prepared."""
+    return [*home, *(device for device in loop.box.devices.values() if device.kind == home[0].kind)]
 
 
 def _facts(devices: tuple[Device, ...], store: WeightStore, config: SchedulerConfig) -> BoxFacts:

@@ -25,6 +25,7 @@ import ray
 import uvicorn
 from starlette.types import ASGIApp
 
+from appliance.admission.host_memory import LOOK_EVERY_S
 from appliance.boot.ray_head import NAMESPACE
 from appliance.config import BoxConfig, load_resolved
 from appliance.controller.access.spending import USAGE_EVERY_S
@@ -35,7 +36,6 @@ from appliance.controller.http.peers import FromBox, FromGateways
 from appliance.paths import BoxPaths
 from appliance.tiers.flow import TierFlow
 from appliance.wiring.box_status import RSS_EVERY_S
-from appliance.wiring.host_memory import LOOK_EVERY_S
 from appliance.wiring.job_runs import TIDY_EVERY_S
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.processes.kernel import die_with_parent

@@ -64,7 +64,6 @@ def device_environment(kind: str, caches: Path) -> dict[str, str]:
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
-        "FLASHINFER_WORKSPACE_BASE": str(caches),
         **kind_of(kind).library_environment(caches),
     }
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from appliance.controller.access.naming import is_printable, resolve
 from appliance.controller.bus.bus import Bus
+from appliance.controller.bus.demand_learning import Traffic
 from appliance.controller.bus.load import Load, ModelLoad
 from appliance.store.database import Database
 from appliance.store.objects import adapters, job_records, models
 from appliance.store.objects.adapters import AdapterRow
 from appliance.store.records import canaries, deployments, session_keys
 from appliance.store.rows import CanaryRow, ModelRow
-from appliance.wiring.demand_learning import Traffic
 from scheduler.core.failures import Trouble
 from scheduler.core.workload import Demand
 

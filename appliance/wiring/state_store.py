@@ -18,8 +18,8 @@ from appliance.store.objects import job_records, jobs, models
 from appliance.store.objects.adapters import AdapterRow
 from appliance.store.records import box, canaries, deployments, model_settings, usage
 from appliance.store.rows import CanaryRow, DeploymentRow, JobRow
-from scheduler.autoscale.idle import CHECKPOINT_IDLE_S
 from scheduler.core.failures import Trouble
+from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
 from scheduler.core.workload import Demand, DeploymentView, JobView, Workload
 from scheduler.devices.discovery import HEAD_NODE
 from scheduler.handover.ports import Outcome
@@ -156,8 +156,7 @@ class SqliteStateStore:
                     min_replicas=0,
                     pinned=False,
                     demand=self._live.demand(adapter.host),
-                    idle_sleep_s=None,
-                    idle_limit_s=CHECKPOINT_IDLE_S,
+                    idle=Idle(limit_s=CHECKPOINT_IDLE_S),
                 )
         for row in deployed:
             if row.model in adapters and (row.pinned or row.min_replicas):
@@ -182,8 +181,7 @@ class SqliteStateStore:
             min_replicas=1,
             max_replicas=max(1, stable.max_replicas),
             demand=self._live.demand(row.name),
-            idle_sleep_s=None,
-            idle_limit_s=None,
+            idle=Idle(),
             pinned=False,
         )
 
@@ -194,7 +192,7 @@ class SqliteStateStore:
                 row.name,
                 row.version,
                 demand=self._live.demand(row.name),
-                idle_limit_s=CHECKPOINT_IDLE_S,
+                idle=Idle(limit_s=CHECKPOINT_IDLE_S),
                 settings=self._settings.get(row.model, ""),
             )
             for row in job_records.list_checkpoints(self._db)
@@ -238,7 +236,7 @@ class SqliteStateStore:
             demand=self._live.demand(row.model),
             ttft_target_s=row.ttft_p95_s,
             tpot_target_s=None if row.tpot_p95_ms is None else row.tpot_p95_ms / 1000,
-            idle_sleep_s=row.idle_sleep_s,
+            idle=Idle(IdleSettings.model_construct(**row.idle)),
             pinned=bool(row.pinned),
             settings=self._settings.get(row.model, ""),
         )

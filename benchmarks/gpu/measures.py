@@ -67,8 +67,9 @@ def copies(gib: float = 2.0) -> dict[str, Any]:
     import torch
     from safetensors.torch import save_file
 
+    from runtime.devices.kinds import of_torch
     from serve.load.host_ring import HostRing
-    from serve.load.shm_source import PageLock, VersionSource
+    from serve.load.shm_source import ToLock, VersionSource
 
     device = torch.device("cuda:0")
     free, _ = torch.cuda.mem_get_info()
@@ -83,10 +84,10 @@ def copies(gib: float = 2.0) -> dict[str, Any]:
         count = max(1, int(gib * GIB) // (2 * rows * columns))
         matrix = torch.randn(rows, columns).to(torch.bfloat16)
         save_file({f"m{index}": matrix + index for index in range(count)}, Path(folder) / "model.safetensors")
-        runtime = _Timed(torch.cuda.cudart())
+        pages = _Timed(of_torch(device).page_lock())
         source = VersionSource(folder)
         spans = {file.name: [(0, file.nbytes)] for file in source.layout.files}
-        source.map(PageLock(spans, runtime), spans)
+        source.map(ToLock(spans, pages), spans)
         names = list(source.described)
         targets = {name: torch.empty(rows, columns, dtype=torch.bfloat16, device=device) for name in names}
 
@@ -99,7 +100,7 @@ def copies(gib: float = 2.0) -> dict[str, Any]:
 
         found["locked"] = _rate(torch, locked, source.nbytes)
         source.close()
-        found["longest_lock_s"], found["longest_unlock_s"] = max(runtime.lock_s), max(runtime.unlock_s)
+        found["longest_lock_s"], found["longest_unlock_s"] = max(pages.lock_s), max(pages.unlock_s)
 
         source = VersionSource(folder).map(None, spans)
 
@@ -128,25 +129,21 @@ def copies(gib: float = 2.0) -> dict[str, Any]:
 
 
 class _Timed:
-    """CUDA's calls for locking pages, through torch, with the seconds that each took."""
+    """Locks pages by a kind's own calls, and keeps the seconds that each took."""
 
-    def __init__(self, cudart: Any):
-        self._cudart, self.lock_s, self.unlock_s = cudart, [0.0], [0.0]
+    def __init__(self, pages: Any):
+        self._pages, self.lock_s, self.unlock_s = pages, [0.0], [0.0]
 
-    def cudaHostRegister(self, ptr: int, size: int, flags: int = 0) -> int:
+    def lock(self, address: int, nbytes: int) -> bool:
         began_s = time.perf_counter()
-        code = int(self._cudart.cudaHostRegister(ptr, size, flags))
+        done = self._pages.lock(address, nbytes)
         self.lock_s.append(time.perf_counter() - began_s)
-        return code
+        return done
 
-    def cudaHostUnregister(self, ptr: int) -> int:
+    def unlock(self, address: int) -> None:
         began_s = time.perf_counter()
-        code = int(self._cudart.cudaHostUnregister(ptr))
+        self._pages.unlock(address)
         self.unlock_s.append(time.perf_counter() - began_s)
-        return code
-
-    def cudaGetLastError(self) -> int:
-        return 0  # torch does not offer it; a refused lock then fails the next call, and so this part, by name
 
 
 def together() -> dict[str, Any]:

@@ -44,6 +44,9 @@ class Cpu(DeviceKind):
     def computes_bf16(self) -> bool:
         return _host_computes_bf16()
 
+    def engine_arguments(self) -> list[str]:
+        return []
+
     def available(self) -> bool:
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -30,6 +31,10 @@ class Cuda(TorchCuda):
     hip = False
     context_bytes = 2 * 2**30
     asleep_bytes = 3 * 2**29
+    # Nothing of vLLM's GPU code yet: only a test on a GPU can show which modules leave CUDA alone (docs/gpu.md).
+    engine_modules = ()
+    runtime_library = "libcudart"
+    runtime_prefix = "cuda"
 
     def present(self) -> bool:
         return _CONTROL.exists()
@@ -97,7 +102,33 @@ class Cuda(TorchCuda):
             return
 
     def library_environment(self, caches: Path) -> dict[str, str]:
-        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_CACHE_PATH": str(caches / "cuda")}
+        architectures = _architectures()
+        return {
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_CACHE_PATH": str(caches / "cuda"),
+            "FLASHINFER_WORKSPACE_BASE": str(caches),
+            # Without it, importing FlashInfer asks CUDA (flashinfer/compilation_context.py), and no forked process
+            # could use CUDA afterwards.
+            **({"FLASHINFER_CUDA_ARCH_LIST": " ".join(architectures)} if architectures else {}),
+        }
+
+    def engine_arguments(self) -> list[str]:
+        # FlashInfer compiles its kernels by nvcc when an engine starts: minutes, and without nvcc the engine dies. If
+        # nvcc and ninja are installed, vLLM also imports it for the fusion before it forks its core, and that
+        # initialises CUDA, which no forked worker can then use (vllm/config/vllm.py, utils/flashinfer.py). Every level
+        # of optimisation leaves alone what is said here.
+        passes = {"pass_config": {"fuse_allreduce_rms": False}}
+        without_tuning = ["--no-enable-flashinfer-autotune", "--compilation-config", json.dumps(passes)]
+        return [*super().engine_arguments(), *without_tuning]
+
+    def engine_environment(self) -> dict[str, str]:
+        # For the same reason. vLLM's own Triton kernel samples, its own all-reduce and NCCL join the devices, DeepGEMM
+        # or CUTLASS multiplies in FP8. The first two would be used without asking for nvcc.
+        return {
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+            "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+        }
 
 
 KIND: DeviceKind = Cuda()
@@ -123,6 +154,31 @@ def _check_driver() -> None:
             f"and every engine and rank would end at its start. Update the driver (Debian, Ubuntu: `apt-get install "
             f"nvidia-driver-{LEAST_DRIVER}`). {_ON_CPU}"
         )
+
+
+def _architectures() -> list[str]:
+    """Compute capabilities of this machine's GPUs, as "9.0"; empty without a driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [_handle_or_error(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        told = {_capability(handle) for handle in handles}
+    finally:
+        pynvml.nvmlShutdown()
+    return [f"{major}.{minor}" for major, minor in sorted(capability for capability in told if capability)]
+
+
+def _capability(handle: Any) -> tuple[int, int] | None:
+    """Major and minor number; None of a GPU that does not answer."""
+    if isinstance(handle, pynvml.NVMLError):
+        return None
+    try:
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    except pynvml.NVMLError:
+        return None
+    return major, minor
 
 
 def _handle_or_error(index: int) -> Any:

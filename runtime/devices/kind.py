@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,16 @@ class Reading:
     uuid: str = ""
 
 
+class PageLock(Protocol):
+    """Locks pages of the host's memory for copies to a device. Ranges may not overlap."""
+
+    def lock(self, address: int, nbytes: int) -> bool:
+        """Whether it could; if not, copies from there are only slower, and no later call is blamed for it."""
+
+    def unlock(self, address: int) -> None:
+        """Unlock the range that begins there."""
+
+
 class DevicesRefused(RuntimeError):
     """This machine has devices that the box may not use; the message says why and what to do."""
 
@@ -60,8 +70,9 @@ class DeviceKind(ABC):
     Such devices share both: offloading saves nothing, a process that leaves a device keeps nothing on it, and a death
     indicates no hardware fault. `locks_pages`: copies to it run at full rate only from page-locked memory of the host.
     `context_bytes`: what one process takes of a device before its first tensor: context, collectives' buffers, math
-    libraries' workspaces. `asleep_bytes`: what a sleeping engine keeps of one. `untried`: of a kind that was written by
-    reading alone, what it lacks; a box refuses its devices unless told to try.
+    libraries' workspaces. `asleep_bytes`: what a sleeping engine keeps of one. `engine_modules`: what the parent of
+    engines imports of vLLM for them, which leaves the devices alone. `untried`: of a kind that was written by reading
+    alone, what it lacks; a box refuses its devices unless told to try.
     """
 
     name: str
@@ -73,6 +84,7 @@ class DeviceKind(ABC):
     locks_pages: bool = True
     context_bytes: int = 0
     asleep_bytes: int = 0
+    engine_modules: tuple[str, ...] = ()
     untried: str = ""
 
     def of_this_torch(self) -> bool:
@@ -124,6 +136,20 @@ class DeviceKind(ABC):
         """Variables that its own libraries need at import; their caches are below `caches`."""
         return {}
 
+    def collectives_environment(self, interface: str) -> dict[str, str]:
+        """Variables that keep the collectives of engines and ranks to this network interface of the host."""
+        return {}
+
+    @abstractmethod
+    def engine_arguments(self) -> list[str]:
+        """Arguments for vLLM's server on such devices. An engine's sleep is to free their memory of weights and KV
+        cache (on the host the box's own worker does that), and nothing may be compiled at its start with tools that the
+        box does not install."""
+
+    def engine_environment(self) -> dict[str, str]:
+        """Variables for an engine, for what vLLM has no argument for."""
+        return {}
+
     def foreign(self) -> dict[int, str]:
         """What processes hold of each device, in words, by index. Asked before the box starts any: they are others'."""
         return {}
@@ -147,6 +173,10 @@ class DeviceKind(ABC):
         """Return a float32 tensor (elements,) in memory of the host that copies to and from the device run at full rate
         with, and beside the processor where they are asked not to block. Only of kinds that lock pages."""
         raise NotImplementedError(f"{self.title}: locked_buffer")
+
+    def page_lock(self) -> PageLock:
+        """Only of kinds that lock pages. A thread that locks has made a device its current one by `use`."""
+        raise NotImplementedError(f"{self.title}: page_lock")
 
     def mark(self) -> Callable[[], None]:
         """Return a function, for any thread, that waits for the work that this thread has submitted by now."""

@@ -30,6 +30,8 @@ class Rocm(TorchCuda):
     hip = True
     context_bytes = 2 * 2**30
     asleep_bytes = 3 * 2**29
+    runtime_library = "libamdhip64"
+    runtime_prefix = "hip"
     untried = (
         "support for AMD GPUs (ROCm) was written by reading and has never run, and there is no lock of ROCm builds of "
         "torch and vLLM: images/requirements/ has cpu.txt and cuda.txt, whose torch computes on no AMD GPU"

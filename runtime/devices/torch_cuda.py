@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from runtime.devices.kind import DeviceKind
 
+_MAPS = Path("/proc/self/maps")
+
 
 class TorchCuda(DeviceKind):
-    """What kinds have in common that torch calls "cuda". `hip`: the kind is computed on by a ROCm build of torch."""
+    """What kinds have in common that torch calls "cuda". `hip`: the kind is computed on by a ROCm build of torch.
+    `runtime_library`: that torch loads with itself, without its ending; `runtime_prefix`: of that library's calls."""
 
     torch_type = "cuda"
     accelerator = "cuda"  # DeepSpeed's accelerator is torch's too, and asks torch.version.hip where they differ
     collectives = "nccl"  # torch's name for RCCL as well
     hip: bool
+    runtime_library: str
+    runtime_prefix: str
+
+    def collectives_environment(self, interface: str) -> dict[str, str]:
+        return {"NCCL_SOCKET_IFNAME": interface}  # RCCL reads the same
+
+    def engine_arguments(self) -> list[str]:
+        # The cumem allocator's level-2 sleep frees the memory of weights and KV and keeps their addresses.
+        # Captured graphs stay on the device unless they lie in its pool; they then go to host memory.
+        return ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
 
     def of_this_torch(self) -> bool:
         import torch
@@ -47,6 +62,11 @@ class TorchCuda(DeviceKind):
 
         return torch.empty(elements, dtype=torch.float32, pin_memory=True)
 
+    def page_lock(self) -> RuntimePageLock:
+        import torch  # noqa: F401 - loads the library
+
+        return RuntimePageLock(ctypes.CDLL(loaded(self.runtime_library)), self.runtime_prefix)
+
     def mark(self) -> Callable[[], None]:
         import torch
 
@@ -77,3 +97,40 @@ class TorchCuda(DeviceKind):
             end.synchronize()
             fastest_ms = min(fastest_ms, begin.elapsed_time(end))
         return fastest_ms / 1e3
+
+
+class RuntimePageLock:
+    """By a CUDA runtime, or HIP's with the same calls under its own prefix (CUDA runtime API, Memory Management; HIP
+    API, Host memory). ctypes lets other threads of Python go on during a call."""
+
+    def __init__(self, library: ctypes.CDLL, prefix: str):
+        """`library` is this object's own: it sets the types of its calls."""
+        self._register = getattr(library, f"{prefix}HostRegister")
+        self._register.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+        self._unregister = getattr(library, f"{prefix}HostUnregister")
+        self._unregister.argtypes = [ctypes.c_void_p]
+        self._take_error = getattr(library, f"{prefix}GetLastError")
+        self._take_error.argtypes = []
+
+    def lock(self, address: int, nbytes: int) -> bool:
+        return self._done(self._register(address, nbytes, 0))
+
+    def unlock(self, address: int) -> None:
+        self._done(self._unregister(address))
+
+    def _done(self, code: int) -> bool:
+        if code:
+            self._take_error()  # torch would attribute a remaining error to the next kernel
+        return code == 0
+
+
+def loaded(library: str) -> str:
+    """The file of a library that this process has loaded, by its name without ending. Raises RuntimeError."""
+    for line in _MAPS.read_text().splitlines():
+        _, _, rest = line.partition("/")
+        if rest.rpartition("/")[2].startswith((f"{library}.", f"{library}-")):
+            return f"/{rest}"
+    raise RuntimeError(
+        f"{library} is not loaded in this process: torch loads it where it was built for such devices "
+        "(`python -c 'import torch; print(torch.__version__)'` names the build)"
+    )

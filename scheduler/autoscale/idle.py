@@ -1,9 +1,9 @@
 """Decides how long a model without requests stays awake; the only place that does.
 
-An operator's number (`idle_sleep_s` of a deployment) applies as given: one replica stays awake for that long after the
-last request, then all sleep except the minimum. Without it, the box's settings hold a replica for as long as the
-hysteresis of `auto` needs (`give_back_after_s`), and it sleeps only when the devices are wanted. Models that nobody
-deployed have the box's own limit (`idle_limit_s`): they sleep then at the latest, and may be given back earlier.
+An operator's number (`idle_sleep_s`, `scheduler.core.idle`) applies as given: one replica stays awake for that long
+after the last request, then all sleep except the minimum. Without it, the box's settings hold a replica for as long as
+the hysteresis of `auto` needs (`give_back_after_s`), and it sleeps only when the devices are wanted. Models that nobody
+deployed have the box's own limit (`limit_s`): they sleep then at the latest, and may be given back earlier.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from math import inf
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
-
-CHECKPOINT_IDLE_S = 300.0
-"""Limit for models that nobody deployed: checkpoints called by name, and hosts of adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +34,9 @@ class IdlePolicy:
         return _after(deployment, self._one_for_s(deployment))
 
     def _one_for_s(self, deployment: DeploymentView) -> float:
-        if deployment.idle_sleep_s is not None:
-            return deployment.idle_sleep_s
+        own_s = deployment.idle.settings.idle_sleep_s
+        if own_s is not None:
+            return own_s
         return self.lower_for_s(deployment)
 
     def lower_for_s(self, deployment: DeploymentView) -> float:
@@ -76,14 +74,14 @@ class IdlePolicy:
 
     def operator_says_sleep(self, deployment: DeploymentView, now_s: float) -> bool:
         """The same, by the operator's number: no hand-over cost delays it."""
-        return deployment.idle_sleep_s is not None and self.asleep(deployment, now_s)
+        return deployment.idle.settings.idle_sleep_s is not None and self.asleep(deployment, now_s)
 
     def awake(self, deployment: DeploymentView) -> Awake:
         """Until when a model without requests stays awake, and why. The mode's share for serving takes precedence."""
         least = deployment.floor_replicas
         if least:
             return Awake(None, f"at least {least} {'is' if least == 1 else 'are'} kept awake (pinned or min_replicas)")
-        own_s, limit_s = deployment.idle_sleep_s, deployment.idle_limit_s
+        own_s, limit_s = deployment.idle.settings.idle_sleep_s, deployment.idle.limit_s
         if own_s is not None:
             return Awake(self.sleep_at_s(deployment), f"its idle_sleep_s is {own_s:g} s")
         wanted = f"its devices may be given back after {self.lower_for_s(deployment):g} s of lower demand"
@@ -93,7 +91,7 @@ class IdlePolicy:
 
 
 def _sleep_after_s(deployment: DeploymentView) -> float:
-    own_s, limit_s = deployment.idle_sleep_s, deployment.idle_limit_s
+    own_s, limit_s = deployment.idle.settings.idle_sleep_s, deployment.idle.limit_s
     return own_s if own_s is not None else inf if limit_s is None else limit_s
 
 

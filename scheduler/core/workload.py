@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from scheduler.core.errors import InvalidWorkload
+from scheduler.core.idle import Idle
 from scheduler.core.inventory import Device
 from scheduler.core.recent_load import RecentLoad
 
@@ -105,6 +106,25 @@ class JobView:
     def wants_devices(self, now_s: float) -> bool:
         return self.phase != "paused" and not self.held and not self.lacks and self.not_before_s <= now_s
 
+    @property
+    def interruptible(self) -> bool:
+        """It runs and may be suspended for others; what a hand-over costs training is counted by these. Also true while
+        a hand-over moves it: else that cost would change with the beginning and the end of each hand-over."""
+        return self.phase == "running" and self.preemptible
+
+    @property
+    def movable(self) -> bool:
+        """A plan may take its devices now: it may be suspended for others, and no hand-over moves it already."""
+        return self.interruptible and self.busy is None
+
+    def keeps_devices(self, now_s: float) -> bool:
+        """No plan may take its devices: a hand-over gives them to it now, or it runs on them, must not be suspended for
+        others, and wants them. Never true of a job that is leaving, because its devices are being given back."""
+        if self.busy is not None:
+            return self.busy == "coming"
+        runs = self.phase == "running" and bool(self.devices)
+        return runs and not self.preemptible and self.wants_devices(now_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -151,9 +171,7 @@ class DeploymentView:
     """A model that may be served.
 
     `version`: the active one. `target_inflight`: requests per replica (None: the scheduler's setting).
-    `idle_sleep_s`: set by an operator: one replica stays awake for that long after the last request, then it sleeps
-    (None: only when the devices are wanted). `idle_limit_s`: the box's own limit for models that nobody deployed: they
-    sleep after it at the latest (`scheduler.autoscale.idle`).
+    `idle`: how long it stays awake without requests (`scheduler.autoscale.idle`).
     `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and target for the time to first token; where
     both are known, waiting tokens also raise the replica count. `tpot_target_s`: target per further token; while the
     measured time is above it, a replica counts as carrying fewer requests.
@@ -174,8 +192,7 @@ class DeploymentView:
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
     standby: Standby | None = None
-    idle_sleep_s: float | None = None
-    idle_limit_s: float | None = None
+    idle: Idle = Idle()
     pinned: bool = False
     failed: str = ""
     not_before_s: float = 0.0
@@ -259,11 +276,12 @@ class ModelMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class PlanInput:
     """Everything a plan depends on.
 
-    `busy_devices`: devices that a hand-over in progress touches; not available to the plan. `epoch`: names new replicas
-    ("r<epoch>-<n>") and must be new for every snapshot whose plan is carried out.
+    `busy_devices`: devices that a hand-over in progress touches; not available to the plan. `handover_id`: of the
+    hand-over that carries this plan out; it names new replicas ("r<handover_id>-<n>"), so no two plans that are carried
+    out have the same.
     """
 
     policy: Policy
@@ -273,5 +291,5 @@ class Snapshot:
     replicas: tuple[ReplicaView, ...] = ()
     busy_devices: frozenset[str] = frozenset()
     memory: dict[str, ModelMemory] = field(default_factory=dict)
-    epoch: int = 0
+    handover_id: int = 0
     max_asleep: Mapping[str, int] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import DeploymentView, Policy, ReplicaView, Snapshot, Standby
+from scheduler.core.workload import DeploymentView, PlanInput, Policy, ReplicaView, Standby
 from scheduler.handover.handover import Chain, Handover
 from scheduler.handover.runner import Doing
 from scheduler.handover.verbs import VERBS
@@ -44,24 +44,24 @@ def sentence(chain: Chain) -> str:
     return f"{who} leaves its devices"
 
 
-def because(chain: Chain, allocation: Allocation, snapshot: Snapshot) -> str:
+def because(chain: Chain, allocation: Allocation, plan_input: PlanInput) -> str:
     """Why a chain is wanted, without a full stop."""
-    devices = set(chain.devices) or _held(chain.holder, snapshot)
-    unusable = [d for d in snapshot.devices if d.id in devices and not d.usable]
+    devices = set(chain.devices) or _held(chain.holder, plan_input)
+    unusable = [d for d in plan_input.devices if d.id in devices and not d.usable]
     if chain.side == "free" and unusable:
         return f"{unusable[0].id} is {unusable[0].health} ({unusable[0].health_reason or 'no reason was given'})"
     if chain.holder.kind == "job":
-        return _why_job(chain, allocation, snapshot)
-    return _why_replica(chain, devices, allocation, snapshot)
+        return _why_job(chain, allocation, plan_input)
+    return _why_replica(chain, devices, allocation, plan_input)
 
 
-def _held(holder: Holder, snapshot: Snapshot) -> set[str]:
-    views = snapshot.jobs if holder.kind == "job" else snapshot.replicas
+def _held(holder: Holder, plan_input: PlanInput) -> set[str]:
+    views = plan_input.jobs if holder.kind == "job" else plan_input.replicas
     return {d for view in views if view.id == holder.id for d in view.devices}
 
 
-def _why_job(chain: Chain, allocation: Allocation, snapshot: Snapshot) -> str:
-    job = next((j for j in snapshot.jobs if j.id == chain.holder.id), None)
+def _why_job(chain: Chain, allocation: Allocation, plan_input: PlanInput) -> str:
+    job = next((j for j in plan_input.jobs if j.id == chain.holder.id), None)
     if job is None:
         return "it has ended or was cancelled"
     group = next((g for g in allocation.groups if g.job_id == job.id), None)
@@ -71,7 +71,7 @@ def _why_job(chain: Chain, allocation: Allocation, snapshot: Snapshot) -> str:
         return f"it continues with {_count(len(group.devices), 'device')} instead of {len(job.devices)}"
     training = sum(len(g.devices) for g in allocation.groups)
     size = f"from {job.sizes[0]} to {job.sizes[-1]}" if len(job.sizes) > 1 else str(job.sizes[0])
-    share = f"{training} of {len(snapshot.devices)} devices in {mode_of(snapshot.policy)}"
+    share = f"{training} of {len(plan_input.devices)} devices in {mode_of(plan_input.policy)}"
     return f"training gets {share}, and it takes {size}"
 
 
@@ -81,10 +81,10 @@ def _as_clause(reason: str) -> str:
     return f"it needs {told.removeprefix('Needs ')}" if told.startswith("Needs ") else told[:1].lower() + told[1:]
 
 
-def _why_replica(chain: Chain, devices: set[str], allocation: Allocation, snapshot: Snapshot) -> str:
-    model = next((r.model for r in snapshot.replicas if r.id == chain.holder.id), "")
+def _why_replica(chain: Chain, devices: set[str], allocation: Allocation, plan_input: PlanInput) -> str:
+    model = next((r.model for r in plan_input.replicas if r.id == chain.holder.id), "")
     model = model or next((s.model for s in chain.steps if s.model), "")
-    deployment = next((d for d in snapshot.deployments if d.model == model), None)
+    deployment = next((d for d in plan_input.deployments if d.model == model), None)
     if deployment is None:
         return "its model is no longer served"
     if chain.side == "swap":
@@ -95,25 +95,25 @@ def _why_replica(chain: Chain, devices: set[str], allocation: Allocation, snapsh
             return f"{_count(requests, 'request')} for {model} {'waits or runs' if requests == 1 else 'wait or run'}"
         if deployment.floor_replicas:
             return f"{model} keeps at least {_count(deployment.floor_replicas, 'replica')}"
-        return f"{mode_of(snapshot.policy)} gives serving its devices, and {model} was asked for lately"
+        return f"{mode_of(plan_input.policy)} gives serving its devices, and {model} was asked for lately"
     for group in allocation.groups:
         if devices & set(group.devices):
             return f"job {group.job_id} gets {', '.join(sorted(devices & set(group.devices)))}"
     for replica in allocation.open_replicas:
         if replica.id != chain.holder.id and devices & set(replica.devices):
             return f"replica {replica.id} of {replica.model} gets {', '.join(sorted(devices & set(replica.devices)))}"
-    if any(r.id == chain.holder.id and r.state == "dead" for r in snapshot.replicas):
+    if any(r.id == chain.holder.id and r.state == "dead" for r in plan_input.replicas):
         return "its engine died"
-    return f"{mode_of(snapshot.policy)} leaves serving fewer devices" if requests else f"nobody asks for {model} now"
+    return f"{mode_of(plan_input.policy)} leaves serving fewer devices" if requests else f"nobody asks for {model} now"
 
 
 def mode_of(policy: Policy) -> str:
     return f"mode {policy.kind}" + (f" {policy.train_devices}" if policy.kind == "split" else "")
 
 
-def sentences(handover: Handover, allocation: Allocation, snapshot: Snapshot) -> list[str]:
+def sentences(handover: Handover, allocation: Allocation, plan_input: PlanInput) -> list[str]:
     """One sentence per chain with its reason, in the order in which the chains begin."""
-    told = [f"{sentence(chain)}, because {because(chain, allocation, snapshot)}." for chain in handover.chains]
+    told = [f"{sentence(chain)}, because {because(chain, allocation, plan_input)}." for chain in handover.chains]
     return [f"{text[0].upper()}{text[1:]}" for text in told]
 
 
@@ -164,22 +164,22 @@ def _idle(deployment: DeploymentView, config: SchedulerConfig, now_s: float) -> 
 
 
 def explain(
-    handover: Handover, allocation: Allocation, snapshot: Snapshot, config: SchedulerConfig, now_s: float
+    handover: Handover, allocation: Allocation, plan_input: PlanInput, config: SchedulerConfig, now_s: float
 ) -> dict[str, Any]:
     """What would be done and why, as plain values: one sentence per chain, per waiting job, per model kept short."""
     running = {g.job_id: list(g.devices) for g in allocation.groups}
     opened: dict[str, list[list[str]]] = {}
     for replica in allocation.open_replicas:
         opened.setdefault(replica.model, []).append(list(replica.devices))
-    idle = [d for d in snapshot.deployments if d.model in opened and not d.demand.requests]
+    idle = [d for d in plan_input.deployments if d.model in opened and not d.demand.requests]
     return {
-        "policy": snapshot.policy.kind,
-        "train_devices": snapshot.policy.train_devices,
-        "serving_floor": snapshot.policy.serving_floor,
-        "steps": sentences(handover, allocation, snapshot),
+        "policy": plan_input.policy.kind,
+        "train_devices": plan_input.policy.train_devices,
+        "serving_floor": plan_input.policy.serving_floor,
+        "steps": sentences(handover, allocation, plan_input),
         "waiting": dict(allocation.waiting),
         "notes": dict(allocation.notes),
-        "standby": {d.model: _standby(d, d.standby) for d in snapshot.deployments if d.standby},
+        "standby": {d.model: _standby(d, d.standby) for d in plan_input.deployments if d.standby},
         "idle": {d.model: _idle(d, config, now_s) for d in idle},
         "jobs": running,
         "models": opened,

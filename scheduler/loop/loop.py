@@ -24,7 +24,7 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Stopped
 from scheduler.core.failures import Cause, Trouble
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import ModelMemory, Policy, Snapshot, Workload
+from scheduler.core.workload import ModelMemory, PlanInput, Policy, Workload
 from scheduler.handover import handover as handover_
 from scheduler.handover.box import Box
 from scheduler.handover.effects import Effects
@@ -41,7 +41,7 @@ from scheduler.loop.explain import explain, mode_of, not_serving, reason_of, wai
 from scheduler.loop.status_reporter import StatusReporter
 from scheduler.loop.view import Transition
 from scheduler.plan.plan import plan
-from scheduler.plan.queue import places
+from scheduler.plan.queue import positions
 
 log = logging.getLogger(__name__)
 
@@ -154,14 +154,14 @@ class SchedulerLoop:
 
     def status(self) -> dict[str, Any]:
         """Current state, hand-overs in progress, and why jobs wait; plain values for JSON."""
-        snapshot = self._snapshot()
+        plan_input = self._plan_input()
         now_s = self._clock.now_s()
-        queue = places(snapshot.jobs, now_s)
+        queue = positions(plan_input.jobs, now_s)
         return {
-            **view.status(self.box, snapshot, self._allocation, self._in_force, queue),
+            **view.status(self.box, plan_input, self._allocation, self._in_force, queue),
             "troubles": [
                 {**asdict(t), "message": not_serving(t, self.box.replicas.values(), now_s)}
-                for t in self._troubles(snapshot)
+                for t in self._troubles(plan_input)
             ],
             "waits": [
                 waits_for(doing, now_s)
@@ -175,19 +175,19 @@ class SchedulerLoop:
             "plan_s": self._plan_s,
         }
 
-    def _troubles(self, snapshot: Snapshot) -> Iterator[Trouble]:
+    def _troubles(self, plan_input: PlanInput) -> Iterator[Trouble]:
         """Troubles of the models that should be served, in the versions that should be served."""
-        for deployment in snapshot.deployments:
+        for deployment in plan_input.deployments:
             trouble = self.trouble(deployment.model, deployment.version)
             if trouble is not None:
                 yield trouble
 
     def explain(self, policy: Policy | None = None) -> dict[str, Any]:
         """What a round would do now under this policy (None: the current one), and why. Changes nothing."""
-        snapshot = self._snapshot(policy)
+        plan_input = self._plan_input(policy)
         now_s = self._clock.now_s()
-        allocation = plan(snapshot, now_s, self._config)
-        found = explain(self._steps(snapshot, allocation), allocation, snapshot, self._config, now_s)
+        allocation = plan(plan_input, now_s, self._config)
+        found = explain(self._steps(plan_input, allocation), allocation, plan_input, self._config, now_s)
         doing = [doing for runner in self._running.values() for doing in runner.doing]
         return {**found, "under_way": [waits_for(one, now_s) for one in doing]}
 
@@ -242,27 +242,27 @@ class SchedulerLoop:
         self._state.open_replicas_are_stable()
         self._cancel_drains(now_s)
         self._state.failures.keep(self._workload)
-        snapshot = self._snapshot()
-        if self._devices_came(snapshot):
+        plan_input = self._plan_input()
+        if self._devices_came(plan_input):
             self._state.retry("device")
-            snapshot = self._snapshot()
+            plan_input = self._plan_input()
         began_s = time.perf_counter()
-        self._allocation = plan(snapshot, now_s, self._config)
+        self._allocation = plan(plan_input, now_s, self._config)
         self._plan_s = time.perf_counter() - began_s
         self._memory = self._allocation.memory
-        handover = handover_.only_admitted(self._steps(snapshot, self._allocation), self._admits)
-        self._reporter.waiting(snapshot, self._allocation, self.box.groups, now_s)
+        handover = handover_.only_admitted(self._steps(plan_input, self._allocation), self._admits)
+        self._reporter.waiting(plan_input, self._allocation, self.box.groups, now_s)
         if not handover.chains:
             return False
-        self._launch(handover, reason_of(handover, snapshot.policy))
+        self._launch(handover, reason_of(handover, plan_input.policy))
         return True
 
-    def _steps(self, snapshot: Snapshot, allocation: Allocation) -> Handover:
-        known = {j.id for j in snapshot.jobs}
+    def _steps(self, plan_input: PlanInput, allocation: Allocation) -> Handover:
+        known = {j.id for j in plan_input.jobs}
         return handover_.steps(
             self.box,
             allocation,
-            snapshot.epoch,
+            plan_input.handover_id,
             busy=self._transitions.keys(),
             over={j for j in self.box.groups if j not in known},
             forced={
@@ -272,9 +272,9 @@ class SchedulerLoop:
             },
         )
 
-    def _devices_came(self, snapshot: Snapshot) -> bool:
+    def _devices_came(self, plan_input: PlanInput) -> bool:
         """Whether usable devices appeared since the previous round."""
-        before, self._usable = self._usable, frozenset(d.id for d in snapshot.devices if d.usable)
+        before, self._usable = self._usable, frozenset(d.id for d in plan_input.devices if d.usable)
         return bool(before) and not self._usable <= before
 
     def _take_policy_in_force(self, now_s: float) -> None:
@@ -293,7 +293,7 @@ class SchedulerLoop:
         if not drains:
             return
         box, moving = drain_cancellation.as_if_not_begun(self.box, self._transitions, drains)
-        wanted = plan(self._snapshot(box=box, moving=moving), now_s, self._config)
+        wanted = plan(self._plan_input(box=box, moving=moving), now_s, self._config)
         for drain in drain_cancellation.to_cancel(drains, wanted):
             runners[drain.holder].cancel_drain(drain.holder, f"{mode_of(policy)} keeps replica {drain.replica.id} open")
             self._transitions[drain.holder].target = drain.replica.devices
@@ -385,17 +385,17 @@ class SchedulerLoop:
             del self._transitions[holder]
         self._wake.set()
 
-    def _snapshot(
+    def _plan_input(
         self, policy: Policy | None = None, *, box: Box | None = None, moving: dict[Holder, Transition] | None = None
-    ) -> Snapshot:
-        return view.snapshot(
+    ) -> PlanInput:
+        return view.plan_input(
             self.box if box is None else box,
             self._transitions if moving is None else moving,
             self._workload,
             self._state.failures,
             policy=policy or self._in_force.policy,
             memory=self._memory,
-            epoch=self._journal.last_id() + 1,
+            handover_id=self._journal.last_id() + 1,
             now_s=self._clock.now_s(),
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from scheduler.core.allocation import Allocation
 from scheduler.core.failures import Trouble
-from scheduler.core.workload import Snapshot
+from scheduler.core.workload import PlanInput
 from scheduler.handover.ports import StateStore
 
 
@@ -18,9 +18,9 @@ class StatusReporter:
         self._store = store
         self._told: dict[str, tuple[str, bool]] = {}
 
-    def waiting(self, snapshot: Snapshot, allocation: Allocation, running: Collection[str], now_s: float) -> None:
+    def waiting(self, plan_input: PlanInput, allocation: Allocation, running: Collection[str], now_s: float) -> None:
         """Report why each job waits that is neither in `running` nor about to run."""
-        for job in snapshot.jobs:
+        for job in plan_input.jobs:
             reason = allocation.waiting.get(job.id)
             if reason is None or job.id in running or job.busy == "coming":
                 continue

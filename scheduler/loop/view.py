@@ -9,7 +9,7 @@ from typing import Any
 from scheduler.core.allocation import Allocation
 from scheduler.core.failures import Failures, first_line
 from scheduler.core.inventory import Device, Holder
-from scheduler.core.workload import DeploymentView, JobView, ModelMemory, Policy, ReplicaView, Snapshot, Workload
+from scheduler.core.workload import DeploymentView, JobView, ModelMemory, PlanInput, Policy, ReplicaView, Workload
 from scheduler.handover.box import Box
 from scheduler.handover.handover import Chain
 from scheduler.loop.mode_schedule import InForce
@@ -25,7 +25,7 @@ class Transition:
     take: Chain | None
 
 
-def snapshot(
+def plan_input(
     box: Box,
     moving: Mapping[Holder, Transition],
     workload: Workload,
@@ -33,13 +33,13 @@ def snapshot(
     *,
     policy: Policy,
     memory: dict[str, ModelMemory],
-    epoch: int,
+    handover_id: int,
     now_s: float,
-) -> Snapshot:
+) -> PlanInput:
     """The planner's input: the current state, with every moving holder shown at its target."""
     busy = {d for m in moving.values() for d in m.target}
     busy |= {d for lease in box.ledger if lease.holder in moving for d in lease.device_ids}
-    return Snapshot(
+    return PlanInput(
         policy=policy,
         devices=tuple(_device(d, workload.cordoned) for d in box.devices.values()),
         jobs=tuple(_job(j, box, moving, failures) for j in workload.jobs),
@@ -47,7 +47,7 @@ def snapshot(
         replicas=tuple(_replicas(box, moving, now_s)),
         busy_devices=frozenset(busy),
         memory=memory,
-        epoch=epoch,
+        handover_id=handover_id,
         max_asleep=workload.max_asleep,
     )
 
@@ -115,7 +115,7 @@ def _replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -
 
 
 def status(
-    box: Box, shown: Snapshot, allocation: Allocation, in_force: InForce, queue: Sequence[QueuePosition]
+    box: Box, shown: PlanInput, allocation: Allocation, in_force: InForce, queue: Sequence[QueuePosition]
 ) -> dict[str, Any]:
     """Mode, devices with their holders, replicas and jobs (in the order of the queue) as plain values for JSON."""
     jobs = {j.id: j for j in shown.jobs}
@@ -157,14 +157,14 @@ def status(
         ],
         "jobs": [
             {
-                "id": place.job_id,
-                "position": place.position,
-                "phase": "running" if place.job_id in box.groups else jobs[place.job_id].phase,
-                "devices": list(box.groups[place.job_id].devices) if place.job_id in box.groups else [],
-                "reason": place.reason,
-                "message": allocation.waiting.get(place.job_id, ""),
+                "id": position.job_id,
+                "position": position.position,
+                "phase": "running" if position.job_id in box.groups else jobs[position.job_id].phase,
+                "devices": list(box.groups[position.job_id].devices) if position.job_id in box.groups else [],
+                "reason": position.reason,
+                "message": allocation.waiting.get(position.job_id, ""),
             }
-            for place in queue
+            for position in queue
         ],
         "notes": dict(allocation.notes),
     }

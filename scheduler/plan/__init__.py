@@ -1,5 +1,5 @@
-"""Plans which holder gets which devices: shares, queue, exact devices. Pure functions of a snapshot and a time.
+"""Plans which holder gets which devices: shares, queue, exact devices. Pure functions of a `PlanInput` and a time.
 
-Never: Knows how devices change hands, or any current state outside the snapshot.
+Never: Knows how devices change hands, or any current state outside its input.
 Begin with plan.py.
 """

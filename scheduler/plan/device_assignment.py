@@ -12,8 +12,8 @@ from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.allocation import GroupPlan, ReplicaPlan
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import node_of
-from scheduler.core.workload import DeploymentView, JobView, ReplicaView, Snapshot
-from scheduler.plan.placement import Pool
+from scheduler.core.workload import DeploymentView, JobView, PlanInput, ReplicaView
+from scheduler.plan.placement import FreeDevices
 
 
 class DeviceAssignment:
@@ -22,17 +22,17 @@ class DeviceAssignment:
     out: replicas by id, open or asleep. groups: by job. reviews: times at which the plan may change without an event.
     """
 
-    def __init__(self, snapshot: Snapshot, now_s: float, config: SchedulerConfig):
-        self.now_s, self.config, self.snapshot = now_s, config, snapshot
-        self.policy = snapshot.policy
-        self.devices = {d.id: d for d in snapshot.devices}
-        self.works = {d.id for d in snapshot.devices if d.usable}
-        self.several_nodes = len({d.node for d in snapshot.devices if d.usable}) > 1
-        self.deployments: dict[str, DeploymentView] = {d.model: d for d in snapshot.deployments}
-        self.jobs: dict[str, JobView] = {j.id: j for j in snapshot.jobs}
-        self.jobs_may_move = any(self.movable(job) for job in snapshot.jobs)
+    def __init__(self, plan_input: PlanInput, now_s: float, config: SchedulerConfig):
+        self.now_s, self.config, self.plan_input = now_s, config, plan_input
+        self.policy = plan_input.policy
+        self.devices = {d.id: d for d in plan_input.devices}
+        self.works = {d.id for d in plan_input.devices if d.usable}
+        self.several_nodes = len({d.node for d in plan_input.devices if d.usable}) > 1
+        self.deployments: dict[str, DeploymentView] = {d.model: d for d in plan_input.deployments}
+        self.jobs: dict[str, JobView] = {j.id: j for j in plan_input.jobs}
+        self.jobs_may_move = any(job.movable for job in plan_input.jobs)
         self.by_model: dict[str, list[ReplicaView]] = {}
-        for replica in snapshot.replicas:
+        for replica in plan_input.replicas:
             self.by_model.setdefault(replica.model, []).append(replica)
         self.reviews: list[float] = []
         self.out: dict[str, ReplicaPlan] = {}
@@ -52,30 +52,27 @@ class DeviceAssignment:
         found = {j: len(self.groups[j].devices) if j in self.groups else 0 for j in sizes if not self.jobs[j].busy}
         return {j: count for j, count in found.items() if count < sizes[j]}
 
-    def movable(self, job: JobView) -> bool:
-        return job.preemptible and job.phase == "running" and job.busy is None
-
     def place(self, serving: Mapping[str, int], sizes: Mapping[str, int], *, keep_jobs: bool = True) -> list[str]:
         """Fill `out` and `groups`; returns the models that have a replica without devices.
 
         serving: replicas per model. sizes: devices per job. keep_jobs: jobs of unchanged size keep their devices.
         """
         self.out, self.groups, self.new = {}, {}, 0
-        coming = [r.devices for r in self.snapshot.replicas if r.busy == "coming"]
-        coming += [j.devices for j in self.snapshot.jobs if j.busy == "coming"]
+        coming = [r.devices for r in self.plan_input.replicas if r.busy == "coming"]
+        coming += [j.devices for j in self.plan_input.jobs if j.busy == "coming"]
         claimed = {d for devices in coming for d in devices}
-        self.deferred = self.snapshot.busy_devices - claimed
+        self.deferred = self.plan_input.busy_devices - claimed
         free_ids = self.works - claimed
-        self.pool = Pool(self.devices[d] for d in self.devices if d in free_ids)
-        held = {d for r in self.snapshot.replicas if r.awake for d in r.devices}
-        held |= {d for j in self.snapshot.jobs for d in j.devices}
+        self.free = FreeDevices(self.devices[d] for d in self.devices if d in free_ids)
+        held = {d for r in self.plan_input.replicas if r.awake for d in r.devices}
+        held |= {d for j in self.plan_input.jobs for d in j.devices}
         held |= self.deferred
-        self.idle_pool = Pool(self.devices[d] for d in self.devices if d in free_ids and d not in held)
+        self.unheld = FreeDevices(self.devices[d] for d in self.devices if d in free_ids and d not in held)
 
         for job_id, size in sizes.items():
             job = self.jobs[job_id]
             keeps = job.busy == "coming" or (len(job.devices) == size and self.works.issuperset(job.devices))
-            if keeps and (keep_jobs or not self.movable(job)):
+            if keeps and (keep_jobs or not job.movable):
                 self.groups[job_id] = GroupPlan(job_id, job.devices)
                 self.take(job.devices)
         for job_id, size in sizes.items():
@@ -96,17 +93,17 @@ class DeviceAssignment:
 
     def place_job(self, job_id: str, size: int) -> None:
         job = self.jobs[job_id]
-        devices = self.pool.choose(size, nodes=job.nodes, near=job.devices, only=self.idle_pool)
-        if devices is None and self.movable(job) and len(job.devices) in job.sizes:
+        devices = self.free.choose(size, nodes=job.nodes, near=job.devices, only=self.unheld)
+        if devices is None and job.movable and len(job.devices) in job.sizes:
             # The devices for its growth are still being released: keep its size rather than stop it for nothing.
-            devices = job.devices if self.pool.has(job.devices) else None
+            devices = job.devices if self.free.has(job.devices) else None
         if devices is not None:
             self.groups[job_id] = GroupPlan(job_id, devices)
             self.take(devices)
 
     def take(self, devices: tuple[str, ...]) -> None:
-        self.pool.take(devices)
-        self.idle_pool.take(devices)
+        self.free.take(devices)
+        self.unheld.take(devices)
 
     def keep_replicas(self, serving: Mapping[str, int]) -> dict[str, int]:
         """Open replicas that keep their devices, the longest open first."""
@@ -116,7 +113,7 @@ class DeviceAssignment:
         def seniority(r: ReplicaView) -> tuple[int, bool, float, str]:
             return rank[r.busy], r.state != "open", r.since_s, r.id
 
-        for replica in sorted(self.snapshot.replicas, key=seniority):
+        for replica in sorted(self.plan_input.replicas, key=seniority):
             if replica.busy == "coming":
                 self.note_replica(replica, "open")
                 if replica.model in counts:
@@ -124,7 +121,7 @@ class DeviceAssignment:
             elif replica.model not in counts or counts[replica.model] >= serving[replica.model]:
                 continue
             elif replica.busy is None and replica.state in ("open", "ready", "draining"):
-                if self.fits(replica) and self.pool.has(replica.devices):
+                if self.fits(replica) and self.free.has(replica.devices):
                     self.note_replica(replica, "open")
                     self.take(replica.devices)
                     counts[replica.model] += 1
@@ -140,27 +137,27 @@ class DeviceAssignment:
             return True
         own = self.by_model.get(deployment.model, [])
         asleep = [r for r in own if r.state == "asleep" and r.busy is None and self.fits(r)]
-        asleep.sort(key=lambda r: (not self.idle_pool.has(r.devices), -r.since_s, r.id))
+        asleep.sort(key=lambda r: (not self.unheld.has(r.devices), -r.since_s, r.id))
         # A replica that is going to sleep can be woken in a moment; a new process would take longer than that wait.
         falling = 0
         for replica in own:
             recent = replica.busy == "leaving" and self.now_s - replica.since_s < self.config.await_sleep_s
-            if falling < count and recent and self.pool.has(replica.devices):
+            if falling < count and recent and self.free.has(replica.devices):
                 falling += 1
                 self.take(replica.devices)
                 self.reviews.append(replica.since_s + self.config.await_sleep_s)
         for nth in range(count):
-            home = next((r for r in asleep if r.id not in self.out and self.pool.has(r.devices)), None)
+            home = next((r for r in asleep if r.id not in self.out and self.free.has(r.devices)), None)
             if home is not None and demand_.usable(deployment, self.now_s):
                 self.note_replica(home, "open")
                 self.take(home.devices)
                 continue
             if not demand_.usable(deployment, self.now_s) or count - nth <= falling:
                 return True
-            devices = self.pool.choose(deployment.tensor_parallel, single_node=True, only=self.idle_pool)
+            devices = self.free.choose(deployment.tensor_parallel, single_node=True, only=self.unheld)
             if devices is None:
                 return False
-            new_id = f"r{self.snapshot.epoch}-{self.new}"
+            new_id = f"r{self.plan_input.handover_id}-{self.new}"
             self.new += 1
             self.out[new_id] = ReplicaPlan(
                 new_id,
@@ -187,12 +184,12 @@ class DeviceAssignment:
 
         `place` plans with those devices as if they were free, so nothing is decided now that the next plan would undo.
         """
-        for replica in self.snapshot.replicas:
+        for replica in self.plan_input.replicas:
             plan_ = self.out.get(replica.id)
             if plan_ is not None and replica.state == "asleep" and not replica.busy and plan_.state == "open":
                 if not self.deferred.isdisjoint(plan_.devices):
                     self.out[replica.id] = replace(plan_, state="asleep", version=replica.version)
-        known = {r.id for r in self.snapshot.replicas}
+        known = {r.id for r in self.plan_input.replicas}
         for replica_id, plan_ in list(self.out.items()):
             if replica_id not in known and not self.deferred.isdisjoint(plan_.devices):
                 del self.out[replica_id]
@@ -214,14 +211,14 @@ class DeviceAssignment:
         idle = IdlePolicy(self.config)
         eager = self.policy.kind in ("serve", "split", "auto")
         counts = Counter(r.model for r in self.out.values() if r.state == "open")
-        for replica in sorted(self.snapshot.replicas, key=lambda r: (r.since_s, r.id)):
+        for replica in sorted(self.plan_input.replicas, key=lambda r: (r.since_s, r.id)):
             deployment = self.deployments.get(replica.model)
             if replica.id in self.out or deployment is None or replica.busy or replica.state != "open":
                 continue
             if not eager or counts[replica.model] >= deployment.max_replicas or not self.fits(replica):
                 continue
             if demand_.usable(deployment, self.now_s) and not idle.asleep(deployment, self.now_s):
-                if self.pool.has(replica.devices):
+                if self.free.has(replica.devices):
                     self.note_replica(replica, "open")
                     self.take(replica.devices)
                     counts[replica.model] += 1
@@ -229,7 +226,7 @@ class DeviceAssignment:
     def let_sleep(self) -> None:
         """Put all other living replicas to sleep; stop the least recently used ones beyond the bounds: of the box, and
         of each device on which a sleeping engine keeps memory."""
-        rest = [r for r in self.snapshot.replicas if r.id not in self.out and r.state != "dead"]
+        rest = [r for r in self.plan_input.replicas if r.id not in self.out and r.state != "dead"]
         for replica in rest:
             if replica.busy == "leaving":
                 self.note_replica(replica, "asleep")
@@ -239,8 +236,8 @@ class DeviceAssignment:
         used = {m: d.demand.last_request_s or 0.0 for m, d in self.deployments.items()}
         rest.sort(key=lambda r: (-used[r.model], -r.since_s, r.id))
         bound = self.config.max_resident_asleep
-        on_node = dict(self.snapshot.max_asleep)
-        kinds = {device.id: kind_of(device.kind) for device in self.snapshot.devices}
+        on_node = dict(self.plan_input.max_asleep)
+        kinds = {device.id: kind_of(device.kind) for device in self.plan_input.devices}
         on_device: Counter[str] = Counter()
         for replica in rest:
             keeps = [device for device in replica.devices if kinds[device].asleep_bytes]

@@ -1,4 +1,4 @@
-"""plan(snapshot, now) -> allocation: who should hold which exact devices. Pure; its only memory is an argument.
+"""plan(plan_input, now) -> allocation: who should hold which exact devices. Pure; its only memory is an argument.
 
 Order of the decision: how many devices serving claims (policy, demand, floor) -> how many training gets (queue) -> the
 rest is lent to models with demand or stays with open engines (all of it in shares.py) -> exact devices, moving as
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import Snapshot
+from scheduler.core.workload import PlanInput
 from scheduler.plan import queue
 from scheduler.plan.device_assignment import DeviceAssignment
 from scheduler.plan.shares import Shares
@@ -19,11 +19,11 @@ _ROUNDS = 8
 """How often to recount jobs that found fewer devices side by side; after that the next plan handles them."""
 
 
-def plan(snapshot: Snapshot, now_s: float, config: SchedulerConfig | None = None) -> Allocation:
-    """The allocation for this snapshot. The same snapshot and time always give the same result."""
+def plan(plan_input: PlanInput, now_s: float, config: SchedulerConfig | None = None) -> Allocation:
+    """The allocation for this input. The same input and time always give the same result."""
     config = config or SchedulerConfig()
-    shares = Shares(snapshot, now_s, config)
-    assignment = DeviceAssignment(snapshot, now_s, config)
+    shares = Shares(plan_input, now_s, config)
+    assignment = DeviceAssignment(plan_input, now_s, config)
     jobs = _assign(shares, assignment)
     assignment.keep_open()
     assignment.defer()

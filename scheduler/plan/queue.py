@@ -75,7 +75,7 @@ class QueuePosition:
     reason: str | None
 
 
-def places(jobs: Sequence[JobView], now_s: float) -> list[QueuePosition]:
+def positions(jobs: Sequence[JobView], now_s: float) -> list[QueuePosition]:
     """Every job in queue order, from position 1."""
     out, waiting = [], False
     for position, job in enumerate(order(jobs, now_s), 1):
@@ -149,11 +149,10 @@ def allot(
     ordered = order(jobs, now_s)
     reviews += [from_s for j in jobs if (from_s := urgent_from_s(j)) is not None and from_s > now_s]
     for job in ordered:
-        if job.busy == "coming" or (job.phase == "running" and job.devices and not job.preemptible and not job.busy):
-            if job.busy == "coming" or (job.wants_devices(now_s)):
-                sizes[job.id] = len(job.devices)
-                left -= len(job.devices)
-                rooms.give(job, len(job.devices))
+        if job.keeps_devices(now_s):
+            sizes[job.id] = len(job.devices)
+            left -= len(job.devices)
+            rooms.give(job, len(job.devices))
     ahead: JobView | None = None
     for job in ordered:
         if job.id in sizes:

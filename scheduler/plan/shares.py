@@ -9,7 +9,7 @@ from dataclasses import replace
 from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import DeploymentView, JobView, ModelMemory, Policy, Snapshot
+from scheduler.core.workload import DeploymentView, JobView, ModelMemory, PlanInput, Policy
 from scheduler.plan import queue
 
 
@@ -20,13 +20,13 @@ class Shares:
     which a number may change without an event.
     """
 
-    def __init__(self, snapshot: Snapshot, now_s: float, config: SchedulerConfig):
-        self._snapshot, self._now_s, self._config = snapshot, now_s, config
-        self._policy: Policy = snapshot.policy
-        self._jobs: dict[str, JobView] = {j.id: j for j in snapshot.jobs}
-        self._works_on = Counter(d.node for d in snapshot.devices if d.usable)
+    def __init__(self, plan_input: PlanInput, now_s: float, config: SchedulerConfig):
+        self._plan_input, self._now_s, self._config = plan_input, now_s, config
+        self._policy: Policy = plan_input.policy
+        self._jobs: dict[str, JobView] = {j.id: j for j in plan_input.jobs}
+        self._works_on = Counter(d.node for d in plan_input.devices if d.usable)
         self._total = sum(self._works_on.values())
-        self.deployments: dict[str, DeploymentView] = {d.model: d for d in snapshot.deployments}
+        self.deployments: dict[str, DeploymentView] = {d.model: d for d in plan_input.deployments}
         self.reviews: list[float] = []
         self.notes: dict[str, str] = {}
         self.memory: dict[str, ModelMemory] = {}
@@ -44,7 +44,7 @@ class Shares:
         budget, why = self._training_budget(self._cost(claimed))
         # A manual change of mode takes effect at once; only `auto`, which changes by itself, dwells.
         dwell_s = self._config.job_dwell_s if self._policy.kind == "auto" else 0.0
-        jobs = queue.allot(self._snapshot.jobs, budget, self._total, self._now_s, dwell_s, why, self._works_on, found)
+        jobs = queue.allot(self._plan_input.jobs, budget, self._total, self._now_s, dwell_s, why, self._works_on, found)
         lendable = self._total - sum(jobs.sizes.values())
         return claimed, self._replicas(lendable, limits, eager=False, base=claimed), jobs
 
@@ -56,16 +56,14 @@ class Shares:
 
     def _remember(self) -> None:
         """Update every model's memory to now."""
-        is_open = {r.model for r in self._snapshot.replicas if r.state == "open" or r.busy == "coming"}
+        is_open = {r.model for r in self._plan_input.replicas if r.state == "open" or r.busy == "coming"}
         # Devices come from running jobs, and a transfer stops all ranks of both jobs involved.
-        largest = max(
-            (len(j.devices) for j in self._jobs.values() if j.preemptible and j.phase == "running"), default=0
-        )
+        largest = max((len(j.devices) for j in self._jobs.values() if j.interruptible), default=0)
         switch_device_s = 2 * self._config.job_pause_s * largest if self._policy.kind == "auto" else 0.0
         for model, deployment in self.deployments.items():
             memory, review_s = demand_.required(
                 deployment,
-                self._snapshot.memory.get(model, ModelMemory()),
+                self._plan_input.memory.get(model, ModelMemory()),
                 self._now_s,
                 self._config,
                 switch_device_s=switch_device_s,
@@ -111,12 +109,8 @@ class Shares:
         return total - claimed, f"serving needs {claimed} of {total} devices now"
 
     def _stuck(self) -> int:
-        """Devices of jobs that must not be preempted or that a hand-over in progress is giving to training."""
-        return sum(
-            len(j.devices)
-            for j in self._jobs.values()
-            if j.busy == "coming" or (j.phase == "running" and not j.preemptible and j.wants_devices(self._now_s))
-        )
+        """Devices of jobs that keep theirs whatever is planned."""
+        return sum(len(j.devices) for j in self._jobs.values() if j.keeps_devices(self._now_s))
 
     def _replicas(
         self, capacity: int, limits: Mapping[str, int], *, eager: bool, base: Mapping[str, int] | None = None
@@ -128,10 +122,10 @@ class Shares:
         counts = dict(base or {})
         left = min(capacity, self._total - self._stuck()) - self._cost(counts)
         wishes = demand_.slots(
-            tuple(self.deployments.values()), self._snapshot.replicas, self.memory, self._now_s, self._config
+            tuple(self.deployments.values()), self._plan_input.replicas, self.memory, self._now_s, self._config
         )
         self.reviews += [
-            r.since_s + self._config.turn_s for r in self._snapshot.replicas if r.state == "open" and left <= 0
+            r.since_s + self._config.turn_s for r in self._plan_input.replicas if r.state == "open" and left <= 0
         ]
         for slot in wishes:
             if slot.nth < counts.get(slot.model, 0) or not (slot.wanted or eager):

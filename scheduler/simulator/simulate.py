@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from runtime.devices import cuda
+from runtime.devices.kinds import hardware_first
 from runtime.processes.kernel import die_with_parent
 from scheduler.autoscale.standby import StandbyLearner, standby_costs
 from scheduler.core.config import SchedulerConfig
@@ -74,7 +74,7 @@ class Setup:
                 f"n{n}/{i}",
                 f"n{n}",
                 i,
-                cuda.KIND.name,
+                hardware_first()[0].name,
                 "H100",
                 80 * 2**30,
                 numa_node=2 * i // per,

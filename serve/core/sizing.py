@@ -105,6 +105,7 @@ class EngineMemory:
 class EngineSize:
     """An engine as it would be started. max_model_len: its context in tokens, None where the model does not say.
     max_num_seqs: requests at once. gpu_memory_fraction: of a GPU that must be free after the engine's own context.
+    room_bytes: what it may take of each device, by the settings that hold for it.
     shortened: why the context is shorter than asked for or the model's own, "" if it is not. problem: why it cannot be
     started, "" if it can."""
 
@@ -114,6 +115,7 @@ class EngineSize:
     kv_tokens: int | None
     max_num_seqs: int
     gpu_memory_fraction: float
+    room_bytes: int
     shortened: str = ""
     problem: str = ""
 
@@ -184,7 +186,7 @@ def engine_size(
     # Rounded down, so that what the command line shows is never more.
     free = device_memory_bytes - asleep_per_device * kind.asleep_bytes - kind.context_bytes
     fraction = min(config.gpu_memory_fraction, max(LEAST_FRACTION, free * 10_000 // device_memory_bytes / 10_000))
-    return EngineSize(sized, dtype, length, kv_tokens, config.max_num_seqs, fraction, shortened, problem)
+    return EngineSize(sized, dtype, length, kv_tokens, config.max_num_seqs, fraction, room, shortened, problem)
 
 
 def room_bytes(config: EngineConfig, device_kind: str, device_memory_bytes: int, asleep_per_device: int) -> int:

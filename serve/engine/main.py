@@ -33,13 +33,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from runtime.logs import configure_logging
 from runtime.processes.lifeline import Lifeline
 from runtime.sockets import owner_only
+from serve.api.answer_version import AnswerVersions
 from serve.core.errors import EngineStartFailed, WrongState
 from serve.core.spec import ReplicaSpec
 from serve.engine.control import EngineControl
 from serve.engine.core_life import while_alive
 from serve.load.version_check import read_chat_template, read_config
 from serve.vllm import patches, plugin
-from serve.vllm.answer_version import AnswerVersions
 from serve.vllm.arguments import engine_arguments, engine_environment
 
 # Building vLLM's parser inspects every config class, so the warm parent builds it once and each fork inherits it.

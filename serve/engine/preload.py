@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from runtime.devices import kinds
+from runtime.devices.kind import DeviceKind
 
 # OpenMP and tokenizers read these when loaded; neither may start threads in this process.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -98,9 +99,6 @@ CORE_OF_CPU = (
     "vllm.v1.attention.backends.cpu_attn",
     "serve.cpu.worker",
 )
-# Nothing of vLLM's GPU code yet: some of it (vllm.compilation.backends) imports FlashInfer, whose import initialises
-# CUDA (vllm/utils/flashinfer.py). Only a test on a GPU can show which modules leave CUDA alone (docs/gpu.md).
-CORE_OF_CUDA: tuple[str, ...] = ()
 # The architectures the appliance targets; an engine imports any other one itself.
 MODELS = tuple(
     f"vllm.model_executor.models.{name}"
@@ -108,9 +106,9 @@ MODELS = tuple(
 )
 
 
-def names(on_cpu: bool) -> tuple[str, ...]:
-    """Return all modules to import on this platform, in order."""
-    return (*FRONTEND, *CORE, *(CORE_OF_CPU if on_cpu else CORE_OF_CUDA), *MODELS)
+def names(kind: DeviceKind) -> tuple[str, ...]:
+    """Return all modules to import for engines on such devices, in order."""
+    return (*FRONTEND, *CORE, *(CORE_OF_CPU if kind.on_host else kind.engine_modules), *MODELS)
 
 
 @contextmanager
@@ -147,7 +145,8 @@ def _import_all() -> int:
 
 
 def _import_wanted() -> int:
-    wanted = names(importlib.import_module("vllm.platforms").current_platform.is_cpu())
+    on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()  # by vLLM's build
+    wanted = names(kinds.HOST if on_cpu else kinds.present())
     for name in wanted:
         importlib.import_module(name)
     return len(wanted)

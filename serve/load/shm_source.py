@@ -3,8 +3,8 @@
 The mappings are MAP_PRIVATE and writable on the host: vLLM's loaders and torch both assume they may write to a
 tensor, and a store into a read-only or shared page would kill the engine or corrupt the version for all readers. For a
 GPU the mapping is shared, and the copied parts are page-locked, so that copies run at the link's rate. Locking costs
-time per page: a worker faults in and locks only what it reads itself. While one of CUDA's calls locks or unlocks pages,
-the engine's own calls wait, so both go in pieces of LOCK_BYTES, and no copy may cross from one piece into the next.
+time per page: a worker faults in and locks only what it reads itself. While a driver locks or unlocks pages, the
+engine's own calls of it wait, so both go in pieces of LOCK_BYTES, and no copy may cross from one piece into the next.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
+from runtime.devices.kind import PageLock
 from runtime.libc import last_error, libc
 from serve.core.errors import VersionUnreadable
 from weights.format.errors import WeightsError
@@ -34,24 +34,16 @@ LOCK_BYTES = 16 * 2**20
 MADV_POPULATE_READ = 22  # linux/mman.h; not yet a constant of Python's mmap module
 
 
-class CudaRuntime(Protocol):
-    """From vLLM's CudaRTLibrary (vllm/distributed/device_communicators/cuda_wrapper.py); calls return CUDA's code."""
-
-    def cudaHostRegister(self, ptr: int, size: int, flags: int = 0) -> int: ...
-    def cudaHostUnregister(self, ptr: int) -> int: ...
-    def cudaGetLastError(self) -> int: ...
-
-
 Spans = Mapping[str, Iterable[tuple[int, int]]]
 """Byte ranges [start, end) by file."""
 
 
 @dataclass(frozen=True)
-class PageLock:
-    """`spans`: what a GPU will copy from; `cuda` locks their pages."""
+class ToLock:
+    """`spans`: what a device will copy from; `pages` locks their pages."""
 
     spans: Spans
-    cuda: CudaRuntime
+    pages: PageLock
 
 
 @dataclass(frozen=True)
@@ -100,16 +92,16 @@ class VersionSource:
         """Bytes of all tensors."""
         return sum(placed.nbytes for placed in self.layout)
 
-    def map(self, page_lock: PageLock | None = None, read: Spans | None = None) -> VersionSource:
+    def map(self, to_lock: ToLock | None = None, read: Spans | None = None) -> VersionSource:
         """Map all files and fault their pages in. Call it before a pause, because fresh mappings read at half rate.
 
-        With a `page_lock` the mappings are shared and only for copies to a GPU: nothing may write into them. `read`:
+        With `to_lock` the mappings are shared and only for copies to a GPU: nothing may write into them. `read`:
         the byte ranges by file that this process will read, whose pages alone are faulted in; None: all.
         """
         for file in self.layout.files:
             if file.name not in self._maps:
                 spans = None if read is None else read.get(file.name, ())
-                self._maps[file.name] = _MappedFile(self.path / file.name, page_lock, spans)
+                self._maps[file.name] = _MappedFile(self.path / file.name, to_lock, spans)
         return self
 
     def locked_runs(self, name: str, start: int, end: int) -> list[tuple[int, int]] | None:
@@ -190,27 +182,23 @@ def _dtype(path: Path, placed: Placed) -> torch.dtype:
 
 
 class _MappedFile:
-    def __init__(self, path: Path, page_lock: PageLock | None, read: Iterable[tuple[int, int]] | None):
-        descriptor = os.open(path, (os.O_RDWR if page_lock else os.O_RDONLY) | os.O_CLOEXEC)
+    def __init__(self, path: Path, to_lock: ToLock | None, read: Iterable[tuple[int, int]] | None):
+        descriptor = os.open(path, (os.O_RDWR if to_lock else os.O_RDONLY) | os.O_CLOEXEC)
         try:
             size = os.fstat(descriptor).st_size
-            share = mmap.MAP_SHARED if page_lock else mmap.MAP_PRIVATE
+            share = mmap.MAP_SHARED if to_lock else mmap.MAP_PRIVATE
             mapping = mmap.mmap(descriptor, size, flags=share, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(descriptor)
         for start, end in [(0, size)] if read is None else page_runs(read):
             _fault_in(mapping, start, min(end, size))
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._cuda = page_lock and page_lock.cuda
-        self._locked = sorted(self._lock(page_lock.spans.get(path.name, ()))) if page_lock else []
-
-    def _lock(self, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        for start, end in lock_pieces(spans, self.bytes.nbytes):
-            part = self.bytes[start:end]
-            if self._cuda.cudaHostRegister(part.data_ptr(), part.nbytes) == 0:
-                yield start, end
-            else:  # copies are only slower then, but torch would attribute a remaining error to the next kernel
-                self._cuda.cudaGetLastError()
+        self._pages = to_lock and to_lock.pages
+        spans = to_lock.spans.get(path.name, ()) if to_lock else ()
+        address = self.bytes.data_ptr()
+        self._locked = sorted(
+            (start, end) for start, end in lock_pieces(spans, size) if self._pages.lock(address + start, end - start)
+        )
 
     def locked_runs(self, start: int, end: int) -> list[tuple[int, int]] | None:
         runs: list[tuple[int, int]] = []
@@ -226,7 +214,7 @@ class _MappedFile:
     def close(self) -> None:
         address = self.bytes.data_ptr()
         for start, _ in self._locked:
-            self._cuda.cudaHostUnregister(address + start)
+            self._pages.unlock(address + start)
         self._locked.clear()
         # The tensor holds the mapping's buffer, so the pages are freed with the last view.
         del self.bytes

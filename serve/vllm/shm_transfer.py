@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -42,7 +41,7 @@ from serve.load.converting import Converting
 from serve.load.direct_load import DirectLoader, Ready, flip
 from serve.load.layerwise_load import load_layerwise
 from serve.load.load_plan import LoadPlan
-from serve.load.shm_source import PageLock, VersionSource
+from serve.load.shm_source import ToLock, VersionSource
 from serve.vllm.following_fingerprint import follow
 from serve.vllm.shm_loader import PLAN_ATTRIBUTE
 
@@ -299,8 +298,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             if layerwise:
                 return source.map()
             lock = lock and self._kind.locks_pages
-            page_lock = PageLock(self.plan.copied_spans(source), CudaRTLibrary()) if lock else None
-            return source.map(page_lock, self.plan.read_spans(source) if self.plan.complete else None)
+            to_lock = ToLock(self.plan.copied_spans(source), self._kind.page_lock()) if lock else None
+            return source.map(to_lock, self.plan.read_spans(source) if self.plan.complete else None)
         except BaseException:
             source.close()
             raise

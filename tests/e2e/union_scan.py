@@ -146,7 +146,7 @@ def scan() -> Iterator[tuple[str, bool]]:
     from appliance.gateway.core.routes import resolve
     from appliance.gateway.payload.fields import FIELDS
     from appliance.gateway.payload.request_check import check_body
-    from serve.vllm import embedding_requests
+    from serve.api import embedding_requests
 
     embedding_requests.apply()
     models = {

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from runtime.devices import kinds
 from runtime.processes.lifeline import Lifeline
 from tests.e2e import union_scan
 
@@ -48,10 +49,11 @@ def _claims():
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.worker.cpu_worker import CPUWorker
 
+    from serve.api import grammar_threads, stream_chunks
+    from serve.api.stream_chunks import chat
     from serve.engine import main as engine
     from serve.engine import preload
-    from serve.vllm import grammar_threads, plugin, stream_chunks
-    from serve.vllm.stream_chunks import chat
+    from serve.vllm import plugin
 
     def has(owner: object, *names: str):
         return [(f"{getattr(owner, '__name__', owner)} has {name}", hasattr(owner, name)) for name in names]
@@ -124,12 +126,15 @@ def _claims():
         type(get_model_loader(LoadConfig(load_format="shm"))).__name__ == ("ShmModelLoader"),
     )
     yield "transfer backend shm is registered", "shm" in WeightTransferEngineFactory._registry
+    gpus = [kind for kind in kinds.KINDS.values() if not kind.on_host]
     yield "the warm parent built the parser", engine.PARSER.prog is not None and preload.IMPORTED > 50
     yield (
         "the preload of GPUs leaves vLLM's stand-ins for streams and events alone",
-        not any(name.startswith(("serve.cpu_", "vllm.v1.worker.cpu")) for name in preload.names(on_cpu=False)),
+        not any(
+            name.startswith(("serve.cpu.worker", "vllm.v1.worker.cpu")) for kind in gpus for name in preload.names(kind)
+        ),
     )
-    yield "the preload of GPUs can be found", all(find_spec(name) for name in preload.CORE_OF_CUDA)
+    yield "the preload of GPUs can be found", all(find_spec(name) for kind in gpus for name in kind.engine_modules)
     described = {field.name for field in fields(ModelConfig)}
     yield (
         "the hash of compiled graphs is of the model's path too",
@@ -155,6 +160,7 @@ def _claims():
         "those threads have the name that is looked for",
         grammar_threads.POOL in inspect.getsource(StructuredOutputManager.__init__),
     )
+    yield from _steps_bounded(has)
     yield "nothing is given to outlines, whatever xgrammar and llguidance cannot do", _outlines_gets_nothing()
     resolve = inspect.signature(structural_tag_registry.resolve_tool_strictness)
     yield "strictness is resolved from these", list(resolve.parameters) == ["tools", "tool_choice", "strict_level"]
@@ -166,6 +172,49 @@ def _claims():
     yield "one OpenMP thread", torch.get_num_threads() == 1
 
 
+def _steps_bounded(has: Any):
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.structured_output import StructuredOutputManager
+    from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, XgrammarGrammar
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from xgrammar import GrammarCompiler
+
+    for grammar in (XgrammarGrammar, GuidanceGrammar):
+        yield from has(grammar, "fill_bitmask", "accept_tokens")
+    yield (
+        "xgrammar bounds whitespace where it is asked to",
+        "max_whitespace_cnt" in inspect.signature(inspect.unwrap(GrammarCompiler.compile_json_schema)).parameters,
+    )
+    yield (
+        "a tag is compiled from its text",
+        "self.compiler.compile_structural_tag(grammar_spec)" in inspect.getsource(XgrammarBackend.compile_grammar),
+    )
+    source = inspect.getsource(inspect.unwrap(GPUModelRunner._get_prompt_logprobs_dict))
+    yield (
+        "log-probabilities of a prompt are computed from where it stands in the batch, for as many tokens as are said",
+        all(
+            words in source
+            for words in (
+                "offset = self.query_start_loc.np[req_idx].item()",
+                "hidden_states[offset : offset + num_logits]",
+                "start_idx = request.num_computed_tokens",
+                "num_tokens = num_scheduled_tokens.get(req_id)",
+            )
+        ),
+    )
+    yield (
+        "a mask is filled, and a token accepted, by these two methods",
+        "grammar.fill_bitmask(" in inspect.getsource(StructuredOutputManager._fill_bitmasks)
+        and "grammar.accept_tokens(" in inspect.getsource(StructuredOutputManager.accept_tokens),
+    )
+    yield (
+        "a request whose token its grammar does not accept ends with an error",
+        "self.structured_output_manager.accept_tokens(" in inspect.getsource(Scheduler.update_from_output)
+        and "RequestStatus.FINISHED_ERROR" in inspect.getsource(Scheduler.update_from_output),
+    )
+
+
 def _outlines_gets_nothing() -> bool:
     """A schema of 6 KB took it 9 s on the loop that sends everybody's tokens."""
     from types import SimpleNamespace
@@ -174,7 +223,7 @@ def _outlines_gets_nothing() -> bool:
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm.v1.structured_output import backend_outlines
 
-    from serve.vllm import grammar_threads
+    from serve.api import grammar_threads
 
     grammar_threads.no_outlines(backend_outlines)
     number = {"type": "number", "multipleOf": 2}

@@ -11,7 +11,7 @@ from appliance.controller.models.capacity import BoxFacts
 from runtime.devices.kinds import KINDS, kind_of
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
-from scheduler.core.workload import Demand, DeploymentView, Policy, ReplicaView, Snapshot
+from scheduler.core.workload import Demand, DeploymentView, PlanInput, Policy, ReplicaView
 from scheduler.plan.plan import plan
 from train.plan.estimate import ModelShape, rank_memory
 
@@ -42,7 +42,7 @@ def test_no_device_keeps_more_sleepers_than_the_bound(kind, bound, devices):
         for n, r in enumerate(replicas)
     )
     box = tuple(Device(f"n0/{n}", "n0", n, kind, memory_bytes=80 * GIB) for n in range(4))
-    made = plan(Snapshot(Policy("auto"), box, deployments=deployments, replicas=replicas), 1e6, config)
+    made = plan(PlanInput(Policy("auto"), box, deployments=deployments, replicas=replicas), 1e6, config)
     asleep = [r for r in made.replicas if r.state == "asleep"]
     counts = Counter(device for replica in asleep for device in replica.devices)
     if kind_of(kind).asleep_bytes:

@@ -32,6 +32,7 @@ from hypothesis.stateful import (
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
+from scheduler.core.idle import Idle, IdleSettings
 from scheduler.core.workload import Demand, DeploymentView, JobView, Policy
 from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
@@ -164,7 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tensor_parallel=2 if model == "wide" else 1,
             min_replicas=1 if model == "a" else 0,
             max_replicas=3,
-            idle_sleep_s=40.0 if model == "b" else None,
+            idle=Idle(IdleSettings(idle_sleep_s=40.0 if model == "b" else None)),
         )
         last_s = self.aio.time() if demand.requests else old.demand.last_request_s
         self.store.deployments[model] = replace(old, demand=replace(demand, last_request_s=last_s))

@@ -4,6 +4,7 @@ their fences, the environment is read in one place, and no error is swallowed.""
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -38,6 +39,7 @@ SUBPACKAGES = (
     "appliance.cli.mode",
     "appliance.cli",
     "appliance.wiring",
+    "appliance.admission",
     "appliance.tiers",
     "appliance.nodes",
     "appliance.controller.admin",
@@ -91,6 +93,7 @@ SUBPACKAGES = (
     "train.plan",
     "serve.engine",
     "serve.vllm",
+    "serve.api",
     "serve.cpu",
     "serve.adapters",
     "serve.load",
@@ -263,23 +266,73 @@ def test_what_runs_outside_the_heavy_processes_is_light(name):
                 waiting.append(name_of(source))
 
 
-def _device_words(path: Path) -> Iterator[str]:
+# What makers call their drivers, libraries and tools, wherever it stands in a name, a flag or a variable.
+OF_A_MAKER = re.compile(r"cuda|nccl|nvcc|nvidia|nvml|flashinfer|cumem|\bhip|rocm|rccl|sleep-mode", re.IGNORECASE)
+NOT_OF_A_MAKER = re.compile(r"AsyncClient|sigprocmask")  # for the sake of "nccl" and "rocm"
+# vLLM's name for captured graphs on every kind that has them; a person may set it for a model.
+OF_EVERY_KIND = {("serve/core/model_settings.py", "max-cudagraph-capture-size")}
+
+
+def _words(node: ast.AST) -> list[str]:
+    """The names that a node says, and its text. Docstrings explain, and are left out by the caller."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return [text]
+        case ast.Attribute(attr=name) | ast.Name(id=name) | ast.keyword(arg=str(name)) | ast.arg(arg=name):
+            return [name]
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.Import(names=names):
+            return [alias.name for alias in names]
+        case ast.ImportFrom(module=module, names=names):
+            return [module or "", *(alias.name for alias in names)]
+    return []
+
+
+def _text_alone(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _device_words(name: str, module: ast.Module) -> Iterator[str]:
     """Where a file says by itself which kind of device it means."""
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value in kinds.KINDS or node.value.startswith("cuda:"):
-                yield f"{name_of(path)} says {node.value!r}"
-        elif isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"):
-            if node.attr == "is_cuda" or getattr(node.value, "id", "") == "torch":
-                yield f"{name_of(path)} asks .{node.attr}"
+    docstrings = {node.value for node in ast.walk(module) if isinstance(node, ast.Expr) and _text_alone(node.value)}
+    for node in ast.walk(module):
+        for word in () if node in docstrings else _words(node):
+            named = OF_A_MAKER.search(NOT_OF_A_MAKER.sub("", word)) and (name, word) not in OF_EVERY_KIND
+            if named or (isinstance(node, ast.Constant) and word in kinds.KINDS):
+                yield f"{name} says {word!r}"
 
 
 def test_only_the_file_of_a_kind_of_device_names_it():
     """Everybody else asks its row in runtime.devices.kinds: a third kind is one more file and one more row."""
-    wrong = {
-        word for path in files() if not name_of(path).startswith("runtime/devices/") for word in _device_words(path)
-    }
-    assert wrong == set()
+    outside = [path for path in files() if not name_of(path).startswith("runtime/devices/")]
+    assert {word for path in outside for word in _device_words(name_of(path), tree(path))} == set()
+    unused = {(name, word) for name, word in OF_EVERY_KIND if f'"{word}"' not in (ROOT / name).read_text()}
+    assert not unused, "an exception for nobody hides the next mistake"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary",
+        "import flashinfer.comm",
+        "from runtime.devices import rocm",
+        'args = ["--enable-sleep-mode"]',
+        'args = ["--sleep-mode-offload-cudagraph"]',
+        'env = {"NCCL_SOCKET_IFNAME": "lo"}',
+        'env = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}',
+        "runtime.cudaHostRegister(1, 2)",
+        "torch.cuda.synchronize()",
+        "tensor.is_cuda",
+        'torch.device("cuda:0")',
+        'kind == "cpu"',
+        'shown["HIP_VISIBLE_DEVICES"]',
+        "def cuda_only(): ...",
+    ],
+)
+def test_a_kind_named_elsewhere_is_found(line):
+    assert list(_device_words("serve/x.py", ast.parse(line)))
+    assert not list(_device_words("serve/x.py", ast.parse('"""CUDA is why."""\nhttpx.AsyncClient()')))
 
 
 def test_the_command_line_is_a_thin_client():
@@ -299,10 +352,12 @@ def test_the_command_line_is_a_thin_client():
         # The table of training methods has the options that commands show; it imports no torch (WITHOUT_TORCH).
         and not (name_of(path) == "appliance/cli/jobs/hyperparameters.py" and module.startswith("train.methods.method"))
     }
-    # `up` resolves the configuration before it starts anything.
-    assert wrong == {"appliance/cli/box/box.py imports appliance.config"} | {
-        f"appliance/cli/box/box.py imports appliance.config.{name}" for name in ("ConfigError", "load_config")
+    # `up` resolves the configuration and looks whose the data directory is before it starts anything.
+    before = {
+        "box": ("appliance.config", "appliance.config.ConfigError", "appliance.config.load_config"),
+        "up": ("appliance.paths", "appliance.paths.UnsafeFolder", "appliance.paths.check_closed"),
     }
+    assert wrong == {f"appliance/cli/box/{name}.py imports {one}" for name, some in before.items() for one in some}
 
 
 def subpackage_of(module: str) -> str:
@@ -541,3 +596,18 @@ def test_routes_are_imported_by_the_app_alone():
     found = {(name_of(path), module) for path in files() for module in imports(path) if module in routers}
     allowed = {"appliance/controller/app.py"}
     assert {pair for pair in found if pair[0] not in allowed} == set()
+
+
+def test_no_program_that_we_start_looks_for_modules_where_we_happen_to_be():
+    """`python -m` looks in the working directory first. In a folder that others write to, `pip.py` of somebody else ran
+    when a model of the catalog was imported. Whose words follow `-m` have `-P` before it."""
+    found, missing = 0, []
+    for path in files():
+        for node in ast.walk(tree(path)):
+            said = node.elts if isinstance(node, ast.List) else node.args if isinstance(node, ast.Call) else []
+            words = [word.value if isinstance(word, ast.Constant) else None for word in said]
+            for place, word in enumerate(words):
+                if word == "-m":
+                    found += 1
+                    missing += [] if place and words[place - 1] == "-P" else [f"{name_of(path)}:{node.lineno}"]
+    assert found > 8 and missing == []

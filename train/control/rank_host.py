@@ -79,12 +79,12 @@ class RankHost:
             "WORLD_SIZE": str(world_size),
             "LOCAL_RANK": "0",
             "LOCAL_SIZE": "1",
-            # A world is on one node. By default both use an address that other machines can reach.
+            # A world is on one node. By default collectives use an address that other machines can reach.
             "GLOO_SOCKET_IFNAME": "lo",
-            "NCCL_SOCKET_IFNAME": "lo",
         }
+        kind = kind_of(spec.get("device_kind", HOST.name))
         # Set after the fork: the parent never touched a device.
-        env |= kind_of(spec.get("device_kind", HOST.name)).visibility([device])
+        env |= kind.visibility([device]) | kind.collectives_environment("lo")
         self._child = await Child.spawn(
             self._warm_socket,
             ENTRY,

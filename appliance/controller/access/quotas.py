@@ -32,6 +32,7 @@ class Quotas:
         self.kept = KeptBytes()
         self._arriving_bytes: Counter[str] = Counter()
         self._arriving: Counter[str] = Counter()
+        self._reading: Counter[str] = Counter()
 
     def bounds(self, key_id: str) -> OwnerBounds:
         """The limits of this key: the box's own, unless the key overrides them."""
@@ -193,6 +194,30 @@ class Quotas:
             self._arriving_bytes[owner] -= mine
             if not self._arriving[owner]:
                 del self._arriving[owner], self._arriving_bytes[owner]
+
+    @contextmanager
+    def reading(self, caller: Principal) -> Iterator[None]:
+        """A file's content in transit. Each holds a descriptor and a connection for as long as its client takes."""
+        key_id = _bounded(caller)
+        if key_id is None:
+            yield
+            return
+        bounds, owner = self.bounds(key_id), self._owner(key_id)
+        _number(
+            "downloads",
+            "downloads under way",
+            self._reading[owner],
+            bounds.downloads,
+            "Wait for the end of one.",
+            retry=True,
+        )
+        self._reading[owner] += 1
+        try:
+            yield
+        finally:
+            self._reading[owner] -= 1
+            if not self._reading[owner]:
+                del self._reading[owner]
 
     def gone(self, object_id: str, key_id: str | None) -> None:
         """This file or upload of the key has left the store. Bytes that a request still has open stay its owner's."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from appliance.controller.admin import views
 from appliance.controller.context.audit import name_of, record
@@ -19,12 +19,13 @@ from appliance.controller.interfaces.principal import Caller
 from appliance.store.objects import models
 from appliance.store.records import deployments
 from appliance.store.rows import DeploymentRow
+from scheduler.core.idle import IdleSettings
 
 Replicas = Annotated[int, Field(ge=0, le=65536)]
 
 
-class Deploy(BaseModel):
-    """Only the given fields change; null removes a target, the idle time or the limit on replicas."""
+class Deploy(IdleSettings):
+    """Only the given fields change; null removes a target, the limit on replicas or a number about idleness."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -33,7 +34,6 @@ class Deploy(BaseModel):
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] | None = None
     ttft_p95_s: Annotated[float, Field(gt=0, le=3600)] | None = None
     tpot_p95_ms: Annotated[float, Field(gt=0, le=3.6e6)] | None = None
-    idle_sleep_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
     pinned: bool | None = None
 
 
@@ -65,6 +65,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         told = dict(changes)
         if "pinned" in changes:
             changes["pinned"] = int(changes["pinned"])
+        idle = row.idle | {name: changes.pop(name) for name in IdleSettings.model_fields if name in changes}
+        changes["idle"] = {name: number for name, number in idle.items() if number is not None}
         wanted = replace(row, **changes)
         _check(context, wanted, changes.keys())
         with db.transaction():

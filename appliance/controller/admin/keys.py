@@ -43,6 +43,7 @@ class KeyBounds(BaseModel):
     files: Amount | None = None
     file_bytes: Amount | None = None
     uploads: Amount | None = None
+    downloads: Amount | None = None
     batches: Amount | None = None
     jobs: Amount | None = None
     background: Amount | None = None

@@ -13,6 +13,7 @@ from appliance.store.objects import models
 from appliance.store.objects.adapters import AdapterRow
 from appliance.store.records import deployments, model_settings
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow, KeyRow, ModelRow
+from scheduler.core.idle import IdleSettings
 
 
 def job(row: JobRow) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def model(
                 "source": v.source,
                 "kind": "adapter" if v.meta.get("adapter") else "version",
                 "pinned": bool(v.pinned),
-                "tiers": tiers.version_places(row.id, v.version),
+                "tiers": tiers.tiers_of_version(row.id, v.version),
             }
             for v in models.list_versions(db, row.id)
         ],
@@ -130,7 +131,7 @@ def deployment(row: DeploymentRow, status: SchedulerStatus) -> dict[str, Any]:
         "tensor_parallel": row.tensor_parallel,
         "ttft_p95_s": row.ttft_p95_s,
         "tpot_p95_ms": row.tpot_p95_ms,
-        "idle_sleep_s": row.idle_sleep_s,
+        **IdleSettings.model_construct(**row.idle).model_dump(),
         "pinned": bool(row.pinned),
         "failed_reason": failed,
     }

@@ -17,7 +17,7 @@ from appliance.controller.http import idempotency, views
 from appliance.controller.http.paging import After, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, Conflict, shown
-from appliance.controller.interfaces.principal import FINE_TUNING, Caller
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, files
 from appliance.store.rows import FileRow
@@ -102,7 +102,7 @@ def routes(context: ControllerContext) -> APIRouter:
             "content-disposition": f"attachment; filename*=utf-8''{quote(row.filename, safe='')}",
             "x-content-type-options": "nosniff",
         }
-        return _Content(context, row, headers)
+        return _Content(context, row, caller, headers)
 
     @router.get("/{file_id}/errors")
     async def errors(file_id: str, caller: Caller) -> dict[str, Any]:
@@ -128,14 +128,15 @@ def routes(context: ControllerContext) -> APIRouter:
 
 
 class _Content(FileResponse):
-    """The bytes of a file. Deleted while it is read, the file counts for its owner until this reader has left."""
+    """The bytes of a file: one of the reader's downloads. Deleted while it is read, the file counts for its owner until
+    this reader has left."""
 
-    def __init__(self, context: ControllerContext, row: FileRow, headers: dict[str, str]):
+    def __init__(self, context: ControllerContext, row: FileRow, caller: Principal, headers: dict[str, str]):
         super().__init__(context.files_dir / row.id, media_type="application/octet-stream", headers=headers)
-        self._kept, self._row = context.quotas.kept, row
+        self._quotas, self._row, self._caller = context.quotas, row, caller
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._kept.open(self._row.id, self._row.bytes):
+        with self._quotas.reading(self._caller), self._quotas.kept.open(self._row.id, self._row.bytes):
             await super().__call__(scope, receive, send)
 
 

@@ -23,6 +23,8 @@ class OwnerBounds(BaseModel):
     until they end may take as much again."""
     uploads: int = Field(32, ge=0)
     """Uploads in parts that are neither complete nor cancelled."""
+    downloads: int = Field(32, ge=0)
+    """Contents of files and results that are being read."""
     batches: int = Field(32, ge=0)
     """Batches that have not ended."""
     jobs: int = Field(200, ge=0)

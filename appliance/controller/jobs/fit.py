@@ -18,7 +18,8 @@ MAX_CONFIG_BYTES = 4 * 2**20
 
 def box_facts(context: ControllerContext) -> BoxFacts:
     now = context.scheduler.status()
-    devices = now["devices"]
+    # Home's devices come first; an engine or a job is on devices of home's kind.
+    devices = [device for device in now["devices"] if device["kind"] == now["devices"][0]["kind"]]
     nodes = node_sizes.known(context)
     budget = now["memory"]["budget_bytes"]
     room = now["memory"].get("room_bytes")

@@ -13,8 +13,7 @@ from typing import Any
 
 from runtime.devices.kinds import kind_of
 from scheduler.core.config import SchedulerConfig
-from serve.core.config import EngineConfig
-from serve.core.sizing import EngineSize, room_bytes
+from serve.core.sizing import EngineSize
 from train.methods.method import Method
 from train.methods.methods import DEFAULT
 from train.plan import estimate
@@ -63,9 +62,9 @@ class BoxFacts:
     def holds(self, memory: estimate.RankMemory, ranks: int) -> bool:
         return self.takes(memory) <= self.room_per_rank(ranks)
 
-    def room_per_worker(self, workers: int) -> int:
-        """What an engine may take of each device (serve.core.sizing), unless the configuration says otherwise."""
-        return room_bytes(EngineConfig(), self.device_kind, self.room_per_device(workers), self.asleep_per_device)
+    def room_per_worker(self, size: EngineSize, workers: int) -> int:
+        """What such an engine may take of each device, when so many workers of its kind share the box."""
+        return self.room_per_device(workers) if self.on_host else size.room_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +194,8 @@ def serve(
     """
     problems, instead, warnings = [], [], []
     used = replicas * tensor_parallel
-    room = box.room_per_worker(used)
     size = sizes(tensor_parallel)
+    room = box.room_per_worker(size, used)
     memory, needed = size.memory, size.memory.device_bytes
     widest = box.node_devices or box.devices
     if tensor_parallel > widest:
@@ -307,7 +306,7 @@ def _other_serving(
 ) -> Iterator[str]:
     def fits(count: int, devices: int) -> bool:
         size = sizes(devices)
-        within = size.memory.device_bytes <= box.room_per_worker(count * devices)
+        within = size.memory.device_bytes <= box.room_per_worker(size, count * devices)
         return count * devices <= box.devices and within and not size.problem
 
     fewer = next((n for n in range(replicas - 1, 0, -1) if fits(n, tensor_parallel)), None)

@@ -4,6 +4,7 @@ gateways' table, the engines themselves)."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,16 @@ MAX_CONFIG_BYTES = 4 * 2**20
 
 
 class EngineSizes:
-    """Implements `appliance.controller.interfaces.ports.EngineSizer`."""
+    """Implements `appliance.controller.interfaces.ports.EngineSizer`.
 
-    def __init__(self, db: Database, engine: EngineConfig, device: Device, asleep_per_device: int):
-        self._db, self._engine, self._device = db, engine, device
+    `devices`: those that engines may be on now, one at least. Where they differ, an engine is sized for the smallest:
+    it may be placed on any, and all engines of a model answer to the same context.
+    """
+
+    def __init__(
+        self, db: Database, engine: EngineConfig, devices: Callable[[], Iterable[Device]], asleep_per_device: int
+    ):
+        self._db, self._engine, self._devices = db, engine, devices
         self._asleep_per_device = asleep_per_device
         self._shapes: dict[tuple[str, str], ServedShape] = {}
 
@@ -46,14 +53,15 @@ class EngineSizes:
         self, model: ModelRow, version: VersionRow | None, tensor_parallel: int, settings: ModelSettings
     ) -> EngineSize:
         """An engine of this version as it would be with these settings."""
+        device = min(self._devices(), key=lambda device: device.memory_bytes)
         return engine_size(
             settings.config(self._engine),
             self._shape(model, version),
             task=model.task,
             arch=model.arch,
             tensor_parallel=tensor_parallel,
-            device_kind=self._device.kind,
-            device_memory_bytes=self._device.memory_bytes,
+            device_kind=device.kind,
+            device_memory_bytes=device.memory_bytes,
             asleep_per_device=self._asleep_per_device,
             dtype=settings.dtype,
             kv_cache_dtype=settings.kv_cache_dtype,

@@ -1,5 +1,9 @@
 """Formats errors for clients: OpenAI's object on every route except Anthropic's, `/v1/messages` and below. Pure.
 
+In a stream: `data: {"error": …}` for chat and completions, as vLLM and OpenAI's older routes do; for /v1/responses
+OpenAI's event `error` (https://platform.openai.com/docs/api-reference/responses-streaming/error) with the object inside
+it as well, by which its SDK raises; Anthropic's event `error`.
+
 Anthropic's shape and types after https://docs.anthropic.com/en/api/errors: {"type": "error", "error": {"type",
 "message"}, "request_id"}; what is 503 elsewhere is 529 `overloaded_error` there. Both SDKs retry both.
 """
@@ -9,8 +13,8 @@ from __future__ import annotations
 import orjson
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import is_anthropic
+from appliance.gateway.core.errors import HttpError, engine_dead, engine_failed
+from appliance.gateway.core.routes import RESPONSES, is_anthropic
 from appliance.gateway.http import wire
 
 _TYPES = {
@@ -26,6 +30,7 @@ _TYPES = {
 
 def shaped(error: HttpError, request: Request | None, request_id: bytes) -> tuple[int, bytes]:
     """Status and body. request: None if its head could not be read."""
+    error = _in_our_words(error)
     if request is None or not is_anthropic(request.path):
         return error.status, error.body()
     status = 529 if error.status == 503 else error.status
@@ -50,12 +55,23 @@ def error_response(error: HttpError, request: Request | None, request_id: bytes,
     return head + body
 
 
-def event(error: HttpError, request: Request) -> bytes:
-    """The error as an event of a stream."""
+def event(error: HttpError, request: Request, sent: int) -> bytes:
+    """The error as an event of a stream that has had `sent` events."""
+    error = _in_our_words(error)
+    if request.route_name == RESPONSES:
+        told = {"code": error.code or error.kind, "message": error.message, "param": error.param}
+        inner = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+        data = {"type": "error", "sequence_number": sent, **told, "error": inner}
+        return b"event: error\ndata: %b\n\n" % orjson.dumps(data)
     if not is_anthropic(request.path):
         return b"data: %b\n\n" % error.body()
     status = 529 if error.status == 503 else error.status
     return b"event: error\ndata: %b\n\n" % _anthropic(error, status, request.request_id)
+
+
+def _in_our_words(error: HttpError) -> HttpError:
+    """A dying engine speaks of its own stack traces."""
+    return engine_failed() if engine_dead(error) else error
 
 
 def _anthropic(error: HttpError, status: int, request_id: bytes) -> bytes:

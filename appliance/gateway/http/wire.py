@@ -13,7 +13,7 @@ from typing import Final
 from appliance.gateway.access.request import Headers, Pairs, Request
 from appliance.gateway.core.errors import HttpError
 
-# An engine's answer says so too (serve/vllm/answer_version.py).
+# An engine's answer says so too (serve/api/answer_version.py).
 VERSION = b"x-appliance-model-version"
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

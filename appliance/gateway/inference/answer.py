@@ -111,7 +111,7 @@ class Answer:
             events, error = body.count(_EVENT), body.find(ERROR_EVENT) >= 0
         self.request.stream_events += events
         if error:
-            body = _rewritten_events(body, self.request)
+            body = _rewritten_events(body, self.request, self.request.stream_events - 1)
             self._error_seen = True
         ending = self.request.route.stream_end  # type: ignore[union-attr]
         if ending is not None:
@@ -186,7 +186,7 @@ class Answer:
         if not self.head_sent:
             client.answer_error(error)
         elif self.sse:
-            event = error_shapes.event(error, self.request)
+            event = error_shapes.event(error, self.request, self.request.stream_events)
             if self._tail and not self._tail.endswith(b"\n\n"):
                 event = b"\n\n%b" % event
             client.write(b"%b%b" % (wire.chunk(event), wire.LAST_CHUNK) if self._chunked else event)
@@ -209,10 +209,10 @@ def event_error(body: bytes) -> HttpError:
     return errors.from_upstream(error_event_code(body) or 500, line)
 
 
-def _rewritten_events(body: bytes, request: Request) -> bytes:
-    """The same events with vLLM's error objects converted to the route's."""
+def _rewritten_events(body: bytes, request: Request, sent: int) -> bytes:
+    """The same events with vLLM's error objects converted to the route's. sent: how many events were before them."""
     lines = body.split(b"\n")
     for i, line in enumerate(lines):
         if line.startswith(ERROR_EVENT) and error_event_code(line) is not None:
-            lines[i] = error_shapes.event(event_error(line), request).removesuffix(b"\n\n")
+            lines[i] = error_shapes.event(event_error(line), request, sent).removesuffix(b"\n\n")
     return b"\n".join(lines)

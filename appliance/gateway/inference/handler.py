@@ -328,5 +328,4 @@ class InferenceHandler(Placement):
 
 
 def _engine_dead(error: HttpError) -> bool:
-    # vLLM's EngineDeadError, as its HTTP handlers and its stream generators spell it.
-    return error.status >= 500 and "EngineCore" in error.message
+    return errors.engine_dead(error)

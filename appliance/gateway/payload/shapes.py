@@ -14,6 +14,7 @@ from typing import Any, Final
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.payload.body_weight import check_inner
 
 _ODD_ITEMS: Final = 8
 _ODD_PARTS: Final = 64
@@ -123,6 +124,7 @@ def check_messages(messages: list[Any], limits: Limits, roles: frozenset[str]) -
     if len(messages) > limits.messages:
         raise _too_many("messages", "messages", len(messages), limits.messages)
     parts, odd = 0, _Odd("messages", _ODD_PARTS, _ODD_VALUES)
+    arguments: list[str] = []
     for place, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or role not in roles:
@@ -174,10 +176,15 @@ def check_messages(messages: list[Any], limits: Limits, roles: frozenset[str]) -
             for call in calls:
                 if not isinstance(call, dict) or not _known_call(call):
                     odd.add(call)
+                function = call.get("function") if isinstance(call, dict) else None
+                if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                    arguments.append(function["arguments"])
         elif calls is not None:
-            odd.add(calls)
+            raise _wrong_type(f"messages[{place}].tool_calls", "an array")
     if parts > limits.messages:
         raise _too_many("messages", "parts of messages", parts, limits.messages)
+    if arguments:
+        check_inner("messages.tool_calls", arguments, limits.json_weight, limits.json_depth)
 
 
 def _says_something(message: dict[str, Any]) -> bool:
@@ -200,18 +207,13 @@ def check_tools(tools: list[Any]) -> None:
     odd = _Odd("tools", _ODD_ITEMS, _ODD_VALUES)
     for place, tool in enumerate(tools):
         if not isinstance(tool, dict):
-            odd.add(tool)
-            continue
+            raise _wrong_type(f"tools[{place}]", "an object")
         holders = schema_holders(tool)
         for found in holders:
             strict = found.get("strict")
             if strict is not None and not isinstance(strict, bool):
                 # An engine takes 1 or "yes" for true; what is measured must not depend on how it reads.
-                raise errors.bad_request(
-                    f"Invalid type for `tools[{place}].strict`: expected a boolean.",
-                    param=f"tools[{place}].strict",
-                    code="invalid_type",
-                )
+                raise _wrong_type(f"tools[{place}].strict", "a boolean")
         if len(holders) > 1 and (twice := [name for name in SCHEMA_FIELDS if tool.get(name) is not None]):
             raise errors.bad_request(
                 f"`tools[{place}]` has both `function` and `{twice[0]}`; a tool has its schema in one place.",
@@ -219,11 +221,14 @@ def check_tools(tools: list[Any]) -> None:
                 code="invalid_value",
             )
         holder = holders[-1]
-        schema = holder.get("input_schema", holder.get("parameters"))
-        whole = isinstance(holder.get("name"), str) and _text_or_none(holder, "description")
-        if not whole or not (schema is None or isinstance(schema, dict)):
-            odd.add(tool)
-            continue
+        where = f"tools[{place}].function" if len(holders) > 1 else f"tools[{place}]"
+        if not isinstance(holder.get("name"), str) or not holder["name"]:
+            raise _wrong_type(f"{where}.name", "a text that is not empty")
+        if not _text_or_none(holder, "description"):
+            raise _wrong_type(f"{where}.description", "a text")
+        for name in SCHEMA_FIELDS:
+            if holder.get(name) is not None and not isinstance(holder[name], dict):
+                raise _wrong_type(f"{where}.{name}", "a JSON schema, which is an object")
         for name, value in tool.items():
             if name not in _TOOL_FIELDS and isinstance(value, list | dict) and _values(value, _FEW) > _FEW:
                 odd.add(value)
@@ -323,7 +328,10 @@ def check_items(items: list[Any], limits: Limits) -> None:
     if len(items) > limits.input_items:
         raise _too_many("input", "items", len(items), limits.input_items)
     parts, odd, values = 0, 0, 0
+    arguments: list[str] = []
     for item in items:
+        if isinstance(item, dict) and isinstance(item.get("arguments"), str):
+            arguments.append(item["arguments"])
         if not isinstance(item, dict) or not _known_item(item):
             odd += 1
             values += _values(item, _ODD_VALUES)
@@ -346,6 +354,8 @@ def check_items(items: list[Any], limits: Limits) -> None:
         raise _too_many("input", "parts of items", parts, limits.messages)
     if odd > _ODD_ITEMS or values > _ODD_VALUES:
         raise _odd("input", odd)
+    if arguments:
+        check_inner("input.arguments", arguments, limits.json_weight, limits.json_depth)
 
 
 def _values(root: Any, most: int, schemas: bool = True) -> int:
@@ -481,6 +491,10 @@ def _wrong_role(place: int, role: Any, roles: frozenset[str]) -> HttpError:
         param=f"messages[{place}].role",
         code="invalid_value",
     )
+
+
+def _wrong_type(name: str, expected: str) -> HttpError:
+    return errors.bad_request(f"Invalid type for `{name}`: expected {expected}.", param=name, code="invalid_type")
 
 
 def _too_many(name: str, what: str, given: int, limit: int) -> HttpError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from appliance.controller.devices.lost_nodes import NODES
 from appliance.controller.interfaces.signals import Signal
 from appliance.paths import BoxPaths
 from appliance.store.records import box
+from appliance.store.rows import ModelRow
 from scheduler.core.inventory import Device
 
 
@@ -47,6 +49,13 @@ def test_what_changes_reaches_the_loop_and_the_gateways(parts):
 def test_a_node_that_joins_is_remembered(parts):
     parts.signals.node_changed("n1", "joined", (Device("n1/0", "n1", 0),))
     assert list(box.get(parts.db, NODES, {})) == ["n1"]
+
+
+def test_engines_are_sized_by_the_devices_of_now(parts):
+    row = ModelRow("m", "base", "LlamaForCausalLM", 10**6, 2 * 10**6, "us", "here", 1.0)
+    before = parts.context.sizes.size(row, None)
+    parts.loop.box = replace(parts.loop.box, devices={"n1/0": Device("n1/0", "n1", 0, memory_bytes=2**30)})
+    assert parts.context.sizes.size(row, None).room_bytes == 2**30 < before.room_bytes
 
 
 def test_rows_of_usage_reach_what_counts_them(parts):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from appliance.controller.jobs.fit import box_facts
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts
 from appliance.store.objects import models
@@ -143,6 +144,20 @@ def test_an_engine_fits_where_its_sizing_says_so():
     assert not starts
 
 
+@pytest.mark.parametrize("fraction", [0.3, 0.5, 0.95])
+def test_the_room_is_what_the_models_own_share_of_a_gpu_leaves(fraction):
+    """The box's or the model's gpu_memory, and nobody's default: more than 92 % is no reason to refuse, less is one."""
+    config = EngineConfig(gpu_memory_fraction=fraction)
+    of = sizes(16 * 10**9, LLAMA_8B, config=config)
+    verdict = capacity.serve(of, 16 * 10**9, 2, 1, H100S)
+    assert verdict.fits, verdict.problems
+    device = verdict.numbers["device"]
+    assert device["room_bytes"] == int(fraction * 80 * GIB) == device["device_bytes"], "the KV cache takes the rest"
+    large = capacity.serve(sizes(60 * 10**9, LLAMA_70B, config=config), 60 * 10**9, 2, 1, H100S)
+    assert large.fits == (fraction == 0.95)
+    assert large.fits or large.instead == (f"2 replicas over {2 if fraction == 0.5 else 4} devices each",)
+
+
 def test_a_shortened_context_is_said():
     box = BoxFacts(8, "cpu", GIB // 4, None, 10**12)
     verdict = capacity.serve(sizes(10**7, LLAMA_8B, "cpu", GIB // 4), 10**7, 1, 1, box)
@@ -229,3 +244,13 @@ async def test_a_job_that_can_never_fit_fails_before_it_is_queued(control):
     made = await control.sdk.fine_tuning.jobs.retrieve(job_id)
     assert made.status == "failed" and made.error.code == "insufficient_memory"
     assert "Training needs" in made.error.message and "there are" in made.error.message
+
+
+def test_devices_of_another_kind_count_for_nothing(control):
+    """Other nodes run what home prepared, for its kind of devices; among those the smallest decides."""
+    gpu = control.scheduler.devices[0] | {"kind": "cuda", "memory_bytes": 80 * GIB}
+    small = gpu | {"id": "n1/0", "node": "n1", "memory_bytes": 24 * GIB}
+    other = gpu | {"id": "n2/0", "node": "n2", "kind": "cpu", "memory_bytes": GIB}
+    control.scheduler.devices = [gpu, gpu | {"id": "n0/1"}, small, other]
+    facts = box_facts(control.context)
+    assert (facts.devices, facts.device_kind, facts.device_memory_bytes) == (3, "cuda", 24 * GIB)

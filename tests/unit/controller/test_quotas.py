@@ -32,6 +32,7 @@ BOUNDS = {
     "files": 3,
     "file_bytes": 10_000,
     "uploads": 2,
+    "downloads": 3,
     "batches": 1,
     "jobs": 2,
     "models": 3,
@@ -168,6 +169,39 @@ async def test_a_deleted_file_counts_until_its_last_reader_has_left(control: Con
     left.set()
     await asyncio.gather(*readers)
     assert (await file(control, ann, b"x" * 6000)).status_code == 200
+
+
+async def test_one_owner_reads_so_many_files_at_once_and_others_go_on(control: Control):
+    ann, again, bob = caller(control.db, "ann"), caller(control.db, "ann2", "ann"), caller(control.db, "bob")
+    app, left = FromBox(control.app), asyncio.Event()
+    path = f"/v1/files/{(await file(control, ann, b'x' * 100)).json()['id']}/content"
+    bobs = f"/v1/files/{(await file(control, bob, b'x' * 100)).json()['id']}/content"
+    heads = [(name.encode(), value.encode()) for name, value in ann.items()]
+
+    async def reads_slowly(begun: asyncio.Event) -> None:
+        async def receive() -> dict[str, Any]:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            begun.set()
+            await left.wait()
+
+        scope = {"type": "http", "method": "GET", "path": path, "headers": heads, "query_string": b""}
+        await app(scope, receive, send)  # type: ignore[arg-type]
+
+    begun = [asyncio.Event() for _ in range(3)]
+    readers = [asyncio.create_task(reads_slowly(one)) for one in begun]
+    for one in begun:
+        await one.wait()
+    for headers in (ann, again):
+        answer = await control.http.get(path, headers=headers)
+        assert refused(answer, 429, "downloads") and answer.headers["retry-after"]
+    assert (await control.http.get(bobs, headers=bob)).content == b"x" * 100
+    assert (await control.http.get(path, headers=ADMIN)).content == b"x" * 100
+    left.set()
+    await asyncio.gather(*readers)
+    assert (await control.http.get(path, headers=again)).content == b"x" * 100
 
 
 async def test_the_input_of_a_batch_outlasts_its_expiry_until_the_batch_has_ended(control: Control):

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from openai.types.responses import ResponseErrorEvent
 
 from appliance.gateway.core.errors import from_upstream
 from appliance.gateway.payload.usage import Tokens
@@ -77,6 +78,55 @@ async def test_a_stream_that_breaks_ends_with_anthropics_event(box: Box) -> None
     error = json.loads(data.removeprefix(b"data: "))
     assert kind == b"event: error" and error["type"] == "error" and error["error"]["type"] == "api_error"
     assert error["request_id"] == response.headers["x-request-id"]
+
+
+# --- streams that fail
+
+DEATH = b'data: {"error":{"message":"EngineCore encountered an issue. See stack trace (above).","type":"X","code":500}}'
+# Two events of an engine, and the request that asks for them (not greedy: no other engine can go on).
+STREAMS = {
+    "/v1/chat/completions": (b'data: {"choices":[{"delta":{"content":"a"}}]}', chat(stream=True, temperature=1)),
+    "/v1/responses": (
+        b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"a"}',
+        {"model": "m", "input": "a", "stream": True, "store": False},
+    ),
+    URL: (b'event: content_block_delta\ndata: {"type":"content_block_delta"}', message(stream=True)),
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("says", [True, False], ids=["engine says so", "engine is gone"])
+async def test_a_stream_whose_engine_dies_ends_with_one_error_event_of_its_api(box: Box, path: str, says: bool) -> None:
+    event, body = STREAMS[path]
+
+    async def dies(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await reply.chunk(event + b"\n\n")
+        await reply.chunk(event + b"\n\n")
+        if says:
+            await reply.chunk(DEATH + b"\n\n")
+            await reply.end()
+        else:
+            reply.die()
+
+    box.engines["e0"].script = dies
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", path, body))
+    response = await wire.response()
+    events = [one for one in response.body.split(b"\n\n") if one and not one.startswith(b":")]
+    assert events[:-1] == [event, event] and b"EngineCore" not in response.body
+    *kind, data = events[-1].split(b"\n")
+    error = json.loads(data.removeprefix(b"data: "))
+    assert "failed while answering" in error["error"]["message"]
+    if path == "/v1/chat/completions":
+        assert kind == [] and set(error) == {"error"} and error["error"]["code"] == "engine_failed"
+        return
+    assert kind == [b"event: error"] and error["type"] == "error"
+    if path == URL:
+        assert set(error) == {"type", "error", "request_id"} and error["error"]["type"] == "api_error"
+    else:
+        told = ResponseErrorEvent.model_validate(error)
+        assert (told.sequence_number, told.code, told.param) == (2, "engine_failed", None) and told.message
 
 
 # --- Anthropic's routes, answered well

@@ -35,7 +35,7 @@ BAD: dict[str, tuple[str, str | None]] = {
     "an array": ("[]", None),
     "a number": ("1", None),
     "100k deep": (HEAD + '"tools": ' + "[" * 100_000 + "]" * 100_000 + "}", None),
-    "200 deep": (HEAD + '"tools": ' + "[" * 200 + "]" * 200 + "}", None),
+    "200 deep": (HEAD + '"documents": ' + "[" * 200 + "]" * 200 + "}", None),
     "200 objects deep": (HEAD + '"metadata": ' + '{"a":' * 200 + "1" + "}" * 200 + "}", None),
     "5,000-digit integer": (HEAD + '"seed": ' + "9" * 5000 + "}", None),
     "30-digit integer": (HEAD + '"seed": ' + "9" * 30 + "}", "seed"),

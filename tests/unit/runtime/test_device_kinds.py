@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pynvml
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from appliance.controller.models.capacity import BoxFacts
 from appliance.wiring.node_config import device_environment
@@ -24,6 +26,7 @@ from serve.core.shape import ServedShape
 from serve.core.sizing import engine_size
 from serve.core.spec import ReplicaSpec
 from serve.vllm.arguments import engine_arguments, engine_environment
+from serve.vllm.shm_transfer import ShmWeightTransferEngine
 from train.plan import auto
 from train.plan.errors import InvalidSpec
 from train.plan.spec import TrainSpec
@@ -65,6 +68,33 @@ class Abacus(DeviceKind):
 
     def available(self):
         return True
+
+    def collectives_environment(self, interface):
+        return {"BEADS_OVER": interface}
+
+    def engine_arguments(self):
+        return ["--additional-config", '{"rods": "let go"}']
+
+    def engine_environment(self):
+        return {"VLLM_ABACUS": "1"}
+
+    def page_lock(self):
+        return self.pages
+
+
+class Pages:
+    """Locks no address twice."""
+
+    def __init__(self):
+        self.locked = {}
+
+    def lock(self, address, nbytes):
+        assert address not in self.locked
+        self.locked[address] = nbytes
+        return True
+
+    def unlock(self, address):
+        del self.locked[address]
 
 
 @pytest.fixture
@@ -117,17 +147,35 @@ def test_a_third_kind_shows_its_devices_to_engines_and_ranks(abacus, tmp_path):
         "VLLM_CACHE_ROOT": str(tmp_path / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
         "TRITON_CACHE_DIR": str(tmp_path / "triton"),
-        "FLASHINFER_WORKSPACE_BASE": str(tmp_path),
         "ABACUS_CACHE": str(tmp_path / "beads"),
     }
     replica = ReplicaSpec("r", "m", "v", "/v", "/s.sock", (0, 1), "abacus", "/shm", GIB, tensor_parallel=2)
     env = engine_environment(replica, 1)
     assert env["ABACUS_VISIBLE"] == "0+1" and "CUDA_VISIBLE_DEVICES" not in env
-    assert "--enable-sleep-mode" in engine_arguments(replica, {}, None)
+    assert (env["BEADS_OVER"], env["VLLM_ABACUS"]) == ("lo", "1")
+    assert {name for name in env if "NCCL" in name or "FLASHINFER" in name} == set()
+    arguments = engine_arguments(replica, {}, None)
+    assert arguments[arguments.index("--additional-config") + 1] == '{"rods": "let go"}'
+    assert not {"--enable-sleep-mode", "--sleep-mode-offload-cudagraph", "--compilation-config"} & {*arguments}
     spec = TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", device_kind="abacus")
     assert TrainSpec.from_json(spec.to_json()) == spec and not can_park(spec)
     assert kind_of(spec.device_kind).collectives == "beads"
     assert [kind_of(kind).address(3) for kind in ("abacus", "cuda", "cpu")] == ["3", "3", "cpu"]
+
+
+def test_a_version_for_a_third_kind_is_locked_by_its_own_driver(abacus, tmp_path):
+    """As a worker of vLLM opens one for a swap; torch has a name for other makers' devices."""
+    kind = KINDS["abacus"]
+    kind.pages = Pages()
+    save_file({"w": torch.ones(4096, dtype=torch.float32)}, tmp_path / "model.safetensors")
+    worker = object.__new__(ShmWeightTransferEngine)
+    worker._kind = kinds.of_torch(torch.device("privateuseone"))
+    everything = lambda source: {file.name: [(0, file.nbytes)] for file in source.layout.files}  # noqa: E731
+    worker.plan = SimpleNamespace(check=lambda _: None, copied_spans=everything, read_spans=everything, complete=True)
+    source = worker._open(str(tmp_path), layerwise=False)
+    assert sum(kind.pages.locked.values()) == (tmp_path / "model.safetensors").stat().st_size
+    source.close()
+    assert not kind.pages.locked
 
 
 def test_a_kind_that_is_no_row_is_refused_by_name():

@@ -64,9 +64,11 @@ def test_mig_and_exclusive_mode_are_said_with_the_remedy(monkeypatch):
     machine = eight_h100()
     machine.gpus[1].mig = True
     machine.gpus[2].mode = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+    machine.gpus[4].mode = pynvml.NVML_COMPUTEMODE_PROHIBITED
     machine.install(monkeypatch)
     unfit = {device.id: device.unfit for device in discovery.discover_devices("auto") if device.unfit}
-    assert unfit.keys() == {"n0/1", "n0/2"}
+    assert unfit.keys() == {"n0/1", "n0/2", "n0/4"}
+    assert "mode prohibited" in unfit["n0/4"] and "-c DEFAULT" in unfit["n0/4"]
     assert "MIG" in unfit["n0/1"] and "-mig 0" in unfit["n0/1"]
     assert "exclusive process" in unfit["n0/2"] and "-c DEFAULT" in unfit["n0/2"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scheduler.autoscale.demand import required
-from scheduler.autoscale.idle import CHECKPOINT_IDLE_S, IdlePolicy
+from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import Demand, DeploymentView, ModelMemory, Policy, Snapshot
+from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
+from scheduler.core.workload import Demand, DeploymentView, ModelMemory, PlanInput, Policy
 from scheduler.handover.handover import Handover
 from scheduler.loop.explain import explain
 from scheduler.plan.plan import plan
@@ -34,17 +35,17 @@ def asleep_after_s(model: DeploymentView) -> float:
 
 def test_an_operators_number_is_obeyed_while_others_want_the_devices() -> None:
     for own_s in (5.0, 60.0, 600.0, 1500.0):
-        assert asleep_after_s(replace(BUSY, idle_sleep_s=own_s)) == own_s
+        assert asleep_after_s(replace(BUSY, idle=Idle(IdleSettings(idle_sleep_s=own_s)))) == own_s
 
 
 def test_a_limit_of_the_box_keeps_nothing_awake() -> None:
     by_default_s = asleep_after_s(BUSY)
-    assert asleep_after_s(replace(BUSY, idle_limit_s=CHECKPOINT_IDLE_S)) == by_default_s < CHECKPOINT_IDLE_S
+    assert asleep_after_s(replace(BUSY, idle=Idle(limit_s=CHECKPOINT_IDLE_S))) == by_default_s < CHECKPOINT_IDLE_S
 
 
 def test_replicas_beyond_the_one_go_as_by_default() -> None:
     memory, _ = required(BUSY, ModelMemory(), LAST_S, CONFIG, switch_device_s=SWITCH_DEVICE_S)
-    quiet = replace(BUSY, idle_sleep_s=600.0, demand=Demand(last_request_s=LAST_S))
+    quiet = replace(BUSY, idle=Idle(IdleSettings(idle_sleep_s=600.0)), demand=Demand(last_request_s=LAST_S))
     for second in range(400):
         memory, _ = required(quiet, memory, LAST_S + second, CONFIG, switch_device_s=SWITCH_DEVICE_S)
     assert memory.replicas == 1
@@ -52,20 +53,22 @@ def test_replicas_beyond_the_one_go_as_by_default() -> None:
 
 def test_the_answer_names_its_reason() -> None:
     idle = replace(BUSY, demand=Demand(last_request_s=LAST_S))
-    own = IDLE.awake(replace(idle, idle_sleep_s=600.0))
+    own = IDLE.awake(replace(idle, idle=Idle(IdleSettings(idle_sleep_s=600.0))))
     assert (own.until_s, own.because) == (LAST_S + 600.0, "its idle_sleep_s is 600 s")
-    limit = IDLE.awake(replace(idle, idle_limit_s=300.0))
+    limit = IDLE.awake(replace(idle, idle=Idle(limit_s=300.0)))
     assert limit.until_s == LAST_S + 300.0 and "nobody deployed it" in limit.because
     assert IDLE.awake(idle).until_s is None and "after 10 s" in IDLE.awake(idle).because
-    least = IDLE.awake(replace(idle, pinned=True, idle_sleep_s=600.0))
+    least = IDLE.awake(replace(idle, pinned=True, idle=Idle(IdleSettings(idle_sleep_s=600.0))))
     assert least.until_s is None and "at least 1 is kept awake" in least.because
-    assert not IDLE.asleep(replace(BUSY, idle_sleep_s=5.0), LAST_S + 100.0), "requests are no idleness"
+    assert not IDLE.asleep(replace(BUSY, idle=Idle(IdleSettings(idle_sleep_s=5.0))), LAST_S + 100.0), (
+        "requests are no idleness"
+    )
 
 
 def test_explain_says_until_when_an_idle_model_stays_awake() -> None:
-    idle = replace(BUSY, idle_sleep_s=600.0, demand=Demand(last_request_s=LAST_S))
-    snapshot = Snapshot(Policy("auto"), box_of(2), deployments=(idle,))
+    idle = replace(BUSY, idle=Idle(IdleSettings(idle_sleep_s=600.0)), demand=Demand(last_request_s=LAST_S))
+    plan_input = PlanInput(Policy("auto"), box_of(2), deployments=(idle,))
     now_s = LAST_S + 100.0
-    allocation = plan(snapshot, now_s, CONFIG)
-    told = explain(Handover(0, ()), allocation, snapshot, CONFIG, now_s)
+    allocation = plan(plan_input, now_s, CONFIG)
+    told = explain(Handover(0, ()), allocation, plan_input, CONFIG, now_s)
     assert told["idle"] == {"m": "Stays awake for 500 s more without a request, because its idle_sleep_s is 600 s."}

@@ -9,7 +9,8 @@ import pytest
 from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import InvalidWorkload
-from scheduler.core.workload import Demand, DeploymentView, JobView, ModelMemory, Policy, ReplicaView, Snapshot
+from scheduler.core.idle import Idle, IdleSettings
+from scheduler.core.workload import Demand, DeploymentView, JobView, ModelMemory, PlanInput, Policy, ReplicaView
 from scheduler.plan import queue
 from scheduler.plan.plan import plan
 from tests.unit.scheduler.fakes import box_of
@@ -19,10 +20,10 @@ SIZES = (1, 2, 4, 8)
 CONFIG = SchedulerConfig(target_inflight=4, give_back_after_s=60, job_dwell_s=30, turn_s=30)
 
 
-def planned(now_s: float = 1000.0, **snapshot) -> Allocation:  # noqa: ANN003
-    snapshot.setdefault("devices", EIGHT)
-    snapshot.setdefault("policy", Policy("auto"))
-    found = Snapshot(**snapshot)
+def planned(now_s: float = 1000.0, **fields) -> Allocation:  # noqa: ANN003
+    fields.setdefault("devices", EIGHT)
+    fields.setdefault("policy", Policy("auto"))
+    found = PlanInput(**fields)
     allocation = plan(found, now_s, CONFIG)
     allocation.ledger(tuple(d.id for d in found.devices))
     return allocation
@@ -146,7 +147,9 @@ def test_more_models_than_devices_take_turns() -> None:
     memory: dict[str, ModelMemory] = {}
     served = []
     for now_s in range(0, 200, 10):
-        a = planned(float(now_s), devices=one, deployments=deployments, replicas=replicas, memory=memory, epoch=now_s)
+        a = planned(
+            float(now_s), devices=one, deployments=deployments, replicas=replicas, memory=memory, handover_id=now_s
+        )
         (winner,) = a.open_replicas
         served.append(winner.model)
         old = {r.id: r for r in replicas}
@@ -223,14 +226,16 @@ def test_least_recently_used_sleepers_are_stopped() -> None:
     config = replace_config(max_resident_asleep=2)
     replicas = tuple(opened(f"r{i}", i, state="asleep", model=f"m{i}") for i in range(4))
     deployments = tuple(DeploymentView(f"m{i}", "v1", demand=Demand(last_request_s=float(i))) for i in range(4))
-    a = plan(Snapshot(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas), 1000.0, config)
+    a = plan(PlanInput(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas), 1000.0, config)
     assert {r.id for r in a.replicas} == {"r2", "r3"}
     for bound, kept in ((3, {"r2", "r3"}), (1, {"r3"}), (0, set())):
-        snapshot = Snapshot(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas, max_asleep={"n0": bound})
-        a = plan(snapshot, 1000.0, config)
+        plan_input = PlanInput(
+            Policy("auto"), EIGHT, deployments=deployments, replicas=replicas, max_asleep={"n0": bound}
+        )
+        a = plan(plan_input, 1000.0, config)
         assert {r.id for r in a.replicas} == kept, "what the host has memory for is a bound beside the configured one"
-    snapshot = Snapshot(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas, max_asleep={"n1": 0})
-    assert {r.id for r in plan(snapshot, 1000.0, config).replicas} == {"r2", "r3"}, "another node is short"
+    plan_input = PlanInput(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas, max_asleep={"n1": 0})
+    assert {r.id for r in plan(plan_input, 1000.0, config).replicas} == {"r2", "r3"}, "another node is short"
 
 
 def replace_config(**fields) -> SchedulerConfig:  # noqa: ANN003
@@ -238,7 +243,7 @@ def replace_config(**fields) -> SchedulerConfig:  # noqa: ANN003
 
 
 def test_idle_time_puts_to_sleep_even_if_nobody_waits() -> None:
-    d = replace(M, idle_sleep_s=300.0, demand=Demand(last_request_s=1000.0))
+    d = replace(M, idle=Idle(IdleSettings(idle_sleep_s=300.0)), demand=Demand(last_request_s=1000.0))
     early = planned(1100.0, deployments=(d,), replicas=(opened("r0", 0),))
     assert awake(early) == {"m": 1} and early.review_at_s == 1300.0
     assert awake(planned(1300.0, deployments=(d,), replicas=(opened("r0", 0),), memory=early.memory)) == {}
@@ -319,7 +324,7 @@ def test_a_model_that_waits_out_a_failure_keeps_what_is_open() -> None:
 
 def test_an_allocation_is_a_fixed_point() -> None:
     deployments = (replace(M, min_replicas=1, demand=Demand(inflight=6, last_request_s=1000.0)),)
-    first = planned(jobs=(job("a"), job("b", submitted_s=2.0)), deployments=deployments, epoch=1)
+    first = planned(jobs=(job("a"), job("b", submitted_s=2.0)), deployments=deployments, handover_id=1)
     by_job = {g.job_id: g.devices for g in first.groups}
     second = planned(
         jobs=tuple(
@@ -329,7 +334,7 @@ def test_an_allocation_is_a_fixed_point() -> None:
         deployments=deployments,
         replicas=tuple(ReplicaView(r.id, r.model, r.version, r.state, r.devices) for r in first.replicas),
         memory=first.memory,
-        epoch=2,
+        handover_id=2,
     )
     assert (second.replicas, second.groups) == (first.replicas, first.groups)
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scheduler.core.workload import JobView
-from scheduler.plan.queue import allot, order, places, urgent_from_s
+import pytest
+
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import Demand, DeploymentView, JobView, PlanInput, Policy
+from scheduler.plan.queue import allot, order, positions, urgent_from_s
+from scheduler.plan.shares import Shares
+from tests.unit.scheduler.fakes import box_of
 
 
 def job(name: str, submitted_s: float, owner: str = "", **fields) -> JobView:  # noqa: ANN003
@@ -46,7 +51,7 @@ def test_a_deadline_presses_when_the_work_left_hardly_fits_before_it() -> None:
     assert queue.review_at_s == 400.0, "and the plan is looked at again by then"
 
 
-def test_places_say_in_slurms_words_why_a_job_waits() -> None:
+def test_positions_say_in_slurms_words_why_a_job_waits() -> None:
     jobs = [
         JobView("running", 1, 2, devices=("n0/0",), phase="running", submitted_s=1.0),
         JobView("paused", phase="paused", submitted_s=2.0, priority=9),
@@ -56,7 +61,7 @@ def test_places_say_in_slurms_words_why_a_job_waits() -> None:
         JobView("after", submitted_s=4.0),
         JobView("leaving", devices=("n0/1",), phase="running", busy="leaving", submitted_s=9.0, priority=-1),
     ]
-    assert [(p.position, p.job_id, p.reason) for p in places(jobs, 10.0)] == [
+    assert [(p.position, p.job_id, p.reason) for p in positions(jobs, 10.0)] == [
         (1, "paused", "JobHeldUser"),
         (2, "held", "Held"),
         (3, "backoff", "BeginTime"),
@@ -77,3 +82,35 @@ def test_the_failure_of_one_job_is_not_the_reason_of_the_next() -> None:
     assert waiting["failed"] == "Failed a moment ago (rank 0 died); tries again in 10 s."
     assert waiting["big"] == "Needs 3 devices: mode split gives training 2."
     assert waiting["again"] == "Failed a moment ago; tries again in 20 s."
+
+
+@pytest.mark.parametrize(
+    ("given", "interruptible", "movable", "keeps"),
+    [
+        ({}, False, False, False),
+        ({"phase": "running"}, True, True, False),
+        ({"phase": "running", "busy": "coming"}, True, False, True),
+        ({"phase": "running", "busy": "leaving"}, True, False, False),
+        ({"phase": "suspended", "busy": "coming"}, False, False, True),
+        ({"phase": "running", "preemptible": False}, False, False, True),
+        ({"phase": "running", "preemptible": False, "busy": "leaving"}, False, False, False),
+        ({"phase": "running", "preemptible": False, "held": True}, False, False, False),
+        ({"phase": "paused", "preemptible": False}, False, False, False),
+        ({"phase": "suspended", "preemptible": False}, False, False, False),
+    ],
+)
+def test_which_jobs_give_up_devices(given: dict, interruptible: bool, movable: bool, keeps: bool) -> None:
+    job = JobView("j", devices=("n0/0",), **given)
+    assert (job.interruptible, job.movable, job.keeps_devices(1.0)) == (interruptible, movable, keeps)
+    assert not (job.movable and job.keeps_devices(1.0))
+
+
+def test_a_job_that_leaves_keeps_no_devices_from_serving_though_it_must_not_be_preempted() -> None:
+    """An operator held it and released it again while it was being suspended: in mode serve it only waits now."""
+    leaves = JobView("j", devices=("n0/0", "n0/1"), phase="running", preemptible=False, busy="leaving")
+    model = DeploymentView("m", "v1", max_replicas=2, demand=Demand(inflight=9, last_request_s=9.0))
+    given = PlanInput(
+        Policy("serve"), box_of(2), (leaves,), (model,), busy_devices=frozenset(leaves.devices), memory={}
+    )
+    replicas, _, jobs = Shares(given, 10.0, SchedulerConfig(target_inflight=1)).count({}, {})
+    assert replicas == {"m": 2} and jobs.sizes == {}

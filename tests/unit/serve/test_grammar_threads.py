@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-from serve.vllm.grammar_threads import NICENESS, give_way
+from serve.api.grammar_threads import NICENESS, give_way
 
 
 def niceness() -> int:

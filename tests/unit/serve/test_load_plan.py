@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from serve.core.errors import VersionMismatch, VersionUnreadable
 from serve.load.host_ring import HostRing
 from serve.load.load_plan import LoadRecorder, Region
-from serve.load.shm_source import PageLock, VersionSource, page_runs
+from serve.load.shm_source import ToLock, VersionSource, page_runs
 
 
 class Fused(torch.nn.Module):
@@ -201,27 +201,20 @@ def test_what_is_locked_is_whole_pages_and_none_of_them_twice():
     assert page_runs([], 4096) == []
 
 
-class Runtime:
-    """CUDA's host memory calls, counted; refuses every second range."""
+class Driver:
+    """Refuses every second range."""
 
     def __init__(self):
-        self.locked, self.asked, self.pending = set(), 0, 0
+        self.locked, self.asked = set(), 0
 
-    def cudaHostRegister(self, ptr, size, flags=0):
+    def lock(self, address, nbytes):
         self.asked += 1
-        if self.asked % 2 == 0:
-            self.pending = 712
-            return 712
-        self.locked.add(ptr)
-        return 0
+        if self.asked % 2:
+            self.locked.add(address)
+        return bool(self.asked % 2)
 
-    def cudaHostUnregister(self, ptr):
-        self.locked.remove(ptr)
-        return 0
-
-    def cudaGetLastError(self):
-        self.pending, before = 0, self.pending
-        return before
+    def unlock(self, address):
+        self.locked.remove(address)
 
 
 def test_a_worker_locks_what_it_copies_in_one_piece_and_unlocks_all_of_it(tmp_path):
@@ -232,12 +225,12 @@ def test_a_worker_locks_what_it_copies_in_one_piece_and_unlocks_all_of_it(tmp_pa
     assert (placed["embedding"].start, placed["embedding"].end) in spans
     assert not any(placed["down"].start <= start < placed["down"].end for start, _ in spans), "read in strides"
 
-    runtime, page = Runtime(), 4096
+    driver, page = Driver(), 4096
     save_file({"big": torch.zeros(8 * page, dtype=torch.uint8)}, tmp_path / "big.safetensors")
     (tmp_path / "b").mkdir()
     (tmp_path / "big.safetensors").rename(tmp_path / "b" / "model.safetensors")
-    lock = PageLock({"model.safetensors": [(0, 10), (3 * page, 3 * page + 1), (6 * page, 7 * page)]}, runtime)
+    lock = ToLock({"model.safetensors": [(0, 10), (3 * page, 3 * page + 1), (6 * page, 7 * page)]}, driver)
     mapped = VersionSource(tmp_path / "b").map(lock)
-    assert (runtime.asked, len(runtime.locked), runtime.pending) == (3, 2, 0)
+    assert (driver.asked, len(driver.locked)) == (3, 2)
     mapped.close()
-    assert not runtime.locked
+    assert not driver.locked

@@ -1,4 +1,4 @@
-"""Page locking around a swap, on a CUDA runtime of our own that keeps the order of its calls."""
+"""Page locking around a swap, by a kind of device of our own that keeps the order of its calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.devices.kinds import kind_of
 from serve.load import shm_source
 from serve.load.host_ring import HostRing, _parts
 from serve.load.load_plan import LoadPlan, Piece, Region, Target
-from serve.load.shm_source import Described, PageLock, VersionSource, lock_pieces
+from serve.load.shm_source import Described, ToLock, VersionSource, lock_pieces
 from serve.vllm import shm_transfer
 from serve.vllm.shm_transfer import ShmUpdateInfo, ShmWeightTransferEngine
 
@@ -23,28 +23,31 @@ ROWS, COLUMNS = 64, 1024  # of two bytes: 32 pages
 EXPECTED = {name: Described(name, torch.bfloat16, (ROWS, COLUMNS)) for name in ("a", "b")}
 
 
-class Runtime:
-    """CUDA's host memory calls: (name, thread, bytes) in order. Page-locked ranges may not overlap."""
+class Driver:
+    """Its calls: (name, thread, bytes) in order. Page-locked ranges may not overlap."""
 
     def __init__(self):
         self.calls, self.locked = [], {}
 
-    def cudaHostRegister(self, ptr, size, flags=0):
-        assert all(ptr + size <= start or start + length <= ptr for start, length in self.locked.items())
-        self.calls.append(("lock", threading.current_thread().name, size))
-        self.locked[ptr] = size
-        return 0
+    def lock(self, address, nbytes):
+        end = address + nbytes
+        assert all(end <= start or start + length <= address for start, length in self.locked.items())
+        self.calls.append(("lock", threading.current_thread().name, nbytes))
+        self.locked[address] = nbytes
+        return True
 
-    def cudaHostUnregister(self, ptr):
-        self.calls.append(("unlock", threading.current_thread().name, self.locked.pop(ptr)))
-        return 0
-
-    def cudaGetLastError(self):
-        return 0
+    def unlock(self, address):
+        self.calls.append(("unlock", threading.current_thread().name, self.locked.pop(address)))
 
 
 class Gpu(type(kind_of("cpu"))):
     on_host, locks_pages = False, True
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    def page_lock(self):
+        return self.driver
 
 
 class Replaying:
@@ -86,19 +89,18 @@ def version(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def worker(monkeypatch):
-    runtime = Runtime()
-    monkeypatch.setattr(shm_transfer, "CudaRTLibrary", lambda: runtime)
+def worker():
+    driver = Driver()
 
     def make(rank, world):
         engine = object.__new__(ShmWeightTransferEngine)
         engine.plan = plan_of(rank, world)
-        engine.device, engine._kind = torch.device("cpu"), Gpu()
+        engine.device, engine._kind = torch.device("cpu"), Gpu(driver)
         engine.layerwise_reason, engine._may_follow, engine.dirty = None, False, False
         engine._staging = engine._spent = engine._loaded = engine._closing = engine._trace = None
         engine._retired, engine._in_place, engine.report = [], shm_transfer.Weights.NEW, {}
         engine._direct = Replaying(engine.plan, torch.empty(2 * ROWS * COLUMNS // world, dtype=torch.bfloat16))
-        return engine, runtime
+        return engine, driver
 
     return make
 
@@ -117,32 +119,32 @@ def expected(content, rank, world):
 def test_a_swap_neither_locks_nor_unlocks_pages_in_its_pause(version, worker, world):
     path, content = version
     for rank in range(world):
-        engine, runtime = worker(rank, world)
-        runtime.calls.clear()
+        engine, driver = worker(rank, world)
+        driver.calls.clear()
         engine.stage(str(path), build=False)
         engine._staging.thread.join()
         assert engine.staged()
-        locked = [size for name, _, size in runtime.calls if name == "lock"]
+        locked = [size for name, _, size in driver.calls if name == "lock"]
         assert locked and max(locked) <= 4 * PAGE, "one call would hold up the engine's own calls"
         rows_bytes = ROWS // world * COLUMNS * 2 + (ROWS * COLUMNS * 2 if world == 1 else 0)
         assert rows_bytes <= sum(locked) <= rows_bytes + 4 * PAGE, "each worker locks what it copies itself"
 
-        before = len(runtime.calls)
+        before = len(driver.calls)
         engine.receive_weights(ShmUpdateInfo(path=str(path)))
-        assert len(runtime.calls) == before, "within the pause"
+        assert len(driver.calls) == before, "within the pause"
         assert torch.equal(engine._direct.flat, expected(content, rank, world))
 
         engine.release_retired()
         engine.shutdown()
-        assert not runtime.locked and len(runtime.calls) == 2 * before
-        assert {thread for name, thread, _ in runtime.calls if name == "unlock"} == {"unmap"}
+        assert not driver.locked and len(driver.calls) == 2 * before
+        assert {thread for name, thread, _ in driver.calls if name == "unlock"} == {"unmap"}
 
 
 def test_a_wake_locks_nothing(version, worker):
     path, content = version
-    engine, runtime = worker(1, 2)
+    engine, driver = worker(1, 2)
     engine.receive_weights(ShmUpdateInfo(path=str(path)))
-    assert runtime.calls == [] and torch.equal(engine._direct.flat, expected(content, 1, 2))
+    assert driver.calls == [] and torch.equal(engine._direct.flat, expected(content, 1, 2))
     engine.release_retired()
     engine.shutdown()
 
@@ -161,9 +163,9 @@ def test_only_what_a_worker_reads_becomes_present(version, worker, monkeypatch):
 
 def test_no_copy_crosses_from_one_locked_piece_into_the_next(version):
     path, _ = version
-    runtime = Runtime()
+    driver = Driver()
     source = VersionSource(path)
-    source.map(PageLock(plan_of(0, 1).copied_spans(source), runtime))
+    source.map(ToLock(plan_of(0, 1).copied_spans(source), driver))
     start = source.layout.find("b").start
     runs = source.locked_runs("b", 0, ROWS * COLUMNS * 2)
     assert runs[0][0] == 0 and runs[-1][1] == ROWS * COLUMNS * 2
@@ -174,10 +176,10 @@ def test_no_copy_crosses_from_one_locked_piece_into_the_next(version):
 
 def test_what_could_not_be_locked_goes_through_the_ring(version):
     path, _ = version
-    runtime = Runtime()
-    runtime.cudaHostRegister = lambda *_: 712
+    driver = Driver()
+    driver.lock = lambda *_: False
     source = VersionSource(path)
-    source.map(PageLock(plan_of(0, 1).copied_spans(source), runtime))
+    source.map(ToLock(plan_of(0, 1).copied_spans(source), driver))
     assert source.locked_runs("a", 0, 10) is None
     source.close()
 

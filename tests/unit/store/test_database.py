@@ -21,9 +21,9 @@ from appliance.store.errors import (
     UnknownCursor,
 )
 from appliance.store.migrator import migrations
-from appliance.store.objects import files, jobs
-from appliance.store.records import box
-from appliance.store.rows import FileRow, JobRow
+from appliance.store.objects import files, jobs, models
+from appliance.store.records import box, deployments
+from appliance.store.rows import FileRow, JobRow, ModelRow
 
 
 @pytest.fixture
@@ -89,6 +89,22 @@ def test_a_database_of_an_older_set_of_migrations_gets_what_it_lacks(tmp_path: P
         assert [row[0] for row in opened.execute("SELECT number FROM migrations")] == list(migrations())
     with Database(tmp_path / "old.db") as again:
         assert schema(again) == schema(db)
+
+
+def test_an_operators_idle_time_survives_its_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, older = tmp_path / "old.db", {number: script for number, script in migrations().items() if number < 33}
+    with monkeypatch.context() as patched:
+        patched.setattr(migrator, "migrations", lambda: older)
+        with Database(path) as old:
+            for model, idle_s in (("m", 600.0), ("n", None)):
+                models.insert(old, ModelRow(model, "base", "llama", 1, 1, "x", "x", 1.0))
+                old.execute(
+                    "INSERT INTO deployments (model, created_s, min_replicas, tensor_parallel, pinned, options,"
+                    " idle_sleep_s) VALUES (?, 1, 0, 1, 0, '{}', ?)",
+                    [model, idle_s],
+                )
+    with Database(path) as opened:
+        assert [row.idle for row in deployments.list_all(opened)] == [{"idle_sleep_s": 600.0}, {}]
 
 
 def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -22,7 +22,7 @@ def server():
     running = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     running.start()
     yield "http://{}:{}".format(*running.get_host_and_port())
-    running.tasks.stop()
+    running.stop()
 
 
 @pytest.fixture

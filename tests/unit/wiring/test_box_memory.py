@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from appliance.admission.box_memory import BoxMemory
+from appliance.admission.host_memory import HostMemory, Means, StoredHere
 from appliance.store.objects import jobs
 from appliance.store.records import audit
-from appliance.wiring.box_memory import BoxMemory
-from appliance.wiring.host_memory import HostMemory, Means, StoredHere
 from scheduler.core.errors import EffectFailed
 from scheduler.loop.memory_policy import MemoryReading
 

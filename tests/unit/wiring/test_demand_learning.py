@@ -7,9 +7,9 @@ import random
 import pytest
 
 from appliance.controller.bus.arrivals import Arrivals
+from appliance.controller.bus.demand_learning import LOOK_S, DemandLearning
 from appliance.controller.bus.load import Load, Report, parse_report, total
 from appliance.store.records import deployments
-from appliance.wiring.demand_learning import LOOK_S, DemandLearning
 from appliance.wiring.routing_table import BusRouting
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from scheduler.core.config import SchedulerConfig

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from appliance.admission.host_memory import STARTING_FOR_S, WANTED_FOR_S, HostMemory, Means, StoredHere
 from appliance.store.objects import jobs
 from appliance.store.records import audit
-from appliance.wiring.host_memory import STARTING_FOR_S, WANTED_FOR_S, HostMemory, Means, StoredHere
 from scheduler.core.workload import DeploymentView
 from scheduler.devices.host_reading import read_memory
 from scheduler.loop.memory_policy import MemoryReading

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from appliance.admission.job_admission import JobAdmission
 from appliance.controller.models.capacity import BoxFacts
 from appliance.store.objects import jobs
-from appliance.wiring.job_admission import JobAdmission
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from scheduler.core.workload import Demand
 from scheduler.plan.queue import allot

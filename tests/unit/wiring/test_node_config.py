@@ -3,11 +3,14 @@
 import importlib.util
 from pathlib import Path
 
+import pynvml
+
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
 from appliance.wiring.node_config import device_environment, node_config_of
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import logical_devices
+from tests.devices_support.nvml import Machine, eight_h100, four_4090
 
 
 def test_compiled_kernels_are_kept_in_the_boxs_own_folder(tmp_path):
@@ -23,14 +26,25 @@ def test_no_warm_parent_asks_cuda_for_its_devices(tmp_path):
         assert (env["DS_ACCELERATOR"], env["PYTORCH_NVML_BASED_CUDA_CHECK"]) == (kind, "1")
 
 
+def test_what_flashinfer_would_ask_cuda_for_at_its_import_is_told_by_the_driver(monkeypatch, tmp_path):
+    mixed = Machine([*eight_h100().gpus[:2], *four_4090().gpus]).install(monkeypatch)
+    env = device_environment("cuda", tmp_path)
+    assert (env["FLASHINFER_CUDA_ARCH_LIST"], env["FLASHINFER_WORKSPACE_BASE"]) == ("8.9 9.0", str(tmp_path))
+    assert mixed.users == 0, "the process that forks engines inherits no open file of a device"
+    mixed.gpus[0].handle_error = mixed.gpus[1].error = pynvml.NVMLError_GpuIsLost()
+    assert device_environment("cuda", tmp_path)["FLASHINFER_CUDA_ARCH_LIST"] == "8.9"
+    Machine([], init_error=pynvml.NVMLError_LibraryNotFound()).install(monkeypatch)
+    assert "FLASHINFER_CUDA_ARCH_LIST" not in device_environment("cuda", tmp_path)
+
+
 def test_both_warm_parents_get_it(tmp_path):
     paths = BoxPaths.of(tmp_path / "data", tmp_path)
     paths.shm_root.mkdir()
     gpus = (Device("n0/0", "n0", 0, "cuda"),)
     for devices, kind in ((gpus, "cuda"), (logical_devices(2), "cpu")):
-        place = node_config_of(BoxConfig(), paths, devices)
-        assert [dict(spec.env)["DS_ACCELERATOR"] for spec in place.warm] == [kind, kind]
-        assert all("GLIBC_TUNABLES" in dict(spec.env) for spec in place.warm)
+        node_config = node_config_of(BoxConfig(), paths, devices)
+        assert [dict(spec.env)["DS_ACCELERATOR"] for spec in node_config.warm] == [kind, kind]
+        assert all("GLIBC_TUNABLES" in dict(spec.env) for spec in node_config.warm)
 
 
 def test_processes_run_beside_their_devices_unless_told_otherwise(tmp_path):
@@ -47,5 +61,5 @@ def test_processes_run_beside_their_devices_unless_told_otherwise(tmp_path):
 def test_what_the_warm_parents_import_exists(tmp_path):
     paths = BoxPaths.of(tmp_path / "data", tmp_path)
     paths.shm_root.mkdir()
-    place = node_config_of(BoxConfig(), paths, logical_devices(2))
-    assert all(importlib.util.find_spec(spec.preload) for spec in place.warm)
+    node_config = node_config_of(BoxConfig(), paths, logical_devices(2))
+    assert all(importlib.util.find_spec(spec.preload) for spec in node_config.warm)

@@ -85,7 +85,7 @@ async def test_what_an_engine_takes_of_the_host_is_less_once_its_version_is_in_m
     models.update(db, "starter", bytes=GB)
     device = Device("n0/0", "n0", 0, memory_bytes=3 * GB)
     provider._config, provider._device = BoxConfig(), device
-    provider._sizes = EngineSizes(db, provider._config.serve, device, 2)
+    provider._sizes = EngineSizes(db, provider._config.serve, lambda: [device], 2)
     own = provider._sizes.size(models.find(db, "starter"), None).memory
     assert own.kv_cache_bytes == 256 * 2**20 and own.device_bytes > 500_000_000
     assert provider.host_bytes("starter") == GB + own.device_bytes  # in shared memory, and its own copy

@@ -21,12 +21,18 @@ VERSION_HEADER = b"x-appliance-model-version"
 
 @dataclass(slots=True)
 class Answer:
-    """State of one HTTP answer; `version` is None until its first token."""
+    """State of one HTTP answer; `version` is None until its first token. begun: the core has the request."""
 
     version: str | None = None
+    begun: bool = False
 
 
 _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
+
+
+def current() -> Answer | None:
+    """That of the request whose task asks; None outside of any."""
+    return _ANSWER.get()
 
 
 class AnswerVersions:
@@ -37,7 +43,7 @@ class AnswerVersions:
     """
 
     def __init__(self, app: Any):
-        self._app = app
+        self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         answer = Answer()
@@ -56,7 +62,7 @@ class AnswerVersions:
                 await send(start)
             await send(message)
 
-        await self._app(scope, receive, send_named)
+        await self.app(scope, receive, send_named)
 
 
 def apply() -> None:
@@ -80,7 +86,9 @@ def _for_this_answer(add_request):
     @functools.wraps(add_request)
     def run(processor: OutputProcessor, request: Any, *args: Any, **kwargs: Any) -> None:
         add_request(processor, request, *args, **kwargs)
-        processor.request_states[request.request_id].shm_answer = _ANSWER.get()
+        answer = processor.request_states[request.request_id].shm_answer = _ANSWER.get()
+        if answer is not None:
+            answer.begun = True
 
     return run
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from appliance.admission.host_memory import HostMemory, Means
 from appliance.store.database import Database
 from appliance.store.rows import JobRow
-from appliance.wiring.host_memory import HostMemory, Means
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import DeploymentView
 from scheduler.devices.discovery import HEAD_NODE

@@ -1,0 +1,56 @@
+"""Engines on a box whose devices differ."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from appliance.controller.assembly import _of_engines
+from appliance.controller.models.engine_sizes import EngineSizes
+from appliance.store.objects import models
+from scheduler.core.inventory import Device
+from serve.core.config import EngineConfig
+from serve.core.model_settings import ModelSettings
+
+GIB = 2**30
+LARGE = Device("n0/0", "n0", 0, "cuda", "H100", 80 * GIB)
+SMALL = Device("n0/1", "n0", 1, "cuda", "RTX 4090", 24 * GIB)
+
+
+@pytest.fixture
+def size(control):
+    models.update(control.db, "starter", bytes=8 * GIB)
+    row = models.find(control.db, "starter")
+
+    def of(*devices, **settings):
+        sizes = EngineSizes(control.db, EngineConfig(), lambda: iter(devices), 2)
+        return sizes.sized(row, None, 1, ModelSettings(**settings))
+
+    return of
+
+
+def test_an_engine_may_be_placed_on_any_device_and_is_sized_for_the_smallest(size):
+    alone = size(SMALL)
+    for devices in itertools.permutations([LARGE, LARGE, SMALL]):
+        assert size(*devices) == alone
+    assert alone.memory.device_bytes <= 24 * GIB < size(LARGE).memory.device_bytes
+    assert alone.max_num_seqs < size(LARGE).max_num_seqs
+
+
+def test_a_models_own_share_is_one_of_the_smallest_too(size):
+    assert size(LARGE, SMALL, gpu_memory=0.5).room_bytes == 12 * GIB
+    assert size(LARGE, LARGE, gpu_memory=0.5).room_bytes == 40 * GIB
+
+
+def test_devices_of_nodes_that_joined_count_if_engines_can_be_on_them():
+    away = Device("n1/0", "n1", 0, "cuda", "L4", 22 * GIB)
+    logical = Device("n2/0", "n2", 0, "cpu", "logical CPU device", GIB)
+
+    class Loop:
+        class box:
+            devices = {device.id: device for device in (LARGE, away, logical)}
+
+    assert [device.id for device in _of_engines((LARGE, SMALL), Loop)] == ["n0/0", "n0/1", "n0/0", "n1/0"]
+    Loop.box.devices = {}
+    assert _of_engines((LARGE, SMALL), Loop) == [LARGE, SMALL], "before the first round home's are known"

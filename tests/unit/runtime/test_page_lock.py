@@ -1,0 +1,90 @@
+"""Page locking by the runtime that torch brings, on stand-ins for CUDA's and HIP's libraries."""
+
+from __future__ import annotations
+
+import pytest
+import torch  # noqa: F401 - before its own use of ctypes is replaced
+
+from runtime.devices import torch_cuda
+from runtime.devices.kinds import kind_of
+from runtime.devices.torch_cuda import RuntimePageLock, loaded
+
+REFUSED = 712  # cudaErrorHostMemoryAlreadyRegistered
+MAPS = """\
+7f10-7f20 r-xp 00000000 08:01 11 /v/site-packages/tilelang/lib/libcudart_stub.so
+7f20-7f30 r-xp 00000000 08:01 12 /v/libcudart.so.d/libc.so.6
+7f30-7f40 rw-p 00000000 00:00 0
+7f40-7f50 r-xp 00000000 08:01 13 /v/site packages/nvidia/cu13/lib/libcudart.so.13
+7f50-7f60 r-xp 00000000 08:01 14 /opt/rocm/lib/libamdhip64-7c1f2ab0.so
+"""
+
+
+class Call:
+    def __init__(self, answers):
+        self.answers, self.asked, self.argtypes = answers, [], None
+
+    def __call__(self, *given):
+        assert len(given) == len(self.argtypes)
+        self.asked.append(given)
+        return self.answers(*given)
+
+
+class Library:
+    """Keeps an error until it is asked for, as the runtime does; knows its calls by one prefix only."""
+
+    def __init__(self, prefix):
+        self.locked, self.error = {}, 0
+        setattr(self, f"{prefix}HostRegister", Call(self._register))
+        setattr(self, f"{prefix}HostUnregister", Call(self._unregister))
+        setattr(self, f"{prefix}GetLastError", Call(self._take))
+
+    def _register(self, address, nbytes, flags):
+        assert flags == 0
+        self.error = REFUSED if address in self.locked else self.error
+        self.locked.setdefault(address, nbytes)
+        return self.error
+
+    def _unregister(self, address):
+        self.error = 0 if self.locked.pop(address, None) else REFUSED
+        return self.error
+
+    def _take(self):
+        self.error, before = 0, self.error
+        return before
+
+
+@pytest.mark.parametrize("kind", ["cuda", "rocm"])
+def test_a_refusal_is_told_and_blames_no_later_call(kind, monkeypatch):
+    asked, library = [], Library({"cuda": "cuda", "rocm": "hip"}[kind])
+    monkeypatch.setattr(torch_cuda, "loaded", lambda name: asked.append(name) or f"/lib/{name}.so")
+    monkeypatch.setattr(torch_cuda.ctypes, "CDLL", lambda path: library)
+    pages = kind_of(kind).page_lock()
+    assert asked == [{"cuda": "libcudart", "rocm": "libamdhip64"}[kind]]
+    assert pages.lock(2**46, 16 * 2**20) and library.locked == {2**46: 16 * 2**20}
+    assert not pages.lock(2**46, 4096)
+    assert library.error == 0
+    pages.unlock(2**46)
+    pages.unlock(2**46)
+    assert not library.locked and library.error == 0
+
+
+def test_addresses_and_sizes_are_not_cut_to_32_bits():
+    library = Library("cuda")
+    RuntimePageLock(library, "cuda")
+    register = library.cudaHostRegister.argtypes
+    assert [register[0](2**46).value, register[1](2**36).value] == [2**46, 2**36]
+    assert library.cudaHostUnregister.argtypes[0](2**46).value == 2**46
+
+
+def test_the_library_is_the_one_that_torch_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch_cuda, "_MAPS", tmp_path / "maps")
+    (tmp_path / "maps").write_text(MAPS)
+    assert loaded("libcudart") == "/v/site packages/nvidia/cu13/lib/libcudart.so.13"
+    assert loaded("libamdhip64") == "/opt/rocm/lib/libamdhip64-7c1f2ab0.so"
+    with pytest.raises(RuntimeError, match="libhsa is not loaded in this process.*names the build"):
+        loaded("libhsa")
+
+
+def test_a_kind_that_locks_no_pages_has_no_lock():
+    with pytest.raises(NotImplementedError, match="logical CPU device: page_lock"):
+        kind_of("cpu").page_lock()

@@ -1,0 +1,64 @@
+"""No engine on a GPU compiles kernels by nvcc at its start, judged by vLLM's parser, configuration and variables."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.config.kernel import KernelConfig
+from vllm.config.vllm import OPTIMIZATION_LEVEL_TO_CONFIG
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from serve.core.model_settings import ModelSettings
+from serve.core.spec import ReplicaSpec
+from serve.vllm.arguments import engine_arguments, engine_environment
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
+def spec(**more):
+    own = ("r", "m", "v", "/v", "/s.sock", (0, 1), "cuda", "/shm", 2**30)
+    return ReplicaSpec(*own, tensor_parallel=2, numa_nodes=(None, None), **more)
+
+
+def configured(args, defaults):
+    """What vLLM makes of the arguments on a machine on which every default that may turn something on does."""
+    config = object.__new__(VllmConfig)
+    config.compilation_config = copy.deepcopy(args.compilation_config)
+    config.kernel_config = KernelConfig(enable_flashinfer_autotune=args.enable_flashinfer_autotune)
+    config._apply_optimization_level_defaults(_all_on(defaults))
+    return config.compilation_config.pass_config.fuse_allreduce_rms, config.kernel_config.enable_flashinfer_autotune
+
+
+def _all_on(defaults):
+    return {
+        key: _all_on(value) if isinstance(value, dict) else (lambda _: True) if callable(value) else value
+        for key, value in defaults.items()
+    }
+
+
+@pytest.mark.parametrize("level", OPTIMIZATION_LEVEL_TO_CONFIG)
+def test_no_level_of_optimisation_turns_flashinfers_kernels_on_again(parser, level):
+    defaults = OPTIMIZATION_LEVEL_TO_CONFIG[level]
+    settings = ModelSettings(engine_args={"optimization-level": str(int(level)), "performance-mode": "throughput"})
+    served = spec(**settings.spec_fields())
+    # The server's own arguments, as of its socket, are of another parser.
+    args = AsyncEngineArgs.from_cli_args(parser.parse_known_args(engine_arguments(served, {}, None))[0])
+    assert int(args.optimization_level) == level
+    assert configured(args, defaults) == (False, False)
+    bare = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", "/v"]))
+    assert configured(bare, defaults) == (level >= 2, level >= 1), "or vLLM has other defaults now: look what they run"
+
+
+def test_what_vllm_does_with_flashinfer_unless_told_otherwise_is_off(monkeypatch):
+    for name, value in engine_environment(spec(), 8).items():
+        monkeypatch.setenv(name, value)
+    judged = {name: getattr(envs, name) for name in envs.environment_variables if "FLASHINFER" in name}
+    on = {name for name, value in judged.items() if value is True}
+    assert judged and on == set()
