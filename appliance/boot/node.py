@@ -122,13 +122,19 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certifi
     # Ray reads how to authenticate when it is imported: if it was imported above, it would not show the token.
     from scheduler.ray.nodes import announced_from, emptied
 
-    place = node_config_of(config, paths, devices)
+    node_config = node_config_of(config, paths, devices)
     ray = await ray_head.join(
-        paths, head, place.address, [device.id for device in devices], paths.logs / "ray.log", environment, timeout_s
+        paths,
+        head,
+        node_config.address,
+        [device.id for device in devices],
+        paths.logs / "ray.log",
+        environment,
+        timeout_s,
     )
     rotating = asyncio.create_task(keep_logs_short(paths.logs, config.observability), name="rotation of logs")
     try:
-        await announced_from(place, head)
+        await announced_from(node_config, head)
         print(f"{name} joined the box at {head} with {len(devices)} devices; Ctrl-C takes it out again", flush=True)
         ended = asyncio.create_task(ray.wait())
         stopping = asyncio.create_task(stop.wait())
@@ -141,7 +147,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certifi
         if not stop.is_set():
             return 1
         print("leaving: the box moves what runs here elsewhere first; Ctrl-C again ends it at once", flush=True)
-        leaving, hurrying = asyncio.create_task(emptied(place, head)), asyncio.create_task(hurry.wait())
+        leaving, hurrying = asyncio.create_task(emptied(node_config, head)), asyncio.create_task(hurry.wait())
         await asyncio.wait(
             {leaving, hurrying, ended}, timeout=config.scheduler.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
         )

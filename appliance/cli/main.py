@@ -22,7 +22,7 @@ COMMANDS = {
     "down": ("box.box", "Stop the box on this machine."),
     "status": ("box.box", "The box at a glance."),
     "join": ("box.box", "Give this machine's devices to a box that runs on another machine."),
-    "node": ("box.node", "Nodes: tokens with which other machines may join, and taking one out."),
+    "node": ("box.node", "Nodes: the machines of the box, tokens with which others may join, and taking one out."),
     "gpu": ("box.gpu", "Devices: GPUs, or logical CPU devices where there is none."),
     "mode": ("mode.mode", "Modes: who the devices belong to, serving or training."),
     "model": ("models.model", "Models: base models, fine-tuned ones, and their versions."),

@@ -133,9 +133,9 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, tiers, back, signals.published)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
-    place = node_config_of(config, paths, devices)
+    node_config = node_config_of(config, paths, devices)
     removed = NodeCertificate.below(paths.certificates).removed
-    nodes = Nodes(place, signals.node_changed, removed.out)
+    nodes = Nodes(node_config, signals.node_changed, removed.out)
     effects = RayEffects(nodes, routing, provider, runs, config.serve)
     health = DeviceWatch(db, nodes.readings, config.scheduler, loop.nudge)
     admission = JobAdmission(db, store, _facts(devices, store, config.scheduler))
@@ -187,7 +187,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         tiers=tiers,
         batch_engines=lines,
         sizes=sizes,
-        settings_check=ForkedSettingsCheck(sizes, place, devices[0]),
+        settings_check=ForkedSettingsCheck(sizes, node_config, devices[0]),
+        nodes=nodes,
         adapter_rank_limit=provider.adapter_rank_limit,
         load=bus.load,
         models_shared=signals.models_changed,

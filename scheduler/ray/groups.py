@@ -90,8 +90,8 @@ class Groups:
         running = self._groups.get(job_id)
         if running is not None and running.lease.id == lease.id:
             return None
-        place = self._nodes.place_of(lease.device_ids, "start_group", job_id)
-        await self._nodes.wait_warm(place, "train", "start_group", job_id)
+        node_config = self._nodes.config_of(lease.device_ids, "start_group", job_id)
+        await self._nodes.wait_warm(node_config, "train", "start_group", job_id)
         try:
             self._jobs.catch_up(job_id)
             await self._jobs.prepare(job_id)
@@ -100,11 +100,11 @@ class Groups:
             raise EffectFailed("start_group", job_id, str(error)) from error
         snapshot = await asyncio.to_thread(self._jobs.newest_snapshot, job_id)
         read_bytes = await asyncio.to_thread(stored_bytes, snapshot) if snapshot else None
-        if place.name != self._nodes.home.name:
-            spec, snapshot = await outfit(self._nodes, place, spec, snapshot)
+        if node_config.name != self._nodes.home.name:
+            spec, snapshot = await outfit(self._nodes, node_config, spec, snapshot)
         hosts = [_Host(host) for host in await self._living_hosts(job_id, lease.device_ids)]
         devices = [self._nodes.device(device_id) for device_id in lease.device_ids]
-        coming = self._result_transfer(job_id, place)
+        coming = self._result_transfer(job_id, node_config)
         group = Group(on_event=self._teller(job_id, coming))
         began_s = time.monotonic()
         try:
@@ -141,11 +141,11 @@ class Groups:
             ),
         )
 
-    def _result_transfer(self, job_id: str, place: NodeConfig) -> ResultTransfer | None:
+    def _result_transfer(self, job_id: str, node_config: NodeConfig) -> ResultTransfer | None:
         """For ranks on a node other than home; None at home."""
-        if place.name == self._nodes.home.name:
+        if node_config.name == self._nodes.home.name:
             return None
-        return ResultTransfer(self._nodes, place, job_id, lambda event: self._jobs.on_event(job_id, event))
+        return ResultTransfer(self._nodes, node_config, job_id, lambda event: self._jobs.on_event(job_id, event))
 
     def _teller(self, job_id: str, coming: ResultTransfer | None) -> Callable[[dict[str, Any]], None]:
         return (lambda event: self._jobs.on_event(job_id, event)) if coming is None else coming.take
@@ -220,10 +220,10 @@ class Groups:
         """The supervisor of a device, found or created, but never one known to be dead."""
         known = self._hosts.get(device_id)
         if known is None or known.over:
-            place = self._nodes.place_of((device_id,), "start_group", device_id)
-            numa = place.numa_nodes([self._nodes.device(device_id)])
-            warm, logs = place.warm_socket("train"), str(place.log_dir)
-            actor = self._nodes.here(RankHost, ACTOR + device_id, place, warm, logs, *numa)
+            node_config = self._nodes.config_of((device_id,), "start_group", device_id)
+            numa = node_config.numa_nodes([self._nodes.device(device_id)])
+            warm, logs = node_config.warm_socket("train"), str(node_config.log_dir)
+            actor = self._nodes.here(RankHost, ACTOR + device_id, node_config, warm, logs, *numa)
             known = self._hosts[device_id] = Supervisor(actor, ACTOR + device_id)
         return known
 
@@ -248,7 +248,7 @@ class Groups:
 
     async def _hosts_of(self, job_id: str) -> list[Supervisor]:
         """Supervisors whose rank belongs to this job."""
-        return [self._host(device) for device, place in (await self._ranks()).items() if place["job_id"] == job_id]
+        return [self._host(device) for device, status in (await self._ranks()).items() if status["job_id"] == job_id]
 
     async def _ranks(self) -> dict[str, dict[str, Any]]:
         """Map from device id to the status of the rank there; see RankHost.status."""
@@ -284,14 +284,14 @@ class Groups:
     async def parked(self, node: str) -> tuple[str, ...]:
         """Jobs with parked ranks on this node."""
         there = await self._hosts_there()
-        return tuple(sorted({place["parked"] for place in _on(node, there).values() if place["parked"]}))
+        return tuple(sorted({status["parked"] for status in _on(node, there).values() if status["parked"]}))
 
     async def drop_parked(self, node: str) -> None:
         """End all parked ranks on this node; their jobs resume with new processes."""
-        for device_id, place in _on(node, await self._hosts_there()).items():
-            if place["parked"]:
+        for device_id, status in _on(node, await self._hosts_there()).items():
+            if status["parked"]:
                 with contextlib.suppress(SupervisorDied):  # it has just died, and its rank with it
-                    await self._host(device_id).call("drop_parked", place["parked"])
+                    await self._host(device_id).call("drop_parked", status["parked"])
 
     async def observe(self, leases: tuple[Lease, ...]) -> tuple[GroupObserved, ...]:
         """Every group with a living rank, and groups that ended but are not cleaned up yet.
@@ -304,25 +304,25 @@ class Groups:
         # A world that a verb ended during the reading looks as if it had lost its controller: a cancelled job was
         # adopted this way, and its end counted as a failure.
         if self._handled != handled:
-            in_hand |= {place["job_id"] for place in there.values()}
-        for device_id, place in there.items():
-            if parked := place["parked"]:
+            in_hand |= {status["job_id"] for status in there.values()}
+        for device_id, status in there.items():
+            if parked := status["parked"]:
                 await self._look_after_parked(parked, device_id)
-            elif place["job_id"] and place["job_id"] not in self._groups and place["job_id"] not in in_hand:
-                worlds.setdefault(place["job_id"], {})[device_id] = place
+            elif status["job_id"] and status["job_id"] not in self._groups and status["job_id"] not in in_hand:
+                worlds.setdefault(status["job_id"], {})[device_id] = status
         found: dict[str, GroupObserved] = {}
-        for job_id, places in worlds.items():
+        for job_id, statuses in worlds.items():
             if job_id in self._in_hand or job_id in self._groups:
                 continue  # a verb began in the meantime
             lease = next((le for le in leases if le.holder == Holder("job", job_id)), None)
-            if lease is not None and is_whole(places.values()):
-                await self._adopt(job_id, lease, places)
-            elif any(place["alive"] for place in places.values()):
+            if lease is not None and is_whole(statuses.values()):
+                await self._adopt(job_id, lease, statuses)
+            elif any(status["alive"] for status in statuses.values()):
                 # The world was starting or dying: end it, and the job resumes from its snapshot.
                 lease_id = lease.id if lease else ""
                 why = "the controller restarted while the ranks were starting"
                 lost = GroupEnded(job_id, lease_id, "failed", 0, why, blame="outside")
-                found[job_id] = GroupObserved(job_id, tuple(places), lease_id, lost)
+                found[job_id] = GroupObserved(job_id, tuple(statuses), lease_id, lost)
         for job_id, running in self._groups.items():
             found[job_id] = GroupObserved(job_id, running.lease.device_ids, running.lease.id, running.ended)
         return tuple(found.values())
@@ -335,15 +335,15 @@ class Groups:
             with contextlib.suppress(SupervisorDied):  # it has just died, and its rank with it
                 await self._host(device_id).call("drop_parked", job_id)
 
-    async def _adopt(self, job_id: str, lease: Lease, places: dict[str, dict[str, Any]]) -> None:
+    async def _adopt(self, job_id: str, lease: Lease, statuses: dict[str, dict[str, Any]]) -> None:
         ids = {"job_id": job_id, "lease_id": lease.id}
-        log.info("adopted its running ranks on %s", ", ".join(sorted(places)), extra=ids)
+        log.info("adopted its running ranks on %s", ", ".join(sorted(statuses)), extra=ids)
         try:
             self._jobs.catch_up(job_id)
         except LookupError as error:
             log.warning("cannot read the progress made without a controller: %s", error, extra=ids)
-        in_order = sorted(places, key=lambda device_id: places[device_id]["rank"])
-        coming = self._result_transfer(job_id, self._nodes.place_of(lease.device_ids, "observe", job_id))
+        in_order = sorted(statuses, key=lambda device_id: statuses[device_id]["rank"])
+        coming = self._result_transfer(job_id, self._nodes.config_of(lease.device_ids, "observe", job_id))
         group = Group(on_event=self._teller(job_id, coming))
         await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in in_order])
         self._attend(job_id, group, lease, in_order, coming)
@@ -364,17 +364,17 @@ class _RunningGroup:
 
 
 def _on(node: str, there: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {device_id: place for device_id, place in there.items() if node_of(device_id) == node}
+    return {device_id: status for device_id, status in there.items() if node_of(device_id) == node}
 
 
-def is_whole(places: Collection[Mapping[str, Any]]) -> bool:
+def is_whole(statuses: Collection[Mapping[str, Any]]) -> bool:
     """Whether these ranks (see RankHost.status) are all ranks of one world, each alive or done."""
-    sizes = {place["world_size"] for place in places}
-    ranks = sorted(place["rank"] for place in places)
+    sizes = {status["world_size"] for status in statuses}
+    ranks = sorted(status["rank"] for status in statuses)
     return (
         len(sizes) == 1
         and ranks == list(range(sizes.pop()))
-        and all(place["alive"] or place["done"] for place in places)
+        and all(status["alive"] or status["done"] for status in statuses)
     )
 
 

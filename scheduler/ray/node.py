@@ -95,21 +95,21 @@ class NodeReport:
 class Node(NodeAgent, NodeCopies):
     """Body of the actor `node:<name>`."""
 
-    def __init__(self, place: NodeConfig):
-        shared = Shared(place.token_path.read_bytes(), place.certificate)
-        NodeAgent.__init__(self, list(place.warm))
-        NodeCopies.__init__(self, place.shm_root, place.jobs_dir, place.budget_bytes, shared)
-        self._place = place
-        sockets = (place.run_dir / "r", place.adapter_socket)
-        folders = (place.shm_root, place.jobs_dir, *place.lends)
-        self._tunnel_server = TunnelServer(place.address, shared, sockets=sockets, folders=folders)
+    def __init__(self, node_config: NodeConfig):
+        shared = Shared(node_config.token_path.read_bytes(), node_config.certificate)
+        NodeAgent.__init__(self, list(node_config.warm))
+        NodeCopies.__init__(self, node_config.shm_root, node_config.jobs_dir, node_config.budget_bytes, shared)
+        self._config = node_config
+        sockets = (node_config.run_dir / "r", node_config.adapter_socket)
+        folders = (node_config.shm_root, node_config.jobs_dir, *node_config.lends)
+        self._tunnel_server = TunnelServer(node_config.address, shared, sockets=sockets, folders=folders)
         self._tunnels = Tunnels(shared)
-        self._health = DeviceReadings(place.devices)
+        self._health = DeviceReadings(node_config.devices)
         self._adapters: AdapterServer | None = None
         self._home, self._leaves = ("", 0), False
 
-    async def place(self) -> NodeConfig:
-        return self._place
+    async def config(self) -> NodeConfig:
+        return self._config
 
     async def leave(self) -> None:
         """From now on nothing new may start here, and everything that runs must move elsewhere."""
@@ -145,7 +145,7 @@ class Node(NodeAgent, NodeCopies):
             self._home = home
         if self._adapters is None:
             refusals = (AdapterUnavailable, RuntimeLayerError, WeightsError, OSError)
-            self._adapters = AdapterServer(self._place.adapter_socket, self._adapter, refusals)
+            self._adapters = AdapterServer(self._config.adapter_socket, self._adapter, refusals)
             await self._adapters.start()
 
     async def _adapter(self, model: str, version: str) -> Lease:
@@ -154,4 +154,4 @@ class Node(NodeAgent, NodeCopies):
 
     @property
     def _home_source(self) -> Path:
-        return self._place.run_dir / "home-adapters.sock"
+        return self._config.run_dir / "home-adapters.sock"

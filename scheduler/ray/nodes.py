@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ OnDeath = Callable[[tuple[str, ...], str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    place: NodeConfig
+    config: NodeConfig
     ray_id: str
     actor: Any
     leaves: bool = False
@@ -56,8 +57,10 @@ class _Known:
     @property
     def devices(self) -> tuple[Device, ...]:
         if not self.leaves:
-            return self.place.devices
-        return tuple(replace(d, health="draining", health_reason="its node leaves the box") for d in self.place.devices)
+            return self.config.devices
+        return tuple(
+            replace(d, health="draining", health_reason="its node leaves the box") for d in self.config.devices
+        )
 
 
 class Nodes:
@@ -97,9 +100,9 @@ class Nodes:
         for name, known in list(self._known.items()):
             if known.ray_id not in alive or name in removed:  # a removed one may not end as it is told
                 level = logging.INFO if known.leaves else logging.ERROR
-                log.log(level, "node is gone with its %d devices", len(known.place.devices), extra={"node": name})
+                log.log(level, "node is gone with its %d devices", len(known.config.devices), extra={"node": name})
                 del self._known[name]
-                self._on_change(name, "left" if known.leaves else "lost", known.place.devices)
+                self._on_change(name, "left" if known.leaves else "lost", known.config.devices)
         there = {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)}
         for name in there & removed:
             await self._end(name)
@@ -108,7 +111,7 @@ class Nodes:
         for name, known in list(self._known.items()):
             if find_actor(NODE + name) is None:  # only its agent died: engines and ranks there continue
                 try:
-                    self._known[name] = replace(known, actor=await _start(known.place, known.ray_id))
+                    self._known[name] = replace(known, actor=await _start(known.config, known.ray_id))
                 except (RayError, TimeoutError):
                     if name == self.home.name:
                         raise
@@ -151,16 +154,16 @@ class Nodes:
         if actor is None:
             return
         try:
-            place = await _within(START_S if name == self.home.name else ANSWER_S, actor.place.remote())
+            node_config = await _within(START_S if name == self.home.name else ANSWER_S, actor.config.remote())
         except (RayError, TimeoutError):
             return  # it died just now or is stopped: the next look asks again
-        ray_id = _ray_id(place, alive)
+        ray_id = _ray_id(node_config, alive)
         if ray_id is not None:
             if name != self.home.name:
-                log.info("node joined with %d devices", len(place.devices), extra={"node": name})
-            self._known[name] = _Known(place, ray_id, actor)
+                log.info("node joined with %d devices", len(node_config.devices), extra={"node": name})
+            self._known[name] = _Known(node_config, ray_id, actor)
             if name != self.home.name:
-                self._on_change(name, "joined", place.devices)
+                self._on_change(name, "joined", node_config.devices)
 
     @property
     def silent(self) -> frozenset[str]:
@@ -178,8 +181,29 @@ class Nodes:
 
     def certificates_end(self) -> dict[str, float]:
         """Until when each node's certificate is good, in seconds since 1970; of those that have one."""
-        ends = {name: known.place.certificate_ends_s for name, known in self._known.items()}
+        ends = {name: known.config.certificate_ends_s for name, known in self._known.items()}
         return {name: ends_s for name, ends_s in ends.items() if ends_s is not None}
+
+    async def asked(self) -> list[dict[str, Any]]:
+        """Each node, home first, as it answers now. answered_s: None if it does not. memory: as it last said."""
+        names = sorted(self._known, key=lambda name: (name != self.home.name, name))
+        return list(await asyncio.gather(*map(self._asked_now, names)))
+
+    async def _asked_now(self, name: str) -> dict[str, Any]:
+        known, began_s = self._known[name], time.monotonic()
+        report = await self._reported(name)
+        memory = report.memory if report is not None else known.memory
+        return {
+            "id": name,
+            "address": known.config.address,
+            "home": name == self.home.name,
+            "answered_s": None if report is None else time.monotonic() - began_s,
+            "leaves": known.leaves or (report is not None and report.leaves),
+            "devices": [device.id for device in known.config.devices],
+            "memory_bytes": None if memory is None else memory.total,
+            "memory_available_bytes": None if memory is None else memory.available,
+            "certificate_ends_s": known.config.certificate_ends_s,
+        }
 
     async def idle_bytes(self, name: str) -> tuple[int, int]:
         """See NodeCopies. Raises EffectFailed, as `trim_pool` and `evict` do."""
@@ -212,17 +236,17 @@ class Nodes:
     def device(self, device_id: str) -> Device:
         """Raises LookupError when the device or its node is gone."""
         known = self._known.get(device_id.partition("/")[0])
-        found = next((d for d in known.place.devices if d.id == device_id), None) if known else None
+        found = next((d for d in known.config.devices if d.id == device_id), None) if known else None
         if found is None:
             raise LookupError(f"device {device_id} is gone")
         return found
 
-    def place(self, name: str) -> NodeConfig | None:
+    def config(self, name: str) -> NodeConfig | None:
         """None when the node is gone."""
         known = self._known.get(name)
-        return known.place if known else None
+        return known.config if known else None
 
-    def place_of(self, device_ids: tuple[str, ...], verb: str, target: str) -> NodeConfig:
+    def config_of(self, device_ids: tuple[str, ...], verb: str, target: str) -> NodeConfig:
         """The one node that has all these devices. Raises EffectFailed for this verb and target."""
         try:
             nodes = {self.device(device_id).node for device_id in device_ids}
@@ -230,13 +254,13 @@ class Nodes:
             raise EffectFailed(verb, target, str(error)) from error
         if len(nodes) != 1:
             raise EffectFailed(verb, target, f"its devices {', '.join(device_ids)} are on {len(nodes)} nodes")
-        return self._known[nodes.pop()].place
+        return self._known[nodes.pop()].config
 
-    def here(self, body: type, name: str, place: NodeConfig, *arguments: Any) -> Any:
+    def here(self, body: type, name: str, node_config: NodeConfig, *arguments: Any) -> Any:
         """Start or find an actor on this node. Raises EffectFailed when the node is gone."""
-        known = self._known.get(place.name)
+        known = self._known.get(node_config.name)
         if known is None:
-            raise EffectFailed("start", name, f"node {place.name} is gone")
+            raise EffectFailed("start", name, f"node {node_config.name} is gone")
         return named_actor(body, name, known.ray_id, *arguments)
 
     async def readings(self) -> tuple[Reading, ...]:
@@ -249,18 +273,18 @@ class Nodes:
                 raise answer
         return tuple(one for answer in answers if not isinstance(answer, BaseException) for one in answer)
 
-    async def wait_warm(self, place: NodeConfig, name: str, verb: str, target: str) -> None:
+    async def wait_warm(self, node_config: NodeConfig, name: str, verb: str, target: str) -> None:
         """Returns when the node's warm parent accepts requests."""
-        await ask(verb, target, self._actor(place, verb, target).wait_warm.remote(name, WARM_TIMEOUT_S))
+        await ask(verb, target, self._actor(node_config, verb, target).wait_warm.remote(name, WARM_TIMEOUT_S))
 
     async def bring(
-        self, place: NodeConfig, version_dir: Path, holder: str, verb: str, target: str
+        self, node_config: NodeConfig, version_dir: Path, holder: str, verb: str, target: str
     ) -> tuple[Path, int]:
         """Ensure the node has this version, adapter or snapshot of home, copying it if necessary. Returns its path
         there and the bytes copied. It stays there until `holder` takes another."""
-        if place.name == self.home.name:
+        if node_config.name == self.home.name:
             return version_dir, 0
-        there, home = self._actor(place, verb, target), self._actor(self.home, verb, target)
+        there, home = self._actor(node_config, verb, target), self._actor(self.home, verb, target)
         address = await self._tunnel_server(self.home, verb, target)
         if not await ask(verb, target, home.lend.remote(version_dir)):
             raise EffectFailed(verb, target, f"{version_dir} is gone")
@@ -272,14 +296,14 @@ class Nodes:
             await ask(verb, target, home.take_back.remote(version_dir))
         return copied["path"], copied["bytes"]
 
-    async def bring_home(self, place: NodeConfig, name: Name, remote: Path, target: str) -> tuple[Path, int]:
+    async def bring_home(self, node_config: NodeConfig, name: Name, remote: Path, target: str) -> tuple[Path, int]:
         """Copy home what the node wrote at `remote`; returns the new path and the bytes copied. Raises
         EffectFailed."""
         verb = "bring_home"
-        there, home = self._actor(place, verb, target), self._actor(self.home, verb, target)
-        address = await self._tunnel_server(place, verb, target)
+        there, home = self._actor(node_config, verb, target), self._actor(self.home, verb, target)
+        address = await self._tunnel_server(node_config, verb, target)
         if not await ask(verb, target, there.lend.remote(remote)):
-            raise EffectFailed(verb, target, f"{name} is gone from node {place.name}")
+            raise EffectFailed(verb, target, f"{name} is gone from node {node_config.name}")
         safe = False
         try:
             path, copied_bytes = await ask(verb, target, home.keep.remote(address, name, remote))
@@ -288,85 +312,87 @@ class Nodes:
             await ask(verb, target, there.take_back.remote(remote, safe))
         return path, copied_bytes
 
-    async def bring_job(self, place: NodeConfig, folder: Path, verb: str, target: str) -> Path:
+    async def bring_job(self, node_config: NodeConfig, folder: Path, verb: str, target: str) -> Path:
         """The job's folder on another node, filled with the data in home's `folder`."""
         address = await self._tunnel_server(self.home, verb, target)
-        return await ask(verb, target, self._actor(place, verb, target).fetch_job.remote(address, folder, folder.name))
+        return await ask(
+            verb, target, self._actor(node_config, verb, target).fetch_job.remote(address, folder, folder.name)
+        )
 
-    async def forget_job(self, place: NodeConfig, job_id: str, leases_only: bool) -> None:
+    async def forget_job(self, node_config: NodeConfig, job_id: str, leases_only: bool) -> None:
         """Free what the node keeps for this job, because the job no longer needs it there, or not for now."""
-        there = self._actor(place, "forget_job", job_id)
+        there = self._actor(node_config, "forget_job", job_id)
         await ask("forget_job", job_id, there.forget_job.remote(job_id, leases_only))
 
-    async def local_socket(self, place: NodeConfig, replica_id: str) -> Path:
+    async def local_socket(self, node_config: NodeConfig, replica_id: str) -> Path:
         """A socket on the home node that leads to the replica's engine on any node. Through it the engine can also
         request adapters from home."""
         verb, path = "open_replica", self.home.socket_path(replica_id)
-        if place.name != self.home.name:
-            home, there = self._actor(self.home, verb, replica_id), self._actor(place, verb, replica_id)
+        if node_config.name != self.home.name:
+            home, there = self._actor(self.home, verb, replica_id), self._actor(node_config, verb, replica_id)
             at_home, away = (
                 await self._tunnel_server(self.home, verb, replica_id),
-                await self._tunnel_server(place, verb, replica_id),
+                await self._tunnel_server(node_config, verb, replica_id),
             )
             await ask(verb, replica_id, there.serve_adapters.remote(at_home, self.home.adapter_socket))
-            await ask(verb, replica_id, home.open_tunnel.remote(path, away, place.socket_path(replica_id)))
+            await ask(verb, replica_id, home.open_tunnel.remote(path, away, node_config.socket_path(replica_id)))
             self._tunnels[replica_id] = home, there
         return path
 
-    async def mend_socket(self, place: NodeConfig, replica_id: str) -> None:
+    async def mend_socket(self, node_config: NodeConfig, replica_id: str) -> None:
         """Reopen the tunnel if the agent at either end was restarted: a tunnel ends with either agent."""
-        ends = tuple(self._known[name].actor for name in (self.home.name, place.name) if name in self._known)
-        if place.name != self.home.name and self._tunnels.get(replica_id) != ends:
-            await self.local_socket(place, replica_id)
+        ends = tuple(self._known[name].actor for name in (self.home.name, node_config.name) if name in self._known)
+        if node_config.name != self.home.name and self._tunnels.get(replica_id) != ends:
+            await self.local_socket(node_config, replica_id)
 
-    async def close_socket(self, place: NodeConfig, replica_id: str) -> None:
+    async def close_socket(self, node_config: NodeConfig, replica_id: str) -> None:
         self._tunnels.pop(replica_id, None)
-        if place.name != self.home.name:
+        if node_config.name != self.home.name:
             home = self._actor(self.home, "stop_replica", replica_id)
             await ask("stop_replica", replica_id, home.close_tunnel.remote(self.home.socket_path(replica_id)))
 
-    def _actor(self, place: NodeConfig, verb: str, target: str) -> Any:
-        known = self._known.get(place.name)
+    def _actor(self, node_config: NodeConfig, verb: str, target: str) -> Any:
+        known = self._known.get(node_config.name)
         if known is None:
-            raise EffectFailed(verb, target, f"node {place.name} is gone")
+            raise EffectFailed(verb, target, f"node {node_config.name} is gone")
         return known.actor
 
-    async def _tunnel_server(self, place: NodeConfig, verb: str, target: str) -> tuple[str, int]:
-        return tuple(await ask(verb, target, self._actor(place, verb, target).tunnel_address.remote()))
+    async def _tunnel_server(self, node_config: NodeConfig, verb: str, target: str) -> tuple[str, int]:
+        return tuple(await ask(verb, target, self._actor(node_config, verb, target).tunnel_address.remote()))
 
 
-async def announce(place: NodeConfig) -> None:
+async def announce(node_config: NodeConfig) -> None:
     """Register this node with the box, once Ray runs on it. Raises NodeNameTaken, LookupError without Ray here."""
-    ray_id = _ray_id(place, await _alive())
+    ray_id = _ray_id(node_config, await _alive())
     if ray_id is None:
-        raise LookupError(f"no Ray node has the devices of {place.name}; `ray start` names them as resources")
-    actor = await _start(place, ray_id)
-    known = await actor.place.remote()
-    if known != place:
-        raise NodeNameTaken(place.name, known.address)
+        raise LookupError(f"no Ray node has the devices of {node_config.name}; `ray start` names them as resources")
+    actor = await _start(node_config, ray_id)
+    known = await actor.config.remote()
+    if known != node_config:
+        raise NodeNameTaken(node_config.name, known.address)
 
 
-async def announced_from(place: NodeConfig, head: str) -> None:
+async def announced_from(node_config: NodeConfig, head: str) -> None:
     """Announce a node whose Ray has joined the head at `head`. Call it in a separate process on that node."""
-    async with _joined(place, head):
-        await announce(place)
+    async with _joined(node_config, head):
+        await announce(node_config)
 
 
-async def emptied(place: NodeConfig, head: str) -> None:
+async def emptied(node_config: NodeConfig, head: str) -> None:
     """Tell the box that this node is leaving; returns when nobody holds its devices. Call it in a separate process on
     that node."""
-    async with _joined(place, head):
-        node = find_actor(NODE + place.name)
+    async with _joined(node_config, head):
+        node = find_actor(NODE + node_config.name)
         if node is not None:
             await node.leave.remote()
-        while await any_reserved({device.id for device in place.devices}):
+        while await any_reserved({device.id for device in node_config.devices}):
             await asyncio.sleep(EMPTY_EVERY_S)
 
 
 @asynccontextmanager
-async def _joined(place: NodeConfig, head: str) -> AsyncIterator[None]:
+async def _joined(node_config: NodeConfig, head: str) -> AsyncIterator[None]:
     await asyncio.to_thread(
-        ray.init, address=head, namespace=NAMESPACE, log_to_driver=False, _node_ip_address=place.address
+        ray.init, address=head, namespace=NAMESPACE, log_to_driver=False, _node_ip_address=node_config.address
     )
     try:
         yield
@@ -374,8 +400,8 @@ async def _joined(place: NodeConfig, head: str) -> AsyncIterator[None]:
         ray.shutdown()
 
 
-async def _start(place: NodeConfig, ray_id: str) -> Any:
-    actor = named_actor(Node, NODE + place.name, ray_id, place)
+async def _start(node_config: NodeConfig, ray_id: str) -> Any:
+    actor = named_actor(Node, NODE + node_config.name, ray_id, node_config)
     await _within(START_S, actor.start.remote())
     return actor
 
@@ -392,6 +418,6 @@ async def _alive() -> dict[str, set[str]]:
     return {node["NodeID"]: set(node["Resources"]) for node in nodes if node["Alive"]}
 
 
-def _ray_id(place: NodeConfig, alive: dict[str, set[str]]) -> str | None:
-    wanted = {f"{DEVICE_RESOURCE}{device.id}" for device in place.devices}
+def _ray_id(node_config: NodeConfig, alive: dict[str, set[str]]) -> str | None:
+    wanted = {f"{DEVICE_RESOURCE}{device.id}" for device in node_config.devices}
     return next((ray_id for ray_id, resources in alive.items() if wanted <= resources), None)

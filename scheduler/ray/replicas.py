@@ -93,7 +93,7 @@ class Replicas:
         self._nodes, self._routing, self._versions, self._engine, self._tell = nodes, routing, versions, engine, tell
         self.on_death: OnDeath = lambda device_ids, holder, reason: None
         self._replicas: dict[str, Supervisor] = {}
-        self._places: dict[str, NodeConfig] = {}
+        self._node_configs: dict[str, NodeConfig] = {}
         self._watchers: dict[str, asyncio.Task] = {}
         self._stopping: set[str] = set()
         self._seen: dict[str, ReplicaObserved] = {}  # last reported state of each
@@ -101,19 +101,26 @@ class Replicas:
         nodes.on_silence = self._follow_nodes
 
     async def start_replica(self, order: ReplicaOrder, lease_id: str) -> Detail:
-        place = self._nodes.place_of(order.devices, "start_replica", order.id)
-        path, copied_bytes = await self._version_path("start_replica", order.id, order.model, order.version, place)
+        node_config = self._nodes.config_of(order.devices, "start_replica", order.id)
+        path, copied_bytes = await self._version_path(
+            "start_replica", order.id, order.model, order.version, node_config
+        )
         try:
-            spec = self._replica_spec(order, place, path)
-            await self._nodes.wait_warm(place, "serve", "start_replica", order.id)
+            spec = self._replica_spec(order, node_config, path)
+            await self._nodes.wait_warm(node_config, "serve", "start_replica", order.id)
             self._stopping.discard(order.id)
             replica = self._living(order.id)
             if replica is None:
                 actor = self._nodes.here(
-                    Replica, ACTOR + order.id, place, place.warm_socket("serve"), str(place.log_dir), self._engine
+                    Replica,
+                    ACTOR + order.id,
+                    node_config,
+                    node_config.warm_socket("serve"),
+                    str(node_config.log_dir),
+                    self._engine,
                 )
                 replica = self._take_in(order.id, actor)
-            self._places[order.id] = place
+            self._node_configs[order.id] = node_config
             detail = await ask("start_replica", order.id, replica.call("start", spec))
         finally:
             self._versions.taken(order.model)
@@ -122,7 +129,7 @@ class Replicas:
         )
         self._watch(order.id, replica)
         # Versions on other nodes are not read here.
-        home = place.name == self._nodes.home.name
+        home = node_config.name == self._nodes.home.name
         read = await asyncio.to_thread(stored_bytes, Path(spec.version_path)) if home else None
         return {**detail, "bytes": read, "copied_bytes": copied_bytes}
 
@@ -150,9 +157,9 @@ class Replicas:
         except TimeoutError as error:
             reason = f"Ray still lists its actor {UNNAMED_TIMEOUT_S:.0f} s after it was killed"
             raise EffectFailed("stop_replica", replica_id, reason, "outside") from error
-        place = self._places.pop(replica_id, None)
-        if place is not None:
-            await self._nodes.close_socket(place, replica_id)
+        node_config = self._node_configs.pop(replica_id, None)
+        if node_config is not None:
+            await self._nodes.close_socket(node_config, replica_id)
         return None
 
     async def open_replica(self, replica_id: str) -> Detail:
@@ -223,11 +230,11 @@ class Replicas:
             raise failed
 
     async def _open(self, replica_id: str, model: str, version: str) -> None:
-        socket_path = await self._nodes.local_socket(self._places[replica_id], replica_id)
+        socket_path = await self._nodes.local_socket(self._node_configs[replica_id], replica_id)
         self._avoid_or_not(replica_id)
         await self._routing.open(replica_id, model, version, str(socket_path))
 
-    def _replica_spec(self, order: ReplicaOrder, place: NodeConfig, path: Path) -> ReplicaSpec:
+    def _replica_spec(self, order: ReplicaOrder, node_config: NodeConfig, path: Path) -> ReplicaSpec:
         """The spec passed to the engine process."""
         devices = [self._nodes.device(device_id) for device_id in order.devices]
         try:
@@ -236,41 +243,44 @@ class Replicas:
             fix = f"`appliance model deploy {order.model} --kv-cache-bytes BYTES` or `--tensor-parallel N`"
             remedy = f" ({fix})" if isinstance(error, ModelTooLarge) else ""
             raise EffectFailed("start_replica", order.id, f"{order.model} does not fit: {error}{remedy}") from error
-        if settings.get("adapter_slots") and place.name != self._nodes.home.name:
-            settings |= {"adapter_roots": (str(place.adapters),), "adapter_source": str(place.adapter_socket)}
+        if settings.get("adapter_slots") and node_config.name != self._nodes.home.name:
+            settings |= {
+                "adapter_roots": (str(node_config.adapters),),
+                "adapter_source": str(node_config.adapter_socket),
+            }
         return ReplicaSpec(
             replica_id=order.id,
             model=order.model,
             version=order.version,
             version_path=str(path),
-            socket_path=str(place.socket_path(order.id)),
+            socket_path=str(node_config.socket_path(order.id)),
             devices=tuple(device.index for device in devices),
-            numa_nodes=place.numa_nodes(devices),
+            numa_nodes=node_config.numa_nodes(devices),
             kind=devices[0].kind,
-            shm_root=str(place.shm_root),
-            node=place.name,
+            shm_root=str(node_config.shm_root),
+            node=node_config.name,
             tensor_parallel=order.tensor_parallel,
             **settings,
         )
 
     async def _version_path(
-        self, verb: str, target: str, model: str, version: str, place: NodeConfig
+        self, verb: str, target: str, model: str, version: str, node_config: NodeConfig
     ) -> tuple[Path, int]:
         try:
             at_home = await self._versions.in_memory(model, version)
         except (LookupError, OSError) as error:
             raise EffectFailed(verb, target, f"version {version} of {model} cannot be read: {error}") from error
         try:
-            return await self._nodes.bring(place, at_home, f"serve {model}", verb, target)
+            return await self._nodes.bring(node_config, at_home, f"serve {model}", verb, target)
         except BaseException:
             self._versions.taken(model)
             raise
 
     async def _bring(self, verb: str, replica_id: str, model: str, version: str) -> tuple[str, int]:
-        place = self._places.get(replica_id)
-        if place is None:
+        node_config = self._node_configs.get(replica_id)
+        if node_config is None:
             raise EffectFailed(verb, replica_id, "there is no such engine")
-        path, copied_bytes = await self._version_path(verb, replica_id, model, version, place)
+        path, copied_bytes = await self._version_path(verb, replica_id, model, version, node_config)
         return str(path), copied_bytes
 
     async def _ask_replica(self, verb: str, replica_id: str, method: str, *arguments: Any) -> Any:
@@ -306,12 +316,12 @@ class Replicas:
             self._hanging.discard(replica_id)
 
     def _follow_nodes(self) -> None:
-        for replica_id in self._places:
+        for replica_id in self._node_configs:
             self._avoid_or_not(replica_id)
 
     def _avoid_or_not(self, replica_id: str) -> None:
-        place = self._places.get(replica_id)
-        reached = place is None or self._nodes.reachable(place.name)
+        node_config = self._node_configs.get(replica_id)
+        reached = node_config is None or self._nodes.reachable(node_config.name)
         self._routing.avoid(replica_id, replica_id in self._hanging or not reached)
 
     async def _wait_dead(self, replica_id: str, replica: Supervisor) -> Blame:
@@ -358,15 +368,15 @@ class Replicas:
         except (SupervisorDied, RayError):
             return ReplicaObserved(replica_id, "", "", "dead", ())
         state, node = status["state"], status["node"]
-        if (place := self._nodes.place(node)) is not None:
-            self._places[replica_id] = place
+        if (node_config := self._nodes.config(node)) is not None:
+            self._node_configs[replica_id] = node_config
         if state != "dead":
             self._watch(replica_id, replica)
         if state == "ready":
             state = "open" if self._routing.is_open(replica_id) else "ready"
-            if state == "open" and place is not None:
+            if state == "open" and node_config is not None:
                 with contextlib.suppress(EffectFailed):  # a node is leaving; the next observation shows it
-                    await self._nodes.mend_socket(place, replica_id)
+                    await self._nodes.mend_socket(node_config, replica_id)
         devices = tuple(f"{node}/{index}" for index in status["devices"])
         seen = ReplicaObserved(
             replica_id, status["model"], status["version"], state, devices, settings=status["settings"]

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xgrammar
 from vllm.config import ModelConfig
+from vllm.lora.layers import base_linear
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
@@ -30,7 +32,13 @@ from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager, backend_outlines
+from vllm.v1.structured_output import (
+    StructuredOutputManager,
+    backend_guidance,
+    backend_outlines,
+    backend_xgrammar,
+)
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from runtime import numa
 from runtime.devices.kinds import kind_of
@@ -42,12 +50,14 @@ from serve.api import (
     forced_calls,
     grammar_threads,
     impossible_forms,
+    legacy_functions,
     request_faults,
     stream_chunks,
 )
 from serve.cpu import gloo_device
 from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
+from serve.vllm import step_bounds
 from serve.vllm.fingerprint_pass import run_fingerprint
 
 SEGMENT_NAME_BYTES = 8
@@ -103,9 +113,15 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     answer_version.apply()
     StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
     grammar_threads.no_outlines(backend_outlines)
+    step_bounds.bound_whitespace(xgrammar.GrammarCompiler)
+    step_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
+    step_bounds.bound_time(backend_guidance.GuidanceGrammar)
+    step_bounds.slice_prompt_logprobs(GPUModelRunner)
     impossible_forms.apply()
     request_faults.apply()
     forced_calls.apply()
+    # Reads `tools` alone: `functions` of a client were ignored without a word.
+    legacy_functions.apply()
     embedding_requests.apply()
     # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
     stream_chunks.apply()
@@ -126,6 +142,10 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
         EngineCore.preprocess_add_request = _salted(EngineCore.preprocess_add_request)
         EngineCore._attach_weight_version = _attach_weight_version
         punica_cpu.PunicaWrapperCPU = GroupedLoRA
+        # vLLM asks a layer's weight where it lies, and the CPU's int8 kernel (compressed-tensors W8A8) has packed it
+        # away by then.
+        host = torch.device(kind_of(kind).torch_type)
+        base_linear._get_lora_device = lambda layer: host
         gloo_device.apply()
         # vLLM inspects an unknown architecture in a subprocess so as not to initialise CUDA: 10 s of imports that this
         # process has already done.

@@ -82,16 +82,16 @@ class StandInHost:
     """What a group asks of a RankHost: ranks that are ready at once and train until they are killed."""
 
     def __init__(self, *_):
-        self.place, self.alive, self.told = {"job_id": "", "rank": 0, "world_size": 0}, False, asyncio.Event()
+        self.reported, self.alive, self.told = {"job_id": "", "rank": 0, "world_size": 0}, False, asyncio.Event()
 
     async def start(self, spec, rank, world_size, meeting, device, snapshot=None):
         assert Path(spec["base_path"]).is_dir() and Path(spec["train_path"]).is_file(), "both are on this node"
         assert spec["shm_root"] == "/shm" or Path(spec["base_path"]).is_relative_to(spec["shm_root"])
-        self.place, self.alive = {"job_id": spec["job_id"], "rank": rank, "world_size": world_size}, True
+        self.reported, self.alive = {"job_id": spec["job_id"], "rank": rank, "world_size": world_size}, True
         return {"pid": os.getpid()}
 
     async def status(self):
-        return {**self.place, "alive": self.alive, "done": False, "pid": None, "parked": ""}
+        return {**self.reported, "alive": self.alive, "done": False, "pid": None, "parked": ""}
 
     async def next_event(self, after=0):
         if after == 0:
@@ -103,7 +103,7 @@ class StandInHost:
         return {"phase": "done", "step": 1, "in_phase_s": 0.0}
 
     async def kill(self):
-        self.alive, self.place = False, {"job_id": "", "rank": 0, "world_size": 0}
+        self.alive, self.reported = False, {"job_id": "", "rank": 0, "world_size": 0}
         self.told.set()
 
 
@@ -225,7 +225,7 @@ def folder():
     shutil.rmtree(made)
 
 
-def place(folder: Path, name: str) -> NodeConfig:
+def node_config(folder: Path, name: str) -> NodeConfig:
     root = folder / name
     for part in ("run/r", "logs", "shm"):
         (root / part).mkdir(parents=True, mode=0o700)
@@ -248,8 +248,8 @@ def place(folder: Path, name: str) -> NodeConfig:
     )
 
 
-def version_in(place: NodeConfig, model: str) -> Path:
-    store = WeightStore(place.shm_root, budget_bytes=None)
+def version_in(node_config: NodeConfig, model: str) -> Path:
+    store = WeightStore(node_config.shm_root, budget_bytes=None)
     layout = Layout.plan([TensorSpec("w", "F32", (64, 64))])
     with store.reserve(layout, kind="version", model=model, version="v1") as draft:
         return draft.commit(meta={}).path
@@ -265,29 +265,29 @@ async def until(condition, what, timeout_s=60.0):
 @pytest.mark.soak  # some thirty processes that import Ray: minutes on two cores
 async def test_four_nodes_and_the_loss_of_one(cluster, folder):
     _, raylets = cluster
-    places = {name: place(folder, name) for name in NODES}
+    configs = {name: node_config(folder, name) for name in NODES}
     for name in NODES[1:]:
-        await announce(places[name])
+        await announce(configs[name])
     with pytest.raises(NodeNameTaken):
         await announce(
             NodeConfig(
                 "n1",
                 "10.9.9.9",
-                places["n1"].devices,
+                configs["n1"].devices,
                 *[
-                    getattr(places["n1"], field)
+                    getattr(configs["n1"], field)
                     for field in ("run_dir", "log_dir", "shm_root", "warm", "token_path", "jobs_dir")
                 ],
             )
         )
     changes = []
-    nodes = Nodes(places["n0"], lambda name, what, devices: changes.append((name, what, len(devices))))
+    nodes = Nodes(configs["n0"], lambda name, what, devices: changes.append((name, what, len(devices))))
     table = Table()
     await nodes.connect()
     assert [d.id for d in nodes.devices] == [f"{name}/{i}" for name in NODES for i in range(8)]
 
-    served, trained = (version_in(places["n0"], model) for model in ("m", "b"))
-    effects = RayEffects(nodes, table, Shelf(served), Runs(trained, places["n0"].jobs_dir), EngineConfig())
+    served, trained = (version_in(configs["n0"], model) for model in ("m", "b"))
+    effects = RayEffects(nodes, table, Shelf(served), Runs(trained, configs["n0"].jobs_dir), EngineConfig())
     jobs = tuple(JobView(f"j{i}", 8, 8, (8,), nodes=NODES) for i in range(2))
     store = FakeStore(Policy("split", 16), jobs, (DeploymentView("m", "v1", 4, 3, 3),))
     journal = MemoryJournal()
@@ -304,7 +304,7 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
         engines = [r for r in loop.status()["replicas"] if r["state"] == "open"]
         assert len(engines) == 3 == len(table.sockets)
         # Engines elsewhere are reached through a socket here, and their weights were copied to their node.
-        assert all(Path(path).parent == places["n0"].run_dir / "r" for path in table.sockets.values())
+        assert all(Path(path).parent == configs["n0"].run_dir / "r" for path in table.sockets.values())
         copies = [
             s.detail["copied_bytes"] for record in journal.recent(50) for s in record.steps if s.verb == "start_replica"
         ]

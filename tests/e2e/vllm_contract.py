@@ -160,6 +160,7 @@ def _claims():
         "those threads have the name that is looked for",
         grammar_threads.POOL in inspect.getsource(StructuredOutputManager.__init__),
     )
+    yield from _steps_bounded(has)
     yield "nothing is given to outlines, whatever xgrammar and llguidance cannot do", _outlines_gets_nothing()
     resolve = inspect.signature(structural_tag_registry.resolve_tool_strictness)
     yield "strictness is resolved from these", list(resolve.parameters) == ["tools", "tool_choice", "strict_level"]
@@ -169,6 +170,49 @@ def _claims():
         and "resolve_tool_strictness(" in inspect.getsource(structural_tag_registry.get_model_structural_tag),
     )
     yield "one OpenMP thread", torch.get_num_threads() == 1
+
+
+def _steps_bounded(has: Any):
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.structured_output import StructuredOutputManager
+    from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, XgrammarGrammar
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from xgrammar import GrammarCompiler
+
+    for grammar in (XgrammarGrammar, GuidanceGrammar):
+        yield from has(grammar, "fill_bitmask", "accept_tokens")
+    yield (
+        "xgrammar bounds whitespace where it is asked to",
+        "max_whitespace_cnt" in inspect.signature(inspect.unwrap(GrammarCompiler.compile_json_schema)).parameters,
+    )
+    yield (
+        "a tag is compiled from its text",
+        "self.compiler.compile_structural_tag(grammar_spec)" in inspect.getsource(XgrammarBackend.compile_grammar),
+    )
+    source = inspect.getsource(inspect.unwrap(GPUModelRunner._get_prompt_logprobs_dict))
+    yield (
+        "log-probabilities of a prompt are computed from where it stands in the batch, for as many tokens as are said",
+        all(
+            words in source
+            for words in (
+                "offset = self.query_start_loc.np[req_idx].item()",
+                "hidden_states[offset : offset + num_logits]",
+                "start_idx = request.num_computed_tokens",
+                "num_tokens = num_scheduled_tokens.get(req_id)",
+            )
+        ),
+    )
+    yield (
+        "a mask is filled, and a token accepted, by these two methods",
+        "grammar.fill_bitmask(" in inspect.getsource(StructuredOutputManager._fill_bitmasks)
+        and "grammar.accept_tokens(" in inspect.getsource(StructuredOutputManager.accept_tokens),
+    )
+    yield (
+        "a request whose token its grammar does not accept ends with an error",
+        "self.structured_output_manager.accept_tokens(" in inspect.getsource(Scheduler.update_from_output)
+        and "RequestStatus.FINISHED_ERROR" in inspect.getsource(Scheduler.update_from_output),
+    )
 
 
 def _outlines_gets_nothing() -> bool:

@@ -162,14 +162,14 @@ class SimulatedModelOps:
     async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
         return await self.import_model("starter", name="starter", revision=None, report=report)
 
-    async def verify(self, name: str, places: list[VersionPaths], report: Report) -> dict[str, Any]:
-        return {"versions": [place.version for place in places], "tensors": 3, "bytes": 10}
+    async def verify(self, name: str, paths: list[VersionPaths], report: Report) -> dict[str, Any]:
+        return {"versions": [one.version for one in paths], "tensors": 3, "bytes": 10}
 
     async def verify_tiers(self, report: Report) -> dict[str, Any]:
         return {"copies": 2, "unsealed": 0, "tensors": 3, "bytes": 10}
 
-    async def remove(self, name: str, places: list[VersionPaths]) -> None:
-        self.removed.append((name, places))
+    async def remove(self, name: str, paths: list[VersionPaths]) -> None:
+        self.removed.append((name, paths))
 
     def let_go(self, name: str) -> None:
         self.let_go_of.append(name)
@@ -194,7 +194,7 @@ class SimulatedTiers:
             }
         ]
 
-    def version_places(self, model: str, version: str) -> list[str]:
+    def tiers_of_version(self, model: str, version: str) -> list[str]:
         return ["disk"]
 
     def nudge(self) -> None:
@@ -267,6 +267,17 @@ class AcceptingCheck:
         return self.refuses
 
 
+class SimulatedNodes:
+    """Home, and one that does not answer."""
+
+    async def asked(self) -> list[dict[str, Any]]:
+        there = {"leaves": False, "certificate_ends_s": None, "memory_bytes": 64 * 2**30}
+        home = {"id": "n0", "address": "127.0.0.1", "home": True, "answered_s": 0.002, "devices": ["n0/0", "n0/1"]}
+        away = {"id": "n1", "address": "10.0.0.2", "home": False, "answered_s": None, "devices": ["n1/0"]}
+        free = [{"memory_available_bytes": 48 * 2**30}, {"memory_available_bytes": None}]
+        return [{**node, **there, **more} for node, more in zip((home, away), free, strict=True)]
+
+
 def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerContext:
     """A context whose files lie under `folder`."""
     files_dir, jobs_dir = folder / "files", folder / "jobs"
@@ -285,6 +296,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         tiers=SimulatedTiers(),
         batch_engines=SimulatedEngines(),
         settings_check=AcceptingCheck(),
+        nodes=SimulatedNodes(),
         sizes=EngineSizes(db, EngineConfig(), lambda: [Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)], 2),
         config=ControllerConfig(**config),
         box={"id": "0123abcd", "version": "0.1.0", "url": "http://127.0.0.1:8000", "data_dir": str(folder)},

@@ -1,20 +1,20 @@
-"""`appliance node`: letting other machines join, and taking one out."""
+"""`appliance node`: the machines of the box; letting others join, and taking one out."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from appliance.cli import output
-from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
+from appliance.cli import formats, output
+from appliance.cli.command import DATA_DIR, OUTPUT, Session, box_command, examples, group
 from appliance.cli.errors import CommandFailed
 from appliance.cli.locate import BoxFile
 
-app = group("Nodes: tokens with which other machines may join, and taking one out.")
+app = group("Nodes: the machines of the box, tokens with which others may join, and taking one out.")
 
 
 @app.command(
@@ -38,6 +38,37 @@ def token(
         print(given)
         join = "appliance join NODE_ADDRESS:NODE_PORT --name n1 --address ITS_OWN --token TOKEN"
         output.say(f"good for {minutes:g} minutes, once: {join}")
+
+
+@box_command(app, "appliance node list", "appliance node list -o json", name="list")
+def list_nodes(session: Session) -> None:
+    """The machines of the box: each is asked now, and says how much memory it has left."""
+    session.show(session.client.get("/admin/v1/nodes"), _table)
+
+
+def _table(answer: dict[str, Any]) -> Any:
+    return output.table(
+        ("NODE", "ADDRESS", ">DEVICES", ">ANSWERS IN", ">MEMORY LEFT", "CERTIFICATE UNTIL", "STATE"),
+        (
+            (
+                node["id"],
+                node["address"],
+                len(node["devices"]),
+                "no answer" if node["answered_s"] is None else formats.duration(node["answered_s"]),
+                _memory(node),
+                formats.moment(node["certificate_ends_s"]),
+                "leaves" if node["leaves"] else "home" if node["home"] else "",
+            )
+            for node in answer["data"]
+        ),
+        empty="no nodes",
+    )
+
+
+def _memory(node: dict[str, Any]) -> str:
+    if node["memory_available_bytes"] is None:
+        return "-"
+    return f"{formats.size(node['memory_available_bytes'])} of {formats.size(node['memory_bytes'])}"
 
 
 @app.command(

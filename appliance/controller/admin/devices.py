@@ -1,4 +1,5 @@
-"""/admin/v1/devices: list devices and their holders, take one out of use; /admin/v1/nodes: forget a lost node."""
+"""/admin/v1/devices: list devices and their holders, take one out of use; /admin/v1/nodes: ask the nodes, forget a lost
+one."""
 
 from __future__ import annotations
 
@@ -71,6 +72,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             record(context, caller, "device.undrain", device_id)
         context.scheduler.nudge(f"undrain of {device_id}", name_of(context, caller))
         return known(device_id)
+
+    @router.get("/nodes")
+    async def nodes() -> dict[str, Any]:
+        """Asks each node: one that does not answer within a second has `answered_s` null."""
+        return {"object": "list", "data": await context.nodes.asked()}
 
     @router.delete("/nodes/{name}")
     async def forget_node(name: str, caller: Caller) -> dict[str, Any]:

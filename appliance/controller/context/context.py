@@ -19,6 +19,7 @@ from appliance.controller.interfaces.ports import (
     EngineSizer,
     KeySink,
     ModelOps,
+    NodePort,
     SchedulerPort,
     SettingsCheck,
     TierPort,
@@ -49,6 +50,7 @@ class ControllerContext:
     batch_engines: BatchEngines
     sizes: EngineSizer
     settings_check: SettingsCheck
+    nodes: NodePort
     adapter_rank_limit: Callable[[ModelRow], int] = lambda _: 0
     load: Callable[[], Load] = Load
     config: ControllerConfig = field(default_factory=ControllerConfig)

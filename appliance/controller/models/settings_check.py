@@ -20,8 +20,8 @@ ENTRY = "serve.engine.check_settings:main"
 TIMEOUT_S = 60.0
 
 
-class Place(Protocol):
-    """Of `scheduler.ray.node.NodeConfig`, what the check needs."""
+class HomePaths(Protocol):
+    """What the check needs of the controller's own node (`scheduler.ray.node.NodeConfig`)."""
 
     shm_root: Path
     log_dir: Path
@@ -34,8 +34,8 @@ class Place(Protocol):
 class ForkedSettingsCheck:
     """Implements `appliance.controller.interfaces.ports.SettingsCheck`; one check at a time."""
 
-    def __init__(self, sizes: EngineSizes, place: Place, device: Device):
-        self._sizes, self._place, self._device = sizes, place, device
+    def __init__(self, sizes: EngineSizes, home: HomePaths, device: Device):
+        self._sizes, self._home, self._device = sizes, home, device
         self._one = asyncio.Lock()
 
     async def refused(self, model: ModelRow, version: VersionRow, devices: int, settings: ModelSettings) -> str:
@@ -53,10 +53,10 @@ class ForkedSettingsCheck:
             model=model.id,
             version=version.version,
             version_path=str(folder),
-            socket_path=str(self._place.socket_path(check_id)),
+            socket_path=str(self._home.socket_path(check_id)),
             devices=tuple(range(devices)),
             kind=self._device.kind,
-            shm_root=str(self._place.shm_root),
+            shm_root=str(self._home.shm_root),
             tensor_parallel=devices,
             **self._sizes.fields_with(model, version, devices, settings),
         )
@@ -66,10 +66,10 @@ class ForkedSettingsCheck:
     async def _ask(self, spec: ReplicaSpec) -> str:
         try:
             child = await Child.spawn(
-                self._place.warm_socket("serve"),
+                self._home.warm_socket("serve"),
                 ENTRY,
                 {"spec": spec.to_json()},
-                log_path=Path(self._place.log_dir) / "settings-check.log",
+                log_path=Path(self._home.log_dir) / "settings-check.log",
                 name=spec.replica_id,
             )
         except RuntimeLayerError as error:

@@ -35,6 +35,7 @@ from appliance.gateway.payload.shapes import (
 from appliance.gateway.payload.structure import check_structure
 from appliance.gateway.payload.transcript import Transcript, transcript_of
 from appliance.gateway.payload.usage import TokenRequest
+from weights.format.legacy_functions import LegacyRefused, as_tools, is_legacy
 
 MODEL_NAME_CHARS = 512
 DEFAULT_COMPLETION_TOKENS = 256
@@ -148,13 +149,8 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
         if completion >= 0:
             return Checked(model, False, completion, 1, body_bytes // 4, data["messages"])
     check_fields(route.name, data)
-    if data.get("functions") and data.get("function_call") != "none":
-        raise errors.bad_request(
-            "`functions` and `function_call` are OpenAI's older names, which no engine reads: send `tools` and "
-            "`tool_choice` instead.",
-            param="functions",
-            code="unsupported_parameter",
-        )
+    if route.name == CHAT and is_legacy(data):
+        data = data | _as_tools(data)
     check_others(data)
     if isinstance(data.get("tools"), list):
         check_tools(data["tools"])
@@ -178,6 +174,7 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
             f"The request asks for {sequences} sequences (inputs × n), at most {limits.sequences} are allowed.",
             param="n",
         )
+    _prompt_logprobs(data, body_bytes)
     continuation = continuation_of(route.name, data) if stream else None
     beginning = data.get("messages") or data.get("prompt") or data.get("input") or ""
     asks_usage = stream is True and _asks_usage(data)
@@ -294,6 +291,14 @@ def _only_echo(route: Route, data: dict[str, Any]) -> bool:
     return route.name == "completions" and data.get("echo") is True and type(asked) is int and asked == 0
 
 
+def _as_tools(data: dict[str, Any]) -> dict[str, Any]:
+    """What an engine makes of `functions` and `function_call`, which is what costs."""
+    try:
+        return as_tools(data)
+    except LegacyRefused as error:
+        raise errors.bad_request(str(error), param=error.param, code="invalid_value") from None
+
+
 def _template_kwargs(kwargs: Any) -> None:
     if kwargs is None:
         return
@@ -378,6 +383,32 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
             )
         return 1
     return len(value)
+
+
+# An engine makes an object of each, with its text, in one go on its event loop, and writes those of all prompts into
+# one answer: 5 µs each, twice.
+_PROMPT_LOGPROBS: Final = 1 << 16
+_BYTES_PER_TOKEN: Final = 2
+
+
+def _prompt_logprobs(data: dict[str, Any], body_bytes: int) -> None:
+    wanted = data.get("prompt_logprobs")
+    if wanted is None and data.get("echo"):
+        wanted = data.get("top_logprobs") if "messages" in data else data.get("logprobs")
+    if wanted is None or isinstance(wanted, bool):
+        return
+    prompt = data.get("prompt")
+    tokens = body_bytes // _BYTES_PER_TOKEN
+    if isinstance(prompt, list) and not isinstance(prompt[0], str):
+        tokens = len(prompt) if isinstance(prompt[0], int) else sum(map(len, prompt))
+    if tokens * (wanted + 1) > _PROMPT_LOGPROBS:
+        raise errors.bad_request(
+            f"The request asks for {wanted + 1} log-probabilities of each of {tokens} tokens of its prompts (of texts, "
+            f"one for {_BYTES_PER_TOKEN} bytes), at most {_PROMPT_LOGPROBS} altogether are allowed. Send fewer prompts "
+            "in one request, or ask for fewer of each token.",
+            param="prompt_logprobs" if data.get("prompt_logprobs") is not None else "logprobs",
+            code="too_many_values",
+        )
 
 
 def _cache_salt(salt: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Final
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.payload.body_weight import check_inner
 
 _ODD_ITEMS: Final = 8
 _ODD_PARTS: Final = 64
@@ -123,6 +124,7 @@ def check_messages(messages: list[Any], limits: Limits, roles: frozenset[str]) -
     if len(messages) > limits.messages:
         raise _too_many("messages", "messages", len(messages), limits.messages)
     parts, odd = 0, _Odd("messages", _ODD_PARTS, _ODD_VALUES)
+    arguments: list[str] = []
     for place, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or role not in roles:
@@ -174,10 +176,15 @@ def check_messages(messages: list[Any], limits: Limits, roles: frozenset[str]) -
             for call in calls:
                 if not isinstance(call, dict) or not _known_call(call):
                     odd.add(call)
+                function = call.get("function") if isinstance(call, dict) else None
+                if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                    arguments.append(function["arguments"])
         elif calls is not None:
             raise _wrong_type(f"messages[{place}].tool_calls", "an array")
     if parts > limits.messages:
         raise _too_many("messages", "parts of messages", parts, limits.messages)
+    if arguments:
+        check_inner("messages.tool_calls", arguments, limits.json_weight, limits.json_depth)
 
 
 def _says_something(message: dict[str, Any]) -> bool:
@@ -321,7 +328,10 @@ def check_items(items: list[Any], limits: Limits) -> None:
     if len(items) > limits.input_items:
         raise _too_many("input", "items", len(items), limits.input_items)
     parts, odd, values = 0, 0, 0
+    arguments: list[str] = []
     for item in items:
+        if isinstance(item, dict) and isinstance(item.get("arguments"), str):
+            arguments.append(item["arguments"])
         if not isinstance(item, dict) or not _known_item(item):
             odd += 1
             values += _values(item, _ODD_VALUES)
@@ -344,6 +354,8 @@ def check_items(items: list[Any], limits: Limits) -> None:
         raise _too_many("input", "parts of items", parts, limits.messages)
     if odd > _ODD_ITEMS or values > _ODD_VALUES:
         raise _odd("input", odd)
+    if arguments:
+        check_inner("input.arguments", arguments, limits.json_weight, limits.json_depth)
 
 
 def _values(root: Any, most: int, schemas: bool = True) -> int:

@@ -8,6 +8,8 @@ measured.
 
 from __future__ import annotations
 
+import math
+from decimal import Decimal
 from typing import Any, Final
 
 import orjson
@@ -30,6 +32,19 @@ _ITEMS: Final = 1000
 _ITEMS_TOGETHER: Final = 4000
 # Number ranges are compiled digit by digit: 150 of twelve digits took 5.4 s.
 _RANGES: Final = 32
+# An engine makes one automaton of expressions that must hold together, and fourteen stopped its event loop for 45 s.
+# Eight took 5 ms.
+_TOGETHER: Final = 6
+# An automaton for multiples of 9,973 has as many states and took 40 ms, for 999,983 8 s.
+_MULTIPLES: Final = 10_000
+_COMBINERS: Final = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
+# What stands beside them without restricting them.
+_NOTES: Final = frozenset(
+    {
+        *("$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default", "examples"),
+        *("deprecated", "readOnly", "writeOnly", "nullable", "discriminator"),
+    }
+)
 _CHOICES: Final = 1000
 _CHOICE_CHARS: Final = 32 * 1024
 _SCHEMA_TEXT: Final = 256 * 1024
@@ -143,6 +158,9 @@ class _Budget:
         self._lengths: set[tuple[int, int]] = set()
         self._patterns: set[str] = set()
         self._us = 0
+        self._formats: set[str] = set()
+        self._multiples: set[int] = set()
+        self._combines = False
 
     def schema(self, name: str, root: Any) -> None:
         """All that a JSON schema asks for."""
@@ -167,6 +185,7 @@ class _Budget:
             self._range(name, node)
             self._some_of(name, node)
             self._cost(name, node_us(node))
+            self._combined(node)
             for key, value in node.items():
                 if key == "const":
                     self.choices(name, [value])
@@ -183,6 +202,7 @@ class _Budget:
                     stack.append((value, depth + 1))
                 elif isinstance(value, list):
                     stack.append((value, depth + 1))
+        self._together(name)
 
     def choices(self, name: str, values: list[Any]) -> None:
         self._choices += len(values)
@@ -257,6 +277,34 @@ class _Budget:
                 "1 s",
             )
 
+    def _combined(self, node: dict[str, Any]) -> None:
+        kind = node.get("format")
+        if isinstance(kind, str):
+            self._formats.add(kind)
+        multiple = node.get("multipleOf")
+        if isinstance(multiple, int | float) and not isinstance(multiple, bool) and multiple > 0:
+            self._multiples.add(_digits(multiple))
+        parts = node.get("allOf")
+        if isinstance(parts, list) and len(parts) > 1:
+            self._combines = True
+        elif not _COMBINERS.isdisjoint(node) and node.keys() - _COMBINERS - _NOTES:
+            self._combines = True
+
+    def _together(self, name: str) -> None:
+        """Which expressions and multiples have to hold together is not followed through references: once any part of a
+        request combines schemas, all of them count."""
+        multiples = math.lcm(*self._multiples) if self._combines else sum(self._multiples)
+        if multiples > _MULTIPLES:
+            raise _too_complex(name, f"multiples (`multipleOf`) that come to {min(multiples, _MANY)}", _MULTIPLES)
+        expressions = len(self._patterns) + len(self._formats)
+        if self._combines and expressions > _TOGETHER:
+            raise _too_complex(
+                name,
+                f"{expressions} regular expressions and formats in schemas that are combined (`allOf`, or a `$ref`, "
+                "`anyOf` or `oneOf` with further restrictions beside it)",
+                _TOGETHER,
+            )
+
     def _spend(self, name: str, repeats: int) -> None:
         self._repeats += repeats
         if self._repeats > self._most_repeats:
@@ -270,6 +318,13 @@ class _Budget:
         self._nodes += nodes
         if self._nodes > self._most_nodes:
             raise _too_complex(name, "schemas of more parts", self._most_nodes)
+
+
+def _digits(multiple: float) -> int:
+    """The whole number whose multiples an engine counts: 25 for 0.25."""
+    _, digits, exponent = Decimal(repr(multiple)).normalize().as_tuple()
+    assert isinstance(exponent, int)
+    return min(int("".join(map(str, digits))) * 10 ** min(max(exponent, 0), _DIGITS), _MANY)
 
 
 def _bound(value: Any) -> int:

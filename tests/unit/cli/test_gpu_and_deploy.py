@@ -43,6 +43,13 @@ def test_lost_devices_are_listed_apart_and_forgotten(box: ControlledBox):
     assert box.run("gpu", "forget", "n1").exit_code == 3
 
 
+def test_nodes_are_listed_with_those_that_do_not_answer(box: ControlledBox):
+    home, away = box.run("node", "list").stdout.splitlines()[1:]
+    assert home.split()[:5] == ["n0", "127.0.0.1", "2", "2", "ms"] and "51.5 GB of 68.7 GB" in home and "home" in home
+    assert away.split()[:3] == ["n1", "10.0.0.2", "1"] and "no answer" in away
+    assert [node["id"] for node in box.json("node", "list")["data"]] == ["n0", "n1"]
+
+
 def test_a_deployment_is_changed_and_shown(box: ControlledBox):
     made = box.json("model", "deploy", "starter", "--max-replicas", "3", "--ttft-p95-s", "1.5", "--pin")
     assert set(made) == {

@@ -18,7 +18,7 @@ METHOD = ["--method", *(f"--{option.name}".replace("_", "-") for m in METHODS.va
 BOX = ["--api-key", "--data-dir", "--help", "--output", "--url"]
 FROZEN = {
     "up": ["--config", "--data-dir", "--detach", "--devices", "--help", "--host", "--output", "--port"],
-    "join": ["--address", "--data-dir", "--devices", "--help", "--name", "--token", "--token-file", "HEAD"],
+    "join": ["--address", "--data-dir", "--devices", "--help", "--name", "--renew", "--token", "--token-file", "HEAD"],
     "down": ["--data-dir", "--force", "--help", "--timeout"],
     "status": [*BOX, "--every", "--watch"],
     "usage": [*BOX, "--by", "--since"],
@@ -44,6 +44,7 @@ FROZEN = {
         "--trace",
         "--train",
     ],
+    "node list": [*BOX],
     "node remove": ["--data-dir", "--help", "--output", "NODE"],
     "node token": ["--data-dir", "--help", "--minutes", "--output"],
     "gpu list": [*BOX, "--every", "--watch"],

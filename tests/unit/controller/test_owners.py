@@ -112,6 +112,7 @@ JUDGED: dict[tuple[str, str], Any] = {
             ("GET", "/admin/v1/mode/schedule/preview"),
             ("GET", "/admin/v1/queue"),
             ("GET", "/admin/v1/devices"),
+            ("GET", "/admin/v1/nodes"),
             ("GET", "/admin/v1/models/{name:path}/deployment"),
             ("GET", "/admin/v1/models/{name:path}/settings"),
             ("GET", "/admin/v1/models/{name:path}/canary"),

@@ -344,6 +344,10 @@ def lengths(number: int, longest: int) -> Any:
     }
 
 
+def expression(number: int) -> dict[str, Any]:
+    return {"type": "string", "pattern": f"[ab]*a[ab]{{{number + 3}}}$"}
+
+
 EVIL: dict[str, dict[str, Any]] = {
     "many properties": schema_of({"type": "object", "properties": {str(i): {"type": "string"} for i in range(2000)}}),
     "many branches": schema_of({"anyOf": [{"const": i} for i in range(2000)]}),
@@ -368,6 +372,22 @@ EVIL: dict[str, dict[str, Any]] = {
     "some of many properties": schema_of(
         {"type": "object", "properties": {f"a{i}": {"type": "string"} for i in range(250)}, "minProperties": 200}
     ),
+    "expressions that hold together": schema_of({"allOf": [expression(i) for i in range(7)]}),
+    "expressions that references bring together": schema_of(
+        {
+            "$ref": "#/$defs/0",
+            "$defs": {str(i): {**expression(i), "$ref": f"#/$defs/{i + 1}"} for i in range(7)} | {"7": {}},
+        }
+    ),
+    "expressions beside a choice": schema_of({**expression(7), "anyOf": [expression(i) for i in range(7)]}),
+    "the last of those that hold together": schema_of(
+        {"properties": {str(i): expression(i) for i in range(6)}, "allOf": [{}, {"minProperties": 1}], **expression(8)}
+    ),
+    "formats that hold together": schema_of({"allOf": [{"type": "string", "format": f"f{i}"} for i in range(7)]}),
+    "multiples of a large number": schema_of({"type": "integer", "multipleOf": 999_983}),
+    "multiples of a small fraction": schema_of({"type": "number", "multipleOf": 0.00999983}),
+    "multiples of many numbers": schema_of({"properties": {str(i): {"multipleOf": 997 + i} for i in range(11)}}),
+    "multiples that hold together": schema_of({"allOf": [{"multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 83}]}),
     "a grammar": chat(structured_outputs={"grammar": 'root ::= "a"'}),
     "a structural tag": chat(structured_outputs={"structural_tag": "{}"}),
     "a structural tag as format": chat(response_format={"type": "structural_tag", "format": {}}),
@@ -480,6 +500,19 @@ SANE = [
     chat(structured_outputs={"regex": r"\w+@\w+\.(com|org|net)"}),
     chat(structured_outputs={"regex": r"(\d{1,3}\.){3}\d{1,3}"}),
     chat(structured_outputs={"choice": ["positive", "negative"]}),
+    schema_of({"properties": {str(i): expression(i) for i in range(12)}}),
+    schema_of(
+        {"properties": {f"a{i}": {"anyOf": [expression(i), {"type": "null"}], "default": None} for i in range(12)}}
+    ),
+    schema_of(
+        {
+            "properties": {**{str(i): expression(i) for i in range(12)}, "a": {"allOf": [{"$ref": "#/$defs/a"}]}},
+            "$defs": {"a": {"type": "string", "multipleOf": 1}},
+            "title": "as pydantic writes it",
+        }
+    ),
+    schema_of({"allOf": [expression(i) for i in range(3)], "properties": {"a": {"multipleOf": 0.01}}}),
+    schema_of({"properties": {str(i): {"multipleOf": i} for i in (2, 5, 7, 11, 12, 25, 60, 100, 365, 3600)}}),
     chat(response_format={"type": "json_object"}),
     chat(tools=[{"type": "function", "function": {"name": f"f{i}", "parameters": PERSON}} for i in range(64)]),
     chat(
@@ -538,10 +571,40 @@ def test_tools_that_nobody_would_run_are_refused_by_name():
     assert check_body(CHAT, orjson.dumps(chat(tools=[function])), LIMITS).model == "m"
 
 
-def test_functions_of_the_older_kind_are_refused_instead_of_forgotten():
-    error = refusal(CHAT, chat(functions=[{"name": "f"}]))
-    assert error.param == "functions" and "`tools`" in error.message
-    assert check_body(CHAT, orjson.dumps(chat(functions=[{"name": "f"}], function_call="none")), LIMITS).model == "m"
+F = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none", {"name": "f"}])
+def test_functions_of_the_older_kind_are_taken(choice):
+    asked = chat(functions=[F]) | ({} if choice is None else {"function_call": choice})
+    asked["messages"] += [
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "1"},
+    ]
+    assert check_body(CHAT, orjson.dumps(asked), LIMITS).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"functions": [F], "tools": [{"type": "function", "function": F}]}, "tools"),
+        ({"functions": [F], "tool_choice": "auto"}, "tool_choice"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"functions": []}, "functions"),
+        ({"functions": [{"parameters": {}}]}, "functions"),
+        ({"functions": [F], "function_call": "required"}, "function_call"),
+        ({"functions": [F], "function_call": {"name": "g"}}, "function_call"),
+    ],
+)
+def test_functions_of_the_older_kind_that_cannot_be_meant_are_refused_by_name(asked, param):
+    assert (refusal(CHAT, chat(**asked)).status, refusal(CHAT, chat(**asked)).param) == (400, param)
+
+
+def test_a_forced_function_of_the_older_kind_costs_what_a_forced_tool_costs():
+    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "(a{1,9}){1,99}"}}}
+    function = {"name": "f", "parameters": schema}
+    assert refusal(CHAT, chat(functions=[function], function_call={"name": "f"})).code == "structure_too_complex"
+    assert check_body(CHAT, orjson.dumps(chat(functions=[function])), LIMITS).model == "m"
 
 
 MANY = 50_000
@@ -709,3 +772,85 @@ ASKED = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content":
 def test_a_tools_schema_is_measured_wherever_an_engine_may_read_it(route: Any, body: dict[str, Any]) -> None:
     """A decoy beside a flat tool's schema hid it, and so did a `strict` that only an engine takes for true."""
     assert b'"param":"tools' in refusal(route, body).body() or b"`tools" in refusal(route, body).body()
+
+
+# --- JSON within texts, which an engine parses on its own loop
+
+
+def _called_with(route: Any, arguments: list[str]) -> dict[str, Any]:
+    if route is RESPONSES:
+        return {
+            "model": "m",
+            "input": [
+                {"type": "function_call", "call_id": str(place), "name": "f", "arguments": text}
+                for place, text in enumerate(arguments)
+            ],
+        }
+    calls = [
+        {"id": str(place), "type": "function", "function": {"name": "f", "arguments": text}}
+        for place, text in enumerate(arguments)
+    ]
+    return chat(messages=[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}])
+
+
+@pytest.mark.parametrize("route", [CHAT, RESPONSES])
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    {
+        "one": (['{"a":[' + "[]," * 200_000 + "1]}"], "too_many_values"),
+        "many": (['{"a":[' + "[]," * 1000 + "1]}"] * 200, "too_many_values"),
+        "an odd quote before": (['{"a', *['{"a":[' + "[]," * 1000 + "1]}"] * 200], "too_many_values"),
+        "deep": (['{"a":' + "[" * 500 + "]" * 500 + "}"], "invalid_json"),
+    }.values(),
+)
+def test_the_arguments_of_earlier_calls_are_weighed_as_the_body_is(route: Any, arguments: list[str], code: str) -> None:
+    assert refusal(route, _called_with(route, arguments)).code == code
+
+
+@pytest.mark.parametrize("route", [CHAT, RESPONSES])
+def test_arguments_that_hold_much_text_or_few_values_pass(route: Any) -> None:
+    code = orjson.dumps({"code": 'if (a["b"]) { f([1, 2], "c\\n") }\n' * 20_000, "at": {"x": [1, 2]}}).decode()
+    assert code.count("[") > 20_000
+    check_body(route, orjson.dumps(_called_with(route, [code, '{"a":' + "[" * 100 + "]" * 100 + "}"])), LIMITS)
+    check_body(route, orjson.dumps(_called_with(route, ['{"city":"Paris","days":[1,2]}'] * 1000)), LIMITS)
+
+
+# --- log-probabilities of prompts, of which an engine makes an object each
+
+
+TEXT = "The quick brown fox. " * 1000
+ASKED = {"model": "m", "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        (COMPLETIONS, {**ASKED, "prompt": TEXT, "prompt_logprobs": 20}, "prompt_logprobs"),
+        (COMPLETIONS, {**ASKED, "prompt": [TEXT] * 8, "prompt_logprobs": 0}, "prompt_logprobs"),
+        (COMPLETIONS, {**ASKED, "prompt": TEXT, "echo": True, "logprobs": 20}, "logprobs"),
+        # An engine reads "yes" as true.
+        (COMPLETIONS, {**ASKED, "prompt": TEXT, "echo": "yes", "logprobs": 20}, "logprobs"),
+        (COMPLETIONS, {**ASKED, "prompt": [list(range(4096))] * 9, "echo": True, "logprobs": 1}, "logprobs"),
+        (COMPLETIONS, {**ASKED, "prompt": list(range(4096)), "prompt_logprobs": 20}, "prompt_logprobs"),
+        (CHAT, chat(messages=[{"role": "user", "content": TEXT}], prompt_logprobs=20), "prompt_logprobs"),
+        (
+            CHAT,
+            chat(messages=[{"role": "user", "content": TEXT}], echo=True, logprobs=True, top_logprobs=20),
+            "logprobs",
+        ),
+    ],
+)
+def test_log_probabilities_of_prompts_are_bounded_altogether(route: Any, body: dict[str, Any], param: str) -> None:
+    error = refusal(route, body)
+    assert (error.param, error.code) == (param, "too_many_values")
+
+
+def test_log_probabilities_as_evaluations_ask_for_them_pass() -> None:
+    for more in (
+        {"prompt": [list(range(2048))] * 16, "echo": True, "logprobs": 1, "max_tokens": 0},
+        {"prompt": TEXT, "echo": True, "logprobs": 5},
+        {"prompt": TEXT * 20, "logprobs": 20},
+        {"prompt": TEXT * 20, "echo": True},
+        {"prompt": "x", "prompt_logprobs": 20},
+    ):
+        check_body(COMPLETIONS, orjson.dumps({**ASKED, **more}), LIMITS)

@@ -32,7 +32,7 @@ class OneNode:
         (folder / name / "shm").chmod(0o700)
         (folder / name / "token").write_text("the same on all nodes")
         shm = folder / name / "shm"
-        self.place = NodeConfig(
+        self.config = NodeConfig(
             name,
             "127.0.0.1",
             logical_devices(1, name),
@@ -43,7 +43,7 @@ class OneNode:
             folder / name / "token",
             folder / name / "jobs",
         )
-        self.node, self.store = Node(self.place), WeightStore(shm, budget_bytes=None)
+        self.node, self.store = Node(self.config), WeightStore(shm, budget_bytes=None)
 
 
 @pytest.fixture
@@ -99,9 +99,9 @@ async def test_what_comes_home_is_pinned_and_old_snapshots_make_room(nodes):
 async def test_a_snapshot_that_memory_has_no_room_for_goes_to_disk(nodes):
     home, away = nodes
     made = write(away.store, SNAPSHOT.version, model=SNAPSHOT.model, kind="snapshot")
-    tight = Node(replace(home.place, budget_bytes=1000))
+    tight = Node(replace(home.config, budget_bytes=1000))
     path, _ = await tight.keep(await away.node.tunnel_address(), SNAPSHOT, made.path)
-    assert path.is_relative_to(home.place.jobs_dir / "job-1" / "snapshots")
+    assert path.is_relative_to(home.config.jobs_dir / "job-1" / "snapshots")
 
 
 async def test_memory_that_fills_up_while_a_copy_arrives_is_named_and_a_snapshot_goes_to_disk(nodes, monkeypatch):
@@ -113,41 +113,43 @@ async def test_memory_that_fills_up_while_a_copy_arrives_is_named_and_a_snapshot
 
     async def full(address, shared, remote, target, *names):
         received = await fetch(address, shared, remote, target, *names)
-        if target.is_relative_to(home.place.shm_root):
+        if target.is_relative_to(home.config.shm_root):
             raise OSError(errno.ENOSPC, "No space left on device")
         return received
 
     monkeypatch.setattr(node_copies, "fetch_directory", full)
     path, _ = await home.node.keep(address, SNAPSHOT, made.path)
-    assert path.is_relative_to(home.place.jobs_dir / "job-1" / "snapshots")
+    assert path.is_relative_to(home.config.jobs_dir / "job-1" / "snapshots")
     with pytest.raises(StoreFull, match="no room for"):
         await home.node.take(address, BASE, base.path, "serve m")
-    for root in (home.place.shm_root, home.place.jobs_dir / "job-1" / "snapshots"):
+    for root in (home.config.shm_root, home.config.jobs_dir / "job-1" / "snapshots"):
         assert list((root / "incoming").glob("*")) == []
 
 
 async def test_only_a_jobs_data_travels(nodes):
     home, away = nodes
-    folder = home.place.jobs_dir / "job-1"
+    folder = home.config.jobs_dir / "job-1"
     folder.mkdir()
     for name in ("train.jsonl", "valid.jsonl", "events.jsonl"):
         (folder / name).write_text(name)
     there = await away.node.fetch_job(await home.node.tunnel_address(), folder, "job-1")
-    assert there == away.place.jobs_dir / "job-1"
+    assert there == away.config.jobs_dir / "job-1"
     assert sorted(path.name for path in there.iterdir()) == ["train.jsonl", "valid.jsonl"]
     (there / "tokens").mkdir()
     assert await away.node.fetch_job(("127.0.0.1", 1), folder, "job-1") == there, "the second time nothing is asked"
     await away.node.forget_job("job-1", leases_only=False)
-    assert list(away.place.jobs_dir.iterdir()) == []
+    assert list(away.config.jobs_dir.iterdir()) == []
 
 
 async def test_a_copy_that_fails_leaves_nothing(nodes):
     home, away = nodes
     with pytest.raises(TunnelRefused):
-        await away.node.take(await home.node.tunnel_address(), BASE, home.place.shm_root / "versions" / "m" / "v1", "x")
+        await away.node.take(
+            await home.node.tunnel_address(), BASE, home.config.shm_root / "versions" / "m" / "v1", "x"
+        )
     with pytest.raises(TunnelRefused):
-        await away.node.fetch_job(await home.node.tunnel_address(), home.place.jobs_dir.parent, "job-1")
-    assert list((away.place.shm_root / "incoming").glob("*")) == list(away.place.jobs_dir.iterdir()) == []
+        await away.node.fetch_job(await home.node.tunnel_address(), home.config.jobs_dir.parent, "job-1")
+    assert list((away.config.shm_root / "incoming").glob("*")) == list(away.config.jobs_dir.iterdir()) == []
 
 
 async def test_engines_elsewhere_find_adapters(nodes):
@@ -159,22 +161,22 @@ async def test_engines_elsewhere_find_adapters(nodes):
             raise LookupError(f"{model} {version} is not an adapter of this box")
         return home.store.lease(made)
 
-    source = AdapterServer(home.place.adapter_socket, bring_in, (LookupError,))
+    source = AdapterServer(home.config.adapter_socket, bring_in, (LookupError,))
     await source.start()
     for _ in range(2):  # every engine that starts there asks for it
-        await away.node.serve_adapters(await home.node.tunnel_address(), home.place.adapter_socket)
-    async with brought_in(str(away.place.adapter_socket), "ft:m@s1", 10) as path:
+        await away.node.serve_adapters(await home.node.tunnel_address(), home.config.adapter_socket)
+    async with brought_in(str(away.config.adapter_socket), "ft:m@s1", 10) as path:
         found = away.store.find(*TUNED)
-        assert path == str(found.path) and found.path.is_relative_to(away.place.adapters)
+        assert path == str(found.path) and found.path.is_relative_to(away.config.adapters)
         check(away.store, found)
         with pytest.raises(VersionLeased):
             away.store.remove(found)
     with pytest.raises(AdapterUnavailable, match="not an adapter of this box"):
-        async with brought_in(str(away.place.adapter_socket), "ft:m@s9", 10):
+        async with brought_in(str(away.config.adapter_socket), "ft:m@s9", 10):
             pass
     await source.stop()
     while away.store.evict(1 << 40) == 0:
         await asyncio.sleep(0.001)  # the node lets go when it sees the end of the connection
     with pytest.raises(AdapterUnavailable, match="went away"):
-        async with brought_in(str(away.place.adapter_socket), "ft:m@s1", 10):
+        async with brought_in(str(away.config.adapter_socket), "ft:m@s1", 10):
             pass

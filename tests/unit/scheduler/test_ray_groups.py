@@ -19,23 +19,23 @@ LEASE = Lease("l1:job:j", Holder("job", "j"), ("n0/0", "n0/1"))
 IDLE = {"alive": False, "done": False, "job_id": "", "rank": 0, "world_size": 0, "pid": None, "parked": ""}
 
 
-def place(rank, size=3, alive=True, done=False):
+def status(rank, size=3, alive=True, done=False):
     return {"job_id": "j", "rank": rank, "world_size": size, "alive": alive, "done": done}
 
 
 @pytest.mark.parametrize(
-    "places, whole",
+    "statuses, whole",
     [
-        ([place(2), place(0), place(1)], True),
-        ([place(0, alive=False, done=True), place(1), place(2)], True),  # rank 0 left first, the others follow
-        ([place(0), place(1)], False),  # the controller died before it had started the third
-        ([place(0), place(1, alive=False), place(2)], False),  # one died
-        ([place(0, 1), place(0), place(1)], False),  # two worlds of one job
-        ([place(0), place(0), place(1)], False),
+        ([status(2), status(0), status(1)], True),
+        ([status(0, alive=False, done=True), status(1), status(2)], True),  # rank 0 left first, the others follow
+        ([status(0), status(1)], False),  # the controller died before it had started the third
+        ([status(0), status(1, alive=False), status(2)], False),  # one died
+        ([status(0, 1), status(0), status(1)], False),  # two worlds of one job
+        ([status(0), status(0), status(1)], False),
     ],
 )
-def test_a_world_is_whole_when_every_rank_of_it_is_there(places, whole):
-    assert is_whole(places) is whole
+def test_a_world_is_whole_when_every_rank_of_it_is_there(statuses, whole):
+    assert is_whole(statuses) is whole
 
 
 def test_what_a_start_reads_is_told_by_the_manifest_or_not_at_all(tmp_path):
@@ -50,7 +50,7 @@ class RankHost:
     def __init__(self) -> None:
         self.dead: BaseException | None = None
         self.stopped = False
-        self.place = dict(IDLE)
+        self.reported = dict(IDLE)
         self.asked: list[str] = []
         self.killing = asyncio.Event()
         self.killing.set()
@@ -81,13 +81,13 @@ class RankHost:
         return {"pid": 1, "kernel": "another"}
 
     async def do_status(self) -> dict[str, Any]:
-        return self.place
+        return self.reported
 
     async def do_parked(self) -> None:
         return None
 
     async def do_start(self, spec, rank, world_size, *_, **__) -> dict[str, Any]:
-        self.place = {**IDLE, "alive": True, "job_id": "j", "rank": rank, "world_size": world_size, "pid": 7}
+        self.reported = {**IDLE, "alive": True, "job_id": "j", "rank": rank, "world_size": world_size, "pid": 7}
         return {"pid": 7}
 
     async def do_next_event(self, after: int) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class RankHost:
 
     async def do_kill(self) -> None:
         await self.killing.wait()
-        self.place = dict(IDLE)
+        self.reported = dict(IDLE)
 
     async def do_drop_parked(self, job_id: str) -> None: ...
 
@@ -116,7 +116,7 @@ class Box:
         here = SimpleNamespace(name="n0", warm_socket=lambda name: "/w", log_dir="/l", numa_nodes=lambda devices: ())
         nodes = SimpleNamespace(
             home=here,
-            place_of=lambda ids, verb, target: here,
+            config_of=lambda ids, verb, target: here,
             here=self.find_or_make,
             device=lambda device_id: Device(device_id, "n0", int(device_id[-1])),
             wait_warm=self.nothing,
@@ -270,7 +270,7 @@ async def test_what_a_verb_ended_while_it_was_looked_at_is_no_lost_group(box):
     asked = asyncio.Event()
 
     async def slow_status(self: RankHost) -> dict[str, Any]:
-        seen = dict(self.place)
+        seen = dict(self.reported)
         asked.set()
         await stopped.wait()
         return seen

@@ -21,8 +21,8 @@ from scheduler.ray.nodes import Nodes
 class Agent:
     """A handle to the actor of a node: what is called on it, and what it answers."""
 
-    def __init__(self, place):
-        self.it, self.calls, self.going, self.stopped, self.available = place, [], False, False, 32
+    def __init__(self, node_config):
+        self.it, self.calls, self.going, self.stopped, self.available = node_config, [], False, False, 32
 
     def __getattr__(self, method):
         class Call:
@@ -32,7 +32,7 @@ class Agent:
                 if self.stopped:
                     await asyncio.Event().wait()
                 match method:
-                    case "place":
+                    case "config":
                         return self.it
                     case "report":
                         return NodeReport(self.going, MemoryReading(64, self.available))
@@ -49,7 +49,7 @@ class Agent:
         return Call
 
 
-def place(name, kind="cpu"):
+def config_of(name, kind="cpu"):
     devices = logical_devices(2, name) if kind == "cpu" else (Device(f"{name}/0", name, 0, "cuda"),)
     root = Path("/dev/shm") / name
     return NodeConfig(name, f"10.0.0.{name[1:]}", devices, root / "run", root, root, (), root / "token", root / "jobs")
@@ -61,9 +61,9 @@ class Machines:
     def __init__(self):
         self.on, self.agents = {}, {}
 
-    def start(self, place):
-        self.on[place.name] = place
-        return self.agents.setdefault(f"node:{place.name}", Agent(place))
+    def start(self, node_config):
+        self.on[node_config.name] = node_config
+        return self.agents.setdefault(f"node:{node_config.name}", Agent(node_config))
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def ray(monkeypatch):
     async def alive():
         return {name: {f"device:{device.id}" for device in one.devices} for name, one in machines.on.items()}
 
-    async def started(place, ray_id):
-        return machines.start(place)
+    async def started(node_config, ray_id):
+        return machines.start(node_config)
 
     fakes = {"actor_names": names, "find_actor": machines.agents.get, "_alive": alive, "_start": started}
     for name, fake in fakes.items():
@@ -88,9 +88,9 @@ def ray(monkeypatch):
 @pytest.fixture
 async def nodes(ray):
     for name, kind in (("n0", "cpu"), ("n1", "cpu"), ("n2", "cuda")):
-        ray.start(place(name, kind))
+        ray.start(config_of(name, kind))
     ray.told = []
-    made = Nodes(place("n0"), lambda name, what, devices: ray.told.append((name, what)))
+    made = Nodes(config_of("n0"), lambda name, what, devices: ray.told.append((name, what)))
     assert made.alike() == ("n0",), "before anything is known a job may not run just anywhere"
     await made.connect()
     return made
@@ -99,6 +99,16 @@ async def nodes(ray):
 async def test_jobs_run_on_nodes_with_devices_of_homes_kind(nodes):
     assert nodes.alike() == ("n0", "n1")
     assert {device.node for device in nodes.devices} == {"n0", "n1", "n2"}
+
+
+async def test_nodes_are_asked_now_and_one_that_is_stopped_has_no_answer(nodes, ray, monkeypatch):
+    monkeypatch.setattr(ray_nodes, "ANSWER_S", 0.01)
+    ray.agents["node:n1"].stopped, ray.agents["node:n2"].going = True, True
+    told = {node["id"]: node for node in await nodes.asked()}
+    assert list(told) == ["n0", "n1", "n2"] and [node["home"] for node in told.values()] == [True, False, False]
+    assert told["n1"]["answered_s"] is None and told["n1"]["memory_available_bytes"] == 32, "what it said last"
+    assert told["n2"]["answered_s"] >= 0 and told["n2"]["leaves"] and told["n2"]["memory_bytes"] == 64
+    assert told["n1"]["devices"] == ["n1/0", "n1/1"]
 
 
 async def test_devices_of_a_node_that_leaves_are_drained_until_it_is_gone(nodes, ray):
@@ -112,7 +122,7 @@ async def test_devices_of_a_node_that_leaves_are_drained_until_it_is_gone(nodes,
     ray.told.clear()
     del ray.on["n1"], ray.agents["node:n1"]
     assert await nodes.look() and ray.told == [("n1", "left")]
-    ray.start(place("n1"))
+    ray.start(config_of("n1"))
     assert await nodes.look()
     assert all(device.health == "ok" for device in nodes.devices), "it is back, and stays"
 
@@ -120,21 +130,21 @@ async def test_devices_of_a_node_that_leaves_are_drained_until_it_is_gone(nodes,
 async def test_an_agent_that_died_with_its_node_is_not_mourned_before_ray_says_so(nodes, ray, monkeypatch):
     """Ray names a dying node among the living for a moment; starting its agent then ended the controller."""
 
-    async def refused(place, ray_id):
+    async def refused(node_config, ray_id):
         raise ActorUnschedulableError("the node does not exist any more")
 
     monkeypatch.setattr(ray_nodes, "_start", refused)
     del ray.agents["node:n1"]
     assert not await nodes.look()
-    assert nodes.place("n1") is not None
+    assert nodes.config("n1") is not None
     ray.told.clear()
     del ray.on["n1"]
-    assert await nodes.look() and nodes.place("n1") is None and ray.told == [("n1", "lost")]
+    assert await nodes.look() and nodes.config("n1") is None and ray.told == [("n1", "lost")]
 
 
 @pytest.mark.parametrize("dies", ["n0", "n1"])
 async def test_tunnels_are_opened_again_when_an_agent_at_one_end_was_started_anew(nodes, ray, dies):
-    away = nodes.place("n1")
+    away = nodes.config("n1")
 
     def opened(agents):
         return [
@@ -156,15 +166,15 @@ async def test_tunnels_are_opened_again_when_an_agent_at_one_end_was_started_ane
 
 async def test_a_stopped_agent_holds_up_neither_the_look_nor_the_readings(ray, nodes, monkeypatch):
     monkeypatch.setattr(ray_nodes, "ANSWER_S", 0.01)
-    ray.start(place("n3"))
+    ray.start(config_of("n3"))
     for name in ("n1", "n3"):
         ray.agents[f"node:{name}"].stopped = True
     await asyncio.wait_for(nodes.look(), 5)
-    assert nodes.place("n1") is not None and nodes.place("n3") is None
+    assert nodes.config("n1") is not None and nodes.config("n3") is None
     assert await asyncio.wait_for(nodes.readings(), 5) == ()
     ray.agents["node:n3"].stopped = False
     await nodes.look()
-    assert nodes.place("n3") is not None
+    assert nodes.config("n3") is not None
 
 
 async def test_what_nodes_report_of_their_memory_is_known_and_their_agents_are_asked_for_it(nodes, ray):
@@ -185,9 +195,9 @@ async def test_what_nodes_report_of_their_memory_is_known_and_their_agents_are_a
 async def test_a_removed_node_is_ended_whenever_it_shows_itself_and_never_taken_in(ray):
     out: set[str] = set()
     for name in ("n0", "n1"):
-        ray.start(place(name))
+        ray.start(config_of(name))
     told = []
-    nodes = Nodes(place("n0"), lambda name, what, devices: told.append((name, what)), lambda: out)
+    nodes = Nodes(config_of("n0"), lambda name, what, devices: told.append((name, what)), lambda: out)
     await nodes.connect()
     assert {device.node for device in nodes.devices} == {"n0", "n1"}
     out.add("n1")
@@ -196,11 +206,11 @@ async def test_a_removed_node_is_ended_whenever_it_shows_itself_and_never_taken_
     assert told == [("n1", "joined"), ("n1", "lost")]
     assert not await nodes.look() and ray.agents["node:n1"].calls.count(("end",)) == 2
     with pytest.raises(EffectFailed, match="node n1 is gone"):
-        nodes.here(object, "replica:r1", place("n1"))
+        nodes.here(object, "replica:r1", config_of("n1"))
     del ray.on["n1"], ray.agents["node:n1"]
     assert not await nodes.look()
 
-    ray.start(place("n1"))  # its supervision starts it anew, and Ray lets it in
+    ray.start(config_of("n1"))  # its supervision starts it anew, and Ray lets it in
     assert not await nodes.look() and ("end",) in ray.agents["node:n1"].calls
     assert {device.node for device in nodes.devices} == {"n0"}
     out.clear()  # somebody gave it a new token
@@ -208,9 +218,9 @@ async def test_a_removed_node_is_ended_whenever_it_shows_itself_and_never_taken_
 
 
 async def test_until_when_certificates_are_good_is_known_of_nodes_that_have_one(ray):
-    ray.start(place("n0"))
-    ray.start(replace(place("n1"), certificate_ends_s=5.0))
-    nodes = Nodes(place("n0"))
+    ray.start(config_of("n0"))
+    ray.start(replace(config_of("n1"), certificate_ends_s=5.0))
+    nodes = Nodes(config_of("n0"))
     await nodes.connect()
     assert nodes.certificates_end() == {"n1": 5.0}
 

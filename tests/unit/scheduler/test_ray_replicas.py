@@ -54,7 +54,7 @@ async def two(monkeypatch):
     monkeypatch.setattr(replicas, "find_actor", actors.get)
     monkeypatch.setattr(replicas, "LOOK_S", 0.02)
     monkeypatch.setattr(replicas, "ANSWER_S", 0.05)
-    nodes, routing = SimpleNamespace(place=lambda node: None), SimpleNamespace(is_open=lambda replica_id: True)
+    nodes, routing = SimpleNamespace(config=lambda node: None), SimpleNamespace(is_open=lambda replica_id: True)
     found = Replicas(nodes, routing, None, EngineConfig(), lambda event: None)
     yield found, list(actors.values())
     for watcher in found._watchers.values():
@@ -74,7 +74,7 @@ async def test_one_that_is_stopped_hides_no_other_and_is_as_it_was_seen_last(two
 async def test_one_that_was_started_here_is_known_before_the_first_look(two, monkeypatch):
     """The looks are a minute apart, and its supervisor was stopped between its start and the next."""
     found, supervisors = two
-    place = SimpleNamespace(name="n0", warm_socket=lambda name: "/w", log_dir="/l")
+    node_config = SimpleNamespace(name="n0", warm_socket=lambda name: "/w", log_dir="/l")
 
     async def nothing(*_: Any) -> None: ...
 
@@ -85,8 +85,8 @@ async def test_one_that_was_started_here_is_known_before_the_first_look(two, mon
         found,
         "_nodes",
         SimpleNamespace(
-            place_of=lambda *_: place,
-            place=lambda node: None,
+            config_of=lambda *_: node_config,
+            config=lambda node: None,
             wait_warm=nothing,
             here=lambda *_: supervisors[0],
             home=SimpleNamespace(name="elsewhere"),
@@ -138,7 +138,7 @@ class Tunnelled:
     def reachable(self, name: str) -> bool:
         return name not in self.silent
 
-    async def local_socket(self, place: Any, replica_id: str) -> Path:
+    async def local_socket(self, node_config: Any, replica_id: str) -> Path:
         return Path("/s")
 
 
@@ -149,11 +149,11 @@ async def test_engines_of_a_node_that_does_not_answer_are_avoided_until_it_does_
 
     routing = SimpleNamespace(avoid=avoided.__setitem__, open=opened)
     found = Replicas(nodes, routing, None, EngineConfig(), lambda event: None)  # type: ignore[arg-type]
-    found._places = {f"r{n}": SimpleNamespace(name=f"n{n}") for n in range(2)}  # type: ignore[misc]
+    found._node_configs = {f"r{n}": SimpleNamespace(name=f"n{n}") for n in range(2)}  # type: ignore[misc]
     nodes.silent = frozenset({"n1"})
     nodes.on_silence()
     assert avoided == {"r0": False, "r1": True}
-    found._places["r2"] = SimpleNamespace(name="n1")  # type: ignore[assignment]
+    found._node_configs["r2"] = SimpleNamespace(name="n1")  # type: ignore[assignment]
     await found._open("r2", "m", "v1")
     assert avoided["r2"], "opened while its node is out of reach"
 

@@ -42,9 +42,9 @@ def test_both_warm_parents_get_it(tmp_path):
     paths.shm_root.mkdir()
     gpus = (Device("n0/0", "n0", 0, "cuda"),)
     for devices, kind in ((gpus, "cuda"), (logical_devices(2), "cpu")):
-        place = node_config_of(BoxConfig(), paths, devices)
-        assert [dict(spec.env)["DS_ACCELERATOR"] for spec in place.warm] == [kind, kind]
-        assert all("GLIBC_TUNABLES" in dict(spec.env) for spec in place.warm)
+        node_config = node_config_of(BoxConfig(), paths, devices)
+        assert [dict(spec.env)["DS_ACCELERATOR"] for spec in node_config.warm] == [kind, kind]
+        assert all("GLIBC_TUNABLES" in dict(spec.env) for spec in node_config.warm)
 
 
 def test_processes_run_beside_their_devices_unless_told_otherwise(tmp_path):
@@ -61,5 +61,5 @@ def test_processes_run_beside_their_devices_unless_told_otherwise(tmp_path):
 def test_what_the_warm_parents_import_exists(tmp_path):
     paths = BoxPaths.of(tmp_path / "data", tmp_path)
     paths.shm_root.mkdir()
-    place = node_config_of(BoxConfig(), paths, logical_devices(2))
-    assert all(importlib.util.find_spec(spec.preload) for spec in place.warm)
+    node_config = node_config_of(BoxConfig(), paths, logical_devices(2))
+    assert all(importlib.util.find_spec(spec.preload) for spec in node_config.warm)

@@ -1,0 +1,114 @@
+"""Bounds what one request may take of an engine's steps, in which all others wait: its grammar and its logits.
+
+xgrammar's rule for `patternProperties` and `propertyNames` takes whitespace after a comma in two places. Each space
+then doubles what it keeps of an answer so far: 120 tokens of spaces, which `logit_bias` can ask for, took 0.6 s for
+each further token of all requests, and 2.5 GB. So a run of whitespace in JSON is bounded, as xgrammar can do itself.
+
+Another such rule may be found. So each grammar's time within the steps is measured: beyond what any real form takes it
+ends its own request.
+
+Where log-probabilities of a prompt are asked for, vLLM's first model runner (all CPU engines; GPU engines that draft
+tokens from the prompt) computes the logits of all its tokens of a step at once, each row as long as the vocabulary, in
+float32 and with several copies: 1,700 tokens took 1.5 GB with 49,152, and a step of 8,192 with 151,936 would take more
+than 20 GB. Its second runner computes 1,024 rows at a time. So the first does it in slices, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from typing import Any
+
+# As deep as people indent; 32 cost 20 ms of compiling, in a thread that gives way.
+WHITESPACE = 32
+# Of one step; real forms take 0.01 to 30 ms of one. And how much all steps may take beyond it.
+STEP_S = 0.02
+MOST_BEYOND_S = 0.5
+# Of logits: 80 MB of each copy with a vocabulary of 151,936.
+ROWS = 128
+
+
+def bound_whitespace(compiler: Any) -> None:
+    """compiler: xgrammar.GrammarCompiler."""
+    of_schema, of_tag = compiler.compile_json_schema, compiler.compile_structural_tag
+
+    @functools.wraps(of_schema)
+    def compile_json_schema(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs.setdefault("max_whitespace_cnt", WHITESPACE)
+        return of_schema(self, *args, **kwargs)
+
+    @functools.wraps(of_tag)
+    def compile_structural_tag(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], str):
+            args = (json.dumps(with_bounds(json.loads(args[0]))),)
+        return of_tag(self, *args, **kwargs)
+
+    compiler.compile_json_schema = compile_json_schema
+    compiler.compile_structural_tag = compile_structural_tag
+
+
+def with_bounds(tag: Any) -> Any:
+    """A structural tag whose JSON contents all have a bound of whitespace; their schemas stay as they are."""
+    if isinstance(tag, list):
+        return [with_bounds(inner) for inner in tag]
+    if not isinstance(tag, dict):
+        return tag
+    if tag.get("type") == "json_schema":
+        most = tag.get("max_whitespace_cnt")
+        return {**tag, "max_whitespace_cnt": WHITESPACE if most is None else most}
+    return {name: with_bounds(inner) for name, inner in tag.items()}
+
+
+def bound_time(grammar: Any) -> None:
+    """grammar: a class of vLLM's StructuredOutputGrammar, whose two methods run within a step. A request whose grammar
+    does not accept its token is ended with an error."""
+    fill, accept = grammar.fill_bitmask, grammar.accept_tokens
+
+    @functools.wraps(fill)
+    def fill_bitmask(self: Any, bitmask: Any, idx: int) -> None:
+        began_s = time.thread_time()
+        fill(self, bitmask, idx)
+        _spent(self, time.thread_time() - began_s)
+
+    @functools.wraps(accept)
+    def accept_tokens(self: Any, request_id: str, tokens: list[int]) -> bool:
+        began_s = time.thread_time()
+        accepted = accept(self, request_id, tokens)
+        _spent(self, time.thread_time() - began_s)
+        return accepted and getattr(self, "shm_beyond_s", 0.0) <= MOST_BEYOND_S
+
+    grammar.fill_bitmask = fill_bitmask
+    grammar.accept_tokens = accept_tokens
+
+
+def _spent(grammar: Any, took_s: float) -> None:
+    if took_s > STEP_S:
+        grammar.shm_beyond_s = getattr(grammar, "shm_beyond_s", 0.0) + took_s - STEP_S
+
+
+def slice_prompt_logprobs(runner: Any) -> None:
+    """runner: vllm.v1.worker.gpu_model_runner.GPUModelRunner."""
+    compute = runner._get_prompt_logprobs_dict
+
+    @functools.wraps(compute)
+    def run(self: Any, hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        """vLLM's function takes from the batch where a request stands in `hidden_states`. So it gets these from the
+        slice on, as if an earlier step had computed the tokens before it."""
+        found: dict[str, Any] = {}
+        for req_id in list(self.num_prompt_logprobs):
+            tokens, request = num_scheduled_tokens.get(req_id), self.requests[req_id]
+            if tokens is None:
+                continue
+            computed = request.num_computed_tokens
+            try:
+                for at in range(0, tokens, ROWS):
+                    request.num_computed_tokens = computed + at
+                    found |= compute(self, hidden_states[at:], {req_id: min(ROWS, tokens - at)})
+                    if req_id not in self.num_prompt_logprobs:
+                        break  # it has its whole prompt
+            finally:
+                request.num_computed_tokens = computed
+        return found
+
+    runner._get_prompt_logprobs_dict = run
