@@ -1,26 +1,26 @@
 """Estimates the processor time that engines take to compile a JSON schema to a grammar. Pure: from a table of measured
-costs, for what costs more than the number of its parts says (benchmarks/grammar_costs.py measures them again).
+costs, for what costs more than the number of its parts says.
 
-Measured with xgrammar 0.2.8 and llguidance 1.7.6, one thread, 100,000 tokens. Where a schema has forms that xgrammar
-declines, llguidance reads it on the event loop that sends all tokens: of that, 50 ms; of all together, a second.
+Measured with xgrammar 0.2.8 and llguidance 1.7.6, one thread, a tokenizer of 49,152 tokens (SmolLM2's). What xgrammar
+declines is read by llguidance on the event loop that sends all tokens: of that, 50 ms; of all together, a second.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-# µs for each pair of an optional property and a property that may follow it: 50 of any type took 1.1 s, 57 texts 1.0 s.
-_ANY_PAIR: Final = 400
-_TEXT_PAIR: Final = 300
-_NUMBER_PAIR: Final = 80
-# With minProperties or maxProperties, for each property and each count of them: 40 with at most 20 took 0.6 s.
-_COUNTED: Final = 800
-# Each character of a long literal is a state of the grammar: 100,000 took 2.6 s. Of short ones most are shared.
+# µs for each pair of an optional property and one that may follow it: 440 of any type took 0.95 s, 220 texts 0.2 s.
+_ANY_PAIR: Final = 5
+_TEXT_PAIR: Final = 4
+_NUMBER_PAIR: Final = 2
+# With minProperties or maxProperties, for each property and each count of them: 150 with at most 100 took 5 s.
+_COUNTED: Final = 300
+# Each character of a long literal is a state of the grammar: 100,000 took 2.5 s. Of short ones most are shared.
 _LITERAL_CHAR: Final = 26
 _SHORT_LITERAL: Final = 64
-# Each use of a format is a regular expression of its own: 300 of `uri` took 0.35 s on the event loop, of `ipv6` 0.14 s,
-# of `email` 0.09 s. As here a second stands for 50 ms there, these are twenty times that.
-_FORMATS: Final = {"uri": 20_000, "uri-reference": 20_000, "uri-template": 20_000, "ipv6": 10_000, "email": 6_000}
+# Each use of a format is a regular expression of its own: 300 of `ipv6` took 6 s; of `uri` 0.35 s on the event loop, of
+# `email` 0.09 s. As here a second stands for 50 ms there, those are twenty times what they took.
+_FORMATS: Final = {"uri": 20_000, "uri-reference": 20_000, "uri-template": 20_000, "ipv6": 20_000, "email": 6_000}
 _OTHER_FORMAT: Final = 2_500
 # Of an `allOf` whose members have alternatives, each combination of them: 729 took 50 ms on the event loop.
 _COMBINATION: Final = 1_400

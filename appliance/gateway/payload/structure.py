@@ -272,8 +272,8 @@ class _Budget:
         if self._us > MOST_US:
             raise _too_complex(
                 name,
-                f"its grammar would take about {self._us / 1e6:.1f} s of an engine's time (many optional properties, "
-                "long texts that stand as they are, formats, or alternatives that must hold together)",
+                f"its grammar would take about {self._us / 1e6:.1f} s of an engine's time (counted or optional "
+                "properties, long texts that stand as they are, formats, or alternatives that must hold together)",
                 "1 s",
             )
 
