@@ -805,6 +805,15 @@ def test_the_arguments_of_earlier_calls_are_weighed_as_the_body_is(route: Any, a
     assert refusal(route, _called_with(route, arguments)).code == code
 
 
+def test_the_arguments_of_a_call_of_the_older_kind_are_weighed_too() -> None:
+    call = {"name": "f", "arguments": "[" * 5000 + "]" * 5000}
+    asked = chat()
+    asked["messages"] += [{"role": "assistant", "content": None, "function_call": call}]
+    assert refusal(CHAT, asked).status == 400
+    call["arguments"] = "{}"
+    assert check_body(CHAT, orjson.dumps(asked), LIMITS).model == "m"
+
+
 @pytest.mark.parametrize("route", [CHAT, RESPONSES])
 def test_arguments_that_hold_much_text_or_few_values_pass(route: Any) -> None:
     code = orjson.dumps({"code": 'if (a["b"]) { f([1, 2], "c\\n") }\n' * 20_000, "at": {"x": [1, 2]}}).decode()
