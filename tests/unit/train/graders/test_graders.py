@@ -12,7 +12,7 @@ from train.graders import formula
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 from train.graders.graders import parse
 from train.graders.grading import Graded, ModelAnswer, grade, requests
-from train.graders.templates import Sample, fill
+from train.graders.templates import MAX_TEXT, Sample, fill
 
 CHECK = {"type": "string_check", "name": "same", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
 SCORE = {
@@ -59,6 +59,16 @@ def graded(given: object, text: str, item: object = None, answers: dict | None =
 def test_a_string_is_compared(operation: str, text: str, answer: str, reward: float) -> None:
     found = graded({**CHECK, "operation": operation}, text, {"answer": answer})
     assert (found.reward, found.passed, found.errors) == (reward, reward == 1, GradingErrors())
+
+
+def test_braces_that_close_nothing_cost_nothing() -> None:
+    # No variable goes past the next braces: a template of nothing else is read once, not once for each of them.
+    assert fill("{{ a {{ item.b }} }}", Sample(""), {"b": 1}) == "{{ a 1 }}"
+    many = "{{" * (MAX_TEXT // 2)
+    parse({**CHECK, "operation": "eq", "input": many})
+    assert fill(many, Sample(""), None) == many
+    with pytest.raises(GradingFailed, match="no JSON"):
+        _ = Sample("[" * 100_000).output_json
 
 
 def test_templates_reach_into_items_and_samples() -> None:
