@@ -164,7 +164,7 @@ class BoxPaths:
         """Make every directory, 0700, and the Ray token, 0600. Raises UnsafeFolder."""
         for folder in (self.data_dir, self.files, self.models, self.jobs, self.batches, self.uploads, self.logs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_closed(folder)
+            check_closed(folder)
         self.shm_root.mkdir(mode=0o700, exist_ok=True)
         _check_ours(self.shm_root)
         self.shm_root.chmod(0o700)
@@ -198,9 +198,11 @@ def _check_ours(folder: Path) -> None:
         )
 
 
-def _check_closed(folder: Path) -> None:
+def check_closed(folder: Path) -> None:
     """Whoever may write here can put in place what the box trusts: its token for Ray, or what engines compiled. It may
-    lie where everybody makes folders, so that somebody else made it first. Root's own are root's to give."""
+    lie where everybody makes folders, so that somebody else made it first. Root's own are root's to give.
+
+    Raises UnsafeFolder."""
     status = os.stat(folder)
     if status.st_uid not in (os.geteuid(), 0):
         raise UnsafeFolder(

@@ -63,7 +63,7 @@ def cold(devices: int, jobs: int, seed: int = 0) -> PlanInput:
             DeploymentView(f"m{n}", "v1", rng.choice((1, 1, 2, 4)), 1, 16, Demand(inflight=40, last_request_s=NOW_S))
             for n in range(models)
         ),
-        epoch=1,
+        handover_id=1,
     )
 
 
@@ -83,7 +83,7 @@ def after(plan_input: PlanInput, allocation: Allocation) -> tuple[PlanInput, Box
         replicas={r.id: r for r in replicas},
         groups={j: GroupView(j, d) for j, d in groups.items()},
     )
-    return replace(plan_input, jobs=jobs, replicas=replicas, memory=allocation.memory, epoch=2), box
+    return replace(plan_input, jobs=jobs, replicas=replicas, memory=allocation.memory, handover_id=2), box
 
 
 def burst(plan_input: PlanInput) -> PlanInput:
@@ -97,7 +97,7 @@ def timed(plan_input: PlanInput, box: Box, repeat: int) -> tuple[float, int]:
     for _ in range(repeat):
         began_s = time.perf_counter()
         allocation = plan(plan_input, NOW_S, CONFIG)
-        chains = len(handover.steps(box, allocation, plan_input.epoch).chains)
+        chains = len(handover.steps(box, allocation, plan_input.handover_id).chains)
         seconds.append(time.perf_counter() - began_s)
     return sorted(seconds)[len(seconds) // 2], chains
 

@@ -249,7 +249,7 @@ class Box:
         # Each Ray has its own address: with the address of the one before the controller waits for half a minute.
         await self._ray.running()
         options = ("--config-json", self._config.model_dump_json(), "--ray-address", self._ray_address)
-        return await self._python("controller", "-m", "appliance.controller.main", *options)
+        return await self._python("controller", "-P", "-m", "appliance.controller.main", *options)
 
     async def _start_gateway(self) -> asyncio.subprocess.Process:
         gateway = self._config.gateway.model_dump() | {
@@ -263,7 +263,7 @@ class Box:
             "otlp_endpoint": self._config.observability.otlp_endpoint,
             "stores_responses": self._config.controller.responses_kept_days > 0,
         }
-        return await self._python("gateway", "-m", "appliance.gateway.main", "--config-json", json.dumps(gateway))
+        return await self._python("gateway", "-P", "-m", "appliance.gateway.main", "--config-json", json.dumps(gateway))
 
     async def _python(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
         with open(self._paths.logs / f"{name}.log", "ab") as output:

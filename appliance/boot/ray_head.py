@@ -142,7 +142,7 @@ async def _start(
         f"--temp-dir={paths.ray_session}",
         f"--resources={json.dumps(resources)}",
     ]
-    command = ["-m", "scheduler.ray.start", str(paths.ray_logs), "start", *where, "--block", *options]
+    command = ["-P", "-m", "scheduler.ray.start", str(paths.ray_logs), "start", *where, "--block", *options]
     with open(log_path, "ab") as log:
         return await start_process(command, log, env)
 

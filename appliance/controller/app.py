@@ -47,7 +47,7 @@ from appliance.controller.openai import batch_routes, checkpoint_permissions, jo
 from appliance.controller.responses.stored import StoredResponses
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import idempotency
-from train.graders.host import GraderHost
+from train.graders.hosts import GraderHosts
 
 
 def create_app(context: ControllerContext) -> FastAPI:
@@ -59,7 +59,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     validation, running, runner = JobValidation(context), Operations(context), BatchRunner(context)
     compared, stored = Canaries(context), StoredResponses(context)
     background = BackgroundResponses(context, stored)
-    graders = GraderHost()
+    graders = GraderHosts()
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -65,7 +65,7 @@ def _run(module: str, options: Sequence[str], on_event: Callable[[dict[str, Any]
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *options],
+            [sys.executable, "-P", "-m", module, *options],
             # A library that asks whether to run a model's own code gets no answer.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -62,7 +62,7 @@ def try_template(template: str) -> str | None:
             "chat template", f"{len(template)} characters long; at most {MAX_TEMPLATE_CHARACTERS} are accepted"
         )
     try:
-        command = [sys.executable, "-m", "appliance.models.template_trial"]
+        command = [sys.executable, "-P", "-m", "appliance.models.template_trial"]
         done = subprocess.run(command, input=json.dumps(template), capture_output=True, text=True, timeout=WALL_S)
     except subprocess.TimeoutExpired as error:
         raise TemplateRefused(

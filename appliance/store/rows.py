@@ -185,10 +185,12 @@ class JobRow:
     phase: what is (the scheduler writes it); wanted: what a person asked for (the API writes it).
     hyperparameters: as requested; resolved: the training spec fields after "auto" was worked out, None until validated.
     output_model: name of the model it makes, shown as `fine_tuned_model` once it succeeded.
-    snapshot: {"step", "path"} of the newest resumable state; stays after the end until its bytes were given back.
+    snapshot: {"step", "path"} of the newest resumable state, how many were "written", the "stall_s" of all, and which
+        was the last that an event "told" of; stays after the end until its bytes were given back.
     devices: device names held now.
     owner: of the key it was made with, at that time; empty for the box itself. held: an operator keeps it waiting.
-    general: numbers of the general questions that its model answered, "before" the job and "after" it, and "asked".
+    general: numbers of the general questions that its model answered, "before" the job and "after" it, and "asked";
+        "of": what the answers before follow from (train.data.general_questions.answers_key).
     asked_sizes: numbers of devices it may run on as requested; allowed_sizes: those of them its batch size divides by.
     """
 
@@ -229,7 +231,7 @@ class JobRow:
     eta_s: float | None = None
     trained_tokens: int | None = None
     result_files: list[str] = json_column(default_factory=list)
-    general: dict[str, list[int]] | None = json_column(default=None)
+    general: dict[str, Any] | None = json_column(default=None)
     started_s: float | None = None
     finished_s: float | None = None
 

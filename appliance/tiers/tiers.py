@@ -152,14 +152,14 @@ class Tiers:
                 found |= {Name(kind, stored.model, stored.version): stored for stored in store.list(kind)}
         return found
 
-    def places(self, name: Name) -> list[str]:
-        """Names of the places that have `name`, or that had it at the last look."""
+    def tiers_of(self, name: Name) -> list[str]:
+        """Names of the tiers that have `name`, or that had it at the last look."""
         memory = ["memory"] if version_path(self.store.root, *name).is_dir() else []
         return memory + [tier.level.name for tier in self.all if name in tier.here]
 
-    def version_places(self, model: str, version: str) -> list[str]:
+    def tiers_of_version(self, model: str, version: str) -> list[str]:
         row = models.find_version(self._db, model, version)
-        return [] if row is None else self.places(name_of(row))
+        return [] if row is None else self.tiers_of(name_of(row))
 
     def known(self) -> list[Name]:
         """Everything that any place had at the last look."""

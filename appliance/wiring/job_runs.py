@@ -19,10 +19,11 @@ from appliance.store.rows import DeploymentRow, JobRow, VersionRow
 from appliance.tiers.facts import name_of
 from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
+from train.data.general_questions import answers_key
 from train.plan.spec import TrainSpec
 from train.run.event_log import read_events
 from weights.format.errors import IntegrityError, NotSealed, StoreFull, VersionLeased, VersionNotFound, WeightsError
-from weights.format.names import step_of
+from weights.format.names import MANIFEST_FILE, step_of
 from weights.memory.store import StoredVersion, WeightStore
 from weights.tiers.copies import verify
 from weights.tiers.record import Name
@@ -103,6 +104,7 @@ class JobRuns:
                 "job_id": job_id,
                 "method": row.method,
                 **base,
+                **self._general(row, base),
                 "train_path": str(folder / "train.jsonl"),
                 "valid_path": str(folder / "valid.jsonl") if row.validation_file else None,
                 "run_dir": str(folder),
@@ -115,6 +117,23 @@ class JobRuns:
         )
         (folder / "spec.json").write_text(spec.to_json())
         return spec
+
+    def _general(self, row: JobRow, base: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a TrainSpec that say what an earlier job heard of the same starting model."""
+        resolved = row.resolved or {}
+        paths = [Path(base[name]) / MANIFEST_FILE for name in ("base_path", "base_adapter") if base.get(name)]
+        if not resolved.get("general_questions") or not all(path.is_file() for path in paths):
+            return {}
+        manifests = [path.read_bytes() for path in paths]
+        of = answers_key(manifests, str(resolved.get("precision")), str(resolved.get("device_kind")))
+        known = jobs.most_asked(self._db, of)
+        if known is None or known.general is None:
+            return {"general_of": of}
+        return {
+            "general_of": of,
+            "general_asked": len(known.general["asked"]),
+            "general_right": known.general["before"],
+        }
 
     def _base(self, row: JobRow) -> dict[str, Any]:
         """The fields of a TrainSpec that say what is trained: the version that was active when the job was queued.

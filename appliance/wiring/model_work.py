@@ -58,8 +58,8 @@ class LibraryOps:
     async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
         return _stats(await _thread(self._library.make_starter, minutes=minutes, report=_reporter(report)))
 
-    async def verify(self, name: str, places: list[VersionPaths], report: Report) -> dict[str, Any]:
-        found = await self._check([Name(place.kind, name, place.version) for place in places], report)
+    async def verify(self, name: str, paths: list[VersionPaths], report: Report) -> dict[str, Any]:
+        found = await self._check([Name(one.kind, name, one.version) for one in paths], report)
         return {"versions": found.whole, "unsealed": found.unsealed, **found.totals()}
 
     async def verify_tiers(self, report: Report) -> dict[str, Any]:
@@ -72,13 +72,13 @@ class LibraryOps:
             raise OperationFailed("; ".join(found.faults), code="copies_damaged")
         return found
 
-    async def remove(self, name: str, places: list[VersionPaths]) -> None:
+    async def remove(self, name: str, paths: list[VersionPaths]) -> None:
         self._let_go(name)
-        for place in places:
-            names = [Name(kind, name, place.version) for kind in ("version", "adapter")]
+        for one in paths:
+            names = [Name(kind, name, one.version) for kind in ("version", "adapter")]
             for one in names:
                 self._flow.stop_copying(one)
-            await _thread(self._library.remove, name, place.version)
+            await _thread(self._library.remove, name, one.version)
             for one in names:
                 await self._forget(one)
                 self._flow.forget(one)

@@ -2,8 +2,9 @@
 
 A process's score is its share of all memory in thousandths plus this number. The steps are deliberately small: they
 only order the box's own processes, and a foreign program that uses a third of the machine still dies before all of
-them. The death of a rank costs the job the steps since its last snapshot; that of a sleeping engine costs a start, of
-an awake engine its streams, of a supervisor what it supervises, and of the main process everything.
+them. The death of what tries somebody's file or code (TRIAL) costs an error; that of a rank costs the job the steps
+since its last snapshot; that of a sleeping engine costs a start, of an awake engine its streams, of a supervisor what
+it supervises, and of the main process everything.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 class DiesAs(IntEnum):
     """`oom_score_adj` of each kind of process. The main process keeps the value from its unit or shell."""
 
+    TRIAL = 400
     RANK = 300
     ASLEEP = 250
     ENGINE = 150

@@ -86,6 +86,7 @@ class NodeAgent:
             Path(spec.socket_path).unlink(missing_ok=True)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",
                 "-m",
                 "runtime.processes.warm_parent",
                 "--socket",

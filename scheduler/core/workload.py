@@ -279,8 +279,9 @@ class ModelMemory:
 class PlanInput:
     """Everything a plan depends on.
 
-    `busy_devices`: devices that a hand-over in progress touches; not available to the plan. `epoch`: names new replicas
-    ("r<epoch>-<n>") and must be new for every input whose plan is carried out.
+    `busy_devices`: devices that a hand-over in progress touches; not available to the plan. `handover_id`: of the
+    hand-over that carries this plan out; it names new replicas ("r<handover_id>-<n>"), so no two plans that are carried
+    out have the same.
     """
 
     policy: Policy
@@ -290,5 +291,5 @@ class PlanInput:
     replicas: tuple[ReplicaView, ...] = ()
     busy_devices: frozenset[str] = frozenset()
     memory: dict[str, ModelMemory] = field(default_factory=dict)
-    epoch: int = 0
+    handover_id: int = 0
     max_asleep: Mapping[str, int] = field(default_factory=dict)

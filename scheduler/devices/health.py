@@ -35,7 +35,7 @@ class Death:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Fault:
     """Why a device must not be used, in one sentence, and whether that may pass without human action."""
 
     reason: str
@@ -48,7 +48,7 @@ def failing(
     now_s: float,
     config: SchedulerConfig,
     on_trial: Collection[str] = (),
-) -> dict[str, Failure]:
+) -> dict[str, Fault]:
     """Every device that must not be used, by its id.
 
     `readings`: by device, oldest first; the first is from the start of the watch. `on_trial`: devices that were
@@ -59,7 +59,7 @@ def failing(
         if told and (failure := _told(told, config.hot_for_s)):
             found[device_id] = failure
     for device_id, reason in _died(deaths, now_s, config, on_trial).items():
-        found.setdefault(device_id, Failure(reason, may_pass=True))
+        found.setdefault(device_id, Fault(reason, may_pass=True))
     return found
 
 
@@ -68,21 +68,21 @@ def trial_after_s(cordons: int, config: SchedulerConfig) -> float:
     return min(config.device_retry_first_s * 2.0 ** min(cordons - 1, 32), config.device_retry_longest_s)
 
 
-def _told(told: tuple[Reading, ...], hot_for_s: float) -> Failure | None:
+def _told(told: tuple[Reading, ...], hot_for_s: float) -> Fault | None:
     last = told[-1]
     if last.lost:
-        return Failure(f"does not answer any more ({last.lost})", may_pass=True)
+        return Fault(f"does not answer any more ({last.lost})", may_pass=True)
     if last.unfit:
-        return Failure(last.unfit, may_pass=True)
+        return Fault(last.unfit, may_pass=True)
     xids = sorted({xid for reading in told for xid in reading.xids} - APPLICATION_XIDS)
     if xids:
-        return Failure(f"reported Xid {', '.join(map(str, xids))}", may_pass=False)
+        return Fault(f"reported Xid {', '.join(map(str, xids))}", may_pass=False)
     if last.remap_failed:
-        return Failure("could not remap a row of its memory", may_pass=False)
+        return Fault("could not remap a row of its memory", may_pass=False)
     if last.ecc_uncorrected is not None and told[0].ecc_uncorrected is not None:
         more = last.ecc_uncorrected - told[0].ecc_uncorrected
         if more > 0:
-            return Failure(f"had {more} uncorrected memory error{'s' * (more > 1)}", may_pass=False)
+            return Fault(f"had {more} uncorrected memory error{'s' * (more > 1)}", may_pass=False)
     hot_since_s = None
     for reading in reversed(told):
         if reading.temperature_c is None or reading.slowdown_c is None or reading.temperature_c < reading.slowdown_c:
@@ -90,7 +90,7 @@ def _told(told: tuple[Reading, ...], hot_for_s: float) -> Failure | None:
         hot_since_s = reading.at_s
     if hot_since_s is not None and last.at_s - hot_since_s >= hot_for_s:
         reason = f"was at {last.temperature_c} °C for {last.at_s - hot_since_s:.0f} s, over its {last.slowdown_c} °C"
-        return Failure(reason, may_pass=True)
+        return Fault(reason, may_pass=True)
     return None
 
 

@@ -41,7 +41,7 @@ from scheduler.loop.explain import explain, mode_of, not_serving, reason_of, wai
 from scheduler.loop.status_reporter import StatusReporter
 from scheduler.loop.view import Transition
 from scheduler.plan.plan import plan
-from scheduler.plan.queue import places
+from scheduler.plan.queue import positions
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class SchedulerLoop:
         """Current state, hand-overs in progress, and why jobs wait; plain values for JSON."""
         plan_input = self._plan_input()
         now_s = self._clock.now_s()
-        queue = places(plan_input.jobs, now_s)
+        queue = positions(plan_input.jobs, now_s)
         return {
             **view.status(self.box, plan_input, self._allocation, self._in_force, queue),
             "troubles": [
@@ -262,7 +262,7 @@ class SchedulerLoop:
         return handover_.steps(
             self.box,
             allocation,
-            plan_input.epoch,
+            plan_input.handover_id,
             busy=self._transitions.keys(),
             over={j for j in self.box.groups if j not in known},
             forced={
@@ -395,7 +395,7 @@ class SchedulerLoop:
             self._state.failures,
             policy=policy or self._in_force.policy,
             memory=self._memory,
-            epoch=self._journal.last_id() + 1,
+            handover_id=self._journal.last_id() + 1,
             now_s=self._clock.now_s(),
         )
 

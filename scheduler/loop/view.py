@@ -33,7 +33,7 @@ def plan_input(
     *,
     policy: Policy,
     memory: dict[str, ModelMemory],
-    epoch: int,
+    handover_id: int,
     now_s: float,
 ) -> PlanInput:
     """The planner's input: the current state, with every moving holder shown at its target."""
@@ -47,7 +47,7 @@ def plan_input(
         replicas=tuple(_replicas(box, moving, now_s)),
         busy_devices=frozenset(busy),
         memory=memory,
-        epoch=epoch,
+        handover_id=handover_id,
         max_asleep=workload.max_asleep,
     )
 
@@ -157,14 +157,14 @@ def status(
         ],
         "jobs": [
             {
-                "id": place.job_id,
-                "position": place.position,
-                "phase": "running" if place.job_id in box.groups else jobs[place.job_id].phase,
-                "devices": list(box.groups[place.job_id].devices) if place.job_id in box.groups else [],
-                "reason": place.reason,
-                "message": allocation.waiting.get(place.job_id, ""),
+                "id": position.job_id,
+                "position": position.position,
+                "phase": "running" if position.job_id in box.groups else jobs[position.job_id].phase,
+                "devices": list(box.groups[position.job_id].devices) if position.job_id in box.groups else [],
+                "reason": position.reason,
+                "message": allocation.waiting.get(position.job_id, ""),
             }
-            for place in queue
+            for position in queue
         ],
         "notes": dict(allocation.notes),
     }

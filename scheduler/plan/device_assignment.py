@@ -13,7 +13,7 @@ from scheduler.core.allocation import GroupPlan, ReplicaPlan
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import node_of
 from scheduler.core.workload import DeploymentView, JobView, PlanInput, ReplicaView
-from scheduler.plan.placement import Pool
+from scheduler.plan.placement import FreeDevices
 
 
 class DeviceAssignment:
@@ -63,11 +63,11 @@ class DeviceAssignment:
         claimed = {d for devices in coming for d in devices}
         self.deferred = self.plan_input.busy_devices - claimed
         free_ids = self.works - claimed
-        self.pool = Pool(self.devices[d] for d in self.devices if d in free_ids)
+        self.free = FreeDevices(self.devices[d] for d in self.devices if d in free_ids)
         held = {d for r in self.plan_input.replicas if r.awake for d in r.devices}
         held |= {d for j in self.plan_input.jobs for d in j.devices}
         held |= self.deferred
-        self.idle_pool = Pool(self.devices[d] for d in self.devices if d in free_ids and d not in held)
+        self.unheld = FreeDevices(self.devices[d] for d in self.devices if d in free_ids and d not in held)
 
         for job_id, size in sizes.items():
             job = self.jobs[job_id]
@@ -93,17 +93,17 @@ class DeviceAssignment:
 
     def place_job(self, job_id: str, size: int) -> None:
         job = self.jobs[job_id]
-        devices = self.pool.choose(size, nodes=job.nodes, near=job.devices, only=self.idle_pool)
+        devices = self.free.choose(size, nodes=job.nodes, near=job.devices, only=self.unheld)
         if devices is None and job.movable and len(job.devices) in job.sizes:
             # The devices for its growth are still being released: keep its size rather than stop it for nothing.
-            devices = job.devices if self.pool.has(job.devices) else None
+            devices = job.devices if self.free.has(job.devices) else None
         if devices is not None:
             self.groups[job_id] = GroupPlan(job_id, devices)
             self.take(devices)
 
     def take(self, devices: tuple[str, ...]) -> None:
-        self.pool.take(devices)
-        self.idle_pool.take(devices)
+        self.free.take(devices)
+        self.unheld.take(devices)
 
     def keep_replicas(self, serving: Mapping[str, int]) -> dict[str, int]:
         """Open replicas that keep their devices, the longest open first."""
@@ -121,7 +121,7 @@ class DeviceAssignment:
             elif replica.model not in counts or counts[replica.model] >= serving[replica.model]:
                 continue
             elif replica.busy is None and replica.state in ("open", "ready", "draining"):
-                if self.fits(replica) and self.pool.has(replica.devices):
+                if self.fits(replica) and self.free.has(replica.devices):
                     self.note_replica(replica, "open")
                     self.take(replica.devices)
                     counts[replica.model] += 1
@@ -137,27 +137,27 @@ class DeviceAssignment:
             return True
         own = self.by_model.get(deployment.model, [])
         asleep = [r for r in own if r.state == "asleep" and r.busy is None and self.fits(r)]
-        asleep.sort(key=lambda r: (not self.idle_pool.has(r.devices), -r.since_s, r.id))
+        asleep.sort(key=lambda r: (not self.unheld.has(r.devices), -r.since_s, r.id))
         # A replica that is going to sleep can be woken in a moment; a new process would take longer than that wait.
         falling = 0
         for replica in own:
             recent = replica.busy == "leaving" and self.now_s - replica.since_s < self.config.await_sleep_s
-            if falling < count and recent and self.pool.has(replica.devices):
+            if falling < count and recent and self.free.has(replica.devices):
                 falling += 1
                 self.take(replica.devices)
                 self.reviews.append(replica.since_s + self.config.await_sleep_s)
         for nth in range(count):
-            home = next((r for r in asleep if r.id not in self.out and self.pool.has(r.devices)), None)
+            home = next((r for r in asleep if r.id not in self.out and self.free.has(r.devices)), None)
             if home is not None and demand_.usable(deployment, self.now_s):
                 self.note_replica(home, "open")
                 self.take(home.devices)
                 continue
             if not demand_.usable(deployment, self.now_s) or count - nth <= falling:
                 return True
-            devices = self.pool.choose(deployment.tensor_parallel, single_node=True, only=self.idle_pool)
+            devices = self.free.choose(deployment.tensor_parallel, single_node=True, only=self.unheld)
             if devices is None:
                 return False
-            new_id = f"r{self.plan_input.epoch}-{self.new}"
+            new_id = f"r{self.plan_input.handover_id}-{self.new}"
             self.new += 1
             self.out[new_id] = ReplicaPlan(
                 new_id,
@@ -218,7 +218,7 @@ class DeviceAssignment:
             if not eager or counts[replica.model] >= deployment.max_replicas or not self.fits(replica):
                 continue
             if demand_.usable(deployment, self.now_s) and not idle.asleep(deployment, self.now_s):
-                if self.pool.has(replica.devices):
+                if self.free.has(replica.devices):
                     self.note_replica(replica, "open")
                     self.take(replica.devices)
                     counts[replica.model] += 1

@@ -1,6 +1,6 @@
 """Chooses exact devices: best fit over nodes, then NVLink and NUMA inside a node.
 
-A pool is a temporary value of one planning round. Every choice costs about the size of one node (plus a heap
+The free devices are a temporary value of one planning round. Every choice costs about the size of one node (plus a heap
 operation), so placing all holders of a cluster is O(devices log nodes).
 """
 
@@ -13,7 +13,7 @@ from itertools import groupby
 from scheduler.core.inventory import Device
 
 
-class Pool:
+class FreeDevices:
     """Devices not yet assigned."""
 
     def __init__(self, devices: Iterable[Device]):
@@ -76,7 +76,7 @@ class Pool:
         single_node: bool = False,
         nodes: Collection[str] = (),
         near: Collection[str] = (),
-        only: Pool | None = None,
+        only: FreeDevices | None = None,
     ) -> tuple[str, ...] | None:
         """The best `count` devices, in node and index order; None if there are too few. Takes nothing.
 
@@ -84,7 +84,7 @@ class Pool:
             single_node: refuse devices of more than one node (a tensor-parallel engine).
             nodes: take them all from one of these; empty: from anywhere.
             near: devices to prefer (what the holder has now).
-            only: first try within this smaller pool (devices that no holder has to leave).
+            only: first try within these fewer (devices that no holder has to leave).
         """
         if count > len(self):
             return None
@@ -106,9 +106,9 @@ class Pool:
             return _pick(list(self._nodes[node].values()), count, frozenset())
         return None if single_node else self._choose_across(count)
 
-    def _on(self, nodes: Collection[str]) -> Pool:
-        """The pool's devices on these nodes."""
-        return Pool(device for node in self._nodes if node in nodes for device in self._nodes[node].values())
+    def _on(self, nodes: Collection[str]) -> FreeDevices:
+        """Those on these nodes."""
+        return FreeDevices(device for node in self._nodes if node in nodes for device in self._nodes[node].values())
 
     def _choose_near(self, count: int, near: Collection[str]) -> tuple[str, ...] | None:
         own: dict[str, int] = {}

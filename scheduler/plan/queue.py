@@ -75,7 +75,7 @@ class QueuePosition:
     reason: str | None
 
 
-def places(jobs: Sequence[JobView], now_s: float) -> list[QueuePosition]:
+def positions(jobs: Sequence[JobView], now_s: float) -> list[QueuePosition]:
     """Every job in queue order, from position 1."""
     out, waiting = [], False
     for position, job in enumerate(order(jobs, now_s), 1):

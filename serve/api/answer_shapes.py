@@ -1,10 +1,10 @@
 """Answers have the shapes of the APIs they speak, where vLLM 0.32 differs: Anthropic's messages and OpenAI's responses.
 
-Anthropic's (https://docs.anthropic.com/en/api/messages): ids begin with `msg_`; a conversation that ends with the
-assistant's own text is continued from there; `thinking` asks nothing of a model that vLLM sees no reasoning of, as
-clients set it for every model. OpenAI's: a stream of /v1/responses that `max_output_tokens` cut off ends with
-`response.incomplete`; null is OpenAI's default for `background` and `truncation`, where vLLM fails once the answer is
-complete.
+Anthropic's (https://docs.anthropic.com/en/api/messages): ids begin with `msg_`, those of calls with `toolu_`; a
+conversation that ends with the assistant's own text is continued from there; `thinking` asks nothing of a model that
+vLLM sees no reasoning of, as clients set it for every model. OpenAI's: a stream of /v1/responses that
+`max_output_tokens` cut off ends with `response.incomplete`; null is OpenAI's default for `background` and `truncation`,
+where vLLM fails once the answer is complete.
 
 A stream that fails ends with vLLM's error object in every API, which the gateway turns into the event of the API that
 the client speaks. By itself vLLM writes it for chat and completions alone: under /v1/messages it is an event of a type
@@ -29,6 +29,9 @@ from vllm.logger import init_logger
 _CHAT_ID = "chatcmpl-"
 _MESSAGE_ID = "msg_"
 _ERROR = 'data: {"error"'
+_CALL_ID, _TOOL_USE_ID = "chatcmpl-tool-", "toolu_"
+# Inside a JSON text a quote is escaped, so this is never what a model wrote.
+_STREAMED_CALL_ID, _STREAMED_TOOL_USE_ID = f'"id":"{_CALL_ID}', f'"id":"{_TOOL_USE_ID}'
 _OTHER_ERROR = "event: error\n"
 
 log = init_logger("vllm.appliance.answer_shapes")
@@ -45,6 +48,7 @@ def apply() -> None:
     served._build_base_request = classmethod(_continues(vars(served)["_build_base_request"].__func__))
     served.create_messages = _without_thinking(served.create_messages)
     served.count_tokens = _without_thinking(served.count_tokens)
+    served.messages_full_converter = _own_call_ids(served.messages_full_converter)
     served.message_stream_converter = _passes_errors(served.message_stream_converter)
     responses.ResponseCompletedEvent = _completed_or_not(responses.ResponseCompletedEvent)
     response_routes._convert_stream_to_sse_events = _ends_with_errors(response_routes._convert_stream_to_sse_events)
@@ -54,6 +58,17 @@ def apply() -> None:
 
 def _own_id(message: anthropic.AnthropicMessagesResponse, context: Any) -> None:
     message.id = _MESSAGE_ID + message.id.removeprefix(_CHAT_ID).removeprefix("req_")
+
+
+def _own_call_ids(convert: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(convert)
+    def run(self: AnthropicServingMessages, answer: Any) -> Any:
+        for call in answer.choices[0].message.tool_calls:
+            if call.id.startswith(_CALL_ID):  # else it is one of the model's own, which its template reads again
+                call.id = _TOOL_USE_ID + call.id.removeprefix(_CALL_ID)
+        return convert(self, answer)
+
+    return run
 
 
 def _continues(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +104,8 @@ def _passes_errors(convert: Callable[..., Any]) -> Callable[..., Any]:
                 if chunk.startswith(_ERROR):
                     failed.append(chunk)
                     return
-                yield chunk
+                # Before vLLM reads them: it tells by the id which call a piece belongs to.
+                yield chunk.replace(_STREAMED_CALL_ID, _STREAMED_TOOL_USE_ID)
 
         async for event in convert(self, until_error()):
             yield _error_event(_message(event)) if event.startswith(_OTHER_ERROR) else event

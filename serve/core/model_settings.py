@@ -188,4 +188,5 @@ class ModelSettings(BaseModel):
             "chat_template": self.chat_template or "",
             "system_prompt": self.system_prompt or "",
             "own_tool_parser": self.tool_parser is None,
+            "own_reasoning_parser": self.reasoning_parser is None,
         }

@@ -33,7 +33,8 @@ class ReplicaSpec:
     ("": no spans). `numa_nodes` are those of the devices, and the engine's processes run on them; None or empty:
     anywhere. `gpu_memory_fraction` of a GPU must be free when the engine starts. `settings` names the model's own
     settings ("": none); `chat_template` and `system_prompt` are texts ("": the checkpoint's, and none);
-    `own_tool_parser`: the one of the model's family parses its tool calls, if there is one.
+    `own_tool_parser`, `own_reasoning_parser`: those of the model's family parse its tool calls and its reasoning, if
+    there are such.
     Raises InvalidReplicaSpec.
     """
 
@@ -66,6 +67,7 @@ class ReplicaSpec:
     chat_template: str = ""
     system_prompt: str = ""
     own_tool_parser: bool = True
+    own_reasoning_parser: bool = True
 
     def __post_init__(self) -> None:
         for field in ("replica_id", "model", "version"):

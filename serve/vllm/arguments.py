@@ -38,6 +38,21 @@ TOOL_PARSERS: Mapping[str, str] = {
     "gpt_oss": "openai",
 }
 
+# vLLM's reasoning parser of a family, and what its chat template has where the model reasons (vllm/reasoning; docs
+# "Reasoning Outputs"). Others with `<think>` tags are read by THINK_PARSER whatever their family.
+REASONING_PARSERS: Mapping[str, tuple[str, str]] = {
+    "gpt_oss": ("openai_gptoss", "<|channel|>"),
+    "seed_oss": ("seed_oss", "<seed:think>"),
+    "granite": ("granite", "Here is my thought process"),
+    "granitemoehybrid": ("granite", "Here is my thought process"),
+    "deepseek_v3": ("deepseek_v3", "thinking"),
+    "gemma4": ("gemma4", "<|channel>"),
+}
+# It takes tags that are several tokens too, knows `enable_thinking: false`, and lets a tool call end the reasoning;
+# deepseek_r1, the other one for these tags, does none of that.
+THINK_PARSER = "qwen3"
+_THINK, _ANSWER_BEGINS = "<think>", "add_generation_prompt"
+
 LORA_RANK_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CPU_WORKER = "serve.cpu.worker.ShmCPUWorker"
 # A custom scheduler loses vLLM's asynchronous scheduling, which vLLM disables on the CPU anyway.
@@ -63,6 +78,21 @@ def tool_parser(model_type: str | None, chat_template: str | None) -> str | None
     if "tools" not in template:
         return None
     return TOOL_PARSERS.get(model_type or "")
+
+
+def reasoning_parser(model_type: str | None, chat_template: str | None) -> str | None:
+    """vLLM's reasoning parser for a model family, None for a model that does not reason.
+
+    A parser takes what stands before the closing tag for reasoning, all of it if there is no tag. So the name of the
+    family is not enough: Qwen3's instruct models do not reason. The template of one that does has the tag where the
+    answer begins, opened for it or closed where reasoning is switched off; older turns alone prove nothing.
+    """
+    template = chat_template or ""
+    own, sign = REASONING_PARSERS.get(model_type or "", (None, ""))
+    if own is not None and sign in template:
+        return own
+    _, found, beginning = template.rpartition(_ANSWER_BEGINS)
+    return THINK_PARSER if found and _THINK in beginning else None
 
 
 def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_template: str | None) -> list[str]:
@@ -141,6 +171,9 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
         parser = tool_parser(model_config.get("model_type"), tooled) if spec.own_tool_parser else None
         if parser is not None and "--tool-call-parser" not in spec.extra_args:
             args += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+        thinks = reasoning_parser(model_config.get("model_type"), tooled) if spec.own_reasoning_parser else None
+        if thinks is not None:
+            args += ["--reasoning-parser", thinks]
     return [*args, *spec.extra_args]
 
 

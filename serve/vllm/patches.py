@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import xgrammar
 from vllm.config import ModelConfig
+from vllm.lora.layers import base_linear
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
@@ -49,6 +50,7 @@ from serve.api import (
     forced_calls,
     grammar_threads,
     impossible_forms,
+    legacy_functions,
     request_faults,
     stream_chunks,
 )
@@ -118,6 +120,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     impossible_forms.apply()
     request_faults.apply()
     forced_calls.apply()
+    # Reads `tools` alone: `functions` of a client were ignored without a word.
+    legacy_functions.apply()
     embedding_requests.apply()
     # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
     stream_chunks.apply()
@@ -138,6 +142,10 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
         EngineCore.preprocess_add_request = _salted(EngineCore.preprocess_add_request)
         EngineCore._attach_weight_version = _attach_weight_version
         punica_cpu.PunicaWrapperCPU = GroupedLoRA
+        # vLLM asks a layer's weight where it lies, and the CPU's int8 kernel (compressed-tensors W8A8) has packed it
+        # away by then.
+        host = torch.device(kind_of(kind).torch_type)
+        base_linear._get_lora_device = lambda layer: host
         gloo_device.apply()
         # vLLM inspects an unknown architecture in a subprocess so as not to initialise CUDA: 10 s of imports that this
         # process has already done.

@@ -34,6 +34,7 @@ CONFIG = {
 
 pytestmark = [
     pytest.mark.soak,
+    pytest.mark.timeout(3600),  # the limit of one test counts the installation too
     pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the real driver would be asked"),
     pytest.mark.skipif(not (shutil.which("cc") and shutil.which("nm")), reason="builds the stubs with cc and nm"),
 ]

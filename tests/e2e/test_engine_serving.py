@@ -92,12 +92,83 @@ async def test_openai_surface_and_no_control_routes(engine_box, replicas):
     )
     assert auto.choices[0].message.role == "assistant"
 
+    await functions_of_the_older_kind(sdk)
+
     with pytest.raises(openai.BadRequestError):
         await sdk.completions.create(model="starter", prompt="x", n=65, max_tokens=1)
     with pytest.raises(openai.NotFoundError):
         await sdk.completions.create(model="someone-else", prompt="x", max_tokens=1)
     await shapes_of_other_apis(spec.socket_path, sdk)
     await no_control_routes(spec.socket_path)
+
+
+async def functions_of_the_older_kind(sdk):
+    """What serve/api/legacy_functions.py makes of them: one call, of the function's schema, whole and streamed."""
+    schema = {**SCHEMA, "properties": {"city": {"enum": ["Bern"]}}}
+    asked = {
+        "model": "starter",
+        "messages": [
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": "{}"}},
+            {"role": "function", "name": "weather", "content": "sunny"},
+        ],
+        "functions": [{"name": "weather", "parameters": schema}],
+        "function_call": {"name": "weather"},
+        "max_tokens": 200,
+        "temperature": 0,
+        "frequency_penalty": 2,  # else blanks without end, which JSON allows
+    }
+    told = (await sdk.chat.completions.create(**asked)).choices[0]
+    assert told.message.tool_calls is None and told.finish_reason in ("stop", "function_call"), told
+    call = told.message.function_call
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Bern"})
+    pieces = [
+        chunk.choices[0] async for chunk in await sdk.chat.completions.create(**asked, stream=True) if chunk.choices
+    ]
+    calls = [piece.delta.function_call for piece in pieces if piece.delta.function_call]
+    assert not any(piece.delta.tool_calls for piece in pieces) and calls[0].name == "weather"
+    assert json.loads("".join(call.arguments or "" for call in calls)) == {"city": "Bern"}
+    with pytest.raises(openai.BadRequestError, match="only allowed when `functions`"):
+        await sdk.chat.completions.create(**{**asked, "functions": openai.NOT_GIVEN})
+
+
+async def test_reasoning_is_separate_in_every_api(engine_box, replicas):
+    """The model only stammers: whatever it says after a template that opens `<think>` is reasoning."""
+    opens = (
+        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% if enable_thinking is not defined or enable_thinking %}<think>"
+        "{% else %}<think></think>{% endif %}{% endif %}"
+    )
+    spec = engine_box.spec("thinks", engine_box.version("a", seed=1), chat_template=opens)
+    replica = replicas()
+    await replica.start(spec)
+    sdk = client(spec)
+    asked = {"model": "starter", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 6, "temperature": 0}
+    told = (await sdk.chat.completions.create(**asked)).choices[0].message
+    assert told.reasoning and not told.content
+    off = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}, "min_tokens": 6}}
+    told = (await sdk.chat.completions.create(**asked, **off)).choices[0].message
+    assert told.content and not told.reasoning
+    deltas = [
+        chunk.choices[0].delta
+        async for chunk in await sdk.chat.completions.create(**asked, stream=True)
+        if chunk.choices
+    ]
+    assert "".join(delta.reasoning or "" for delta in deltas if hasattr(delta, "reasoning"))
+    assert not any(delta.content for delta in deltas)
+    response = await sdk.responses.create(model="starter", input="hello", max_output_tokens=6)
+    assert [item.type for item in response.output] == ["reasoning"], response.output
+
+    transport = httpx.AsyncHTTPTransport(uds=spec.socket_path)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=60) as http:
+        asked["thinking"] = {"type": "adaptive"}
+        (block,) = (await http.post("/v1/messages", json=asked)).json()["content"]
+        assert block["type"] == "thinking" and block["thinking"] and block["signature"], block
+        streamed = (await http.post("/v1/messages", json={**asked, "stream": True})).text
+        assert '"thinking_delta"' in streamed and '"signature_delta"' in streamed, streamed
+        # What it thought comes back with the next turn.
+        asked["messages"] += [{"role": "assistant", "content": [block]}, {"role": "user", "content": "and?"}]
+        assert (await http.post("/v1/messages", json=asked)).status_code == 200
 
 
 async def shapes_of_other_apis(socket_path, sdk):
@@ -129,6 +200,18 @@ async def shapes_of_other_apis(socket_path, sdk):
         )
         # The answer begun goes on: neither its turn is closed nor another one opened.
         assert counted[0] < counted[1] <= counted[0] + 4
+        tool = {"name": "weather", "input_schema": {**SCHEMA, "properties": {"city": {"enum": ["Bern"]}}}}
+        called = {
+            "tools": [tool],
+            "tool_choice": {"type": "tool", "name": "weather"},
+            "max_tokens": 200,
+            "temperature": 0,
+            "frequency_penalty": 2,
+        }
+        (block,) = (await post(messages=ask, **called)).json()["content"]
+        assert block["id"].startswith("toolu_") and block["input"] == {"city": "Bern"}, block
+        events = (await post(messages=ask, **called, stream=True)).text
+        assert '"id":"toolu_' in events and '"input_json_delta"' in events and "chatcmpl" not in events, events
         streamed = (await post(messages=ask, max_tokens=2, stream=True)).text
         assert '"id":"msg_' in streamed and streamed.endswith('data: {"type":"message_stop"}\n\n')
 

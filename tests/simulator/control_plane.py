@@ -162,14 +162,14 @@ class SimulatedModelOps:
     async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
         return await self.import_model("starter", name="starter", revision=None, report=report)
 
-    async def verify(self, name: str, places: list[VersionPaths], report: Report) -> dict[str, Any]:
-        return {"versions": [place.version for place in places], "tensors": 3, "bytes": 10}
+    async def verify(self, name: str, paths: list[VersionPaths], report: Report) -> dict[str, Any]:
+        return {"versions": [one.version for one in paths], "tensors": 3, "bytes": 10}
 
     async def verify_tiers(self, report: Report) -> dict[str, Any]:
         return {"copies": 2, "unsealed": 0, "tensors": 3, "bytes": 10}
 
-    async def remove(self, name: str, places: list[VersionPaths]) -> None:
-        self.removed.append((name, places))
+    async def remove(self, name: str, paths: list[VersionPaths]) -> None:
+        self.removed.append((name, paths))
 
     def let_go(self, name: str) -> None:
         self.let_go_of.append(name)
@@ -194,7 +194,7 @@ class SimulatedTiers:
             }
         ]
 
-    def version_places(self, model: str, version: str) -> list[str]:
+    def tiers_of_version(self, model: str, version: str) -> list[str]:
         return ["disk"]
 
     def nudge(self) -> None:

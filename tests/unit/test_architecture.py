@@ -352,10 +352,12 @@ def test_the_command_line_is_a_thin_client():
         # The table of training methods has the options that commands show; it imports no torch (WITHOUT_TORCH).
         and not (name_of(path) == "appliance/cli/jobs/methods.py" and module.startswith("train.methods.methods"))
     }
-    # `up` resolves the configuration before it starts anything.
-    assert wrong == {"appliance/cli/box/box.py imports appliance.config"} | {
-        f"appliance/cli/box/box.py imports appliance.config.{name}" for name in ("ConfigError", "load_config")
+    # `up` resolves the configuration and looks whose the data directory is before it starts anything.
+    before = {
+        "box": ("appliance.config", "appliance.config.ConfigError", "appliance.config.load_config"),
+        "up": ("appliance.paths", "appliance.paths.UnsafeFolder", "appliance.paths.check_closed"),
     }
+    assert wrong == {f"appliance/cli/box/{name}.py imports {one}" for name, some in before.items() for one in some}
 
 
 def subpackage_of(module: str) -> str:
@@ -594,3 +596,18 @@ def test_routes_are_imported_by_the_app_alone():
     found = {(name_of(path), module) for path in files() for module in imports(path) if module in routers}
     allowed = {"appliance/controller/app.py"}
     assert {pair for pair in found if pair[0] not in allowed} == set()
+
+
+def test_no_program_that_we_start_looks_for_modules_where_we_happen_to_be():
+    """`python -m` looks in the working directory first. In a folder that others write to, `pip.py` of somebody else ran
+    when a model of the catalog was imported. Whose words follow `-m` have `-P` before it."""
+    found, missing = 0, []
+    for path in files():
+        for node in ast.walk(tree(path)):
+            said = node.elts if isinstance(node, ast.List) else node.args if isinstance(node, ast.Call) else []
+            words = [word.value if isinstance(word, ast.Constant) else None for word in said]
+            for place, word in enumerate(words):
+                if word == "-m":
+                    found += 1
+                    missing += [] if place and words[place - 1] == "-P" else [f"{name_of(path)}:{node.lineno}"]
+    assert found > 8 and missing == []

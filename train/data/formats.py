@@ -14,6 +14,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from weights.format.legacy_functions import LegacyRefused, has_call, tools_of, with_tool_call
+
 Record = dict[str, Any]
 # Templates may take the square of their number, and no context holds as many.
 MOST_MESSAGES = 8192
@@ -105,26 +107,19 @@ def check_chat(record: Record) -> Record:
     if record.get("functions") is not None:
         if tools is not None:
             raise BadRecord("has both 'tools' and 'functions', which is OpenAI's older name of the same")
-        functions = record["functions"]
-        tools = [{"type": "function", "function": f} for f in functions] if isinstance(functions, list) else functions
+        tools = tools_of(record["functions"])
     if tools is not None:
         result["tools"] = _tools(tools)
     return result
 
 
 def _with_tool_call(index: int, message: Any) -> Any:
-    """OpenAI's older `function_call` and role `function` as `tool_calls` and role `tool`, which templates know."""
-    if not isinstance(message, dict):
+    if not has_call(message):
         return message
-    if message.get("role") == "function":
-        message = {**message, "role": "tool", "tool_call_id": message.get("tool_call_id", f"call_{index - 1}")}
-    call = message.get("function_call")
-    if call is None:
-        return message
-    if message.get("tool_calls") is not None:
-        raise BadRecord(f"messages[{index}] has both 'tool_calls' and 'function_call'")
-    kept = {key: value for key, value in message.items() if key != "function_call"}
-    return kept | {"tool_calls": [{"id": f"call_{index}", "type": "function", "function": call}]}
+    try:
+        return with_tool_call(index, message)
+    except LegacyRefused as error:
+        raise BadRecord(str(error)) from error
 
 
 def _message(index: int, message: Any) -> Record:

@@ -11,8 +11,10 @@ models know come first.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import comb
 
@@ -62,6 +64,15 @@ _WORD = re.compile(r"\w+")
 def is_right(number: int, answer: str) -> bool:
     words = _WORD.findall(answer.lower())
     return any(accepted in words for accepted in QUESTIONS[number][1])
+
+
+def answers_key(manifests: Iterable[bytes], precision: str, device_kind: str) -> str:
+    """Names what a model's answers before a job follow from: equal keys, equal answers. manifests: of its weights, and
+    of the adapter that is merged into them, which name every byte by its checksum."""
+    found = hashlib.sha256(json.dumps([QUESTIONS, NEW_TOKENS, precision, device_kind]).encode())
+    for manifest in manifests:
+        found.update(hashlib.sha256(manifest).digest())
+    return found.hexdigest()[:32]
 
 
 def how_many(prompt_tokens: Sequence[int], trained_tokens: int, full: bool) -> int:

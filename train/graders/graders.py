@@ -9,12 +9,16 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from train.graders import formula, similarity, templates
-from train.graders.errors import InvalidGrader
+from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 
 MAX_GRADERS = 32
 MAX_MESSAGES = 64
 MAX_LABELS = 256
+MAX_PARTS = 64
 MAX_SOURCE_BYTES = 256 * 1024
+MAX_BYTES = 2 << 20
+MAX_VARIABLES = 2048
+"""Of a whole grader, like its bytes: whoever parses it serves others too."""
 DEFAULT_ANSWER_TOKENS = 1024
 
 
@@ -99,7 +103,7 @@ class _Part(_Strict):
 
 class _Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | _Part | list[str | _Part]
+    content: str | _Part | Annotated[list[str | _Part], Field(max_length=MAX_PARTS)]
     type: Literal["message"] | None = None
 
     @property
@@ -135,17 +139,20 @@ class _ModelGrader(_Grader):
         raise NotImplementedError
 
     def request(self, sample: templates.Sample, item: Any) -> dict[str, Any]:
-        """The body of a chat completion. Raises GradingFailed when the data lacks a variable."""
+        """The body of a chat completion. Raises GradingFailed when the data lacks a variable, or makes it too long."""
+        contents = ["\n".join(templates.fill(text, sample, item) for text in message.parts) for message in self.input]
+        if (size := sum(map(len, contents))) > templates.MAX_TEXT:
+            raise GradingFailed(
+                f"what the model is to read has {size} characters; at most {templates.MAX_TEXT} are asked",
+                GradingErrors(other_error=True),
+            )
         sampling = self.sampling_params or _Sampling()
         most = sampling.max_completions_tokens or sampling.max_completion_tokens or DEFAULT_ANSWER_TOKENS
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [
-                {
-                    "role": message.role,
-                    "content": "\n".join(templates.fill(text, sample, item) for text in message.parts),
-                }
-                for message in self.input
+                {"role": message.role, "content": content}
+                for message, content in zip(self.input, contents, strict=True)
             ],
             "max_completion_tokens": most,
             "response_format": {
@@ -256,14 +263,26 @@ def parse(given: Any) -> Grader:
     if given.get("type") == "multi":
         given = {**given, "graders": _by_name(given.get("graders"))}
     try:
+        written = json.dumps(given)
+        _check_size(written)
         # Lax about nothing but JSON's one kind of number: 1 is a float.
-        grader = _ANY.validate_json(json.dumps(given))
+        grader = _ANY.validate_json(written)
     except ValidationError as error:
         _refuse(error)
+    except InvalidGrader:
+        raise
     except (ValueError, RecursionError) as error:
         raise InvalidGrader("", f"cannot be read: {error}") from None
     grader.check("")
     return grader
+
+
+def _check_size(written: str) -> None:
+    """Raises InvalidGrader for JSON that takes too long to look through."""
+    if len(written) > MAX_BYTES:
+        raise InvalidGrader("", f"the grader has {len(written)} bytes; at most {MAX_BYTES} are taken")
+    if (variables := written.count("{{")) > MAX_VARIABLES:
+        raise InvalidGrader("", f"the grader has {variables} times '{{{{'; at most {MAX_VARIABLES} are taken")
 
 
 def leaves(grader: Grader) -> dict[str, StringCheck | TextSimilarity | Python | ScoreModel | LabelModel]:
@@ -274,6 +293,8 @@ def leaves(grader: Grader) -> dict[str, StringCheck | TextSimilarity | Python | 
 def _by_name(graders: Any) -> Any:
     if isinstance(graders, Mapping) and isinstance(graders.get("type"), str):
         graders = [graders]
+    if isinstance(graders, Mapping | list) and len(graders) > MAX_GRADERS:
+        raise InvalidGrader("graders", f"are {len(graders)}; expected 1 to {MAX_GRADERS}")
     if not isinstance(graders, list):
         return graders
     names = [one.get("name") if isinstance(one, Mapping) else None for one in graders]

@@ -15,6 +15,9 @@ from train.graders.errors import GradingErrors, GradingFailed
 from train.graders.graders import Grader, LabelModel, Multi, Python, ScoreModel, StringCheck, TextSimilarity, leaves
 from train.graders.templates import Sample
 
+MAX_ASKED = 2 * templates.MAX_TEXT
+"""Characters that models are to read for one sample, of all its graders together: who asks them has it in memory."""
+
 RunPython = Callable[[str, dict[str, Any], Any], float]
 """`(source, sample, item) -> reward`; raises GradingFailed."""
 
@@ -48,14 +51,19 @@ class Graded:
 
 def requests(grader: Grader, sample: Sample, item: Any) -> dict[str, dict[str, Any]]:
     """Bodies of chat completions that the grader needs answers to, by the name of the grader that asks; a grader whose
-    data lacks a variable asks nothing, and `grade` says so."""
-    asked = {}
+    data lacks a variable asks nothing, nor does one that would make it more than MAX_ASKED, and `grade` says so."""
+    asked: dict[str, dict[str, Any]] = {}
+    size = 0
     for name, leaf in leaves(grader).items():
         if isinstance(leaf, ScoreModel | LabelModel):
             try:
-                asked[name] = leaf.request(sample, item)
+                request = leaf.request(sample, item)
             except GradingFailed:
                 continue
+            size += sum(len(message["content"]) for message in request["messages"])
+            if size > MAX_ASKED:
+                break
+            asked[name] = request
     return asked
 
 
@@ -140,7 +148,7 @@ def _string_check(operation: str, text: str, reference: str) -> bool:
 def _by_model(leaf: ScoreModel | LabelModel, sample: Sample, item: Any, answer: ModelAnswer | None) -> float:
     if answer is None:
         leaf.request(sample, item)  # says which variable has no value
-        answer = ModelAnswer(error="it was not asked")
+        answer = ModelAnswer(error=f"it was not asked: models are asked {MAX_ASKED} characters for one sample")
     if answer.error:
         raise GradingFailed(
             f"the model {leaf.model!r} did not answer: {answer.error}",

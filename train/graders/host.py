@@ -22,7 +22,7 @@ from train.graders.worker import END, FORK, LENGTH, RESULT, graded_of
 OWN_TIME_S = 60.0
 """For a batch, beside what its python graders may take."""
 IDLE_S = 300.0
-_RESULT_BYTES = 256 << 20
+_RESULT_BYTES = 32 << 20
 
 
 class WorkerBroke(Exception):

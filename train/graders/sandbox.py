@@ -66,7 +66,7 @@ def run_python(source: str, sample: dict[str, Any], item: Any, time_s: float = T
         if "error" in answer:
             raise _failed(str(answer["error"]))
         return float(answer["reward"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # the code may have written it itself
         raise _failed(_ended(status)) from None
 
 

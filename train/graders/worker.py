@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from runtime.processes.kernel import die_with_parent
+from runtime.processes.oom import DiesAs, dies_as
 from train.graders import similarity
 from train.graders.errors import GradingErrors
 from train.graders.graders import parse
@@ -31,6 +32,7 @@ _NICENESS = 10
 
 def main() -> None:
     die_with_parent()
+    dies_as(DiesAs.TRIAL)
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _preload()

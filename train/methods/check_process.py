@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from runtime.processes.kernel import die_with_parent
+from runtime.processes.oom import DiesAs, dies_as
 from train.data.check import Count, DataReport, check_training_file
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, convert, method_of
@@ -36,7 +37,7 @@ def check_apart(
     tokenizer (the directory of a model). A file that takes more than the limits is a bad one. Raises OSError."""
     options = {"--chat": chat_path, "--tokenizer": tokenizer}
     given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
-    command = [sys.executable, "-m", "train.methods.check_process", method, str(path), *given]
+    command = [sys.executable, "-P", "-m", "train.methods.check_process", method, str(path), *given]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     try:
         found = json.loads(done.stdout)
@@ -53,6 +54,7 @@ def check_apart(
 
 def main() -> None:
     die_with_parent()
+    dies_as(DiesAs.TRIAL)
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))  # not AS: a large array is mapped whole

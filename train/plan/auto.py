@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.devices.kinds import HOST, kind_of
+from train.plan import recipe
 from train.plan.errors import InvalidHyperparameter
 
 Own = Callable[["Given", dict[str, Any]], None]
@@ -90,7 +91,7 @@ def resolve(
     fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings, auto=length)
     fields |= _batch(given, batch, devices)
 
-    fields["learning_rate"] = _learning_rate(given, model, fields["full"])
+    fields["learning_rate"] = _learning_rate(given, dataset, model, fields)
     fields["warmup_ratio"] = given.number("warmup_ratio", 0, 0.9, auto=0.03)
     fields["weight_decay"] = given.number("weight_decay", 0, 1, auto=0.0)
     fields["max_grad_norm"] = given.number("max_grad_norm", 0, 1e6, auto=1.0)
@@ -293,15 +294,11 @@ def _batch_size(rows: float, max_devices: int) -> int:
     return max(batch, widest) if rows / widest >= LEAST_STEPS else batch
 
 
-def _learning_rate(given: Given, model: ModelStats, full: bool) -> float:
-    # 1e-5 suits full tuning of 7e9 parameters; smaller models bear more, roughly with the root of the size.
-    # LoRA wants about ten times as much (Schulman et al., "LoRA Without Regret", 2025), small models less than that:
-    # SmolLM2-135M learnt 64 examples at 7.2e-4, 4.3e-4 and 2.9e-4 alike; of twelve general questions, of which it had
-    # answered eleven before, it answered ten, eleven and twelve after them.
-    smaller = 7e9 / max(model.n_parameters, 1)
-    base = min(1e-5 * math.sqrt(smaller), 1e-3) if full else min(1e-4 * smaller**0.27, 1.2e-3)
+def _learning_rate(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict) -> float:
+    step_tokens = fields["n_epochs"] * dataset.n_tokens / steps(dataset, fields)
+    auto = recipe.learning_rate(model.n_parameters, step_tokens, full=fields["full"])
     multiplier = given.number("learning_rate_multiplier", 1e-6, 1e4, auto=1.0)
-    return given.number("learning_rate", 1e-9, 1.0, auto=base) * multiplier
+    return given.number("learning_rate", 1e-9, 1.0, auto=auto) * multiplier
 
 
 class Given:

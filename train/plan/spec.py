@@ -69,6 +69,9 @@ class TrainSpec:
     shm_budget_bytes: int | None = None  # of the whole weight store; None: what tmpfs has
     serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights
     general_questions: bool = False  # asked before and after, to see what was forgotten (train.data.general_questions)
+    general_of: str = ""  # names the starting model's answers (train.data.general_questions.answers_key); "": unknown
+    general_asked: int = 0  # so many of the first questions were asked of it by an earlier job
+    general_right: tuple[int, ...] = ()  # and these were answered
     validation_batches: int = 0  # 0: the whole validation file
 
     def __post_init__(self) -> None:

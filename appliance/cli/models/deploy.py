@@ -75,7 +75,9 @@ def deploy(
         str | None,
         _engine("--tool-parser", "NAME|auto|none", "vLLM's name; auto: by the model's family."),
     ] = None,
-    reasoning_parser: Annotated[str | None, _engine("--reasoning-parser", "NAME|none")] = None,
+    reasoning_parser: Annotated[
+        str | None, _engine("--reasoning-parser", "NAME|auto|none", "As --tool-parser.")
+    ] = None,
     chat_template: Annotated[str | None, _engine("--chat-template", "FILE|none", "A Jinja file.")] = None,
     system_prompt: Annotated[
         str | None,

@@ -51,7 +51,7 @@ def _short(value: object) -> str:
 
 def _value(name: str, text: str) -> Any:
     option = _OPTIONS.get(name, "--" + name.replace("_", "-"))
-    if name == "tool_parser":
+    if name in ("tool_parser", "reasoning_parser"):
         return None if text == "auto" else text
     if text == "none":
         return None

@@ -25,7 +25,7 @@ from appliance.controller.interfaces.principal import Caller
 from appliance.controller.models.activation import switch
 from appliance.controller.models.canaries import Canaries
 from appliance.controller.models.imported import adapter_base, register, register_adapter
-from appliance.controller.models.removal import known_model, place, remove
+from appliance.controller.models.removal import known_model, paths_of, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import canaries
@@ -126,10 +126,10 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
     @router.post("/models/{name:path}/verify", status_code=202)
     async def verify(name: str, caller: Caller) -> JSONResponse:
         row = known(name)
-        places = [place(version) for version in models.list_versions(db, row.id)]
+        paths = [paths_of(version) for version in models.list_versions(db, row.id)]
 
         async def work(report: Report) -> dict[str, Any]:
-            return await context.model_ops.verify(row.id, places, report)
+            return await context.model_ops.verify(row.id, paths, report)
 
         answer = start("verify", row.id, work)
         record(context, caller, "model.verify", row.id)

@@ -47,13 +47,16 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/queue")
     async def show_queue() -> dict[str, Any]:
         """Every unfinished job in the order in which the planner serves them, and what each owner has."""
-        placed = {place["id"]: place for place in context.scheduler.status()["queue"]}
+        planned = {one["id"]: one for one in context.scheduler.status()["queue"]}
         rows = sorted(
             (row for row in jobs.list_unfinished(db) if row.wanted != "cancel"),
-            key=lambda row: (row.id not in placed, placed[row.id]["position"] if row.id in placed else row.created_s),
+            key=lambda row: (
+                row.id not in planned,
+                planned[row.id]["position"] if row.id in planned else row.created_s,
+            ),
         )
         data = [
-            _entry(row, position, placed.get(row.id), pauses.reason(db, row)) for position, row in enumerate(rows, 1)
+            _entry(row, position, planned.get(row.id), pauses.reason(db, row)) for position, row in enumerate(rows, 1)
         ]
         return {"object": "list", "data": data, "owners": _owners(data)}
 
@@ -131,9 +134,9 @@ def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[s
     return changes
 
 
-def _entry(row: JobRow, position: int, place: dict[str, Any] | None, paused: str | None) -> dict[str, Any]:
-    if place is not None:
-        reason, message = place["reason"], paused or place["message"]
+def _entry(row: JobRow, position: int, planned: dict[str, Any] | None, paused: str | None) -> dict[str, Any]:
+    if planned is not None:
+        reason, message = planned["reason"], paused or planned["message"]
     else:
         reason, message = VALIDATING if row.phase == "validating" else SUBMITTED
     return {

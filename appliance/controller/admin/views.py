@@ -114,7 +114,7 @@ def model(
                 "source": v.source,
                 "kind": "adapter" if v.meta.get("adapter") else "version",
                 "pinned": bool(v.pinned),
-                "tiers": tiers.version_places(row.id, v.version),
+                "tiers": tiers.tiers_of_version(row.id, v.version),
             }
             for v in models.list_versions(db, row.id)
         ],

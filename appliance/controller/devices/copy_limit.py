@@ -47,7 +47,7 @@ def measured(kinds: Collection[str]) -> dict[str, Any]:
 
 
 def _host_to_device(kind: str) -> float | None:
-    command = [sys.executable, "-m", "serve.load.host_to_device", kind]
+    command = [sys.executable, "-P", "-m", "serve.load.host_to_device", kind]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GPU_TIMEOUT_S)
     except subprocess.TimeoutExpired:

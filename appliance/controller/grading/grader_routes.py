@@ -21,11 +21,14 @@ from train.graders import sandbox
 from train.graders.errors import InvalidGrader
 from train.graders.graders import Grader, LabelModel, Python, ScoreModel, leaves, parse
 from train.graders.grading import Graded
-from train.graders.host import GraderHost
+from train.graders.host import WorkerBroke
+from train.graders.hosts import GraderHosts
 from train.graders.templates import MAX_TEXT, Sample
 
 ANSWER_WITHIN_S = 300.0
 MAX_RUNS_OF_AN_OWNER = 4
+MAX_DEPTH = 128
+"""Levels of an item: it is written and read again by recursion."""
 
 
 class _Strict(BaseModel):
@@ -42,7 +45,7 @@ class Run(_Strict):
     item: Any = None
 
 
-def routes(context: ControllerContext, host: GraderHost, answers: ModelAnswers) -> APIRouter:
+def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers) -> APIRouter:
     router = make_router("/v1/fine_tuning/alpha/graders", FINE_TUNING)
     running: Counter[str] = Counter()
 
@@ -54,6 +57,8 @@ def routes(context: ControllerContext, host: GraderHost, answers: ModelAnswers) 
     @router.post("/run")
     async def run(body: Run, caller: Caller) -> dict[str, Any]:
         grader = grader_of(context, body.grader, caller)
+        if _is_deeper(body.item, MAX_DEPTH):
+            raise BadRequest(f"'item' is nested deeper than {MAX_DEPTH} levels.", param="item", code="invalid_value")
         if running[caller.owner] >= MAX_RUNS_OF_AN_OWNER:
             raise ApiError(
                 429,
@@ -63,11 +68,17 @@ def routes(context: ControllerContext, host: GraderHost, answers: ModelAnswers) 
         running[caller.owner] += 1
         try:
             sample = (Sample(body.model_sample), body.item)
-            (asked,) = await host.requests(grader, [sample])
+            async with hosts.of(caller.owner) as host:
+                (asked,) = await host.requests(grader, [sample])
             told = await asyncio.gather(
                 *(answers.ask(caller.key_id, request, ANSWER_WITHIN_S) for request in asked.values())
             )
-            (graded,) = await host.grade(grader, [sample], [dict(zip(asked, told, strict=True))])
+            async with hosts.of(caller.owner) as host:
+                (graded,) = await host.grade(grader, [sample], [dict(zip(asked, told, strict=True))])
+        except WorkerBroke as error:
+            raise ApiError(
+                503, f"The grader was not run: {error}. Please retry.", kind="server_error", code="grader_not_run"
+            ) from error
         finally:
             running.subtract([caller.owner])
             if not running[caller.owner]:
@@ -91,6 +102,20 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
         if isinstance(leaf, ScoreModel | LabelModel) and not caller_may_use(context.db, caller, leaf.model):
             raise unknown_model(leaf.model)
     return grader
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _result(grader: Grader, graded: Graded) -> dict[str, Any]:

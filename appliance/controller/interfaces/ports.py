@@ -188,7 +188,7 @@ class ModelOps(Protocol):
     async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
         """Pretrain the small model named `starter`."""
 
-    async def verify(self, name: str, places: list[VersionPaths], report: Report) -> dict[str, Any]:
+    async def verify(self, name: str, paths: list[VersionPaths], report: Report) -> dict[str, Any]:
         """Compare bytes with checksums in every tier; returns {"versions": [{"version", "path", "tensors", "bytes"}],
         "unsealed": copies without checksums yet, "tensors", "bytes"}. Raises OperationFailed naming file and tensor of
         every damaged copy."""
@@ -196,7 +196,7 @@ class ModelOps(Protocol):
     async def verify_tiers(self, report: Report) -> dict[str, Any]:
         """The same for all versions, adapters and snapshots; returns {"copies", "unsealed", "tensors", "bytes"}."""
 
-    async def remove(self, name: str, places: list[VersionPaths]) -> None:
+    async def remove(self, name: str, paths: list[VersionPaths]) -> None:
         """Delete the bytes of these versions. Idempotent."""
 
     def let_go(self, name: str) -> None:
@@ -253,7 +253,7 @@ class TierPort(Protocol):
         """Per tier, nearest first: {"name", "where", "versions", "snapshots", "bytes", "limit_bytes", "backlog",
         "backlog_bytes", "busy", "damaged", "last_error", "last_error_s", "next_try_s"}."""
 
-    def version_places(self, model: str, version: str) -> list[str]:
+    def tiers_of_version(self, model: str, version: str) -> list[str]:
         """Names of the tiers that have a version."""
 
     def nudge(self) -> None:

@@ -26,6 +26,7 @@ from appliance.store.rows import CheckpointRow, DeploymentRow, JobEventRow, JobM
 log = logging.getLogger("appliance.controller")
 Level = Literal["info", "warn", "error"]
 _ETA_WINDOW_STEPS = 20
+SNAPSHOT_EVENT_EVERY_S = 60
 
 
 def add_message(
@@ -97,7 +98,8 @@ class JobEvents:
         """The job left its devices; its state is in the snapshot."""
         db = self._db
         with db.transaction():
-            jobs.update(db, job_id, step=step, snapshot={"step": step, "path": snapshot_path})
+            known = jobs.get(db, job_id).snapshot or {}
+            jobs.update(db, job_id, step=step, snapshot={**known, "step": step, "path": snapshot_path})
             jobs.set_phase(db, job_id, "suspended", reason=reason)
             add_message(db, job_id, f"Fine-tuning job suspended at step {step}: {reason}", data={"step": step})
 
@@ -181,6 +183,7 @@ class JobEvents:
         general = {**(row.general or {}), when: right, "asked": list(range(len(event["answers"])))}
         if when == "before":
             general.pop("after", None)  # it begins anew
+            general["of"] = event.get("of") or ""
         jobs.update(self._db, row.id, general=general)
         found = forgetting.verdict(general)
         if found is not None:
@@ -267,12 +270,27 @@ class JobEvents:
         )
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
-        step = int(event["step"])
-        known = row.snapshot is not None and row.snapshot["step"] >= step  # reported again after a restart
-        jobs.update(self._db, row.id, snapshot={"step": step, "path": str(event["path"])})
-        if not known:
-            data = {key: event.get(key) for key in ("step", "bytes", "seconds", "stall_s")}
-            add_message(self._db, row.id, f"Snapshot of step {step}{_written(event)}", data=data)
+        """The row keeps all: where the newest lies, how many were written and what they cost. An event tells of the
+        first, and of one a minute; small models on a CPU write one at nearly every step."""
+        step, before, now_s = int(event["step"]), row.snapshot or {}, time.time()
+        new = step > before.get("step", -1)  # else it is reported again after a restart
+        told_s = before.get("told_s")
+        tells = new and (told_s is None or not 0 <= now_s - told_s < SNAPSHOT_EVENT_EVERY_S)
+        written = before.get("written", 0) + new
+        snapshot = {
+            "step": step,
+            "path": str(event["path"]),
+            "written": written,
+            "stall_s": before.get("stall_s", 0.0) + (float(event.get("stall_s") or 0.0) if new else 0.0),
+            "told_s": now_s if tells else told_s,
+            "told": written if tells else before.get("told", 0),
+        }
+        jobs.update(self._db, row.id, snapshot=snapshot)
+        if tells:
+            data = {key: event.get(key) for key in ("step", "bytes", "seconds", "stall_s")} | {"written": written}
+            others = written - before.get("told", 0) - 1
+            more = f" ({others} other{'s' if others > 1 else ''} since the last that was told)" if others else ""
+            add_message(self._db, row.id, f"Snapshot of step {step}{_written(event)}{more}", data=data)
 
     def _message(self, row: JobRow, event: dict[str, Any]) -> None:
         given = event.get("level")

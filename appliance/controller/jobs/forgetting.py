@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from train.data.general_questions import LEAST_KNOWN, QUESTIONS, Verdict, compare
 
@@ -14,7 +15,7 @@ REMEDY = (
 )
 
 
-def verdict(general: dict[str, list[int]] | None) -> Verdict | None:
+def verdict(general: dict[str, Any] | None) -> Verdict | None:
     """None while there is nothing to compare, and for a model that knew too little before."""
     if general is None or "after" not in general or len(general.get("before", ())) < LEAST_KNOWN:
         return None
@@ -22,7 +23,7 @@ def verdict(general: dict[str, list[int]] | None) -> Verdict | None:
     return compare(general["before"], general["after"], asked)
 
 
-def in_short(general: dict[str, list[int]] | None) -> str | None:
+def in_short(general: dict[str, Any] | None) -> str | None:
     found = verdict(general)
     if found is None:
         return None

@@ -9,7 +9,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest, Conflict, OperationFailed, shown
 from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, ModelStats
 from appliance.controller.interfaces.principal import Principal
-from appliance.controller.models.removal import place
+from appliance.controller.models.removal import paths_of
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import deployments
@@ -88,7 +88,7 @@ async def register_adapter(
     below = models.find(context.db, base.model)
     if below is None or models.find_version(context.db, base.model, base.version) is None:
         orphan = VersionRow(stats.name, stats.version, stats.source, stats.bytes, time.time(), stats.disk_path)
-        await context.model_ops.remove(stats.name, [place(orphan)])
+        await context.model_ops.remove(stats.name, [paths_of(orphan)])
         raise OperationFailed(f"{base.model} {base.version} was deleted during the import", code="base_not_found")
     row = ModelRow(
         id=stats.name,

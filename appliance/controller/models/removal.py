@@ -26,7 +26,7 @@ def known_model(context: ControllerContext, name: str) -> Resolved:
     return found
 
 
-def place(row: VersionRow) -> VersionPaths:
+def paths_of(row: VersionRow) -> VersionPaths:
     kind = "adapter" if row.meta.get("adapter") else "version"
     return VersionPaths(row.version, row.disk_path, row.shm_path, kind)
 
@@ -57,16 +57,16 @@ async def remove(context: ControllerContext, found: Resolved, caller: Principal)
             )
         models.delete_version(db, model.id, version.version)
         await _unload(context, [version])
-        await context.model_ops.remove(model.id, [place(version)])
+        await context.model_ops.remove(model.id, [paths_of(version)])
         context.scheduler.nudge(f"version {version.version} of {model.id} was deleted")
         return
     versions = models.list_versions(db, model.id)
-    places = [place(row) for row in versions]
+    paths = [paths_of(row) for row in versions]
     models.delete(db, model.id)
     context.scheduler.nudge(f"model {model.id} was deleted")
     await context.scheduler.withdraw(model.id)
     await _unload(context, versions)
-    await context.model_ops.remove(model.id, places)
+    await context.model_ops.remove(model.id, paths)
 
 
 async def _unload(context: ControllerContext, versions: list[VersionRow]) -> None:

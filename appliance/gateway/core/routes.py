@@ -146,11 +146,11 @@ CONTROL: tuple[Route, ...] = (
 # the controller's to say.
 EXACT[_USAGE] = _control(_USAGE.decode(), "GET", frozenset({ADMIN, READ, INFERENCE, FINE_TUNING}))
 
-# No dot segments, no empty segments, no backslash, neither plain nor percent-encoded: the path that is
-# checked here must be the path that the controller routes.
+# No dot segments, no empty segments, no backslash, neither plain nor percent-encoded, and no fragment, which the
+# controller's parser cuts off: the path that is checked here must be the path that the controller routes.
 _SLASHES = re.compile(rb"//+")
 _UNSAFE_PATH = re.compile(
-    rb"(?:/|%2f)(?:\.|%2e){1,2}(?:/|%2f|$)|//|\\|%5c|%0[0-9a-f]|%1[0-9a-f]|%7f|[^\x21-\x7e]", re.IGNORECASE
+    rb"(?:/|%2f)(?:\.|%2e){1,2}(?:/|%2f|$)|//|\\|%5c|%0[0-9a-f]|%1[0-9a-f]|%7f|#|[^\x21-\x7e]", re.IGNORECASE
 )
 
 

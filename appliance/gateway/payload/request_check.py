@@ -35,6 +35,7 @@ from appliance.gateway.payload.shapes import (
 from appliance.gateway.payload.structure import check_structure
 from appliance.gateway.payload.transcript import Transcript, transcript_of
 from appliance.gateway.payload.usage import TokenRequest
+from weights.format.legacy_functions import LegacyRefused, as_tools, is_legacy
 
 MODEL_NAME_CHARS = 512
 DEFAULT_COMPLETION_TOKENS = 256
@@ -148,13 +149,8 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
         if completion >= 0:
             return Checked(model, False, completion, 1, body_bytes // 4, data["messages"])
     check_fields(route.name, data)
-    if data.get("functions") and data.get("function_call") != "none":
-        raise errors.bad_request(
-            "`functions` and `function_call` are OpenAI's older names, which no engine reads: send `tools` and "
-            "`tool_choice` instead.",
-            param="functions",
-            code="unsupported_parameter",
-        )
+    if route.name == CHAT and is_legacy(data):
+        data = data | _as_tools(data)
     check_others(data)
     if isinstance(data.get("tools"), list):
         check_tools(data["tools"])
@@ -293,6 +289,14 @@ def _only_echo(route: Route, data: dict[str, Any]) -> bool:
     """Whether a completion asks for its prompt alone, and the probabilities of its tokens."""
     asked = data["max_tokens"]
     return route.name == "completions" and data.get("echo") is True and type(asked) is int and asked == 0
+
+
+def _as_tools(data: dict[str, Any]) -> dict[str, Any]:
+    """What an engine makes of `functions` and `function_call`, which is what costs."""
+    try:
+        return as_tools(data)
+    except LegacyRefused as error:
+        raise errors.bad_request(str(error), param=error.param, code="invalid_value") from None
 
 
 def _template_kwargs(kwargs: Any) -> None:

@@ -101,6 +101,15 @@ def list_left_snapshots(db: Database) -> list[JobRow]:
     )
 
 
+def most_asked(db: Database, of: str) -> JobRow | None:
+    """The job whose starting model was asked most of the general questions, of those whose answers follow from `of`."""
+    return db.one(
+        JobRow,
+        "SELECT * FROM jobs WHERE general ->> '$.of' = ? ORDER BY json_array_length(general, '$.asked') DESC LIMIT 1",
+        [of],
+    )
+
+
 def update(db: Database, job_id: str, **changes: Any) -> None:
     """Change columns other than the phase. Raises RowNotFound, UnknownColumn."""
     assert "phase" not in changes, "set_phase guards the phase"

@@ -207,3 +207,11 @@ def test_in_the_foreground_the_box_ends_with_its_command(data_dir, tmp_path, num
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.close(handle)
+
+
+def test_a_data_directory_that_everybody_may_write_to_is_told_of_before_it_is_closed(data_dir: Path):
+    """`up` closes it, and with what others had put in it first: a token for Ray that they know, a program of ours."""
+    data_dir.chmod(0o777)
+    done = run("up", "--detach", "--data-dir", str(data_dir))
+    assert done.exit_code == 1 and "chmod o-w" in done.stderr
+    assert not (data_dir / "box.json").exists() and data_dir.stat().st_mode & 0o777 == 0o777

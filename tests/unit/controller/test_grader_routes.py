@@ -140,3 +140,11 @@ async def test_a_judge_that_is_not_ones_own_does_not_exist(control: Control):
     with pytest.raises(openai.NotFoundError) as caught:
         await control.sdk.fine_tuning.alpha.graders.validate(grader={**JUDGE, "model": "nosuch"})
     assert caught.value.code == "model_not_found"
+
+
+async def test_an_item_is_no_deeper_than_it_can_be_written(control: Control):
+    deep: Any = "x"
+    for _ in range(500):
+        deep = [deep]
+    with pytest.raises(openai.BadRequestError, match="nested deeper"):
+        await control.sdk.fine_tuning.alpha.graders.run(grader=CHECK, model_sample="4", item=deep)

@@ -161,9 +161,34 @@ async def test_messages_snapshots_and_unknown_events(control: Control, events: J
     events.ingest(job_id, {"event": "snapshot", "step": 4, "path": "/dev/shm/s", "bytes": 1, "seconds": 0.1})
     events.ingest(job_id, {"event": "from the future"})
     assert (await control.messages(job_id))[-3:] == ["slow step", "odd level", "Snapshot of step 4"]
-    assert jobs.get(control.db, job_id).snapshot == {"step": 4, "path": "/dev/shm/s"}
+    kept = jobs.get(control.db, job_id).snapshot
+    assert kept is not None and (kept["step"], kept["path"], kept["written"]) == (4, "/dev/shm/s", 1)
     with pytest.raises(RowNotFound):
         events.ingest("ftjob-none", {"event": "message", "text": "x"})
+
+
+async def test_of_many_snapshots_one_a_minute_is_told_and_all_are_counted(
+    control: Control, events: JobEvents, monkeypatch
+):
+    """A small model on a CPU wrote one at nearly every step, and its events were little else."""
+    job_id, now_s = await control.job(), 1_000_000.0
+    monkeypatch.setattr("appliance.controller.jobs.events.time.time", lambda: now_s)
+    for step in range(1, 125):
+        now_s += 1
+        events.ingest(job_id, {"event": "snapshot", "step": step, "path": f"/s{step}", "stall_s": 0.5})
+        events.ingest(job_id, {"event": "snapshot", "step": step, "path": f"/s{step}", "stall_s": 0.5})
+    assert [text for text in await control.messages(job_id) if text.startswith("Snapshot")] == [
+        "Snapshot of step 1",
+        "Snapshot of step 61 (59 others since the last that was told)",
+        "Snapshot of step 121 (59 others since the last that was told)",
+    ]
+    kept = jobs.get(control.db, job_id).snapshot
+    assert kept is not None and (kept["step"], kept["path"]) == (124, "/s124")
+    assert (kept["written"], kept["stall_s"]) == (124, 62.0)
+    events.started(job_id, ["n0/0"], resumed=True)
+    events.suspended(job_id, 124, "/s124", reason="a person asked")
+    assert jobs.get(control.db, job_id).snapshot == kept
+    assert (await control.messages(job_id))[-1] == "Fine-tuning job suspended at step 124: a person asked"
 
 
 async def test_what_writing_cost_training_is_told_once(control: Control, events: JobEvents):

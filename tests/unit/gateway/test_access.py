@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 
+import httptools
 import pytest
 
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import EXACT, Kind, resolve
+from appliance.gateway.core.routes import EXACT, Kind, plain_target, resolve
 from appliance.gateway.http.handler import Handler
 from appliance.gateway.payload.fields import FIELDS
 from appliance.gateway.server.client_connection import ClientConnection
@@ -46,12 +48,31 @@ from .upstreams import Reply, UpstreamRequest
         "http://other/v1/models",
         "/internal/responses",
         "/v1/responsesx",
+        "/v1/responses/#/cancel",
     ],
 )
 async def test_unknown_urls(box: Box, target: str) -> None:
     response = await box.ask("GET", target)
     assert response.status == 404
     assert response.error["code"] == "unknown_url" and response.error["type"] == "invalid_request_error"
+
+
+def test_the_path_that_is_checked_is_the_one_that_the_controller_routes() -> None:
+    """Its parser cut a fragment off, so that a POST whose end was checked here reached a shorter URL there."""
+    before = (b"/v1/models/a", b"/v1/files/f", b"/v1/responses/", b"/admin/v1/models/x", b"/v1/models")
+    passed = 0
+    for start, byte, end in itertools.product(
+        before, range(256), (b"", b"b", b"/b", b"//b", b"/../b", b"@b", b":80/b")
+    ):
+        target = plain_target(b"%b%c%b/x" % (start, byte, end))
+        path = target.partition(b"?")[0]
+        try:
+            resolve(b"GET", path)
+        except HttpError:
+            continue
+        passed += 1
+        assert httptools.parse_url(target).path == path
+    assert passed > 1000
 
 
 @pytest.mark.parametrize(

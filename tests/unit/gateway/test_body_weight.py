@@ -516,10 +516,40 @@ def test_tools_that_nobody_would_run_are_refused_by_name():
     assert check_body(CHAT, orjson.dumps(chat(tools=[function])), LIMITS).model == "m"
 
 
-def test_functions_of_the_older_kind_are_refused_instead_of_forgotten():
-    error = refusal(CHAT, chat(functions=[{"name": "f"}]))
-    assert error.param == "functions" and "`tools`" in error.message
-    assert check_body(CHAT, orjson.dumps(chat(functions=[{"name": "f"}], function_call="none")), LIMITS).model == "m"
+F = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none", {"name": "f"}])
+def test_functions_of_the_older_kind_are_taken(choice):
+    asked = chat(functions=[F]) | ({} if choice is None else {"function_call": choice})
+    asked["messages"] += [
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "1"},
+    ]
+    assert check_body(CHAT, orjson.dumps(asked), LIMITS).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"functions": [F], "tools": [{"type": "function", "function": F}]}, "tools"),
+        ({"functions": [F], "tool_choice": "auto"}, "tool_choice"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"functions": []}, "functions"),
+        ({"functions": [{"parameters": {}}]}, "functions"),
+        ({"functions": [F], "function_call": "required"}, "function_call"),
+        ({"functions": [F], "function_call": {"name": "g"}}, "function_call"),
+    ],
+)
+def test_functions_of_the_older_kind_that_cannot_be_meant_are_refused_by_name(asked, param):
+    assert (refusal(CHAT, chat(**asked)).status, refusal(CHAT, chat(**asked)).param) == (400, param)
+
+
+def test_a_forced_function_of_the_older_kind_costs_what_a_forced_tool_costs():
+    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "(a{1,9}){1,99}"}}}
+    function = {"name": "f", "parameters": schema}
+    assert refusal(CHAT, chat(functions=[function], function_call={"name": "f"})).code == "structure_too_complex"
+    assert check_body(CHAT, orjson.dumps(chat(functions=[function])), LIMITS).model == "m"
 
 
 MANY = 50_000

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from scheduler.core.inventory import Device
-from scheduler.plan.placement import Pool
+from scheduler.plan.placement import FreeDevices
 from tests.unit.scheduler.fakes import box_of
 
 
@@ -13,73 +13,73 @@ def linked(pairs: list[tuple[int, int]], count: int = 8) -> list[Device]:
 
 
 def test_best_fit_over_nodes_keeps_whole_nodes_free() -> None:
-    pool = Pool(box_of(8, nodes=3))
-    pool.take(["n1/0", "n1/1", "n1/2", "n1/3"])
-    assert pool.choose(4) == ("n1/4", "n1/5", "n1/6", "n1/7")
-    assert pool.choose(5) == ("n0/0", "n0/1", "n0/2", "n0/3", "n0/4")
+    free = FreeDevices(box_of(8, nodes=3))
+    free.take(["n1/0", "n1/1", "n1/2", "n1/3"])
+    assert free.choose(4) == ("n1/4", "n1/5", "n1/6", "n1/7")
+    assert free.choose(5) == ("n0/0", "n0/1", "n0/2", "n0/3", "n0/4")
 
 
 def test_one_numa_node_if_it_fits() -> None:
-    pool = Pool(box_of(8))
-    pool.take(["n0/0", "n0/1"])
-    assert pool.choose(4) == ("n0/4", "n0/5", "n0/6", "n0/7")
-    assert pool.choose(2) == ("n0/2", "n0/3"), "the tightest NUMA node that fits"
+    free = FreeDevices(box_of(8))
+    free.take(["n0/0", "n0/1"])
+    assert free.choose(4) == ("n0/4", "n0/5", "n0/6", "n0/7")
+    assert free.choose(2) == ("n0/2", "n0/3"), "the tightest NUMA node that fits"
 
 
 def test_nvlink_bridges_win_over_numa() -> None:
-    pool = Pool(linked([(0, 5), (1, 4), (2, 7), (3, 6)]))
-    assert pool.choose(2) == ("n0/0", "n0/5")
-    pool.take(["n0/0"])
-    assert pool.choose(2) == ("n0/1", "n0/4")
-    four = pool.choose(4)
+    free = FreeDevices(linked([(0, 5), (1, 4), (2, 7), (3, 6)]))
+    assert free.choose(2) == ("n0/0", "n0/5")
+    free.take(["n0/0"])
+    assert free.choose(2) == ("n0/1", "n0/4")
+    four = free.choose(4)
     assert four is not None
     assert len({frozenset(p) & frozenset(four) for p in (("n0/1", "n0/4"), ("n0/2", "n0/7"), ("n0/3", "n0/6"))}) == 3
 
 
 def test_all_to_all_links_leave_numa_to_decide() -> None:
-    pool = Pool(linked([(a, b) for a in range(8) for b in range(a)]))
-    assert pool.choose(4) == ("n0/0", "n0/1", "n0/2", "n0/3")
+    free = FreeDevices(linked([(a, b) for a in range(8) for b in range(a)]))
+    assert free.choose(4) == ("n0/0", "n0/1", "n0/2", "n0/3")
 
 
 def test_a_single_device_does_not_break_a_bigger_numa_node() -> None:
-    pool = Pool(box_of(8))
-    pool.take(["n0/4", "n0/5"])
-    assert pool.choose(1) == ("n0/6",)
+    free = FreeDevices(box_of(8))
+    free.take(["n0/4", "n0/5"])
+    assert free.choose(1) == ("n0/6",)
 
 
 def test_as_few_nodes_as_possible_across() -> None:
-    pool = Pool(box_of(4, nodes=4))
-    pool.take(["n0/0", "n1/0", "n1/1"])
-    chosen = pool.choose(9)
+    free = FreeDevices(box_of(4, nodes=4))
+    free.take(["n0/0", "n1/0", "n1/1"])
+    chosen = free.choose(9)
     assert chosen is not None and len(chosen) == 9
     assert {d.split("/")[0] for d in chosen} == {"n2", "n3", "n1"}
 
 
 def test_single_node_is_kept_or_refused() -> None:
-    pool = Pool(box_of(2, nodes=4))
-    assert pool.choose(4, single_node=True) is None
-    assert pool.choose(4) is not None
-    assert pool.choose(9) is None
+    free = FreeDevices(box_of(2, nodes=4))
+    assert free.choose(4, single_node=True) is None
+    assert free.choose(4) is not None
+    assert free.choose(9) is None
 
 
 def test_what_a_holder_has_is_taken_again() -> None:
-    pool = Pool(box_of(8, nodes=2))
-    assert pool.choose(2, near=("n1/5", "n1/6", "n1/7", "n1/4")) == ("n1/4", "n1/5")
-    assert set(pool.choose(4, near=("n1/2", "n1/3")) or ()) >= {"n1/2", "n1/3"}
+    free = FreeDevices(box_of(8, nodes=2))
+    assert free.choose(2, near=("n1/5", "n1/6", "n1/7", "n1/4")) == ("n1/4", "n1/5")
+    assert set(free.choose(4, near=("n1/2", "n1/3")) or ()) >= {"n1/2", "n1/3"}
 
 
 def test_devices_nobody_has_to_leave_come_first() -> None:
-    pool, idle = Pool(box_of(8)), Pool(box_of(8)[6:])
-    assert pool.choose(2, only=idle) == ("n0/6", "n0/7")
-    assert pool.choose(3, only=idle) == ("n0/0", "n0/1", "n0/2")
+    free, idle = FreeDevices(box_of(8)), FreeDevices(box_of(8)[6:])
+    assert free.choose(2, only=idle) == ("n0/6", "n0/7")
+    assert free.choose(3, only=idle) == ("n0/0", "n0/1", "n0/2")
 
 
 def test_wholly_on_one_of_the_nodes_named() -> None:
-    pool = Pool(box_of(8, nodes=3))
-    pool.take([f"n0/{i}" for i in range(6)] + ["n1/0"])
-    assert pool.choose(2, nodes=("n1", "n2")) == ("n1/1", "n1/2"), "tighter than n2, and n0 is not named"
-    assert pool.choose(8, nodes=("n0", "n1")) is None
-    assert pool.choose(4, nodes=("n0", "n2"), near=("n2/5", "n2/6")) == ("n2/4", "n2/5", "n2/6", "n2/7")
-    idle = Pool(box_of(8, nodes=3))
+    free = FreeDevices(box_of(8, nodes=3))
+    free.take([f"n0/{i}" for i in range(6)] + ["n1/0"])
+    assert free.choose(2, nodes=("n1", "n2")) == ("n1/1", "n1/2"), "tighter than n2, and n0 is not named"
+    assert free.choose(8, nodes=("n0", "n1")) is None
+    assert free.choose(4, nodes=("n0", "n2"), near=("n2/5", "n2/6")) == ("n2/4", "n2/5", "n2/6", "n2/7")
+    idle = FreeDevices(box_of(8, nodes=3))
     idle.take([f"n1/{i}" for i in range(8)])
-    assert pool.choose(3, nodes=("n1", "n2"), only=idle) == ("n2/0", "n2/1", "n2/2"), "nobody has to leave n2"
+    assert free.choose(3, nodes=("n1", "n2"), only=idle) == ("n2/0", "n2/1", "n2/2"), "nobody has to leave n2"

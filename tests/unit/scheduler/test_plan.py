@@ -147,7 +147,9 @@ def test_more_models_than_devices_take_turns() -> None:
     memory: dict[str, ModelMemory] = {}
     served = []
     for now_s in range(0, 200, 10):
-        a = planned(float(now_s), devices=one, deployments=deployments, replicas=replicas, memory=memory, epoch=now_s)
+        a = planned(
+            float(now_s), devices=one, deployments=deployments, replicas=replicas, memory=memory, handover_id=now_s
+        )
         (winner,) = a.open_replicas
         served.append(winner.model)
         old = {r.id: r for r in replicas}
@@ -322,7 +324,7 @@ def test_a_model_that_waits_out_a_failure_keeps_what_is_open() -> None:
 
 def test_an_allocation_is_a_fixed_point() -> None:
     deployments = (replace(M, min_replicas=1, demand=Demand(inflight=6, last_request_s=1000.0)),)
-    first = planned(jobs=(job("a"), job("b", submitted_s=2.0)), deployments=deployments, epoch=1)
+    first = planned(jobs=(job("a"), job("b", submitted_s=2.0)), deployments=deployments, handover_id=1)
     by_job = {g.job_id: g.devices for g in first.groups}
     second = planned(
         jobs=tuple(
@@ -332,7 +334,7 @@ def test_an_allocation_is_a_fixed_point() -> None:
         deployments=deployments,
         replicas=tuple(ReplicaView(r.id, r.model, r.version, r.state, r.devices) for r in first.replicas),
         memory=first.memory,
-        epoch=2,
+        handover_id=2,
     )
     assert (second.replicas, second.groups) == (first.replicas, first.groups)
 

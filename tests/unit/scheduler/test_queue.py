@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, JobView, PlanInput, Policy
-from scheduler.plan.queue import allot, order, places, urgent_from_s
+from scheduler.plan.queue import allot, order, positions, urgent_from_s
 from scheduler.plan.shares import Shares
 from tests.unit.scheduler.fakes import box_of
 
@@ -51,7 +51,7 @@ def test_a_deadline_presses_when_the_work_left_hardly_fits_before_it() -> None:
     assert queue.review_at_s == 400.0, "and the plan is looked at again by then"
 
 
-def test_places_say_in_slurms_words_why_a_job_waits() -> None:
+def test_positions_say_in_slurms_words_why_a_job_waits() -> None:
     jobs = [
         JobView("running", 1, 2, devices=("n0/0",), phase="running", submitted_s=1.0),
         JobView("paused", phase="paused", submitted_s=2.0, priority=9),
@@ -61,7 +61,7 @@ def test_places_say_in_slurms_words_why_a_job_waits() -> None:
         JobView("after", submitted_s=4.0),
         JobView("leaving", devices=("n0/1",), phase="running", busy="leaving", submitted_s=9.0, priority=-1),
     ]
-    assert [(p.position, p.job_id, p.reason) for p in places(jobs, 10.0)] == [
+    assert [(p.position, p.job_id, p.reason) for p in positions(jobs, 10.0)] == [
         (1, "paused", "JobHeldUser"),
         (2, "held", "Held"),
         (3, "backoff", "BeginTime"),

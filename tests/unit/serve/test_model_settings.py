@@ -86,6 +86,9 @@ def test_settings_become_arguments():
     assert args[args.index("--tool-call-parser") + 1] == "hermes"
     assert arguments(tool_parser="mistral").count("--tool-call-parser") == 1
     assert "--tool-call-parser" not in arguments(tool_parser="none")
+    thinks = {"chat_template": "{{ messages }}{% if add_generation_prompt %}<think>{% endif %}"}
+    assert arguments(**thinks).count("--reasoning-parser") == 1
+    assert not [arg for arg in arguments(**thinks, reasoning_parser="none") if arg.startswith("--reasoning-parser")]
     assert arguments() == [arg for arg in arguments() if "template" not in arg]
 
 

@@ -8,7 +8,7 @@ import pytest
 from serve.core import segments
 from serve.core.errors import InvalidReplicaSpec
 from serve.core.spec import ReplicaSpec
-from serve.vllm.arguments import engine_arguments, engine_environment, tool_parser
+from serve.vllm.arguments import engine_arguments, engine_environment, reasoning_parser, tool_parser
 
 GOOD = {
     "replica_id": "r1",
@@ -141,6 +141,42 @@ def test_lora_flags_pass_through_and_allow_loading():
 )
 def test_tool_parser_follows_the_template_then_the_family(family, template, parser):
     assert tool_parser(family, template) == parser
+
+
+OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+MAY_CLOSE = (
+    "{% if add_generation_prompt %}assistant{% if not enable_thinking %}<think>\n\n</think>{% endif %}{% endif %}"
+)
+STRIPS_OLDER = (
+    "{{ content.split('</think>')[-1] }}<think>{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "parser"),
+    [
+        ("qwen3", MAY_CLOSE, "qwen3"),
+        ("qwen2", OPENS, "qwen3"),
+        ("llama", OPENS, "qwen3"),
+        ("unheard_of", OPENS, "qwen3"),
+        ("qwen3", STRIPS_OLDER, None),
+        ("qwen3", "{% if add_generation_prompt %}assistant{% endif %}", None),
+        ("gpt_oss", "<|channel|>analysis", "openai_gptoss"),
+        ("granite", "Here is my thought process", "granite"),
+        ("granite", "{{ messages }}", None),
+        ("seed_oss", "<seed:think>", "seed_oss"),
+        ("qwen3", None, None),
+    ],
+)
+def test_reasoning_parser_follows_what_stands_where_the_answer_begins(family, template, parser):
+    """A parser for a model that does not reason takes its whole answer for reasoning."""
+    assert reasoning_parser(family, template) == parser
+    args = engine_arguments(ReplicaSpec.from_json(GOOD), {"model_type": family}, template)
+    assert ("--reasoning-parser" in args) is (parser is not None)
+    if parser:
+        assert args[args.index("--reasoning-parser") + 1] == parser
+    told = ReplicaSpec.from_json({**GOOD, "own_reasoning_parser": False})
+    assert "--reasoning-parser" not in engine_arguments(told, {"model_type": family}, template)
 
 
 def test_embedding_engines_run_the_pooling_runner_without_tools():

@@ -24,7 +24,8 @@ def test_everything_auto_gives_a_spec():
             assert 1 in allowed_sizes(spec.batch_size, 8, spec.micro_batch)
     assert resolve({}, GSM8K, SMALL, 8)["full"] and not resolve({}, GSM8K, LARGE, 8)["full"]
     assert 8 in allowed_sizes(resolve({}, GSM8K, SMALL, 8)["batch_size"], 8)
-    assert resolve({}, GSM8K, LARGE, 8)["learning_rate"] == pytest.approx(1e-4)
+    large = resolve({}, GSM8K, LARGE, 8)["learning_rate"]
+    assert 1e-4 < large < 3e-4, "by the tokens of a step (train.plan.recipe)"
 
 
 def test_numbers_and_extras_pass_through():

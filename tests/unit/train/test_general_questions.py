@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from train.data.general_questions import (
     FEWEST,
@@ -14,11 +14,12 @@ from train.data.general_questions import (
     LEAST_KNOWN,
     NEW_TOKENS,
     QUESTIONS,
+    answers_key,
     compare,
     how_many,
     is_right,
 )
-from train.run.general_answers import _greedy
+from train.run.general_answers import _common, _greedy
 
 
 def number(question: str) -> int:
@@ -86,7 +87,41 @@ def test_devices_that_are_wanted_are_not_kept_for_an_answer():
     ).train()
     attention, passes = model.config._attn_implementation, []
     model.register_forward_hook(lambda *_: passes.append(1))
-    ids = torch.tensor([[1, 2], [3, 4]])
-    assert _greedy(model, ids, torch.ones_like(ids), lambda: len(passes) == 3) is None and len(passes) == 3
+    rows, cpu = [[1, 2], [3, 4]], torch.device("cpu")
+    assert _greedy(model, rows, 0, cpu, lambda: len(passes) == 3) is None and len(passes) == 3
     assert model.training and model.config._attn_implementation == attention
-    assert _greedy(model, ids, torch.ones_like(ids), lambda: False).shape == (2, NEW_TOKENS)
+    assert _greedy(model, rows, 0, cpu, lambda: False).shape == (2, NEW_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("family", "window", "saved"),
+    [("llama", None, 8), ("mistral", 20, 8), ("gemma3_text", 20, 8), ("mistral", 6, 0), ("gemma3_text", 6, 0)],
+)
+def test_what_all_prompts_begin_with_is_computed_once_and_changes_no_answer(family, window, saved):
+    torch.manual_seed(3)
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.5}
+    config = AutoConfig.for_model(family, **shape, **({"sliding_window": window} if window else {}))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    rows = [[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7, 8, 30], [5, 6, 7, 8, 9, 10, 44]]
+    assert _common(rows) == 4 and _common([[1, 2], [1, 2, 3]]) == 1 and _common([[1], [2]]) == 0
+    tokens = []
+    model.register_forward_hook(
+        lambda _, args, kwargs, out: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    once = _greedy(model, rows, 4, torch.device("cpu"), lambda: False)
+    spent, tokens[:] = sum(tokens), []
+    anew = _greedy(model, rows, 0, torch.device("cpu"), lambda: False)
+    assert torch.equal(once, anew) and spent == sum(tokens) - saved
+    for row, said in zip(rows, once.tolist(), strict=True):
+        alone = model.generate(torch.tensor([row]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(row) :]
+        assert alone.tolist() == said
+
+
+def test_answers_belong_to_the_weights_and_to_how_they_are_computed():
+    keys = {
+        answers_key(*given)
+        for given in (([b"a"], "bf16", "cpu"), ([b"a", b""], "bf16", "cpu"), ([b"a"], "fp32", "cpu"))
+    }
+    assert len(keys) == 3 and answers_key([b"a"], "bf16", "cpu") in keys

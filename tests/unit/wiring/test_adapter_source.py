@@ -35,7 +35,7 @@ async def only_remote(store, flow, add_model, add_adapter, tmp_path, tiers):
     assert store.evict(1 << 40) > 0
     shutil.rmtree(tmp_path / "data/models")
     await flow.run_once("disk")
-    assert tiers.places(TUNED) == ["remote"]
+    assert tiers.tiers_of(TUNED) == ["remote"]
 
 
 async def test_it_comes_back_from_the_tier_that_has_it_and_stays_while_the_engine_takes_it(source, only_remote, store):

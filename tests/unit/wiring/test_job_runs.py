@@ -146,8 +146,8 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
     assert runs.newest_snapshot("ftjob-1") == newest.path
     for tier in ("disk", "remote"):
         await flow.run_once(tier)
-    assert tiers.places(Name("snapshot", "ftjob-1", "step-10")) == ["memory", "disk", "remote"]
-    assert tiers.places(Name("snapshot", "ftjob-1", "step-9")) == ["memory"], "one is kept"
+    assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-10")) == ["memory", "disk", "remote"]
+    assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-9")) == ["memory"], "one is kept"
     shutil.rmtree(tmp_path / "data" / "packed" / "objects")
     for stored in store.list("snapshot"):
         store.remove(stored)
@@ -240,3 +240,22 @@ def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(
     models.delete_version(db, "starter", "v1")
     with pytest.raises(LookupError, match="which ft:a is an adapter of"):
         runs.spec("ftjob-1")
+
+
+def test_a_base_that_an_earlier_job_asked_is_not_asked_again(runs, db, events, add_model, add_job, tmp_path):
+    add_model()
+    (tmp_path / "bytes").mkdir()
+    (tmp_path / "bytes" / "manifest.json").write_text('{"checksums": "of every byte"}')
+    models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes"))
+    resolved = RESOLVED | {"general_questions": True, "precision": "fp32", "device_kind": "cpu"}
+    for name in ("ftjob-1", "ftjob-2", "ftjob-3"):
+        add_job(name, phase="queued", resolved=resolved)
+        (tmp_path / "jobs" / name).mkdir(parents=True)
+    first = runs.spec("ftjob-1")
+    assert first.general_of and (first.general_asked, first.general_right) == (0, ())
+    told = {"event": "general", "when": "before", "right": [0, 2], "answers": ["x"] * 12, "of": first.general_of}
+    events.ingest("ftjob-1", told)
+    again = runs.spec("ftjob-2")
+    assert (again.general_of, again.general_asked, again.general_right) == (first.general_of, 12, (0, 2))
+    jobs.update(db, "ftjob-3", resolved={**resolved, "precision": "bf16"})
+    assert runs.spec("ftjob-3").general_asked == 0, "rounded otherwise, it may answer otherwise"

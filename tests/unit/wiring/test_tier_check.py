@@ -8,7 +8,7 @@ import pytest
 
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.interfaces.ports import VersionPaths
-from appliance.controller.models.removal import place
+from appliance.controller.models.removal import paths_of
 from appliance.store.objects import models
 from appliance.wiring import model_work
 from appliance.wiring.model_work import LibraryOps
@@ -45,8 +45,8 @@ async def test_everything_is_read_once_per_copy(ops, tiers):
 
 
 async def test_a_models_adapters_are_verified_in_packed_tiers_too(ops, db, tmp_path):
-    places = [place(row) for row in models.list_versions(db, "ft:x")]
-    found = await ops.verify("ft:x", places, lambda progress: None)
+    paths = [paths_of(row) for row in models.list_versions(db, "ft:x")]
+    found = await ops.verify("ft:x", paths, lambda progress: None)
     assert [copy["version"] for copy in found["versions"]] == ["step-2"] * 3
     assert [copy["path"] for copy in found["versions"]][2] == str(tmp_path / "mount")
 

@@ -70,9 +70,9 @@ async def quiet(tiers):
 
 async def test_a_published_version_reaches_every_tier_once(flow, publish, db, tmp_path, tiers):
     (stored,) = publish("v1")
-    assert tiers.version_places("starter", "v1") == ["memory"]
+    assert tiers.tiers_of_version("starter", "v1") == ["memory"]
     await passes(flow, "disk", "remote")
-    assert tiers.version_places("starter", "v1") == ["memory", "disk", "remote"]
+    assert tiers.tiers_of_version("starter", "v1") == ["memory", "disk", "remote"]
     row = models.find_version(db, "starter", "v1")
     assert row.disk_path == str(tmp_path / "data/models/starter/v1") and not stored.pinned
     written = {p: p.stat().st_mtime_ns for p in (tmp_path / "mount/objects").rglob("*") if p.is_file()}
@@ -88,7 +88,7 @@ async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_rem
     (stored,) = publish("v1")
     models.activate(db, "starter", "v1")
     await passes(flow, "disk", "remote")
-    assert store.evict(1 << 40) > 0 and tiers.version_places("starter", "v1") == ["disk", "remote"]
+    assert store.evict(1 << 40) > 0 and tiers.tiers_of_version("starter", "v1") == ["disk", "remote"]
     damage(tmp_path / "data/models/starter/v1/model.safetensors")
     provider = VersionProvider(db, store, back, None, None, None)
     path = await provider.in_memory("starter", "v1")
@@ -143,11 +143,11 @@ async def test_a_lost_mount_holds_up_nothing_and_is_tried_again(flow, publish, s
     assert waits[:3] == [2, 4, 8] and waits[-1] == 300
     status = put_off(tiers, "remote")
     assert "mounted" in status["last_error"] and list((tmp_path / "mount").iterdir()) == []
-    assert tiers.places(Name("version", "starter", "v2")) == ["memory", "disk"]
+    assert tiers.tiers_of(Name("version", "starter", "v2")) == ["memory", "disk"]
     (tmp_path / "mount").rmdir()
     shutil.move(tmp_path / "elsewhere", tmp_path / "mount")
     await passes(flow, "remote")
-    assert tiers.places(Name("version", "starter", "v2")) == ["memory", "disk", "remote"]
+    assert tiers.tiers_of(Name("version", "starter", "v2")) == ["memory", "disk", "remote"]
     assert put_off(tiers, "remote")["next_try_s"] is None
 
 
@@ -167,7 +167,7 @@ async def test_a_full_disk_does_not_keep_a_version_from_the_remote_tier(flow, pu
     await passes(flow, "disk", "remote")
     status = put_off(tiers, "disk")
     assert status["backlog"] == 1 and status["backlog_bytes"] == stored.nbytes and "free" in status["last_error"]
-    assert tiers.places(V1) == ["memory", "remote"]
+    assert tiers.tiers_of(V1) == ["memory", "remote"]
     assert not await flow.finish(), "the box must not give shared memory back"
     disk.versions._free_bytes = 0
     assert await flow.finish() and put_off(tiers, "disk")["backlog"] == 0
@@ -212,7 +212,7 @@ async def test_what_a_rule_does_not_want_may_leave_memory(flow, publish, store, 
     old, new = publish("v1", "v2")
     tiers.all[0].level.version_rules = KeepRules(keep_last=1)
     await passes(flow, "disk")
-    assert tiers.places(Name("version", "starter", "v1")) == ["memory"]
+    assert tiers.tiers_of(Name("version", "starter", "v1")) == ["memory"]
     assert not old.pinned and not new.pinned
 
 
@@ -250,7 +250,7 @@ async def test_what_no_row_knows_is_left_alone(flow, publish, db, tiers):
     for tier in tiers.all:
         tier.level.version_rules = KeepRules(keep_last=1)
     await passes(flow, "disk", "remote")
-    assert tiers.places(V1) == ["memory", "disk", "remote"]
+    assert tiers.tiers_of(V1) == ["memory", "disk", "remote"]
 
 
 async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job, tiers, back):
@@ -261,7 +261,7 @@ async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job,
         store.remove(stored)
     await passes(flow, "remote")  # from the disk's objects: memory has it no more
     newest = Name("snapshot", "ftjob-1", "step-3")
-    assert tiers.places(newest) == ["disk", "remote"] and back.newest_snapshot("ftjob-1") == [newest]
+    assert tiers.tiers_of(newest) == ["disk", "remote"] and back.newest_snapshot("ftjob-1") == [newest]
     again = back.bring_in(newest)
     with store.lease(again) as lease:
         assert bytes(lease.view("master.w")) == bytes([3]) * 1600
@@ -288,7 +288,7 @@ async def test_snapshots_that_follow_each_other_quickly_are_copied_now_and_then_
     async def copied(step):
         snapshot(store, step)
         await passes(flow, "disk")
-        return tiers.places(Name("snapshot", "ftjob-1", f"step-{step}")) == ["memory", "disk"]
+        return tiers.tiers_of(Name("snapshot", "ftjob-1", f"step-{step}")) == ["memory", "disk"]
 
     assert await copied(1)
     now[0] += 99
@@ -298,7 +298,7 @@ async def test_snapshots_that_follow_each_other_quickly_are_copied_now_and_then_
     now[0] += 2
     assert await copied(3)
     assert not await copied(4)
-    assert await flow.finish() and tiers.places(Name("snapshot", "ftjob-1", "step-4")) == ["memory", "disk"]
+    assert await flow.finish() and tiers.tiers_of(Name("snapshot", "ftjob-1", "step-4")) == ["memory", "disk"]
 
 
 async def test_no_room_in_memory_says_so_and_loses_nothing(flow, publish, store, tmp_path, back):
@@ -315,10 +315,10 @@ async def test_stopping_in_the_middle_of_a_copy_goes_on_later(flow, publish, tmp
     await passes(flow, "disk")
     flow._stopping.set()
     await passes(flow, "remote")
-    assert tiers.places(V1) == ["memory", "disk"] and put_off(tiers, "remote")["last_error"] is None
+    assert tiers.tiers_of(V1) == ["memory", "disk"] and put_off(tiers, "remote")["last_error"] is None
     flow._stopping.clear()
     await passes(flow, "remote")
-    assert tiers.places(V1) == ["memory", "disk", "remote"]
+    assert tiers.tiers_of(V1) == ["memory", "disk", "remote"]
 
 
 async def test_a_copy_of_what_is_being_deleted_ends(flow, publish, monkeypatch, tiers):
@@ -332,17 +332,17 @@ async def test_a_copy_of_what_is_being_deleted_ends(flow, publish, monkeypatch, 
 
     monkeypatch.setattr(flow, "_go_on", deleted_at_the_first_chunk)
     await passes(flow, "remote")
-    assert tiers.places(V1) == ["memory", "disk"] and put_off(tiers, "remote")["last_error"] is None
+    assert tiers.tiers_of(V1) == ["memory", "disk"] and put_off(tiers, "remote")["last_error"] is None
     monkeypatch.undo()
     await passes(flow, "remote")
-    assert tiers.places(V1) == ["memory", "disk", "remote"], "a new one of that name is copied as ever"
+    assert tiers.tiers_of(V1) == ["memory", "disk", "remote"], "a new one of that name is copied as ever"
 
 
 async def test_a_worker_waits_for_a_nudge_or_its_time(flow, publish, caplog, tiers):
     caplog.set_level(logging.ERROR)
     publish("v1")
     task = asyncio.create_task(flow.run())
-    while tiers.places(V1) != ["memory", "disk", "remote"]:
+    while tiers.tiers_of(V1) != ["memory", "disk", "remote"]:
         tiers.nudge()
         await asyncio.sleep(0.01)
     task.cancel()

@@ -1,0 +1,64 @@
+"""Owners' workers: none waits for another's code."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from train.graders import hosts
+from train.graders.hosts import MAX_BUSY, MAX_IDLE, GraderHosts
+
+
+class Host:
+    """In place of a worker process."""
+
+    stopped = 0
+
+    async def stop(self) -> None:
+        Host.stopped += 1
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> GraderHosts:
+    owner = hosts._Owner
+    monkeypatch.setattr(hosts, "_Owner", lambda: owner(Host()))  # type: ignore[arg-type]
+    Host.stopped = 0
+    return GraderHosts()
+
+
+async def test_what_one_has_graded_for_minutes_keeps_no_other_waiting(made: GraderHosts) -> None:
+    end, begun = asyncio.Event(), []
+
+    async def slow(owner: str) -> None:
+        async with made.of(owner):
+            begun.append(owner)
+            await end.wait()
+
+    tasks = [asyncio.create_task(slow("greedy")) for _ in range(2 * MAX_BUSY)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        for number in range(MAX_BUSY - 1):  # however many of one owner wait, they take one place
+            tasks.append(asyncio.create_task(slow(f"owner {number}")))
+            await asyncio.sleep(0)
+        assert begun == ["greedy", *(f"owner {number}" for number in range(MAX_BUSY - 1))]
+        tasks.append(asyncio.create_task(slow("late")))
+        await asyncio.sleep(0)
+        assert "late" not in begun
+        end.set()
+        await asyncio.gather(*tasks)
+    assert begun.count("greedy") == 2 * MAX_BUSY and "late" in begun
+
+
+async def test_few_idle_workers_are_kept(made: GraderHosts) -> None:
+    used = []
+    for number in range(5):
+        async with made.of(f"owner {number}") as host:
+            used.append(host)
+    assert Host.stopped == 5 - MAX_IDLE
+    async with made.of("owner 4") as host:
+        assert host is used[4]
+    async with made.of("owner 0") as host:
+        assert host is not used[0]
+    await made.stop()
+    assert Host.stopped == 6

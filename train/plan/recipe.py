@@ -1,0 +1,43 @@
+"""The learning rate that "auto" chooses, by method, model size and data size. Pure.
+
+What others publish, for AdamW and supervised fine-tuning (read in November 2026):
+
+    all weights     torchtune 2e-5 (7 B to 70 B), TRL's SFTTrainer 2e-5, Stanford Alpaca 2e-5 (7 B), Tulu 3 5e-6 (8 B),
+                    SmolLM2's own instruct models 3e-4 (1.7 B) and 1e-3 (135 M), on some hundred million tokens
+    adapters        torchtune 3e-4, axolotl and unsloth 2e-4, TRL 2e-4 ("about ten times as much"); Tinker's sweep over
+                    Tulu 3 (128 conversations a step, 780 steps): 1e-3 at 1 B, 3e-4 at 8 B and 70 B
+                    (tinker_cookbook/hyperparam_utils.py)
+    one to other    Schulman et al., "LoRA Without Regret" (2025): adapters want ten times the rate of all weights,
+                    whatever the rank, and bear large batches worse; Biderman et al., "LoRA Learns Less and Forgets
+                    Less" (TMLR 2024): the same order, and that full tuning forgets more at the rate that it needs
+    model size      Tinker's: all weights by one over the root of the number of parameters
+    batch           Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (NeurIPS 2022):
+                    with Adam the rate goes by the root of the batch
+    OpenAI          says no rates, only a multiplier of its own choice ("auto"; larger for larger batches)
+
+What is chosen: at 7 B and a step of up to 8,192 tokens, 1e-5 for all weights and 1e-4 for adapters, the lower end of
+what is published, because most jobs here are small and a small job that learns too fast forgets: SmolLM2-135M learnt 64
+examples at 7.2e-4, 4.3e-4 and 2.9e-4 alike, and of twelve general questions, of which it had answered eleven before,
+answered ten, eleven and twelve after (docs/first-model.md). More data makes larger steps (train.plan.auto), and those
+bear more: up to three times as much from 74,000 tokens a step on, which is where the published sweeps were made.
+"""
+
+from __future__ import annotations
+
+import math
+
+REFERENCE_PARAMETERS = 7e9
+REFERENCE_STEP_TOKENS = 8192
+FULL, ADAPTER = 1e-5, 1e-4
+LARGEST_FULL, LARGEST_ADAPTER = 1e-3, 1.2e-3
+LARGEST_BATCH_FACTOR = 3.0
+# One over the root for all weights, as published; adapters of small models bear less than ten times that.
+FULL_EXPONENT, ADAPTER_EXPONENT = 0.5, 0.27
+
+
+def learning_rate(n_parameters: int, step_tokens: float, *, full: bool) -> float:
+    """Peak of the schedule. n_parameters: of the base. step_tokens: trained in one optimizer step, on average."""
+    smaller = REFERENCE_PARAMETERS / max(n_parameters, 1)
+    base = FULL * smaller**FULL_EXPONENT if full else ADAPTER * smaller**ADAPTER_EXPONENT
+    batch = math.sqrt(max(1.0, step_tokens / REFERENCE_STEP_TOKENS))
+    return min(base * min(batch, LARGEST_BATCH_FACTOR), LARGEST_FULL if full else LARGEST_ADAPTER)
