@@ -520,6 +520,7 @@ TASKS = {
     "appliance/controller/bus/bus.py Bus._serve": AWAITED,
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,
     "appliance/controller/context/operations.py Operations.start": ONE_SHOT,
+    "appliance/controller/http/presence.py while_present": AWAITED,
     "appliance/gateway/main.py serve": AWAITED,
     "appliance/gateway/http/upstream.py UpstreamPool.connect": ONE_SHOT,
     "appliance/boot/main.py _run": AWAITED,

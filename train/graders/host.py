@@ -113,7 +113,8 @@ class GraderHost:
                 "from train.graders.worker import main; main()",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                # Nothing of the box's environment: users' code reads what is there.
+                # Nothing of the box's environment or of where its data lies: users' code reads what is there.
+                cwd="/",
                 env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
                 limit=1 << 20,
             )

@@ -8,12 +8,13 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from appliance.controller.access.model_access import caller_may_use, unknown_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.model_answers import ModelAnswers
+from appliance.controller.http.presence import while_present
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import ApiError, BadRequest
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
@@ -55,7 +56,7 @@ def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers
         return {"grader": grader.model_dump(mode="json", exclude_unset=True)}
 
     @router.post("/run")
-    async def run(body: Run, caller: Caller) -> dict[str, Any]:
+    async def run(body: Run, request: Request, caller: Caller) -> dict[str, Any]:
         grader = grader_of(context, body.grader, caller)
         if _is_deeper(body.item, MAX_DEPTH):
             raise BadRequest(f"'item' is nested deeper than {MAX_DEPTH} levels.", param="item", code="invalid_value")
@@ -67,14 +68,7 @@ def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers
             )
         running[caller.owner] += 1
         try:
-            sample = (Sample(body.model_sample), body.item)
-            async with hosts.of(caller.owner) as host:
-                (asked,) = await host.requests(grader, [sample])
-            told = await asyncio.gather(
-                *(answers.ask(caller.key_id, request, ANSWER_WITHIN_S) for request in asked.values())
-            )
-            async with hosts.of(caller.owner) as host:
-                (graded,) = await host.grade(grader, [sample], [dict(zip(asked, told, strict=True))])
+            graded = await while_present(request, _graded(grader, (Sample(body.model_sample), body.item), caller))
         except WorkerBroke as error:
             raise ApiError(
                 503, f"The grader was not run: {error}. Please retry.", kind="server_error", code="grader_not_run"
@@ -84,6 +78,16 @@ def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers
             if not running[caller.owner]:
                 del running[caller.owner]
         return _result(grader, graded)
+
+    async def _graded(grader: Grader, sample: tuple[Sample, Any], caller: Principal) -> Graded:
+        async with hosts.of(caller.owner) as host:
+            (asked,) = await host.requests(grader, [sample])
+        told = await asyncio.gather(
+            *(answers.ask(caller.key_id, request, ANSWER_WITHIN_S) for request in asked.values())
+        )
+        async with hosts.of(caller.owner) as host:
+            (graded,) = await host.grade(grader, [sample], [dict(zip(asked, told, strict=True))])
+        return graded
 
     return router
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
@@ -10,10 +11,11 @@ import openai
 import pytest
 
 from appliance.controller.grading import grader_routes, model_answers
+from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
 from appliance.store.records import usage
 from tests.simulator.control_plane import SimulatedEngines
-from tests.unit.controller.conftest import Control
+from tests.unit.controller.conftest import SCOPES, Control
 from train.graders import sandbox
 
 CHECK: Any = {
@@ -148,3 +150,47 @@ async def test_an_item_is_no_deeper_than_it_can_be_written(control: Control):
         deep = [deep]
     with pytest.raises(openai.BadRequestError, match="nested deeper"):
         await control.sdk.fine_tuning.alpha.graders.run(grader=CHECK, model_sample="4", item=deep)
+
+
+async def test_what_nobody_waits_for_any_more_is_ended(control: Control):
+    """The client has left, or its key was revoked: code of a grader ran on for an hour, and the judge was asked."""
+    begun, ended, left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        raise AssertionError
+
+    engines(control).rule = rule
+    body = json.dumps({"grader": JUDGE, "model_sample": "4", "item": {"q": "2+2"}}).encode()
+    received, sent = [{"type": "http.request", "body": body, "more_body": False}], []
+
+    async def receive() -> Any:
+        if not received:
+            await left.wait()
+        return received.pop() if received else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/v1/fine_tuning/alpha/graders/run",
+        "query_string": b"",
+        "headers": [
+            (name.encode(), value.encode()) for name, value in (SCOPES | {"content-type": "application/json"}).items()
+        ],
+    }
+    asking = asyncio.create_task(FromBox(control.app)(scope, receive, send))
+    async with asyncio.timeout(30):
+        await begun.wait()
+        left.set()
+        await asking
+        await ended.wait()
+    assert sent[0]["status"] == 499

@@ -74,3 +74,11 @@ async def test_a_request_given_up_does_not_answer_the_next(host: GraderHost) -> 
     with pytest.raises(asyncio.CancelledError):
         await slow
     assert (await host.grade(python("return 3"), [(Sample(""), None)]))[0].reward == 3
+
+
+async def test_code_is_told_nothing_of_where_the_box_is(host: GraderHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why := sandbox.refusal():
+        pytest.skip(why)
+    monkeypatch.setenv("APPLIANCE_DATA_DIR", "/srv/box")
+    body = "import os\n    return os.readlink('/proc/self/cwd') == '/' and 'APPLIANCE_DATA_DIR' not in os.environ"
+    assert (await host.grade(python(body), [(Sample(""), None)]))[0].reward == 1
