@@ -84,9 +84,9 @@ def create_app(context: ControllerContext) -> FastAPI:
             for task in kept:
                 task.cancel()
             await asyncio.gather(*kept, return_exceptions=True)
-            await validation.stop()
-            await running.stop()
-            await runner.stop()
+            await validation.tasks.stop()
+            await running.tasks.stop()
+            await runner.tasks.stop()
             await background.stop()
             await graders.stop()
 

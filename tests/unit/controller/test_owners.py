@@ -321,7 +321,7 @@ async def test_names_of_anothers_model_checkpoint_and_version_mean_nothing(contr
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     control.http.headers.update(people.alice)
     batch_id = await begun(control, [line(0, body={"model": model, "messages": []})])
-    await control.app.state.batches._tasks[batch_id]
+    await control.app.state.batches.tasks.idle()
     row = await control.sdk.batches.retrieve(batch_id)
     assert row.status == "failed" and row.errors is not None and row.errors.data is not None
     assert row.errors.data[0].code == "model_not_found"
