@@ -31,7 +31,7 @@ class Sample:
         """Raises GradingFailed when the text is no JSON."""
         try:
             return json.loads(self.output_text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise GradingFailed(
                 f"sample.output_json: the output is no JSON ({error})", GradingErrors(sample_parse_error=True)
             ) from None

@@ -63,6 +63,11 @@ def test_a_string_is_compared(operation: str, text: str, answer: str, reward: fl
     assert (found.reward, found.passed, found.errors) == (reward, reward == 1, GradingErrors())
 
 
+def test_an_output_that_is_nested_too_deeply_is_no_json() -> None:
+    with pytest.raises(GradingFailed, match="no JSON"):
+        _ = Sample("[" * 100_000).output_json
+
+
 def test_templates_reach_into_items_and_samples() -> None:
     sample = Sample('{"steps": [{"n": 7}]}', [{"id": "call_1"}])
     item = {"a": {"b": [1, {"c d": "x"}]}, "zh": "你好"}
