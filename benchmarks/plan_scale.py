@@ -83,7 +83,7 @@ def after(plan_input: PlanInput, allocation: Allocation) -> tuple[PlanInput, Box
         replicas={r.id: r for r in replicas},
         groups={j: GroupView(j, d) for j, d in groups.items()},
     )
-    return replace(plan_input, jobs=jobs, replicas=replicas, memory=allocation.memory, handover_id=2), box
+    return replace(plan_input, jobs=jobs, replicas=replicas, hysteresis=allocation.hysteresis, handover_id=2), box
 
 
 def burst(plan_input: PlanInput) -> PlanInput:

@@ -1,6 +1,7 @@
 """Measures one part in a process of its own: `python -m benchmarks.gpu.measures PART [--gpu N --of N --meet FILE]`.
 
-Prints one line of JSON. `devices` needs the driver alone, `fork` the packages of its half, all others torch alone.
+Prints one line of JSON. `devices` needs the driver alone, `fork` the packages of its half, those of a training rank
+(benchmarks.gpu.training) transformers, `ranks` DeepSpeed too, all others torch alone.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def collectives(gpu: int, of: int, meet: str) -> dict[str, Any]:
     rate = _rate(torch, lambda: dist.all_reduce(data), data.nbytes)
     nvlink = all(torch.cuda.can_device_access_peer(gpu, other) for other in range(of) if other != gpu)
     dist.destroy_process_group()
-    return {"bus": rate * 2 * (of - 1) / of, "right": right, "ranks": of, "nvlink": nvlink}
+    return {"bus": rate * 2 * (of - 1) / of, "right": right, "nvlink": nvlink}
 
 
 def _link(torch: Any, device: Any, seconds: float = 0.0) -> float:
@@ -203,6 +204,14 @@ def _rate(torch: Any, work: Callable[[], Any], amount: float, seconds: float = 0
     return amount * len(took) / sum(took) if seconds else amount / min(took)
 
 
+def _training() -> Any:
+    return importlib.import_module("benchmarks.gpu.training")
+
+
+def _first() -> Any:
+    return importlib.import_module("torch").device("cuda:0")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part")
@@ -218,6 +227,10 @@ def main() -> int:
         "together": together,
         "compute": compute,
         "collectives": lambda: collectives(options.gpu, options.of, options.meet),
+        "snapshots": lambda: _training().snapshots(_first()),
+        "attention": lambda: _training().attention(_first()),
+        "head": lambda: _training().head(_first()),
+        "ranks": lambda: _training().ranks(options.gpu, options.of, options.meet, "cuda"),
     }
     print(json.dumps(parts[options.part]()), flush=True)
     return 0

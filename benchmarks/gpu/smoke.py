@@ -26,10 +26,18 @@ from benchmarks.gpu.verdicts import PARTS, Verdict, judge
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
-NEEDS = {"devices": ("pynvml",), "fork": ("torch",)}
+NEEDS = {
+    "devices": ("pynvml",),
+    "fork": ("torch",),
+    "attention": ("torch", "transformers"),
+    "head": ("torch", "transformers"),
+    "ranks": ("torch", "transformers", "deepspeed"),
+}
+AT_ONCE = {"together", "attention", "head"}
+"""On all GPUs at the same time: their links, which share the host, and what stays on a GPU and shares nothing."""
 HALVES = {"serve": ("vllm",), "train": ("deepspeed", "transformers")}
 PART_LIMIT_S = 150.0
-"""Six parts stay within a quarter of an hour even if all hang; a healthy machine needs four minutes."""
+"""Of all processes of a part that run at once. A healthy machine with eight GPUs needs some six minutes in all."""
 
 Start = Callable[[Sequence[str], Mapping[str, str]], subprocess.Popen[str]]
 
@@ -92,12 +100,14 @@ def measure(wanted: Sequence[str], *, installed: Callable[[str], bool], start: S
             facts[part] = {"skipped": f"not installed: {', '.join(missing)}"}
         elif part == "fork":
             facts[part] = _forks(start, installed)
+        elif part in ("collectives", "together") and count == 1:
+            facts[part] = {"skipped": "there is one GPU"}
         elif part == "collectives":
-            facts[part] = _ranks(start, count)
-        elif part == "together":
-            facts[part] = _each(start, part, count, at_once=True) if count > 1 else {"skipped": "there is one GPU"}
+            facts[part] = _world(start, part, [{}] * count)
+        elif part == "ranks":
+            facts[part] = _world(start, part, _sees(count))  # like the box's own, each sees its device alone
         else:
-            facts[part] = _each(start, part, count, at_once=False)
+            facts[part] = _each(start, part, count, at_once=part in AT_ONCE)
     return facts
 
 
@@ -110,28 +120,27 @@ def _forks(start: Start, installed: Callable[[str], bool]) -> dict[str, Any]:
     return failed[0] if failed else {"forks": {half: works for one in found for half, works in one["forks"].items()}}
 
 
-def _ranks(start: Start, count: int) -> dict[str, Any]:
-    if count < 2:
-        return {"skipped": "there is one GPU"}
+def _world(start: Start, part: str, sees: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """Of one rank for each of `sees`, its variables; they meet through a file. Lists by rank."""
     with tempfile.TemporaryDirectory(prefix="appliance-smoke-") as folder:
-        meet = str(Path(folder) / "meet")
-        ranks = [
-            start(["collectives", "--gpu", str(rank), "--of", str(count), "--meet", meet], {}) for rank in range(count)
-        ]
-        found = _answers(ranks)
-    failed = [one for one in found if "failed" in one]
-    slowest = min(found, key=lambda one: one.get("bus", 0))
-    return failed[0] if failed else {**slowest, "right": all(one["right"] for one in found)}
+        of, meet = ["--of", str(len(sees))], ["--meet", str(Path(folder) / "meet")]
+        world = [start([part, "--gpu", str(rank), *of, *meet], variables) for rank, variables in enumerate(sees)]
+        return _listed("rank", _answers(world))
 
 
 def _each(start: Start, part: str, count: int, *, at_once: bool) -> dict[str, Any]:
     """Of every GPU, one after the other or all at once: lists by GPU."""
-    sees = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(count)]
     if at_once:
-        found = _answers([start([part], variables) for variables in sees])
-    else:
-        found = [_one(start, [part], variables) for variables in sees]
-    failed = [f"GPU {gpu}: {one['failed']}" for gpu, one in enumerate(found) if "failed" in one]
+        return _listed("GPU", _answers([start([part], variables) for variables in _sees(count)]))
+    return _listed("GPU", [_one(start, [part], variables) for variables in _sees(count)])
+
+
+def _sees(count: int) -> list[dict[str, str]]:
+    return [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(count)]
+
+
+def _listed(what: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    failed = [f"{what} {number}: {one['failed']}" for number, one in enumerate(found) if "failed" in one]
     return {"failed": "; ".join(failed)} if failed else {key: [one[key] for one in found] for key in found[0]}
 
 

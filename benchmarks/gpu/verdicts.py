@@ -2,12 +2,13 @@
 
 A limit is physical: what the part can do at most. A threshold is what a healthy machine reaches; those of links and
 collectives are the ones of Azure's node health checks (Azure/azurehpc-health-checks, nvbandwidth and NCCL), the others
-are shares of the limit or of what the same run measured.
+are shares of the limit or of what the same run measured. An error is a distance over the length of what is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -86,6 +87,19 @@ REMEDIES: Mapping[str, str] = {
     "bf16 products": "power cap or heat: `nvidia-smi -q -d PERFORMANCE,POWER`",
     "all-reduce": "NVLink: nvidia-fabricmanager active and of the driver's version, `nvidia-smi nvlink -s`, `topo -m`",
     "all-reduce is right": "wrong sums: take the box out of service, `dcgmi diag -r 3`",
+    "snapshot out over link": "a suspending rank copies so: raise THREADS of train.state.staging, look at numa_bind",
+    "snapshot in over link": "a resuming rank copies so: raise THREADS of train.state.staging, look at numa_bind",
+    "snapshot is right": "a wrong copy: train.state.staging; do not train before it is mended",
+    "packed attention": "which kernel ran? `torch.nn.attention.varlen` in a profile; else compare with one call each",
+    "attention over split": "a call per example is faster: let _one_kernel of train.model.attention refuse",
+    "attention's error": "wrong sums of one kernel for a row: let _one_kernel of train.model.attention refuse",
+    "loss head": "chunks too small for this GPU: DEVICE_LOGITS_BYTES of train.plan.estimate",
+    "loss head's memory": "plans count less: held_rows and DEVICE_LOGITS_BYTES of train.plan.estimate",
+    "loss head's error": "wrong gradients: train.methods.head_gradient; do not train before it is mended",
+    "ranks learn": "the loss of the same examples has to fall: compare with one GPU, then with `all-reduce is right`",
+    "ranks agree": "their weights differ after the same steps: `all-reduce is right`, then `nvidia-smi -q -d ECC`",
+    "rank's residual": "plans keep less beside a rank's tensors: context_bytes of runtime/devices/cuda.py",
+    "ranks' first step": "slow imports or NCCL's start: NCCL_DEBUG=INFO, `nvidia-smi topo -m`",
 }
 
 
@@ -117,6 +131,11 @@ def judge(facts: Mapping[str, Mapping[str, Any]], expected_gpus: int | None = No
 def _bounded(name: str, found: float, unit: str, *, least=None, most=None, limit=None) -> Verdict:
     fine = (least is None or found >= least) and (most is None or found <= most)
     return Verdict(name, "ok" if fine else "fail", found, unit, least, most, limit, REMEDIES[name])
+
+
+def _most(values: Sequence[float]) -> float:
+    """The largest; what is not a number is worse than any."""
+    return max(values, key=lambda value: math.inf if math.isnan(value) else value)
 
 
 def _devices(found: Mapping[str, Any], _: Family, expected: int | None) -> list[Verdict]:
@@ -162,12 +181,49 @@ def _compute(found: Mapping[str, Any], family: Family, _: int | None) -> list[Ve
 
 
 def _collectives(found: Mapping[str, Any], family: Family, _: int | None) -> list[Verdict]:
-    joined = found["nvlink"] and family.peers is not None
+    joined = all(found["nvlink"]) and family.peers is not None
     # Without NVLink a ring goes over the links of the host, both ways at once.
-    least = (family.peers if found["ranks"] == 8 else 0.4 * family.peers) if joined else 0.2 * family.link_least
+    least = (family.peers if len(found["bus"]) == 8 else 0.4 * family.peers) if joined else 0.2 * family.link_least
     return [
-        _bounded("all-reduce", found["bus"] / GB, "GB/s", least=least),
-        _bounded("all-reduce is right", float(found["right"]), "", least=1),
+        _bounded("all-reduce", min(found["bus"]) / GB, "GB/s", least=least),
+        _bounded("all-reduce is right", float(all(found["right"])), "", least=1),
+    ]
+
+
+def _snapshots(found: Mapping[str, Any], _: Family, __: int | None) -> list[Verdict]:
+    share = lambda way: min(a / b for a, b in zip(found[way], found[f"link_{way}"], strict=True))  # noqa: E731
+    # Pageable memory gets a fifth to a third of the link (train.state.staging).
+    return [
+        _bounded("snapshot out over link", share("out"), "x", least=0.6, limit=1),
+        _bounded("snapshot in over link", share("back"), "x", least=0.6, limit=1),
+        _bounded("snapshot is right", float(all(found["right"])), "", least=1),
+    ]
+
+
+def _attention(found: Mapping[str, Any], family: Family, _: int | None) -> list[Verdict]:
+    rate = min(found["attention"]) / 1e12
+    return [
+        _bounded("packed attention", rate, "TFLOP/s", least=0.1 * family.bf16, limit=family.bf16),
+        _bounded("attention over split", min(found["over_split"]), "x", least=1),
+        _bounded("attention's error", _most(found["attention_error"]), "", most=0.02),
+    ]
+
+
+def _head(found: Mapping[str, Any], family: Family, _: int | None) -> list[Verdict]:
+    rate = min(found["head"]) / 1e12
+    return [
+        _bounded("loss head", rate, "TFLOP/s", least=0.3 * family.bf16, limit=family.bf16),
+        _bounded("loss head's memory", max(found["head_memory"]), "x planned", most=1.1),
+        _bounded("loss head's error", _most(found["head_error"]), "", most=0.02),
+    ]
+
+
+def _ranks(found: Mapping[str, Any], _: Family, __: int | None) -> list[Verdict]:
+    return [
+        _bounded("ranks learn", _most(found["loss_ratio"]), "x first loss", most=0.9),
+        _bounded("ranks agree", float(all(found["same"])), "", least=1),
+        _bounded("rank's residual", max(found["residual_bytes"]) / GB, "GB", most=2 * 2**30 / GB),
+        _bounded("ranks' first step", max(found["first_step_s"]), "s", most=60),
     ]
 
 
@@ -178,5 +234,9 @@ _PARTS = {
     "together": _together,
     "compute": _compute,
     "collectives": _collectives,
+    "snapshots": _snapshots,
+    "attention": _attention,
+    "head": _head,
+    "ranks": _ranks,
 }
 PARTS = tuple(_PARTS)

@@ -31,7 +31,8 @@ class Cuda(TorchCuda):
     hip = False
     context_bytes = 2 * 2**30
     asleep_bytes = 3 * 2**29
-    # Nothing of vLLM's GPU code yet: only a test on a GPU can show which modules leave CUDA alone (docs/gpu.md).
+    # Nothing of vLLM's GPU code yet: some of it (vllm.compilation.backends) imports FlashInfer, whose import asks CUDA
+    # for the first GPU (flashinfer/kda_kernels/__init__.py). Only a test on a GPU can show what leaves CUDA alone.
     engine_modules = ()
     runtime_library = "libcudart"
     runtime_prefix = "cuda"
@@ -102,14 +103,10 @@ class Cuda(TorchCuda):
             return
 
     def library_environment(self, caches: Path) -> dict[str, str]:
-        architectures = _architectures()
         return {
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_CACHE_PATH": str(caches / "cuda"),
             "FLASHINFER_WORKSPACE_BASE": str(caches),
-            # Without it, importing FlashInfer asks CUDA (flashinfer/compilation_context.py), and no forked process
-            # could use CUDA afterwards.
-            **({"FLASHINFER_CUDA_ARCH_LIST": " ".join(architectures)} if architectures else {}),
         }
 
     def engine_arguments(self) -> list[str]:
@@ -154,31 +151,6 @@ def _check_driver() -> None:
             f"and every engine and rank would end at its start. Update the driver (Debian, Ubuntu: `apt-get install "
             f"nvidia-driver-{LEAST_DRIVER}`). {_ON_CPU}"
         )
-
-
-def _architectures() -> list[str]:
-    """Compute capabilities of this machine's GPUs, as "9.0"; empty without a driver."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        handles = [_handle_or_error(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        told = {_capability(handle) for handle in handles}
-    finally:
-        pynvml.nvmlShutdown()
-    return [f"{major}.{minor}" for major, minor in sorted(capability for capability in told if capability)]
-
-
-def _capability(handle: Any) -> tuple[int, int] | None:
-    """Major and minor number; None of a GPU that does not answer."""
-    if isinstance(handle, pynvml.NVMLError):
-        return None
-    try:
-        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    except pynvml.NVMLError:
-        return None
-    return major, minor
 
 
 def _handle_or_error(index: int) -> Any:

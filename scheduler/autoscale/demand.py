@@ -18,7 +18,7 @@ from math import ceil
 
 from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import DeploymentView, ModelMemory, ReplicaView, Standby
+from scheduler.core.workload import DeploymentView, Hysteresis, ReplicaView, Standby
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,67 +88,67 @@ def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig
 
 def required(
     deployment: DeploymentView,
-    memory: ModelMemory,
+    hysteresis: Hysteresis,
     now_s: float,
     config: SchedulerConfig,
     *,
     switch_device_s: float = 0.0,
-) -> tuple[ModelMemory, float | None]:
-    """The replicas this model should have now (in the returned memory), and when to re-evaluate without an event.
+) -> tuple[Hysteresis, float | None]:
+    """The replicas this model should have now (in the returned hysteresis), and when to re-evaluate without an event.
 
     switch_device_s: device seconds of training that releasing devices and taking them again would cost.
     """
     want = wanted_now(deployment, now_s, config)
-    load = memory.load.seen(want, now_s)
+    load = hysteresis.load.seen(want, now_s)
     idle = IdlePolicy(config)
     reviews: list[float] = []
     if (end_s := idle.one_until_s(deployment)) is not None and end_s > now_s:
         reviews.append(end_s)
     if (end_s := idle.floor_until_s(deployment)) is not None and end_s > now_s:
         floor = deployment.standby.replicas if deployment.standby else load.floor(config.late_share)
-        if memory.proved_until_s > now_s:
-            floor = max(floor, memory.proved)
-            reviews.append(memory.proved_until_s)
+        if hysteresis.proved_until_s > now_s:
+            floor = max(floor, hysteresis.proved)
+            reviews.append(hysteresis.proved_until_s)
         want = max(want, min(floor, deployment.max_replicas))
         reviews.append(end_s)
     want = max(want, min(by_rise(deployment, config), deployment.max_replicas))
-    if want >= memory.replicas:
+    if want >= hysteresis.replicas:
         # The model of the traffic accounts for hand-overs, but cannot see that requests in flight mislead.
         misled = deployment.standby is None or by_concurrency(deployment, config) >= want
-        if want > memory.replicas and memory.given_back_s and misled:
-            memory = _wanted_back(memory, want, deployment.tensor_parallel, now_s, config, switch_device_s)
-        if want > memory.replicas:
-            memory = replace(memory, taken_s=(*_last_hour(memory.taken_s, now_s), now_s))
-        found = replace(memory, load=load, replicas=want, low_since_s=None, low_peak=0)
+        if want > hysteresis.replicas and hysteresis.given_back_s and misled:
+            hysteresis = _wanted_back(hysteresis, want, deployment.tensor_parallel, now_s, config, switch_device_s)
+        if want > hysteresis.replicas:
+            hysteresis = replace(hysteresis, taken_s=(*_last_hour(hysteresis.taken_s, now_s), now_s))
+        found = replace(hysteresis, load=load, replicas=want, low_since_s=None, low_peak=0)
         return found, min(reviews, default=None)
-    since_s = now_s if memory.low_since_s is None else memory.low_since_s
+    since_s = now_s if hysteresis.low_since_s is None else hysteresis.low_since_s
     # When an operator's idle time runs out, all replicas sleep, whatever demand came before.
-    peak = want if idle.operator_says_sleep(deployment, now_s) else max(memory.low_peak, want)
+    peak = want if idle.operator_says_sleep(deployment, now_s) else max(hysteresis.low_peak, want)
     # Rent or buy: idle devices justify a hand-over once they have idled for as long as it costs.
-    spare_devices = (memory.replicas - peak) * deployment.tensor_parallel
+    spare_devices = (hysteresis.replicas - peak) * deployment.tensor_parallel
     wait_s = idle.give_back_after_s(deployment, switch_device_s / spare_devices if spare_devices else 0.0, now_s)
-    given_back_s = _last_hour(memory.given_back_s, now_s)
+    given_back_s = _last_hour(hysteresis.given_back_s, now_s)
     due_s = since_s + wait_s
     if len(given_back_s) >= config.give_backs_per_hour:
         due_s = max(due_s, given_back_s[0] + 3600.0)
     # Growing is never refused, so many small increases reduce the number of allowed decreases.
-    changes_s = sorted((*given_back_s, *_last_hour(memory.taken_s, now_s)))
+    changes_s = sorted((*given_back_s, *_last_hour(hysteresis.taken_s, now_s)))
     if len(changes_s) >= config.changes_per_hour:
         due_s = max(due_s, changes_s[-config.changes_per_hour] + 3600.0)
     if due_s <= now_s:
         # The highest count needed since then, not the current one.
         still_low = None if peak == want else now_s
-        if peak < memory.replicas:
+        if peak < hysteresis.replicas:
             given_back_s = (*given_back_s, now_s)
-            memory = replace(memory, given_back_from=memory.replicas)
+            hysteresis = replace(hysteresis, given_back_from=hysteresis.replicas)
         found = replace(
-            memory, load=load, replicas=peak, low_since_s=still_low, low_peak=want, given_back_s=given_back_s
+            hysteresis, load=load, replicas=peak, low_since_s=still_low, low_peak=want, given_back_s=given_back_s
         )
         if still_low is not None:
             reviews.append(now_s + idle.lower_for_s(deployment))
         return found, min(reviews, default=None)
     reviews.append(due_s)
-    found = replace(memory, load=load, low_since_s=since_s, low_peak=peak, given_back_s=given_back_s)
+    found = replace(hysteresis, load=load, low_since_s=since_s, low_peak=peak, given_back_s=given_back_s)
     return found, min(reviews)
 
 
@@ -157,28 +157,33 @@ def _last_hour(times_s: tuple[float, ...], now_s: float) -> tuple[float, ...]:
 
 
 def _wanted_back(
-    memory: ModelMemory, want: int, tensor_parallel: int, now_s: float, config: SchedulerConfig, switch_device_s: float
-) -> ModelMemory:
+    before: Hysteresis,
+    want: int,
+    tensor_parallel: int,
+    now_s: float,
+    config: SchedulerConfig,
+    switch_device_s: float,
+) -> Hysteresis:
     """Learns from replicas that return how long to keep them next time.
 
     Giving them back paid off if the devices trained for longer than they had idled before plus the cost of both
     hand-overs. The first return judges each release once; replicas that had not been there before it prove nothing.
     """
-    judged = memory.proved_hold_s and memory.proved_until_s - memory.proved_hold_s >= memory.given_back_s[-1]
-    want = min(want, memory.given_back_from)
-    if judged or not switch_device_s or want <= memory.replicas:
-        return memory
-    switch_s = min(switch_device_s / ((want - memory.replicas) * tensor_parallel), config.give_back_at_latest_s)
-    if now_s - memory.given_back_s[-1] > switch_s + max(switch_s, memory.proved_hold_s):
-        return replace(memory, proved=0, proved_until_s=0.0, proved_hold_s=0.0)
-    hold_s = IdlePolicy(config).proved_for_s(switch_s, memory.proved_hold_s)
-    return replace(memory, proved=want, proved_until_s=now_s + hold_s, proved_hold_s=hold_s)
+    judged = before.proved_hold_s and before.proved_until_s - before.proved_hold_s >= before.given_back_s[-1]
+    want = min(want, before.given_back_from)
+    if judged or not switch_device_s or want <= before.replicas:
+        return before
+    switch_s = min(switch_device_s / ((want - before.replicas) * tensor_parallel), config.give_back_at_latest_s)
+    if now_s - before.given_back_s[-1] > switch_s + max(switch_s, before.proved_hold_s):
+        return replace(before, proved=0, proved_until_s=0.0, proved_hold_s=0.0)
+    hold_s = IdlePolicy(config).proved_for_s(switch_s, before.proved_hold_s)
+    return replace(before, proved=want, proved_until_s=now_s + hold_s, proved_hold_s=hold_s)
 
 
 def slots(
     deployments: Sequence[DeploymentView],
     replicas: Iterable[ReplicaView],
-    memory: Mapping[str, ModelMemory],
+    hysteresis: Mapping[str, Hysteresis],
     now_s: float,
     config: SchedulerConfig,
 ) -> list[Slot]:
@@ -197,7 +202,7 @@ def slots(
 
     def first_rank(d: DeploymentView) -> tuple[int, float, str]:
         asked = d.demand.requests > 0
-        waiting_s = memory[d.model].waiting_since_s
+        waiting_s = hysteresis[d.model].waiting_since_s
         if d.pinned:
             return 0, 0.0, d.model
         if not asked:
@@ -220,9 +225,9 @@ def slots(
         if nth == 1:
             able.sort(key=later_rank)
         # A model without demand gets no replica; one with demand may fill devices that belong to serving anyway.
-        round_ = [d for d in able if nth < most[d.model] and memory[d.model].replicas > 0]
+        round_ = [d for d in able if nth < most[d.model] and hysteresis[d.model].replicas > 0]
         if not round_:
             break
-        out += [Slot(d.model, nth, d.tensor_parallel, nth < memory[d.model].replicas) for d in round_]
+        out += [Slot(d.model, nth, d.tensor_parallel, nth < hysteresis[d.model].replicas) for d in round_]
     out.sort(key=lambda slot: not slot.wanted)  # a needed third replica comes before a second that only fills
     return out

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scheduler.core.inventory import Holder, Lease, Ledger
-from scheduler.core.workload import ModelMemory
+from scheduler.core.workload import Hysteresis
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class Allocation:
     """Who should hold what. A replica not named here should be stopped; a job not named should hold nothing.
 
     waiting: job id to the sentence why it does not run. notes: model to the sentence why it has fewer replicas than
-    needed. memory: input of the next plan. review_at_s: when the answer may change without an event.
+    needed. hysteresis: input of the next plan. review_at_s: when the answer may change without an event.
     """
 
     replicas: tuple[ReplicaPlan, ...] = ()
     groups: tuple[GroupPlan, ...] = ()
     waiting: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
-    memory: dict[str, ModelMemory] = field(default_factory=dict)
+    hysteresis: dict[str, Hysteresis] = field(default_factory=dict)
     review_at_s: float | None = None
 
     @property

@@ -253,8 +253,8 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelMemory:
-    """What the planner remembers of one model between rounds, for hysteresis.
+class Hysteresis:
+    """What the planner remembers of a model between rounds, so that its replicas do not follow every change of demand.
 
     low_since_s, low_peak: since when fewer replicas would do, and the most that were needed since. load: recent need.
     given_back_s, taken_s: when the count fell and rose, over the last hour; given_back_from: the count before the last
@@ -290,6 +290,6 @@ class PlanInput:
     deployments: tuple[DeploymentView, ...] = ()
     replicas: tuple[ReplicaView, ...] = ()
     busy_devices: frozenset[str] = frozenset()
-    memory: dict[str, ModelMemory] = field(default_factory=dict)
+    hysteresis: dict[str, Hysteresis] = field(default_factory=dict)
     handover_id: int = 0
     max_asleep: Mapping[str, int] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Stopped
 from scheduler.core.failures import Cause, Trouble
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import ModelMemory, PlanInput, Policy, Workload
+from scheduler.core.workload import Hysteresis, PlanInput, Policy, Workload
 from scheduler.handover import handover as handover_
 from scheduler.handover.box import Box
 from scheduler.handover.effects import Effects
@@ -53,7 +53,7 @@ _SMALL = 100
 
 
 class SchedulerLoop:
-    """Owns the observed state and the planner's memory; all of it runs on one asyncio loop, without locks.
+    """Owns the observed state and the planner's hysteresis; all of it runs on one asyncio loop, without locks.
 
     `run` ends only by `stop`, cancellation, or an error that is a bug (then restart the process: the real state lives
     outside it).
@@ -71,7 +71,7 @@ class SchedulerLoop:
 
     def __init__(self, clock: Clock, config: SchedulerConfig | None = None):
         self._clock, self._config = clock, config or SchedulerConfig()
-        self._memory: dict[str, ModelMemory] = {}
+        self._hysteresis: dict[str, Hysteresis] = {}
         self._transitions: dict[Holder, Transition] = {}
         self._drains: dict[Holder, Drain] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -249,7 +249,7 @@ class SchedulerLoop:
         began_s = time.perf_counter()
         self._allocation = plan(plan_input, now_s, self._config)
         self._plan_s = time.perf_counter() - began_s
-        self._memory = self._allocation.memory
+        self._hysteresis = self._allocation.hysteresis
         handover = handover_.only_admitted(self._steps(plan_input, self._allocation), self._admits)
         self._reporter.waiting(plan_input, self._allocation, self.box.groups, now_s)
         if not handover.chains:
@@ -394,7 +394,7 @@ class SchedulerLoop:
             self._workload,
             self._state.failures,
             policy=policy or self._in_force.policy,
-            memory=self._memory,
+            hysteresis=self._hysteresis,
             handover_id=self._journal.last_id() + 1,
             now_s=self._clock.now_s(),
         )

@@ -9,7 +9,7 @@ from typing import Any
 from scheduler.core.allocation import Allocation
 from scheduler.core.failures import Failures, first_line
 from scheduler.core.inventory import Device, Holder
-from scheduler.core.workload import DeploymentView, JobView, ModelMemory, PlanInput, Policy, ReplicaView, Workload
+from scheduler.core.workload import DeploymentView, Hysteresis, JobView, PlanInput, Policy, ReplicaView, Workload
 from scheduler.handover.box import Box
 from scheduler.handover.handover import Chain
 from scheduler.loop.mode_schedule import InForce
@@ -32,7 +32,7 @@ def plan_input(
     failures: Failures,
     *,
     policy: Policy,
-    memory: dict[str, ModelMemory],
+    hysteresis: dict[str, Hysteresis],
     handover_id: int,
     now_s: float,
 ) -> PlanInput:
@@ -46,7 +46,7 @@ def plan_input(
         deployments=tuple(_deployment(d, failures) for d in workload.deployments),
         replicas=tuple(_replicas(box, moving, now_s)),
         busy_devices=frozenset(busy),
-        memory=memory,
+        hysteresis=hysteresis,
         handover_id=handover_id,
         max_asleep=workload.max_asleep,
     )

@@ -35,7 +35,7 @@ def plan(plan_input: PlanInput, now_s: float, config: SchedulerConfig | None = N
         groups=tuple(assignment.groups[j] for j in sorted(assignment.groups)),
         waiting={**jobs.waiting, **{j: why for j, why in late.items() if j not in assignment.groups}},
         notes=shares.notes,
-        memory=shares.memory,
+        hysteresis=shares.hysteresis,
         review_at_s=min((t for t in reviews if t > now_s), default=None),
     )
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import DeploymentView, JobView, ModelMemory, PlanInput, Policy
+from scheduler.core.workload import DeploymentView, Hysteresis, JobView, PlanInput, Policy
 from scheduler.plan import queue
 
 
 class Shares:
     """The device counts of one planning round.
 
-    memory: every model's, updated to now. notes: model to why it gets fewer replicas than needed. reviews: times at
+    hysteresis: every model's, updated to now. notes: model to why it gets fewer replicas than needed. reviews: times at
     which a number may change without an event.
     """
 
@@ -29,7 +29,7 @@ class Shares:
         self.deployments: dict[str, DeploymentView] = {d.model: d for d in plan_input.deployments}
         self.reviews: list[float] = []
         self.notes: dict[str, str] = {}
-        self.memory: dict[str, ModelMemory] = {}
+        self.hysteresis: dict[str, Hysteresis] = {}
         self._remember()
 
     def count(
@@ -55,24 +55,24 @@ class Shares:
             self.notes[model] = f"No node has {width} free devices side by side for another replica."
 
     def _remember(self) -> None:
-        """Update every model's memory to now."""
+        """Update every model's hysteresis to now."""
         is_open = {r.model for r in self._plan_input.replicas if r.state == "open" or r.busy == "coming"}
         # Devices come from running jobs, and a transfer stops all ranks of both jobs involved.
         largest = max((len(j.devices) for j in self._jobs.values() if j.interruptible), default=0)
         switch_device_s = 2 * self._config.job_pause_s * largest if self._policy.kind == "auto" else 0.0
         for model, deployment in self.deployments.items():
-            memory, review_s = demand_.required(
+            hysteresis, review_s = demand_.required(
                 deployment,
-                self._plan_input.memory.get(model, ModelMemory()),
+                self._plan_input.hysteresis.get(model, Hysteresis()),
                 self._now_s,
                 self._config,
                 switch_device_s=switch_device_s,
             )
             waits = deployment.demand.requests > 0 and model not in is_open
-            since_s = (memory.waiting_since_s or self._now_s) if waits else None
-            if since_s != memory.waiting_since_s:
-                memory = replace(memory, waiting_since_s=since_s)
-            self.memory[model] = memory
+            since_s = (hysteresis.waiting_since_s or self._now_s) if waits else None
+            if since_s != hysteresis.waiting_since_s:
+                hysteresis = replace(hysteresis, waiting_since_s=since_s)
+            self.hysteresis[model] = hysteresis
             if review_s is not None:
                 self.reviews.append(review_s)
             if deployment.not_before_s > self._now_s:
@@ -122,7 +122,7 @@ class Shares:
         counts = dict(base or {})
         left = min(capacity, self._total - self._stuck()) - self._cost(counts)
         wishes = demand_.slots(
-            tuple(self.deployments.values()), self._plan_input.replicas, self.memory, self._now_s, self._config
+            tuple(self.deployments.values()), self._plan_input.replicas, self.hysteresis, self._now_s, self._config
         )
         self.reviews += [
             r.since_s + self._config.turn_s for r in self._plan_input.replicas if r.state == "open" and left <= 0

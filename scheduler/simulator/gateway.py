@@ -13,7 +13,7 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, Standby
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.simulator.cluster import Cluster
-from scheduler.simulator.world import REPORT_S, SimEffects, SimStore
+from scheduler.simulator.effects import REPORT_S, SimEffects, SimStore
 
 QUIET_REPORTS = 20
 """While there are no requests, only one in this many reports is simulated."""

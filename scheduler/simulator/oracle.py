@@ -35,10 +35,10 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
+from scheduler.simulator.effects import VerbTimes
 from scheduler.simulator.engine import EngineModel
 from scheduler.simulator.oracle_demand import GridDemand, TraceArrays, demand_of, prompt_s, whole_s
 from scheduler.simulator.trace import Requests, TraceJob
-from scheduler.simulator.world import VerbTimes
 
 _NONE = -1e18
 _LEVELS = 200

@@ -26,10 +26,10 @@ from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.simulator import oracle, virtual_time
 from scheduler.simulator.cluster import Cluster
+from scheduler.simulator.effects import MODEL, SimEffects, SimJob, SimStore, VerbTimes, elastic_job, job_of
 from scheduler.simulator.engine import EngineModel
 from scheduler.simulator.gateway import Gateway, Sample
 from scheduler.simulator.trace import Requests, TraceJob
-from scheduler.simulator.world import MODEL, SimEffects, SimJob, SimStore, VerbTimes, elastic_job, job_of
 
 UP_S = 16.0
 """The box runs this long before the first request, with the elastic job running and engines open, because a trace does

@@ -80,6 +80,7 @@ def _configure(model: str, tensor_parallel: int) -> None:
     assert config.use_v2_model_runner and config.scheduler_config.async_scheduling
     assert config.use_cumem_cudagraph_pool, "a sleeping engine keeps its CUDA graphs"
     assert not config.compilation_config.pass_config.fuse_allreduce_rms
+    assert not config.kernel_config.enable_flashinfer_autotune
     print(f"configured for {tensor_parallel}", file=sys.stderr, flush=True)
 
 

@@ -27,7 +27,6 @@ class Gpu:
     memory_bytes: int = 80 * GIB
     used_bytes: int = 500 * 2**20
     bus: str = "00000000:17:00.0"
-    capability: tuple[int, int] = (9, 0)
     switched: bool = False
     datacentre: bool = True
     mig: bool = False
@@ -62,7 +61,7 @@ def eight_h100() -> Machine:
 
 
 def four_4090() -> Machine:
-    gpu = Gpu("", "NVIDIA GeForce RTX 4090", 24_564 * 2**20, capability=(8, 9), datacentre=False)
+    gpu = Gpu("", "NVIDIA GeForce RTX 4090", 24_564 * 2**20, datacentre=False)
     return Machine([replace(gpu, uuid=f"GPU-4090-{n}", bus=f"00000000:{n + 1:02X}:00.0") for n in range(4)])
 
 
@@ -128,7 +127,6 @@ class _Functions:
         )
         self.nvmlDeviceGetPciInfo = about(lambda gpu: types.SimpleNamespace(busId=gpu.bus))
         self.nvmlDeviceGetP2PStatus = p2p
-        self.nvmlDeviceGetCudaComputeCapability = about(lambda gpu: gpu.capability)
         self.nvmlDeviceGetMigMode = of_datacentre(lambda gpu: [int(gpu.mig), int(gpu.mig)])
         self.nvmlDeviceGetComputeMode = about(lambda gpu: gpu.mode)
         self.nvmlDeviceGetComputeRunningProcesses = about(

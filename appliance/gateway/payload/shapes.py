@@ -170,6 +170,9 @@ def check_messages(messages: list[Any], limits: Limits, roles: frozenset[str]) -
                     odd.add(value)
             elif name not in _MESSAGE_OBJECTS or not isinstance(value, dict) or not _all_texts(value):
                 odd.add(value)
+        older = message.get("function_call")  # an engine makes a tool call of it
+        if isinstance(older, dict) and isinstance(older.get("arguments"), str):
+            arguments.append(older["arguments"])
         calls = message.get("tool_calls")
         if isinstance(calls, list):
             parts += len(calls)

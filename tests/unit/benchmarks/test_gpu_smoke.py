@@ -34,7 +34,31 @@ def machine(name=H100, count=8):
         },
         "together": {"host_to_device": each(link * 0.8)},
         "compute": {"memory": each(family.memory * 0.85e9), "bf16": each(family.bf16 * 0.7e12)},
-        "collectives": {"bus": 475e9 if family.peers else 20e9, "right": True, "ranks": count, "nvlink": True},
+        "collectives": {
+            "bus": each(475e9 if family.peers else 20e9),
+            "right": each(True),
+            "nvlink": each(True),
+        },
+        "snapshots": {
+            "out": each(link * 0.8),
+            "back": each(link * 0.9),
+            "link_out": each(link),
+            "link_back": each(link),
+            "right": each(True),
+        },
+        "attention": {
+            "attention": each(family.bf16 * 0.3e12),
+            "over_split": each(2.0),
+            "attention_error": each(0.004),
+        },
+        "head": {"head": each(family.bf16 * 0.5e12), "head_memory": each(1.0), "head_error": each(0.004)},
+        "ranks": {
+            "loss_ratio": each(0.5),
+            "same": each(True),
+            "residual_bytes": each(1.2e9),
+            "first_step_s": each(15.0),
+            "step_s": each(0.02),
+        },
     }
 
 
@@ -65,8 +89,21 @@ BROKEN = [
     ("all links at once", "together", {"host_to_device": [10e9] * 8}),
     ("memory", "compute", {"memory": [1e12] * 8}),
     ("bf16 products", "compute", {"bf16": [1e14] * 8}),
-    ("all-reduce", "collectives", {"bus": 40e9}),
-    ("all-reduce is right", "collectives", {"right": False}),
+    ("all-reduce", "collectives", {"bus": [475e9] * 7 + [40e9]}),
+    ("all-reduce is right", "collectives", {"right": [True] * 7 + [False]}),
+    ("snapshot out over link", "snapshots", {"out": [45e9] * 7 + [12e9]}),
+    ("snapshot in over link", "snapshots", {"back": [12e9] * 8}),
+    ("snapshot is right", "snapshots", {"right": [True] * 7 + [False]}),
+    ("packed attention", "attention", {"attention": [300e12] * 7 + [50e12]}),
+    ("attention over split", "attention", {"over_split": [0.7] * 8}),
+    ("attention's error", "attention", {"attention_error": [0.004] * 7 + [0.5]}),
+    ("loss head", "head", {"head": [2e14] * 8}),
+    ("loss head's memory", "head", {"head_memory": [1.6] * 8}),
+    ("loss head's error", "head", {"head_error": [0.004] * 7 + [float("nan")]}),
+    ("ranks learn", "ranks", {"loss_ratio": [1.0] * 8}),
+    ("ranks agree", "ranks", {"same": [True] * 7 + [False]}),
+    ("rank's residual", "ranks", {"residual_bytes": [1e9] * 7 + [3e9]}),
+    ("ranks' first step", "ranks", {"first_step_s": [90.0] * 8}),
 ]
 
 
@@ -119,8 +156,6 @@ def started(asked, count=4, **special):
             return special[part](arguments, variables)
         if part == "fork":
             return Child({"forks": {arguments[2]: True}})
-        if part == "collectives":
-            return Child({**one[part], "ranks": count})
         flat = {key: value[0] if isinstance(value, list) else value for key, value in one[part].items()}
         return Child(one[part] if part == "devices" else flat)
 
@@ -137,7 +172,10 @@ def test_every_gpu_is_measured_alone_and_together(count):
     if count == 1:
         assert "one GPU" in facts["together"]["skipped"] and "one GPU" in facts["collectives"]["skipped"]
     else:
-        assert len(facts["together"]["host_to_device"]) == count and facts["collectives"]["ranks"] == count
+        assert len(facts["together"]["host_to_device"]) == len(facts["collectives"]["bus"]) == count
+        of = lambda part: [variables for (name, *_), variables in asked if name == part]  # noqa: E731
+        assert of("collectives") == [{}] * count, "NCCL's peers are seen by each"
+        assert of("ranks") == [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(count)]
     assert all(verdict.state in ("ok", "skip") for verdict in judge(facts, count))
 
 
@@ -148,7 +186,8 @@ def test_with_torch_and_deepspeed_alone_the_rest_is_skipped_by_name():
     facts = smoke.measure(PARTS, installed={"pynvml"}.__contains__, start=started([]))
     assert facts["copies"] == {"skipped": "not installed: torch, safetensors"}
     text = smoke.report(judge(facts))
-    assert "skip  copies: not installed: torch, safetensors" in text and "5 skip" in text
+    assert "skip  copies: not installed: torch, safetensors" in text and "9 skip" in text
+    assert facts["ranks"] == {"skipped": "not installed: torch, transformers, deepspeed"}
 
 
 def test_a_part_that_hangs_or_breaks_costs_its_own_line():

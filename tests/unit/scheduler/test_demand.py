@@ -10,7 +10,7 @@ import pytest
 
 from scheduler.autoscale import demand as demand_
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import Demand, DeploymentView, ModelMemory, ReplicaView
+from scheduler.core.workload import Demand, DeploymentView, Hysteresis, ReplicaView
 
 CONFIG = SchedulerConfig()
 SWITCH_DEVICE_S = 2 * CONFIG.job_pause_s * 7
@@ -18,18 +18,18 @@ MODEL = DeploymentView("m", "v1", min_replicas=1, max_replicas=8, target_infligh
 
 
 def moves(
-    inflight: Callable[[float, ModelMemory], int], hours: float, *, switch_device_s: float = SWITCH_DEVICE_S
-) -> tuple[list[float], list[float], ModelMemory]:
-    """Times at which the count fell and rose, looked at every second, and the memory at the end."""
-    memory, fell, rose = ModelMemory(), [], []
+    inflight: Callable[[float, Hysteresis], int], hours: float, *, switch_device_s: float = SWITCH_DEVICE_S
+) -> tuple[list[float], list[float], Hysteresis]:
+    """Times at which the count fell and rose, looked at every second, and the hysteresis at the end."""
+    hysteresis, fell, rose = Hysteresis(), [], []
     for second in range(int(hours * 3600)):
         now_s = 1000.0 + second
-        model = replace(MODEL, demand=Demand(inflight=inflight(now_s, memory), last_request_s=now_s))
-        before = memory.replicas
-        memory, _ = demand_.required(model, memory, now_s, CONFIG, switch_device_s=switch_device_s)
-        assert memory.replicas >= demand_.wanted_now(model, now_s, CONFIG), "growing is at once"
-        (fell if memory.replicas < before else rose if memory.replicas > before else []).append(now_s)
-    return fell, rose, memory
+        model = replace(MODEL, demand=Demand(inflight=inflight(now_s, hysteresis), last_request_s=now_s))
+        before = hysteresis.replicas
+        hysteresis, _ = demand_.required(model, hysteresis, now_s, CONFIG, switch_device_s=switch_device_s)
+        assert hysteresis.replicas >= demand_.wanted_now(model, now_s, CONFIG), "growing is at once"
+        (fell if hysteresis.replicas < before else rose if hysteresis.replicas > before else []).append(now_s)
+    return fell, rose, hysteresis
 
 
 def most_in_an_hour(times_s: list[float]) -> int:
@@ -40,8 +40,8 @@ def most_in_an_hour(times_s: list[float]) -> int:
 def test_the_worst_traffic_stays_within_the_bound(switch_device_s: float) -> None:
     """It asks for everything the moment something was given back, and for as little as it can until then."""
 
-    def adversary(now_s: float, memory: ModelMemory) -> int:
-        return 75 if memory.replicas < 8 else 5
+    def adversary(now_s: float, hysteresis: Hysteresis) -> int:
+        return 75 if hysteresis.replicas < 8 else 5
 
     fell, rose, _ = moves(adversary, 3, switch_device_s=switch_device_s)
     assert fell, "it never gave anything back, so this shows nothing"
@@ -54,9 +54,11 @@ def test_the_worst_traffic_stays_within_the_bound(switch_device_s: float) -> Non
 def test_growth_in_small_steps_is_within_the_bound_too() -> None:
     """Everything is given back at once and asked for again one by one: each step is a hand-over of its own."""
 
-    def adversary(now_s: float, memory: ModelMemory) -> int:
-        climbing = not memory.given_back_s or memory.replicas < 8 and memory.low_since_s is None
-        return min(memory.replicas * 10 + 5, 75) if climbing and int(now_s) % 3 == 0 and memory.replicas < 8 else 5
+    def adversary(now_s: float, hysteresis: Hysteresis) -> int:
+        climbing = not hysteresis.given_back_s or hysteresis.replicas < 8 and hysteresis.low_since_s is None
+        return (
+            min(hysteresis.replicas * 10 + 5, 75) if climbing and int(now_s) % 3 == 0 and hysteresis.replicas < 8 else 5
+        )
 
     fell, rose, _ = moves(adversary, 3, switch_device_s=0.0)
     assert len(fell) > 10 and len(rose) > len(fell), "it must climb in steps to show anything"
@@ -68,7 +70,7 @@ def test_noise_on_flat_load_does_not_flap(seed: int) -> None:
     """One replica is a little too small, two are too many: once a minute or so demand touches the second."""
     rng, touches_until_s = random.Random(seed), 0.0
 
-    def noisy(now_s: float, memory: ModelMemory) -> int:
+    def noisy(now_s: float, hysteresis: Hysteresis) -> int:
         nonlocal touches_until_s
         if rng.random() < 1 / 60:
             touches_until_s = now_s + rng.uniform(1.0, 3.0)
@@ -82,33 +84,33 @@ def test_noise_on_flat_load_does_not_flap(seed: int) -> None:
 def test_returns_that_pay_are_not_held_against_the_load() -> None:
     """Seven minutes between bursts of seconds: the devices go to training every time, without delay."""
 
-    def bursts(now_s: float, memory: ModelMemory) -> int:
+    def bursts(now_s: float, hysteresis: Hysteresis) -> int:
         return 75 if now_s % 420 < 5 else 25
 
-    fell, _, memory = moves(bursts, 4)
+    fell, _, hysteresis = moves(bursts, 4)
     assert len(fell) >= 4 * 3600 // 420 - 1
-    assert memory.proved_hold_s == 0.0
+    assert hysteresis.proved_hold_s == 0.0
 
 
 def test_what_was_learned_ends_with_the_traffic_and_in_time() -> None:
     now_s = 1000.0
     quiet = replace(MODEL, demand=Demand(inflight=5, last_request_s=now_s))
-    memory = ModelMemory(replicas=1, given_back_s=(now_s - 10,), given_back_from=2)
+    hysteresis = Hysteresis(replicas=1, given_back_s=(now_s - 10,), given_back_from=2)
     busy = replace(MODEL, demand=Demand(inflight=75, last_request_s=now_s))
-    memory, _ = demand_.required(busy, memory, now_s, CONFIG, switch_device_s=SWITCH_DEVICE_S)
-    assert (memory.replicas, memory.proved) == (8, 2), "what was not there before proves nothing"
-    held_until_s = memory.proved_until_s
-    assert held_until_s == now_s + memory.proved_hold_s <= now_s + CONFIG.proved_hold_max_s
+    hysteresis, _ = demand_.required(busy, hysteresis, now_s, CONFIG, switch_device_s=SWITCH_DEVICE_S)
+    assert (hysteresis.replicas, hysteresis.proved) == (8, 2), "what was not there before proves nothing"
+    held_until_s = hysteresis.proved_until_s
+    assert held_until_s == now_s + hysteresis.proved_hold_s <= now_s + CONFIG.proved_hold_max_s
     again, _ = demand_.required(
         replace(busy, max_replicas=9, demand=replace(busy.demand, inflight=85)),
-        memory,
+        hysteresis,
         now_s + 1,
         CONFIG,
         switch_device_s=SWITCH_DEVICE_S,
     )
-    assert again.proved_hold_s == memory.proved_hold_s, "one fall is judged once"
+    assert again.proved_hold_s == hysteresis.proved_hold_s, "one fall is judged once"
     later_s = now_s + CONFIG.floor_hold_s + 1
-    gone, _ = demand_.required(quiet, replace(memory, replicas=2), later_s, CONFIG, switch_device_s=0.0)
+    gone, _ = demand_.required(quiet, replace(hysteresis, replicas=2), later_s, CONFIG, switch_device_s=0.0)
     gone, _ = demand_.required(quiet, gone, later_s + 11, CONFIG, switch_device_s=0.0)
     assert gone.replicas == 1
 
@@ -116,9 +118,9 @@ def test_what_was_learned_ends_with_the_traffic_and_in_time() -> None:
 def wishes(now_s: float) -> list[tuple[str, int, bool]]:
     """Of three models with a replica each, opened at different times; the first holds one that nothing asks for."""
     models = [replace(MODEL, model=name, max_replicas=3, demand=Demand(inflight=20)) for name in ("a", "b", "c")]
-    memory = {"a": ModelMemory(replicas=1), "b": ModelMemory(replicas=3), "c": ModelMemory(replicas=2)}
+    hysteresis = {"a": Hysteresis(replicas=1), "b": Hysteresis(replicas=3), "c": Hysteresis(replicas=2)}
     opened = [ReplicaView(m.model, m.model, "v1", (f"n0/{n}",), "open", 1000.0 + n) for n, m in enumerate(models)]
-    return [(s.model, s.nth, s.wanted) for s in demand_.slots(models, opened, memory, now_s, CONFIG)]
+    return [(s.model, s.nth, s.wanted) for s in demand_.slots(models, opened, hysteresis, now_s, CONFIG)]
 
 
 def test_the_end_of_a_turn_changes_no_order_but_that_of_first_replicas() -> None:

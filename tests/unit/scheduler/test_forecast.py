@@ -10,7 +10,7 @@ import pytest
 from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.forecast import KNOWN_REQUESTS, LEAST_S, WINDOW_S, DemandForecast
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import Demand, DeploymentView, ModelMemory
+from scheduler.core.workload import Demand, DeploymentView, Hysteresis
 
 REPORT_S, AHEAD_S = 0.25, 4.0
 CONFIG = SchedulerConfig()
@@ -78,11 +78,11 @@ def test_one_hand_over_takes_what_the_next_would_have_to() -> None:
     """Found on a flat load that began beside one engine: hand-overs took one device after the other, each of them
     delayed by the job's restart of the one before, and 8 % of the first minute's requests were late."""
     model = DeploymentView("m", "v1", min_replicas=1, max_replicas=8, target_inflight=32)
-    memory = ModelMemory(replicas=1)
+    hysteresis = Hysteresis(replicas=1)
 
     def replicas(expected: float) -> int:
         demand = Demand(inflight=40, last_request_s=1000.0, expected=expected)
-        return demand_.required(replace(model, demand=demand), memory, 1000.0, CONFIG)[0].replicas
+        return demand_.required(replace(model, demand=demand), hysteresis, 1000.0, CONFIG)[0].replicas
 
     assert replicas(0.0) == 2
     assert replicas(124.0) == 4, "32 are carried by each"

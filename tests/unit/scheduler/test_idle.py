@@ -8,7 +8,7 @@ from scheduler.autoscale.demand import required
 from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
-from scheduler.core.workload import Demand, DeploymentView, ModelMemory, PlanInput, Policy
+from scheduler.core.workload import Demand, DeploymentView, Hysteresis, PlanInput, Policy
 from scheduler.handover.handover import Handover
 from scheduler.loop.explain import explain
 from scheduler.plan.plan import plan
@@ -23,12 +23,12 @@ BUSY = DeploymentView("m", "v1", max_replicas=4, target_inflight=10, demand=Dema
 
 def asleep_after_s(model: DeploymentView) -> float:
     """Seconds after its last request at which no replica is asked for any more; looked at every second."""
-    memory, _ = required(model, ModelMemory(), LAST_S, CONFIG, switch_device_s=SWITCH_DEVICE_S)
-    assert memory.replicas == 3
+    hysteresis, _ = required(model, Hysteresis(), LAST_S, CONFIG, switch_device_s=SWITCH_DEVICE_S)
+    assert hysteresis.replicas == 3
     quiet = replace(model, demand=Demand(last_request_s=LAST_S))
     for second in range(2000):
-        memory, _ = required(quiet, memory, LAST_S + second, CONFIG, switch_device_s=SWITCH_DEVICE_S)
-        if not memory.replicas:
+        hysteresis, _ = required(quiet, hysteresis, LAST_S + second, CONFIG, switch_device_s=SWITCH_DEVICE_S)
+        if not hysteresis.replicas:
             return second
     raise AssertionError("it never slept")
 
@@ -44,11 +44,11 @@ def test_a_limit_of_the_box_keeps_nothing_awake() -> None:
 
 
 def test_replicas_beyond_the_one_go_as_by_default() -> None:
-    memory, _ = required(BUSY, ModelMemory(), LAST_S, CONFIG, switch_device_s=SWITCH_DEVICE_S)
+    hysteresis, _ = required(BUSY, Hysteresis(), LAST_S, CONFIG, switch_device_s=SWITCH_DEVICE_S)
     quiet = replace(BUSY, idle=Idle(IdleSettings(idle_sleep_s=600.0)), demand=Demand(last_request_s=LAST_S))
     for second in range(400):
-        memory, _ = required(quiet, memory, LAST_S + second, CONFIG, switch_device_s=SWITCH_DEVICE_S)
-    assert memory.replicas == 1
+        hysteresis, _ = required(quiet, hysteresis, LAST_S + second, CONFIG, switch_device_s=SWITCH_DEVICE_S)
+    assert hysteresis.replicas == 1
 
 
 def test_the_answer_names_its_reason() -> None:

@@ -10,7 +10,7 @@ from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import InvalidWorkload
 from scheduler.core.idle import Idle, IdleSettings
-from scheduler.core.workload import Demand, DeploymentView, JobView, ModelMemory, PlanInput, Policy, ReplicaView
+from scheduler.core.workload import Demand, DeploymentView, Hysteresis, JobView, PlanInput, Policy, ReplicaView
 from scheduler.plan import queue
 from scheduler.plan.plan import plan
 from tests.unit.scheduler.fakes import box_of
@@ -115,14 +115,14 @@ def test_auto_takes_idle_engines_when_a_job_waits() -> None:
 
 
 def test_shrinking_waits_and_uses_the_peak_meanwhile() -> None:
-    memory = {"m": ModelMemory(replicas=4)}
+    hysteresis = {"m": Hysteresis(replicas=4)}
     low = replace(M, demand=Demand(inflight=2, last_request_s=1000.0))
-    first = planned(deployments=(low,), jobs=(job(),), memory=memory)
+    first = planned(deployments=(low,), jobs=(job(),), hysteresis=hysteresis)
     assert awake(first) == {"m": 4} and first.review_at_s is not None
     middle = replace(low, demand=Demand(inflight=9, last_request_s=1030.0))
-    second = planned(1030.0, deployments=(middle,), jobs=(job(),), memory=first.memory)
-    third = planned(1061.0, deployments=(low,), jobs=(job(),), memory=second.memory)
-    assert third.memory["m"].replicas == 3, "the peak of the last minute, not the present"
+    second = planned(1030.0, deployments=(middle,), jobs=(job(),), hysteresis=first.hysteresis)
+    third = planned(1061.0, deployments=(low,), jobs=(job(),), hysteresis=second.hysteresis)
+    assert third.hysteresis["m"].replicas == 3, "the peak of the last minute, not the present"
 
 
 def test_growing_is_at_once() -> None:
@@ -144,11 +144,16 @@ def test_more_models_than_devices_take_turns() -> None:
     deployments = tuple(DeploymentView(n, "v1", demand=Demand(held=1)) for n in names)
     one = box_of(1)
     replicas: tuple[ReplicaView, ...] = ()
-    memory: dict[str, ModelMemory] = {}
+    hysteresis: dict[str, Hysteresis] = {}
     served = []
     for now_s in range(0, 200, 10):
         a = planned(
-            float(now_s), devices=one, deployments=deployments, replicas=replicas, memory=memory, handover_id=now_s
+            float(now_s),
+            devices=one,
+            deployments=deployments,
+            replicas=replicas,
+            hysteresis=hysteresis,
+            handover_id=now_s,
         )
         (winner,) = a.open_replicas
         served.append(winner.model)
@@ -159,7 +164,7 @@ def test_more_models_than_devices_take_turns() -> None:
             else ReplicaView(r.id, r.model, r.version, r.state, r.devices, since_s=float(now_s))
             for r in a.replicas
         )
-        memory = a.memory
+        hysteresis = a.hysteresis
     turns = [n for i, n in enumerate(served) if i == 0 or served[i - 1] != n]
     assert turns[:4] == ["a", "b", "a", "b"]
     assert 4 <= len(turns) <= 200 / CONFIG.turn_s + 1, f"each keeps its turn: {served}"
@@ -246,7 +251,7 @@ def test_idle_time_puts_to_sleep_even_if_nobody_waits() -> None:
     d = replace(M, idle=Idle(IdleSettings(idle_sleep_s=300.0)), demand=Demand(last_request_s=1000.0))
     early = planned(1100.0, deployments=(d,), replicas=(opened("r0", 0),))
     assert awake(early) == {"m": 1} and early.review_at_s == 1300.0
-    assert awake(planned(1300.0, deployments=(d,), replicas=(opened("r0", 0),), memory=early.memory)) == {}
+    assert awake(planned(1300.0, deployments=(d,), replicas=(opened("r0", 0),), hysteresis=early.hysteresis)) == {}
 
 
 def test_cordoned_devices_are_left_and_holders_move() -> None:
@@ -333,7 +338,7 @@ def test_an_allocation_is_a_fixed_point() -> None:
         ),
         deployments=deployments,
         replicas=tuple(ReplicaView(r.id, r.model, r.version, r.state, r.devices) for r in first.replicas),
-        memory=first.memory,
+        hysteresis=first.hysteresis,
         handover_id=2,
     )
     assert (second.replicas, second.groups) == (first.replicas, first.groups)
@@ -361,8 +366,8 @@ def test_a_job_that_finds_no_devices_side_by_side_moves_others_or_lets_them_by()
     large = job("large", nodes=both, min_devices=3, max_devices=3, allowed_sizes=(3,), priority=2)
     last = job("last", nodes=both, max_devices=1, submitted_s=9.0)
     a = planned(devices=box_of(3, nodes=2), jobs=(small, fixed, large, last))
-    seats = {g.job_id: g.devices for g in a.groups}
-    assert seats == {"large": ("n0/0", "n0/1", "n0/2"), "small": ("n1/2",), "fixed": ("n1/0", "n1/1")}
+    devices = {g.job_id: g.devices for g in a.groups}
+    assert devices == {"large": ("n0/0", "n0/1", "n0/2"), "small": ("n1/2",), "fixed": ("n1/0", "n1/1")}
     a = planned(devices=box_of(3, nodes=2), jobs=(replace(small, preemptible=False), fixed, large, last))
     assert sizes(a) == {"small": 1, "fixed": 2, "last": 1}
     assert a.waiting["large"] == "Needs 3 devices; 2 of training's 6 are left by jobs that are not preempted."

@@ -110,7 +110,7 @@ def test_a_job_that_leaves_keeps_no_devices_from_serving_though_it_must_not_be_p
     leaves = JobView("j", devices=("n0/0", "n0/1"), phase="running", preemptible=False, busy="leaving")
     model = DeploymentView("m", "v1", max_replicas=2, demand=Demand(inflight=9, last_request_s=9.0))
     given = PlanInput(
-        Policy("serve"), box_of(2), (leaves,), (model,), busy_devices=frozenset(leaves.devices), memory={}
+        Policy("serve"), box_of(2), (leaves,), (model,), busy_devices=frozenset(leaves.devices), hysteresis={}
     )
     replicas, _, jobs = Shares(given, 10.0, SchedulerConfig(target_inflight=1)).count({}, {})
     assert replicas == {"m": 2} and jobs.sizes == {}

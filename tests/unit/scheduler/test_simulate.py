@@ -15,10 +15,10 @@ from scheduler.core.errors import InvalidWorkload, TraceError
 from scheduler.core.workload import Policy
 from scheduler.simulator import oracle
 from scheduler.simulator.cluster import Cluster
+from scheduler.simulator.effects import VerbTimes
 from scheduler.simulator.engine import EngineModel
 from scheduler.simulator.simulate import Setup, run_policy, simulate
 from scheduler.simulator.trace import Requests, TraceJob, read_jobs, read_requests
-from scheduler.simulator.world import VerbTimes
 
 DATA = Path(os.environ.get("APPLIANCE_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
 

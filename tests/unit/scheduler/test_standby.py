@@ -12,7 +12,7 @@ import pytest
 from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.standby import Seen, StandbyLearner, levels, standby_costs
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import Demand, DeploymentView, ModelMemory, Standby
+from scheduler.core.workload import Demand, DeploymentView, Hysteresis, Standby
 
 CONFIG = SchedulerConfig()
 LOOK_S = 0.25
@@ -127,14 +127,14 @@ def test_standby_is_kept_while_the_model_is_in_use_and_no_longer() -> None:
     model = DeploymentView(
         "m", "v1", max_replicas=8, target_inflight=10, standby=Standby(3), demand=Demand(1, last_request_s=1000.0)
     )
-    memory, _ = demand_.required(model, ModelMemory(), 1000.0, CONFIG)
-    assert memory.replicas == 3
+    hysteresis, _ = demand_.required(model, Hysteresis(), 1000.0, CONFIG)
+    assert hysteresis.replicas == 3
     quiet = replace(model, demand=Demand(0, last_request_s=1000.0))
-    memory, _ = demand_.required(quiet, memory, 1000.0 + CONFIG.give_back_at_latest_s - 1, CONFIG)
-    assert memory.replicas == 3
+    hysteresis, _ = demand_.required(quiet, hysteresis, 1000.0 + CONFIG.give_back_at_latest_s - 1, CONFIG)
+    assert hysteresis.replicas == 3
     for after_s in (1, 12, 40):
-        memory, _ = demand_.required(quiet, memory, 1000.0 + CONFIG.give_back_at_latest_s + after_s, CONFIG)
-    assert memory.replicas == 0
+        hysteresis, _ = demand_.required(quiet, hysteresis, 1000.0 + CONFIG.give_back_at_latest_s + after_s, CONFIG)
+    assert hysteresis.replicas == 0
 
 
 def test_a_constant_is_chosen_where_moving_costs_more_than_it_was_foretold() -> None:
@@ -154,11 +154,11 @@ def test_a_constant_is_kept_whatever_is_in_flight() -> None:
     model = DeploymentView(
         "m", "v1", max_replicas=8, target_inflight=10, demand=Demand(45, last_request_s=9.0, expected=70.0)
     )
-    memory = {
-        standby: demand_.required(replace(model, standby=standby), ModelMemory(), 10.0, CONFIG)[0].replicas
+    hysteresis = {
+        standby: demand_.required(replace(model, standby=standby), Hysteresis(), 10.0, CONFIG)[0].replicas
         for standby in (moving, fixed)
     }
-    assert memory == {moving: 7, fixed: 3}, "neither requests in flight nor a rise move a constant"
+    assert hysteresis == {moving: 7, fixed: 3}, "neither requests in flight nor a rise move a constant"
 
 
 def test_late_requests_that_no_model_foretold_count_against_as_few_replicas_and_fewer() -> None:

@@ -17,7 +17,7 @@ from scheduler.handover.box import Box, GroupView
 from scheduler.handover.effects import Effects
 from scheduler.handover.step import Step
 from scheduler.handover.verbs import VERBS
-from scheduler.simulator.world import SimEffects
+from scheduler.simulator.effects import SimEffects
 from tests.unit.scheduler import fakes
 from tests.unit.scheduler.fakes import box_of
 

@@ -3,14 +3,11 @@
 import importlib.util
 from pathlib import Path
 
-import pynvml
-
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
 from appliance.wiring.node_config import device_environment, node_config_of
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import logical_devices
-from tests.devices_support.nvml import Machine, eight_h100, four_4090
 
 
 def test_compiled_kernels_are_kept_in_the_boxs_own_folder(tmp_path):
@@ -24,17 +21,6 @@ def test_no_warm_parent_asks_cuda_for_its_devices(tmp_path):
     for kind in ("cpu", "cuda"):
         env = device_environment(kind, tmp_path)
         assert (env["DS_ACCELERATOR"], env["PYTORCH_NVML_BASED_CUDA_CHECK"]) == (kind, "1")
-
-
-def test_what_flashinfer_would_ask_cuda_for_at_its_import_is_told_by_the_driver(monkeypatch, tmp_path):
-    mixed = Machine([*eight_h100().gpus[:2], *four_4090().gpus]).install(monkeypatch)
-    env = device_environment("cuda", tmp_path)
-    assert (env["FLASHINFER_CUDA_ARCH_LIST"], env["FLASHINFER_WORKSPACE_BASE"]) == ("8.9 9.0", str(tmp_path))
-    assert mixed.users == 0, "the process that forks engines inherits no open file of a device"
-    mixed.gpus[0].handle_error = mixed.gpus[1].error = pynvml.NVMLError_GpuIsLost()
-    assert device_environment("cuda", tmp_path)["FLASHINFER_CUDA_ARCH_LIST"] == "8.9"
-    Machine([], init_error=pynvml.NVMLError_LibraryNotFound()).install(monkeypatch)
-    assert "FLASHINFER_CUDA_ARCH_LIST" not in device_environment("cuda", tmp_path)
 
 
 def test_both_warm_parents_get_it(tmp_path):

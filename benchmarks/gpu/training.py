@@ -1,0 +1,258 @@
+"""The parts of `make gpu-smoke` that measure what a training rank does, by the ranks' own code.
+
+Each works on any kind of device, a processor included, and on any size, so that what it computes is tested without a
+GPU. Rates are in bytes/s or operations/s; an error is the distance from what float32 computes, over its length.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from runtime.devices import kinds
+from runtime.devices.kinds import of_torch
+
+GIB = 2**30
+ROUNDS = 3
+PIECE_ELEMENTS = 2**22
+"""Of the page-locked buffer by which the link is measured; a snapshot's own pieces are smaller."""
+
+
+def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/dev/shm") -> dict[str, Any]:
+    """A rank's state into a snapshot's file and back, against page-locked copies of as many bytes."""
+    from train.state.copies import CopyPlan, Move
+    from weights.format.slices import Strided
+
+    kind, elements = of_torch(device), state_bytes // 4
+    state = torch.arange(elements, dtype=torch.float32, device=device)
+    into = torch.zeros_like(state)
+    buffer = kind.locked_buffer(PIECE_ELEMENTS) if kind.locks_pages else torch.empty(PIECE_ELEMENTS)
+    with kinds.copy_streams(), tempfile.TemporaryDirectory(dir=folder, prefix="appliance-smoke-") as place:
+        link_out = _seconds(kind, device, lambda: _pieces(state, buffer, out=True))
+        link_in = _seconds(kind, device, lambda: _pieces(into, buffer, out=False))
+        with open(Path(place) / "snapshot", "w+b") as file:
+            os.posix_fallocate(file.fileno(), 0, 4 * elements)
+            view = memoryview(mmap.mmap(file.fileno(), 4 * elements))
+        draft = SimpleNamespace(file_view=lambda name: view)
+        whole = Strided(0, elements, elements, 1)
+        write, read = (CopyPlan((Move(ours, "snapshot", whole),)) for ours in (state, into))
+        # The first round also faults the pages in.
+        out = _seconds(kind, device, lambda: [*write.write(draft)])
+        back = _seconds(kind, device, lambda: read.read(draft))
+    return {
+        "out": 4 * elements / out,
+        "back": 4 * elements / back,
+        "link_out": 4 * elements / link_out,
+        "link_back": 4 * elements / link_in,
+        "right": bool(torch.equal(state, into)),
+    }
+
+
+def _pieces(state: torch.Tensor, buffer: torch.Tensor, *, out: bool) -> None:
+    for part in state.split(len(buffer)):
+        here = buffer[: len(part)]
+        target, source = (here, part) if out else (part, here)
+        target.copy_(source, non_blocking=True)
+
+
+def attention(
+    device: torch.device, tokens: int = 16_384, heads: int = 32, kv_heads: int = 8, dim: int = 128
+) -> dict[str, Any]:
+    """A layer's attention over a packed row of examples of many lengths, forward and backward."""
+    from train.model import attention as packed
+
+    kind, segments = of_torch(device), _segments(tokens)
+    shapes = ((1, heads, tokens, dim), (1, kv_heads, tokens, dim), (1, kv_heads, tokens, dim))
+    torch.manual_seed(7)
+    inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    upstream = torch.randn((1, tokens, heads, dim), device=device, dtype=torch.bfloat16)
+
+    def step(given: Iterable[torch.Tensor] = inputs, window: int | None = None) -> list[torch.Tensor]:
+        given = list(given)
+        out, _ = packed.packed_attention(
+            torch.nn.Module(), *given, None, segments=segments, scaling=dim**-0.5, sliding_window=window
+        )
+        return [out, *torch.autograd.grad(out, given, upstream.to(out.dtype))]
+
+    seconds = _seconds(kind, device, step)
+    with mock.patch.object(packed, "_one_kernel", lambda *_: False):
+        split_s = _seconds(kind, device, step)
+    errors = [
+        _error(ours, exact)
+        for window in (None, tokens // 64)
+        for ours, exact in zip(
+            step(window=window), step([one.detach().float().requires_grad_() for one in inputs], window), strict=True
+        )
+    ]
+    # Causal: half of two products of length x length x dim, and two and a half times as much in the backward pass.
+    operations = 3.5 * 2 * heads * dim * sum((end - start) ** 2 for start, end in segments)
+    return {"attention": operations / seconds, "over_split": split_s / seconds, "attention_error": _worst(errors)}
+
+
+def _segments(tokens: int) -> tuple[tuple[int, int], ...]:
+    """Examples of a sixteenth, an eighth, ... of a row's half, over and over, and the rest as the last one."""
+    bounds, end, length = [0], 0, max(1, tokens // 8)
+    while end < tokens:
+        end = min(tokens, end + length)
+        bounds.append(end)
+        length = length // 2 if length > max(1, tokens // 64) else max(1, tokens // 8)
+    return tuple(zip(bounds, bounds[1:], strict=False))
+
+
+def head(
+    device: torch.device, tokens: int = 4096, width: int = 4096, vocabulary: int = 128_256, checked_width: int = 256
+) -> dict[str, Any]:
+    """The loss of `tokens` learnt positions and the gradients of the output head."""
+    from train.methods.supervised_objective import LossHead
+    from train.plan import estimate
+
+    kind = of_torch(device)
+
+    def made(width: int) -> tuple[LossHead, torch.Tensor, torch.Tensor]:
+        torch.manual_seed(7)
+        layer = LossHead(width, vocabulary, bias=False, device=device, dtype=torch.bfloat16)
+        hidden = torch.randn((tokens, width), device=device, dtype=torch.bfloat16).requires_grad_()
+        return layer, hidden, torch.randint(vocabulary, (tokens,), device=device)
+
+    def step(layer: LossHead, hidden: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+        loss = layer(hidden, labels, 1 / tokens)
+        return [loss, *torch.autograd.grad(loss, [hidden, layer.weight])]
+
+    whole = made(width)
+    held = 0 if kind.on_host else torch.accelerator.memory_allocated()
+    seconds = _seconds(kind, device, partial(step, *whole))
+    peak = 0 if kind.on_host else torch.accelerator.max_memory_allocated() - held
+    layer, hidden, labels = made(checked_width)  # narrow: its gradient is added up from several parts
+    ours = step(layer, hidden, labels)
+    weight, exact = layer.weight.detach().float().requires_grad_(), hidden.detach().float().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(exact @ weight.t(), labels)
+    errors = map(_error, ours, [loss, *torch.autograd.grad(loss, [exact, weight])])
+
+    logits_bytes = min(estimate.DEVICE_LOGITS_BYTES, 4 * tokens * vocabulary)
+    rows = estimate.held_rows(tokens, logits_bytes // (4 * vocabulary), width, 2)
+    planned = 2 * logits_bytes + vocabulary * (2 * rows + (2 + 4 * (tokens > rows)) * width) + 2 * 2 * tokens * width
+    return {
+        "head": 6 * tokens * vocabulary * width / seconds,
+        "head_memory": peak / planned,
+        "head_error": _worst(errors),
+    }
+
+
+def ranks(
+    rank: int, of: int, meet: str, device_kind: str, *, steps: int = 20, width: int = 512, tokens: int = 1024
+) -> dict[str, Any]:
+    """A small model trained under ZeRO 2 by `of` ranks, each of which sees one device, on the same examples again and
+    again: its loss has to fall, and all ranks have to end with the same weights."""
+    kind = kinds.kind_of(device_kind)
+    os.environ.update(
+        {"RANK": str(rank), "WORLD_SIZE": str(of), "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    )
+    os.environ.update({"DS_ACCELERATOR": kind.accelerator, **kind.collectives_environment("lo")})
+    from deepspeed import comm
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from train.methods.supervised_objective import SupervisedObjective
+    from train.model import attention as packed
+    from train.plan.spec import TrainSpec
+    from train.run.engine import build_engine, init_world, meeting_url
+
+    began_s = time.perf_counter()
+    device = torch.device(kind.torch_type, 0) if not kind.on_host else torch.device(kind.torch_type)
+    kind.use(device)
+    init_world(device_kind, meeting_url(meet, rank, of), timeout_s=100.0)
+    packed.register()
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        attn_implementation=packed.NAME,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    spec = TrainSpec(
+        "smoke", "/b", "/t", "/r", "/shm", "ft:x",
+        batch_size=of, learning_rate=1e-3, zero_stage=2, device_kind=device_kind,
+    )  # fmt: skip
+    engine = build_engine(SupervisedObjective(model), spec)
+    batch, losses, step_s = _batch(rank, of, tokens, 2048, engine.device), [], []
+    for _ in range(steps):
+        kind.synchronize(device)
+        step_began_s = time.perf_counter()
+        loss = engine(batch)
+        engine.backward(loss * 1, scale_wrt_gas=False)
+        engine.step()
+        kind.synchronize(device)
+        step_s.append(time.perf_counter() - step_began_s)
+        comm.all_reduce(total := loss.detach().clone())
+        losses.append(float(total))
+        if len(losses) == 1:
+            to_first_step_s = time.perf_counter() - began_s
+    sums = torch.stack([p.detach().double().abs().sum() for p in engine.module.parameters()])
+    least, most = sums.clone(), sums.clone()
+    comm.all_reduce(least, op=comm.ReduceOp.MIN)
+    comm.all_reduce(most, op=comm.ReduceOp.MAX)
+    residual = 0
+    if not kind.on_host:
+        free, whole = torch.accelerator.get_memory_info()
+        residual = whole - free - torch.accelerator.memory_reserved()
+    found = {
+        "loss_ratio": losses[-1] / losses[0],
+        "same": bool(torch.equal(least, most)),
+        "residual_bytes": residual,
+        "first_step_s": to_first_step_s,
+        "step_s": min(step_s),
+        "ranks": of,
+    }
+    comm.destroy_process_group()
+    return found
+
+
+def _batch(rank: int, of: int, tokens: int, vocabulary: int, device: torch.device) -> dict[str, Any]:
+    """This rank's row of two examples, all learnt, as train.methods.packed_objective.to_batch makes it."""
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(vocabulary, (tokens,), generator=generator)
+    half = tokens // 2
+    learnt = torch.cat([torch.arange(half - 1), torch.arange(half, tokens - 1)])
+    positions = torch.cat([torch.arange(half), torch.arange(tokens - half)])
+    tensors = {"input_ids": ids[None], "position_ids": positions[None], "predict_at": learnt, "labels": ids[learnt + 1]}
+    return {
+        **{name: tensor.to(device) for name, tensor in tensors.items()},
+        "segments": ((0, half), (half, tokens)),
+        "scale": 1.0 / (of * len(learnt)),
+    }
+
+
+def _error(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((ours.detach().float() - exact.detach()).norm() / exact.detach().norm())
+
+
+def _worst(errors: Iterable[float]) -> float:
+    """The largest; what is not a number is worse than any."""
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
+
+
+def _seconds(kind: Any, device: torch.device, work: Callable[[], Any]) -> float:
+    """Of the fastest of ROUNDS rounds after a first one."""
+    work()
+    kind.synchronize(device)
+    took = []
+    for _ in range(ROUNDS):
+        began_s = time.perf_counter()
+        work()
+        kind.synchronize(device)
+        took.append(time.perf_counter() - began_s)
+    return min(took)

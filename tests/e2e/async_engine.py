@@ -1,0 +1,52 @@
+"""An engine on the CPU with vLLM's asynchronous scheduling, as every engine on a GPU has it.
+
+vLLM's platform for CPUs switches it off whatever the command line says ("not required on CPU",
+vllm/platforms/cpu.py); `main` keeps what the command line says, and is the serving engine otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from runtime.processes.lifeline import Lifeline
+from serve.cpu.finishing_scheduler import FinishingScheduler
+
+ENTRY = "tests.e2e.async_engine:main"
+AHEAD = "a step was scheduled before the tokens of the one before it were known"
+
+
+class AsyncFinishingScheduler(FinishingScheduler, AsyncScheduler):
+    """The box's scheduler for CPUs over the one that vLLM uses on GPUs. The engine's log says once that it really ran
+    ahead."""
+
+    said = False
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        waiting_for = [request for request in self.running if request.num_output_placeholders]
+        output = super().schedule(throttle_prefills)
+        if not self.said and any(request.request_id in output.num_scheduled_tokens for request in waiting_for):
+            self.said = True
+            print(AHEAD, file=sys.stderr, flush=True)
+        return output
+
+
+ARGUMENTS = ("--async-scheduling", "--scheduler-cls", f"{__name__}.{AsyncFinishingScheduler.__name__}")
+
+
+def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
+    from serve.engine import main as engine
+
+    adjust = CpuPlatform.check_and_update_config.__func__
+
+    def check(platform: type[CpuPlatform], config: Any) -> None:
+        wanted = config.scheduler_config.async_scheduling
+        adjust(platform, config)
+        config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = classmethod(check)  # type: ignore[method-assign]
+    return engine.main(lifeline, args)
