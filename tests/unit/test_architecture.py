@@ -44,6 +44,7 @@ SUBPACKAGES = (
     "appliance.nodes",
     "appliance.controller.admin",
     "appliance.controller.openai",
+    "appliance.controller.evals",
     "appliance.controller.grading",
     "appliance.controller.batches",
     "appliance.controller.responses",

@@ -246,7 +246,7 @@ def test_a_model_is_asked_by_a_schema_and_its_number_kept_in_range() -> None:
     assert (body["max_completion_tokens"], body["temperature"], body["seed"]) == (99, 0, 4)
     schema = body["response_format"]["json_schema"]["schema"]
     assert schema["properties"]["result"] == {"type": "number", "minimum": 0, "maximum": 10}
-    answer = ModelAnswer('{"reason": "right", "result": 12}', "starter", 30)
+    answer = ModelAnswer('{"reason": "right", "result": 12}', "starter", 20, 10)
     found = graded(SCORE, "4", {"question": "2+2?"}, {"judge": answer})
     assert (found.reward, found.passed, found.tokens_by_model) == (10.0, True, {"starter": 30})
 
