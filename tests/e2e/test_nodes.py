@@ -122,6 +122,9 @@ class Table:
     def is_open(self, replica_id):
         return replica_id in self.sockets
 
+    def avoid(self, replica_id, avoided):
+        pass  # nodes that are lost here die; none falls silent for long
+
     def close(self, replica_id):
         self.sockets.pop(replica_id, None)
 
