@@ -123,7 +123,7 @@ class Table:
         return replica_id in self.sockets
 
     def avoid(self, replica_id, avoided):
-        pass  # nodes that are lost here die; none falls silent for long
+        pass  # no gateway chooses between replicas here
 
     def close(self, replica_id):
         self.sockets.pop(replica_id, None)
