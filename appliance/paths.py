@@ -157,9 +157,6 @@ class BoxPaths:
     def replica_sockets(self) -> Path:
         return self.run / "r"
 
-    def replica_socket(self, replica_id: str) -> Path:
-        return self.replica_sockets / f"{replica_id}.sock"
-
     def create(self) -> None:
         """Make every directory, 0700, and the Ray token, 0600. Raises UnsafeFolder."""
         for folder in (self.data_dir, self.files, self.models, self.jobs, self.batches, self.uploads, self.logs):

@@ -40,6 +40,30 @@ def first_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+class RunningTasks:
+    """Tasks that have not ended yet, on one event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def idle(self) -> None:
+        """Returns when none runs."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    async def stop(self) -> None:
+        """Cancel them and wait for them to end."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class BackgroundTasks:
     """The background tasks of one process, on one event loop. `clock` is Unix time."""
 
@@ -48,7 +72,7 @@ class BackgroundTasks:
     ):
         self._clock, self._sleep = clock, sleep
         self._troubles: dict[str, Trouble] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._running = RunningTasks()
 
     def keep(self, name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Run it, and restart it after every exception, until it returns or is cancelled."""
@@ -88,16 +112,10 @@ class BackgroundTasks:
 
     async def stop(self) -> None:
         """Cancel all tasks and wait for them to end."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._running.stop()
 
     def _task(self, name: str, work: Any) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return self._running.add(asyncio.create_task(work, name=name))
 
     async def _keep(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
         pause_s = FIRST_PAUSE_S

@@ -33,6 +33,8 @@ from appliance.controller.batches.background_responses import BackgroundResponse
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
+from appliance.controller.evals import eval_routes
+from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import file_routes, storage, upload_routes
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
@@ -59,7 +61,8 @@ def create_app(context: ControllerContext) -> FastAPI:
     validation, running, runner = JobValidation(context), Operations(context), BatchRunner(context)
     compared, stored = Canaries(context), StoredResponses(context)
     background = BackgroundResponses(context, stored)
-    graders = GraderHosts()
+    graders, answers = GraderHosts(), ModelAnswers(context)
+    evaluations = EvalRunner(context, graders, answers)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -70,6 +73,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         validation.start_waiting()
         runner.start()
         background.start()
+        evaluations.start()
         context.publish_keys()
         tasks = context.background
         kept = (
@@ -84,10 +88,11 @@ def create_app(context: ControllerContext) -> FastAPI:
             for task in kept:
                 task.cancel()
             await asyncio.gather(*kept, return_exceptions=True)
-            await validation.stop()
-            await running.stop()
-            await runner.stop()
+            await validation.tasks.stop()
+            await running.tasks.stop()
+            await runner.tasks.stop()
             await background.stop()
+            await evaluations.stop()
             await graders.stop()
 
     app = FastAPI(
@@ -100,7 +105,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     )
     app.state.context, app.state.validation, app.state.operations = context, validation, running
     app.state.batches, app.state.canaries = runner, compared
-    app.state.responses, app.state.background = stored, background
+    app.state.responses, app.state.background, app.state.evaluations = stored, background, evaluations
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", check=of_admin_routes)
@@ -110,7 +115,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     devices.routes(context, admin)
     deployments.routes(context, admin)
     engine_settings.routes(context, admin)
-    forget.routes(context, admin, runner, background)
+    forget.routes(context, admin, runner, background, evaluations)
     keys.routes(context, admin, runner, background)
     session_keys.routes(context, admin)
     canaries.routes(context, admin, compared)
@@ -124,7 +129,8 @@ def create_app(context: ControllerContext) -> FastAPI:
         response_routes.routes(context, stored, background),
         response_routes.internal_routes(stored),
         job_routes.routes(context, validation),
-        grader_routes.routes(context, graders, ModelAnswers(context)),
+        grader_routes.routes(context, graders, answers),
+        eval_routes.routes(context, evaluations),
         checkpoint_permissions.routes(context),
         model_routes.routes(context),
         admin,

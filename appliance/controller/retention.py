@@ -38,6 +38,7 @@ def _rules(kept: RetentionSettings) -> Iterator[tuple[float, retention.Drop]]:
         (kept.handovers_days, (retention.handovers,)),
         (kept.operations_days, (retention.operations,)),
         (kept.batches_days, (retention.batches,)),
+        (kept.eval_runs_days, (retention.eval_runs,)),
     ):
         if days is not None:
             yield from ((days, drop) for drop in drops)

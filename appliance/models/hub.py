@@ -29,6 +29,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from appliance.models import adapter
 from appliance.models.checkpoint import INDEX_SUFFIX, KEPT_TEXT, PICKLES, WEIGHT_SUFFIX
 from appliance.models.errors import (
     DownloadCorrupt,
@@ -118,6 +119,13 @@ def list_files(repository: str, revision: str | None, settings: HubSettings) -> 
 
 def _wanted(repository: str, names: Iterable[str]) -> set[str]:
     top = {name for name in names if "/" not in name and not name.startswith(".")}
+    if adapter.CONFIG_FILE in top and "config.json" not in top:
+        raise NotACheckpoint(
+            "",
+            f"{repository} is an adapter, which is checked against its base as it comes in; only an adapter in a "
+            f"directory can be imported: `hf download {repository} --local-dir DIR`, then `appliance model import DIR "
+            "--base NAME`",
+        )
     weights = {name for name in top if name.endswith(WEIGHT_SUFFIX)}
     if not weights:
         pickles = sorted(name for name in top if name.endswith(PICKLES))

@@ -153,7 +153,8 @@ class ModelLibrary:
                 if before is not None:
                     check_same(before, now, path)
 
-            return self._publish(staging, "adapter", name, meta, check)
+            with self._family(name) as family:
+                return self._publish(staging, family, "adapter", name, meta, check)
 
     def _import_gguf(self, file: Path, name: str | None, report: Report) -> ModelVersion:
         """Converts a GGUF file to bfloat16 in a process of its own and takes the result in."""
@@ -246,20 +247,21 @@ class ModelLibrary:
                 "warnings": list(facts.warnings),
                 "info": dict(facts.info),
             }
-            return self._publish(staging, "version", name, {**meta, **described}, check)
+            with self._family(name) as family:
+                return self._publish(staging, family, "version", name, {**meta, **described}, check)
 
-    def _publish(
-        self, staging: Path, kind: str, name: str, meta: Mapping[str, Any], check: Callable[[Manifest], None]
-    ) -> ModelVersion:
+    @contextlib.contextmanager
+    def _family(self, name: str) -> Iterator[Path]:
+        """The directory of a model's versions, which goes again if none comes into it."""
         family = self._private(self._root / encode_name(name))
         try:
-            return self._seal_and_rename(staging, family, kind, name, meta, check)
+            yield family
         except BaseException:
             with contextlib.suppress(OSError):  # other versions are in it
                 family.rmdir()
             raise
 
-    def _seal_and_rename(
+    def _publish(
         self,
         staging: Path,
         family: Path,

@@ -32,6 +32,7 @@ import secrets
 import ssl
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ TOKEN_LIFE_S = 900.0
 TALK_TIMEOUT_S = 15.0
 LINE_BYTES = 16384
 TALKS_AT_ONCE = 16
+TALKS_OF_ONE = 4
+"""Of one address: who says nothing keeps no other machine out."""
 NODE_NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 _PREFIX, _ID_BYTES, _SECRET_BYTES = "join-", 8, 24
 _SHARED, _RENEWAL = "ray.token", "certificate"
@@ -128,7 +131,7 @@ class EnrolmentServer:
     def __init__(self, authority: Authority, tokens: Tokens, ray_token: bytes):
         self._authority, self._tokens, self._ray_token = authority, tokens, ray_token
         self._server: asyncio.Server | None = None
-        self._talks = 0
+        self._talks: Counter[str] = Counter()  # by address
 
     async def start(self, address: str, port: int) -> int:
         """Listen; returns the port."""
@@ -143,9 +146,10 @@ class EnrolmentServer:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._talks += 1
+        who = str((writer.get_extra_info("peername") or ("",))[0])
+        self._talks[who] += 1
         try:
-            if self._talks > TALKS_AT_ONCE:
+            if self._talks.total() > TALKS_AT_ONCE or self._talks[who] > TALKS_OF_ONE:
                 raise NotEnrolled("too many ask at once; try again")
             async with asyncio.timeout(TALK_TIMEOUT_S):
                 await self._talk(reader, writer)
@@ -155,7 +159,7 @@ class EnrolmentServer:
             if not writer.is_closing():
                 writer.write(_line({"error": str(error) if isinstance(error, NotEnrolled | Unfit) else "unreadable"}))
         finally:
-            self._talks -= 1
+            self._talks -= Counter([who])
             writer.close()
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -381,6 +381,67 @@ BatchStatus = Literal[
 UNFINISHED_BATCH: tuple[str, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 
 
+EvalRunStatus = Literal["queued", "in_progress", "completed", "canceled", "failed"]
+UNFINISHED_EVAL_RUN = ("queued", "in_progress")
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRow:
+    """An evaluation: the shape of its items, and the graders that judge a sample of each. include_sample: whether the
+    schema that is shown has the sample's fields."""
+
+    id: str
+    name: str
+    created_s: float
+    key_id: str | None = None
+    owner: str = ""
+    item_schema: dict[str, Any] = json_column(default_factory=dict)
+    include_sample: int = 0
+    criteria: list[dict[str, Any]] = json_column(default_factory=list)
+    metadata: dict[str, str] | None = json_column(default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRunRow:
+    """One run of an evaluation over its data. results: {criterion: {"passed", "failed"}}, usage: {model: counters};
+    both as of the last item. bytes: of its items, with samples and results."""
+
+    id: str
+    eval_id: str
+    name: str
+    created_s: float
+    key_id: str | None = None
+    owner: str = ""
+    status: EvalRunStatus = "queued"
+    model: str = ""
+    data_source: dict[str, Any] = json_column(default_factory=dict)
+    metadata: dict[str, str] | None = json_column(default=None)
+    total: int = 0
+    results: dict[str, dict[str, int]] = json_column(default_factory=dict)
+    usage: dict[str, dict[str, int]] = json_column(default_factory=dict)
+    error: dict[str, str] | None = json_column(default=None)
+    ended_s: float | None = None
+    bytes: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.status not in UNFINISHED_EVAL_RUN
+
+
+@dataclass(frozen=True, slots=True)
+class EvalItemRow:
+    """One item of a run. status: queued, then pass, fail or error. results: one for each criterion."""
+
+    id: str
+    run_id: str
+    place: int
+    created_s: float
+    status: str = "queued"
+    item: dict[str, Any] = json_column(default_factory=dict)
+    sample: dict[str, Any] | None = json_column(default=None)
+    results: list[dict[str, Any]] | None = json_column(default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class BatchRow:
     """A batch of inference requests.

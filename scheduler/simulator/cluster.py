@@ -1,9 +1,8 @@
 """Simulates the gateway: routes requests to engines, holds them, and drives the simulation's clock.
 
 Requests go to the open replica with the least work before a first token, as in the gateway's router
-(`appliance.gateway.routing.router`, whose rule stands here a second time: neither may import the other). Its affinity
-for warm prefixes is left out, because traces have no text. If no replica is open, requests are held up to `hold_s`;
-when one opens, requests that have no first token yet move to it.
+(`appliance.gateway.routing.router`). Its affinity for warm prefixes is left out, because traces have no text. If no
+replica is open, requests are held up to `hold_s`; when one opens, requests that have no first token yet move to it.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ import math
 import random
 from collections import deque
 
+from scheduler.core.routing_rules import PENDING_TO_TOTAL, is_sooner_there
 from scheduler.simulator.engine import Engine, EngineModel, Served
 from scheduler.simulator.trace import Requests
-
-PENDING_TO_TOTAL = 16
-"""A prompt token that stands before a first token weighs as much as this many tokens in all."""
 
 
 def _weight(engine: Engine) -> int:
@@ -67,8 +64,8 @@ class Cluster:
             if name is None or not (busiest := self._engines[name]).waiting:
                 return
             size = self.requests.prompt[busiest.waiting[0]]
-            sooner = to.pending_tokens + size <= busiest.pending_tokens - size
-            if not sooner and not (busiest.stuck and to.inflight + 1 < busiest.inflight):
+            pending, inflight = (busiest.pending_tokens, to.pending_tokens), (busiest.inflight, to.inflight)
+            if not is_sooner_there(size, pending=pending, inflight=inflight, stuck=busiest.stuck):
                 return
             for engine in (busiest, to):
                 engine.advance(self.now_s)

@@ -32,6 +32,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import kind_of
 from serve.core.config import EngineConfig
 from serve.core.shape import ServedShape
@@ -143,8 +144,7 @@ def engine_size(
     dtype = dtype or ("bfloat16" if kind.computes_bf16() else "float32")
     seqs, tokens = _batch(device_memory_bytes, on_host=kind.on_host)
     config = config.model_copy(update={"max_num_seqs": config.max_num_seqs or seqs})
-    parts = (config, shape, task, arch, tensor_parallel, dtype, batched_tokens or tokens)
-    memory = _without_kv(*parts) if kind.on_host else _without_kv_on_gpu(*parts, kind.context_bytes)
+    memory = _without_kv(kind, config, shape, task, arch, tensor_parallel, dtype, batched_tokens or tokens)
     room = room_bytes(config, device_kind, device_memory_bytes, asleep_per_device)
     kv_element = 1 if (kv_cache_dtype or "").startswith("fp8") else ELEMENT_BYTES[dtype]
     block_bytes = shape.kv_elements_per_token(tensor_parallel) * kv_element
@@ -233,6 +233,7 @@ def asleep_bytes(shape: ServedShape, tensor_parallel: int = 1) -> int:
 
 
 def _without_kv(
+    kind: DeviceKind,
     config: EngineConfig,
     shape: ServedShape,
     task: str,
@@ -242,41 +243,20 @@ def _without_kv(
     tokens: int,
 ) -> EngineMemory:
     element = ELEMENT_BYTES[dtype]
+    adapters = -(-_adapters(config, shape, task, arch, element) // shards)
+    hidden, ffn = BATCH_ELEMENTS_H * shape.hidden, BATCH_ELEMENTS_F * shape.ffn
+    if not kind.on_host:
+        batch = tokens * (hidden + ffn // shards) * element
+        activations = max(LEAST_ACTIVATIONS_BYTES, batch + _sampling(config, shape, task, GPU_SAMPLING_BYTES))
+        weights = -(-shape.stored_bytes // shards)
+        return EngineMemory(weights, adapters, 0, activations, kind.context_bytes + GRAPH_BYTES)
     weights = shape.stored_bytes if shape.quantized or not shape.n_parameters else shape.n_parameters * element
     if shape.tied:
         weights += shape.vocab * shape.hidden * element
-    adapters = _adapters(config, shape, task, arch, element)
-    batch = tokens * (BATCH_ELEMENTS_H * shape.hidden + BATCH_ELEMENTS_F * shape.ffn) * element
+    batch = tokens * (hidden + ffn) * element
     rows = _sampling(config, shape, task, SAMPLING_BYTES)
-    return EngineMemory(
-        -(-weights // shards),
-        -(-adapters // shards),
-        0,
-        batch // shards + rows // shards,
-        -(-asleep_bytes(shape, shards) // shards),
-    )
-
-
-def _without_kv_on_gpu(
-    config: EngineConfig,
-    shape: ServedShape,
-    task: str,
-    arch: str,
-    shards: int,
-    dtype: str,
-    tokens: int,
-    context_bytes: int,
-) -> EngineMemory:
-    element = ELEMENT_BYTES[dtype]
-    batch = tokens * (BATCH_ELEMENTS_H * shape.hidden + BATCH_ELEMENTS_F * shape.ffn // shards) * element
-    activations = batch + _sampling(config, shape, task, GPU_SAMPLING_BYTES)
-    return EngineMemory(
-        -(-shape.stored_bytes // shards),
-        -(-_adapters(config, shape, task, arch, element) // shards),
-        0,
-        max(LEAST_ACTIVATIONS_BYTES, activations),
-        context_bytes + GRAPH_BYTES,
-    )
+    asleep = -(-asleep_bytes(shape, shards) // shards)
+    return EngineMemory(-(-weights // shards), adapters, 0, batch // shards + rows // shards, asleep)
 
 
 def _adapters(config: EngineConfig, shape: ServedShape, task: str, arch: str, element: int) -> int:

@@ -15,11 +15,14 @@ from pathlib import Path
 
 from appliance.controller.responses.objects import queued
 from appliance.store.database import Database
-from appliance.store.objects import batches, files, job_records, jobs, models, responses, uploads
+from appliance.store.objects import batches, evals, files, job_records, jobs, models, responses, uploads
 from appliance.store.records import keys
 from appliance.store.rows import (
     BatchRow,
     CheckpointRow,
+    EvalItemRow,
+    EvalRow,
+    EvalRunRow,
     FileRow,
     JobEventRow,
     JobRow,
@@ -36,6 +39,7 @@ from train.data.check import check_training_file
 JOB = "ft-AF1WoRqd3aJAHsqc9NY7iL8F"
 TUNABLE = "gpt-4o-mini"
 PLAIN_MODEL = "gpt-6-astra"
+JUDGE = "model"
 DELETABLE = "ft:gpt-4o-mini:acemeco:suffix:abc123"
 PERMITTED = "ft:gpt-4o-mini-2024-07-18:org:weather:B7R9VjQd"
 PERMISSION = "cp_zc4Q7MP6XxulcVzj4MZdwsAB"
@@ -65,7 +69,7 @@ def reset(db: Database, files_dir: Path) -> None:
     """Put all fixtures into their first state, in one transaction."""
     with db.transaction():
         _forget(db)
-        for name in (TUNABLE, PLAIN_MODEL):
+        for name in (TUNABLE, PLAIN_MODEL, JUDGE):
             _model(db, name, "base", None)
         # JOB is asked for as a checkpoint's name too by the tests of permissions.
         for name in (DELETABLE, PERMITTED, JOB):
@@ -94,6 +98,7 @@ def reset(db: Database, files_dir: Path) -> None:
         _upload(db, files_dir.parent / "uploads")
         _keys(db)
         _responses(db)
+        _evals(db)
 
 
 def remove(db: Database, files_dir: Path) -> None:
@@ -133,7 +138,7 @@ def _keys(db: Database) -> None:
 
 
 def _forget(db: Database) -> None:
-    names = [TUNABLE, PLAIN_MODEL, DELETABLE, PERMITTED, JOB]
+    names = [TUNABLE, PLAIN_MODEL, JUDGE, DELETABLE, PERMITTED, JOB]
     marks = ", ".join("?" * len(names))
     db.execute("DELETE FROM permissions WHERE checkpoint IN (?, ?)", [PERMITTED, JOB])
     db.execute(f"DELETE FROM checkpoints WHERE model IN ({marks})", names)
@@ -142,7 +147,26 @@ def _forget(db: Database) -> None:
     db.execute(f"DELETE FROM files WHERE id IN ({', '.join('?' * len(_FILE_IDS))})", list(_FILE_IDS))
     db.execute("DELETE FROM batches WHERE input_file_id = ?", [BATCH_INPUT])
     db.execute("DELETE FROM uploads WHERE id = ?", [UPLOAD])
+    db.execute("DELETE FROM evals WHERE id IN ('eval_id', 'after')")
     db.execute("DELETE FROM responses WHERE id IN (?, ?)", RESPONSES)
+
+
+def _evals(db: Database) -> None:
+    now_s = time.time()
+    check = {"type": "string_check", "name": "name", "input": "input", "reference": "input", "operation": "eq"}
+    for eval_id in ("eval_id", "after"):
+        evals.insert(db, EvalRow(eval_id, "seeded", now_s, item_schema={"foo": "bar"}, criteria=[check]))
+    source = {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {"foo": "bar"}}]}}
+    for run_id in ("run_id", "after"):
+        evals.insert_run(
+            db,
+            EvalRunRow(
+                run_id, "eval_id", "seeded", now_s, status="completed", data_source=source, total=1, ended_s=now_s
+            ),
+        )
+    result = {"name": "name", "type": "string_check", "passed": True, "score": 1.0}
+    for item_id in ("output_item_id", "after"):
+        evals.insert_items(db, [EvalItemRow(item_id, "run_id", 0, now_s, "pass", {"foo": "bar"}, None, [result])])
 
 
 def _model(db: Database, name: str, kind: str, base: str | None) -> None:

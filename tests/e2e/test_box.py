@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import time
 
 import httpx
 import openai
@@ -178,6 +179,31 @@ def test_responses_are_kept_gone_on_from_and_run_in_background(box, starter):
     for gone in (third.id, spelt_out.id):
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(gone)
+
+
+def test_a_response_in_background_ends_with_its_key(box, starter):
+    made = [box.ask("key", "create", "--name", f"guests-{n}", "--owner", "guests")["key"] for n in range(2)]
+    first, second = (openai.OpenAI(base_url=box.url, api_key=key, max_retries=0) for key in made)
+    more = {"max_output_tokens": 1900, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    ids = [first.responses.create(model=starter, input="Hello.", background=True, **more).id for _ in range(2)]
+    wait_for(lambda: all(second.responses.retrieve(one).status == "in_progress" for one in ids), "an engine", 60)
+    began_s, admin = time.monotonic(), {"Authorization": f"Bearer {box.key}"}
+    revoked = httpx.delete(f"{box.url.removesuffix('/v1')}/admin/v1/keys/guests-0", headers=admin, timeout=60)
+    assert revoked.status_code == 200 and sorted(revoked.json()["stopped"]["responses"]) == sorted(ids)
+    for one in ids:
+        found = second.responses.retrieve(one)
+        assert found.status == "failed" and "was revoked" in found.error.message
+    assert time.monotonic() - began_s < 1
+
+    def charged() -> int:
+        rows = {row["name"]: row for row in box.admin("usage?by=key")["data"]}
+        return rows["guests-0"]["completion_tokens"] if "guests-0" in rows else 0
+
+    # The engine has left them: a request of somebody else is alone on it. What was computed is paid for, and no more.
+    assert says_something(box.client(), starter)
+    paid = wait_for(charged, "what was computed to be charged", 30)
+    time.sleep(2)
+    assert charged() == paid < 2 * 1900
 
 
 def test_fine_tuning_lowers_the_held_out_loss_and_changes_the_answers(box, starter, unbroken):

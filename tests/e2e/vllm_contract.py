@@ -181,7 +181,7 @@ def _steps_bounded(has: Any):
     from xgrammar import GrammarCompiler
 
     for grammar in (XgrammarGrammar, GuidanceGrammar):
-        yield from has(grammar, "fill_bitmask", "accept_tokens")
+        yield from has(grammar, "accept_tokens")
     yield (
         "xgrammar bounds whitespace where it is asked to",
         "max_whitespace_cnt" in inspect.signature(inspect.unwrap(GrammarCompiler.compile_json_schema)).parameters,
@@ -204,9 +204,8 @@ def _steps_bounded(has: Any):
         ),
     )
     yield (
-        "a mask is filled, and a token accepted, by these two methods",
-        "grammar.fill_bitmask(" in inspect.getsource(StructuredOutputManager._fill_bitmasks)
-        and "grammar.accept_tokens(" in inspect.getsource(StructuredOutputManager.accept_tokens),
+        "a token is accepted by this method",
+        "grammar.accept_tokens(" in inspect.getsource(StructuredOutputManager.accept_tokens),
     )
     yield (
         "a request whose token its grammar does not accept ends with an error",

@@ -44,6 +44,7 @@ SUBPACKAGES = (
     "appliance.nodes",
     "appliance.controller.admin",
     "appliance.controller.openai",
+    "appliance.controller.evals",
     "appliance.controller.grading",
     "appliance.controller.batches",
     "appliance.controller.responses",
@@ -350,7 +351,7 @@ def test_the_command_line_is_a_thin_client():
         # Nor is a plan for a model and devices that no box has.
         and not module.startswith("appliance.controller.jobs.planned")
         # The table of training methods has the options that commands show; it imports no torch (WITHOUT_TORCH).
-        and not (name_of(path) == "appliance/cli/jobs/methods.py" and module.startswith("train.methods.methods"))
+        and not (name_of(path) == "appliance/cli/jobs/hyperparameters.py" and module.startswith("train.methods.method"))
     }
     # `up` resolves the configuration and looks whose the data directory is before it starts anything.
     before = {

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from train.graders import formula, similarity, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
@@ -101,8 +101,14 @@ class _Part(_Strict):
     text: str
 
 
+def _role(given: Any) -> Any:
+    """OpenAI's simple messages have any text as their role: one that no template knows is the user's."""
+    known = ("system", "developer", "user", "assistant")
+    return given if not isinstance(given, str) or given in known else "user"
+
+
 class _Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_role)]
     content: str | _Part | Annotated[list[str | _Part], Field(max_length=MAX_PARTS)]
     type: Literal["message"] | None = None
 

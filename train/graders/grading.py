@@ -28,10 +28,19 @@ class ModelAnswer:
 
     text: str = ""
     model: str = ""
-    tokens: int = 0
-    """Of prompt and answer together."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt's."""
     error: str = ""
     refused: bool = False
+    tools: list[Any] = field(default_factory=list)
+    """Calls of tools, as chat's `tool_calls`."""
+    finish_reason: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True, slots=True)

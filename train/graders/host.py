@@ -60,6 +60,12 @@ class GraderHost:
                 return [graded for one, given in alone for graded in await self.grade(grader, [one], given)]
             return [Graded(0.0, False, errors=GradingErrors(other_error=True), messages=[str(error)])]
 
+    async def refused_items(self, schema: Any, items: Sequence[Any]) -> list[tuple[int, str]]:
+        """(place, why) of the first few items that do not follow a JSON schema; place -1: it is no schema. Raises
+        WorkerBroke, also for one that takes too long."""
+        told = await self._ask({"schema": schema, "items": list(items)}, OWN_TIME_S)
+        return [(place, why) for place, why in told["refused"]]
+
     async def stop(self) -> None:
         async with self._lock:
             await self._end()

@@ -22,6 +22,10 @@ from train.graders.errors import GradingErrors, GradingFailed
 TIME_S = 120
 """Of the wall clock and, apart from it, of CPU: as OpenAI's API has it, like the memory."""
 MEMORY_BYTES = 2 << 30
+THREADS = 64
+"""Stacks may be so small that its memory holds more threads than the machine has numbers for: no other process of it
+could start then."""
+_LOOK_S = 0.02
 _RESULT_BYTES = 16 << 10
 _DETAIL_CHARACTERS = 2000
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/dev/urandom", "/dev/null")
@@ -35,7 +39,7 @@ def refusal() -> str:
 
 def run_python(source: str, sample: dict[str, Any], item: Any, time_s: float = TIME_S) -> float:
     """What `grade(sample, item)` returns. Raises GradingFailed: no such function, an exception in it, no number, or
-    more than `time_s` of the wall clock, TIME_S of CPU or MEMORY_BYTES."""
+    more than `time_s` of the wall clock, TIME_S of CPU, MEMORY_BYTES or THREADS."""
     if why := refusal():
         raise GradingFailed(why, GradingErrors(python_grader_server_error=True, python_grader_server_error_type=why))
     reading, writing = os.pipe()
@@ -44,7 +48,7 @@ def run_python(source: str, sample: dict[str, Any], item: Any, time_s: float = T
         _child(writing, source, sample, item)
     os.close(writing)
     try:
-        told = _read(reading, time.monotonic() + time_s)
+        told = _read(reading, time.monotonic() + time_s, pid)
     finally:
         os.close(reading)
         # It is not waited for yet, so the pid is still its own.
@@ -79,12 +83,16 @@ def _failed(details: str) -> GradingFailed:
     )
 
 
-def _read(reading: int, until_s: float) -> bytes | None:
-    """All that the child writes until it closes its end; None if it takes too long."""
+def _read(reading: int, until_s: float, pid: int) -> bytes | None:
+    """All that the child writes until it closes its end; None if it takes too long. Raises GradingFailed: it has too
+    many threads."""
     told = b""
     while (left_s := until_s - time.monotonic()) > 0:
-        if not select.select([reading], [], [], left_s)[0]:
-            break
+        # Neither seccomp nor a limit of its own counts them: RLIMIT_NPROC is of all that the box's user runs.
+        if (threads := os.stat(f"/proc/{pid}/task").st_nlink - 2) > THREADS:
+            raise _failed(f"grade() had {threads} threads at once; at most {THREADS} are allowed")
+        if not select.select([reading], [], [], min(left_s, _LOOK_S))[0]:
+            continue
         more = os.read(reading, _RESULT_BYTES)
         told += more
         if not more or len(told) > _RESULT_BYTES:

@@ -31,7 +31,7 @@ class Sample:
         """Raises GradingFailed when the text is no JSON."""
         try:
             return json.loads(self.output_text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise GradingFailed(
                 f"sample.output_json: the output is no JSON ({error})", GradingErrors(sample_parse_error=True)
             ) from None
@@ -80,8 +80,8 @@ def fill(template: str, sample: Sample, item: Any) -> str:
     for text, path in _pieces(template):
         filled.append(text)
         if path is not None:
-            filled.append(value := _text(_value(path, sample, item)))
-            size += len(value)
+            filled.append(found := _text(value(path, sample, item)))
+            size += len(found)
             if size > MAX_TEXT:
                 raise GradingFailed(
                     f"the text of a grader is longer than {MAX_TEXT} characters", GradingErrors(other_error=True)
@@ -105,7 +105,8 @@ def _shown(path: str) -> str:
     return repr(f"{{{{{path[:_SHOWN]}}}}}")
 
 
-def _value(path: str, sample: Sample, item: Any) -> Any:
+def value(path: str, sample: Sample, item: Any) -> Any:
+    """What stands at `item.a.b`. Raises GradingFailed when it is not there, InvalidGrader for what is no path."""
     namespace, *steps = _steps(path, "")
     found: Any = item
     if namespace == "sample":

@@ -28,6 +28,7 @@ LENGTH = struct.Struct(">Q")
 FORK, RESULT, END = b"F", b"R", b"E"
 MEMORY_BYTES = 4 << 30
 _NICENESS = 10
+_REFUSED_SHOWN = 20
 
 
 def main() -> None:
@@ -75,6 +76,8 @@ def _answer() -> None:
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
     """`{"grader", "samples": [{"sample", "item", "answers"?}]}` -> `{"graded": [...]}`; without `answers` for a grader
     that asks models `{"requests": [...]}`, by name for each sample."""
+    if "schema" in asked:
+        return {"refused": refused_items(asked["schema"], asked["items"])}
     grader = parse(asked["grader"])
     samples = [(Sample(**one["sample"]), one["item"], one.get("answers")) for one in asked["samples"]]
     if asked.get("only_requests"):
@@ -84,6 +87,26 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         told = {name: ModelAnswer(**given) for name, given in (answers or {}).items()}
         graded.append(asdict(grade(grader, sample, item, told, run_python)))
     return {"graded": graded}
+
+
+def refused_items(schema: Any, items: list[Any]) -> list[tuple[int, str]]:
+    """(place, why) of the first few items that do not follow a JSON schema; place -1: it is no schema."""
+    import jsonschema
+
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+        validator = jsonschema.Draft202012Validator(schema)
+    except jsonschema.SchemaError as error:
+        return [(-1, error.message[:500])]
+    refused = []
+    for place, item in enumerate(items):
+        error = next(validator.iter_errors(item), None)
+        if error is not None:
+            where = "".join(f".{step}" for step in error.absolute_path)
+            refused.append((place, f"item{where}: {error.message[:500]}"))
+            if len(refused) == _REFUSED_SHOWN:
+                break
+    return refused
 
 
 def graded_of(told: dict[str, Any]) -> Graded:

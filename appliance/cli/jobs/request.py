@@ -1,41 +1,15 @@
-"""Options that commands about jobs share: what is trained (`job submit`, `plan job`), and how it may use the devices
-(`job submit`, `job update`)."""
+"""How a job may use the devices: options that `job submit` and `job update` share."""
 
 from __future__ import annotations
 
 import time
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from appliance.cli.errors import BadUsage
 from appliance.cli.formats import seconds_of
-
-_SHAPES = "auto or a number"
-EPOCHS = Annotated[str | None, typer.Option("--epochs", metavar="N", help=f"{_SHAPES}; passes over the data")]
-BATCH_SIZE = Annotated[
-    str | None, typer.Option("--batch-size", metavar="N", help=f"{_SHAPES}; sequences per step, over all devices")
-]
-LEARNING_RATE = Annotated[str | None, typer.Option("--learning-rate-multiplier", metavar="X", help=_SHAPES)]
-LORA_RANK = Annotated[int | None, typer.Option("--lora-rank", metavar="R", help="Train adapters of this rank.")]
-FULL = Annotated[
-    bool | None, typer.Option("--full/--lora", help="Train every weight, or adapters. Default: by the model's size.")
-]
-ZERO_STAGE = Annotated[int | None, typer.Option("--zero-stage", min=0, max=3, help="DeepSpeed ZeRO.")]
-TENSOR_PARALLEL = Annotated[
-    int | None, typer.Option("--tensor-parallel", metavar="N", min=1, help="Devices that share one copy of the model.")
-]
-MAX_LENGTH = Annotated[int | None, typer.Option("--max-length", metavar="TOKENS")]
-PUBLISH = Annotated[
-    Literal["end", "epoch"] | None,
-    typer.Option(
-        "--publish", help="epoch: a version of the model after each epoch, which the next one replaces. Default: end."
-    ),
-]
-SET = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other hyperparameter; repeatable.")
-]
 
 MIN_DEVICES = Annotated[int | None, typer.Option("--min-devices", metavar="N", min=1, help="Never on fewer.")]
 MAX_DEVICES = Annotated[int | None, typer.Option("--max-devices", metavar="N", min=1, help="Never on more.")]
@@ -53,16 +27,15 @@ PREEMPTIBLE = Annotated[
 ]
 
 
-def auto_or_number(option: str, text: str | None) -> int | float | str | None:
-    if text is None or text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        try:
-            return float(text)
-        except ValueError:
-            raise BadUsage(f"{option} is {text!r}; expected auto or a number") from None
+def pairs(option: str, texts: list[str]) -> list[tuple[str, str]]:
+    """NAME=VALUE as names and values. Raises BadUsage."""
+    found = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise BadUsage(f"{option} is {text!r}; expected NAME=VALUE")
+        found.append((name.strip(), value))
+    return found
 
 
 def device_fields(

@@ -10,20 +10,8 @@ from appliance.cli import formats, output, paths
 from appliance.cli.command import Session, box_command, given, group
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage, CommandFailed
-from appliance.cli.jobs.methods import METHOD, NO_OWN, OWN, USUAL, with_methods
-from appliance.cli.jobs.request import (
-    BATCH_SIZE,
-    EPOCHS,
-    FULL,
-    LEARNING_RATE,
-    LORA_RANK,
-    MAX_LENGTH,
-    SET,
-    TENSOR_PARALLEL,
-    ZERO_STAGE,
-    auto_or_number,
-)
-from appliance.cli.jobs.submit import file_id, with_pairs
+from appliance.cli.jobs.hyperparameters import NO_TRAINING, Training, with_training
+from appliance.cli.jobs.submit import file_id
 
 app = group("Would it fit? An estimate before anything is started.")
 
@@ -67,7 +55,7 @@ def serve(
     name="job",
     boxless="config",
 )
-@with_methods
+@with_training
 def job(
     session: Session,
     model: Annotated[
@@ -88,7 +76,7 @@ def job(
     device_kind: Annotated[
         str | None, typer.Option("--device-kind", metavar="KIND", help="With --config: h100, a100, 48gb …")
     ] = None,
-    method: METHOD = USUAL,
+    training: Training = NO_TRAINING,
     devices: Annotated[
         int | None, typer.Option("--devices", metavar="N", min=1, help="At most so many. Default: all of the box.")
     ] = None,
@@ -96,30 +84,9 @@ def job(
         int | None,
         typer.Option("--examples", metavar="N", min=1, help="Without --file: so many of 200 tokens. Default: 1000."),
     ] = None,
-    epochs: EPOCHS = None,
-    batch_size: BATCH_SIZE = None,
-    learning_rate_multiplier: LEARNING_RATE = None,
-    lora_rank: LORA_RANK = None,
-    full: FULL = None,
-    zero_stage: ZERO_STAGE = None,
-    tensor_parallel: TENSOR_PARALLEL = None,
-    max_length: MAX_LENGTH = None,
-    set_: SET = None,
-    own: OWN = NO_OWN,
 ) -> None:
     """What a fine-tuning job would choose, and its memory per device; the job that follows chooses the same."""
-    chosen = given(
-        n_epochs=auto_or_number("--epochs", epochs),
-        batch_size=auto_or_number("--batch-size", batch_size),
-        learning_rate_multiplier=auto_or_number("--learning-rate-multiplier", learning_rate_multiplier),
-        lora_rank=lora_rank,
-        full=full,
-        zero_stage=zero_stage,
-        max_length=max_length,
-        tensor_parallel=tensor_parallel,
-        **own,
-    )
-    hyperparameters = with_pairs(chosen, set_ or [])
+    method, hyperparameters = training.method, training.hyperparameters()
     if (model is None) == (config is None):
         raise BadUsage("give either --model (one of the box) or --config (any other)")
     if file is not None and examples_ is not None:

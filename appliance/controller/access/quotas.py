@@ -75,6 +75,37 @@ class Quotas:
         self._files(key_id, bounds)
         self._bytes(key_id, bounds, holdings.ANSWERS_PER_INPUT * input_bytes)
 
+    def check_eval(self, caller: Principal) -> None:
+        """One more evaluation."""
+        self.disk.check()
+        if (key_id := _bounded(caller)) is not None:
+            number = holdings.evals(self._db, key_id)
+            _number("evals", "evals", number, self.bounds(key_id).evals, "Delete one first.")
+
+    def check_eval_run(self, caller: Principal) -> None:
+        """One more run of an evaluation."""
+        self.disk.check()
+        if (key_id := _bounded(caller)) is None:
+            return
+        bounds, (unfinished, size) = self.bounds(key_id), holdings.eval_runs(self._db, key_id)
+        _number(
+            "eval_runs",
+            "runs of evals that have not ended",
+            unfinished,
+            bounds.eval_runs,
+            "Wait for the end of one or cancel it.",
+            retry=True,
+        )
+        if size >= bounds.eval_bytes:
+            raise ApiError(
+                413,
+                f"Runs of your evals hold {size} of at most {bounds.eval_bytes} bytes. Delete one first. "
+                f"{_ASK.format('eval_bytes')}",
+                code="limit_reached",
+                param="eval_bytes",
+                headers=dict(NEVER_RETRY),
+            )
+
     def check_names(self, caller: Principal) -> None:
         """More names that can be called, or more owners who may call them: the gateways get all in one table, and what
         is longer than they read would keep revoked keys alive.

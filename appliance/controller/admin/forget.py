@@ -22,12 +22,13 @@ from appliance.controller.batches.background_responses import BackgroundResponse
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import storage as files
 from appliance.controller.interfaces.errors import BadRequest, Conflict
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.models import removal as models
-from appliance.store.objects import batches, responses
+from appliance.store.objects import batches, evals, responses
 from appliance.store.objects import files as file_rows
 from appliance.store.records import keys
 from appliance.store.records.session_keys import OWNER as BOX_ITSELF
@@ -51,7 +52,13 @@ class Forget(BaseModel):
     models: bool = False
 
 
-def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, background: BackgroundResponses) -> None:
+def routes(
+    context: ControllerContext,
+    router: APIRouter,
+    runner: BatchRunner,
+    background: BackgroundResponses,
+    evaluations: EvalRunner,
+) -> None:
     """Add the routes to the admin router."""
     db = context.db
 
@@ -60,7 +67,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
             "keys": [row.name for row in forgotten.keys_of(db, owner)],
             "models": forgotten.models_made(db, owner),
             "unfinished": forgotten.unfinished(db, owner),
-            **{kind: len(forgotten.ids(db, kind, owner)) for kind in ("files", "uploads", "batches", "jobs")},
+            **{kind: len(forgotten.ids(db, kind, owner)) for kind in ("files", "uploads", "batches", "jobs", "evals")},
             "responses": len(forgotten.ids(db, "responses", owner)),
         }
 
@@ -101,7 +108,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
         forgotten.pseudonymise(db, owner, pseudonym)
         context.publish_keys()
         mentions = forgotten.mentions(db, owner)
-        told = {kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs")}
+        told = {kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs", "evals")}
         record(
             context,
             caller,
@@ -139,6 +146,8 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
         for response_id in forgotten.ids(db, "responses", owner, "status IN ('queued', 'in_progress')"):
             if (row := responses.find(db, response_id)) is not None:
                 background.cancel(row)
+        for run in evals.unfinished_runs(db, owner=owner):
+            evaluations.cancel(run.id)
         deadline_s = time.monotonic() + ENDS_WITHIN_S
         while (left := forgotten.unfinished(db, owner)) and time.monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -156,7 +165,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
             await asyncio.sleep(0)
         for upload_id in forgotten.ids(db, "uploads", owner):
             await to_thread.run_sync(shutil.rmtree, context.uploads_dir / upload_id, True)
-        for table in ("uploads", "batches", "responses", "idempotency"):
+        for table in ("uploads", "batches", "responses", "idempotency", "eval_runs", "evals"):
             while forgotten.delete(db, owner, table, _CHUNK) == _CHUNK:
                 await asyncio.sleep(0)
 

@@ -6,7 +6,6 @@ One task per batch, all on the controller's loop. Batches send lines while the e
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from functools import partial
 
@@ -15,10 +14,12 @@ from appliance.controller.batches.metering import Metering
 from appliance.controller.batches.work import BatchWork
 from appliance.controller.context.context import ControllerContext
 from appliance.store.objects import batches
+from runtime.background_tasks import RunningTasks
 
 
 class BatchRunner:
-    """`start` begins with the stored batches; `begin` adds a new one; call `poke` after a cancellation."""
+    """`start` begins with the stored batches; `begin` adds a new one; call `poke` after a cancellation. tasks: one for
+    each unfinished batch."""
 
     def __init__(self, context: ControllerContext):
         self._context = context
@@ -26,7 +27,7 @@ class BatchRunner:
         self._works: dict[str, BatchWork] = {}
         self._sent = 0
         self._last_sent: dict[str, int] = {}  # by owner
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.tasks = RunningTasks()
 
     def start(self) -> None:
         for row in batches.list_unfinished(self._context.db):
@@ -34,8 +35,8 @@ class BatchRunner:
 
     def begin(self, batch_id: str) -> None:
         self._works[batch_id] = BatchWork(self._context, batch_id, self)
-        task = self._tasks[batch_id] = self._context.background.keep(f"batch: {batch_id}", partial(self._run, batch_id))
-        task.add_done_callback(lambda _: self._ended(batch_id))
+        task = self._context.background.keep(f"batch: {batch_id}", partial(self._run, batch_id))
+        self.tasks.add(task).add_done_callback(lambda _: self._ended(batch_id))
 
     async def _run(self, batch_id: str) -> None:
         """The batch, or the rest of it if even its failure could not be written (a full disk)."""
@@ -50,16 +51,6 @@ class BatchRunner:
     def poke(self, batch_id: str) -> None:
         if (work := self._works.get(batch_id)) is not None:
             work.wake.set()
-
-    async def idle(self) -> None:
-        """Returns when no batch is unfinished."""
-        while self._tasks:
-            await asyncio.wait(list(self._tasks.values()))
-
-    async def stop(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def progress(self, batch_id: str) -> tuple[int, int] | None:
         """(completed, failed) now; None for a batch that is not running."""
@@ -118,7 +109,6 @@ class BatchRunner:
         self._works.pop(batch_id, None)
         live = {work.owner for work in self._works.values()}
         self._last_sent = {owner: number for owner, number in self._last_sent.items() if owner in live}
-        self._tasks.pop(batch_id, None)
         self.tell_wants()
         for work in self._works.values():
             work.wake.set()

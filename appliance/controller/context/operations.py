@@ -19,6 +19,7 @@ from appliance.controller.interfaces.ports import Progress, Report
 from appliance.store.ids import new_id
 from appliance.store.records import operations
 from appliance.store.rows import OperationRow
+from runtime.background_tasks import RunningTasks
 
 log = logging.getLogger("appliance.controller")
 Work = Callable[[Report], Awaitable[dict[str, Any]]]
@@ -29,7 +30,7 @@ class Operations:
 
     def __init__(self, context: ControllerContext):
         self._context = context
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.tasks = RunningTasks()
 
     def fail_interrupted(self) -> None:
         """At start: mark operations still "running" as failed; they ended with the previous controller."""
@@ -59,15 +60,8 @@ class Operations:
             progress=asdict(Progress(0, None, "", "starting")),
         )
         operations.insert(self._context.db, row)
-        task = asyncio.create_task(self._run(row.id, work), name=f"{kind} {target}")
-        self._tasks[row.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(row.id, None))
+        self.tasks.add(asyncio.create_task(self._run(row.id, work), name=f"{kind} {target}"))
         return row
-
-    async def stop(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _run(self, operation_id: str, work: Work) -> None:
         db = self._context.db

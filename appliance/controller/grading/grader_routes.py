@@ -11,16 +11,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from appliance.controller.access.model_access import caller_may_use, unknown_model
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.grading.given import MAX_DEPTH, grader_of, is_deeper
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http.presence import while_present
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import ApiError, BadRequest
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
-from train.graders import sandbox
-from train.graders.errors import InvalidGrader
-from train.graders.graders import Grader, LabelModel, Python, ScoreModel, leaves, parse
+from train.graders.graders import Grader, LabelModel, ScoreModel, leaves
 from train.graders.grading import Graded
 from train.graders.host import WorkerBroke
 from train.graders.hosts import GraderHosts
@@ -28,8 +26,6 @@ from train.graders.templates import MAX_TEXT, Sample
 
 ANSWER_WITHIN_S = 300.0
 MAX_RUNS_OF_AN_OWNER = 4
-MAX_DEPTH = 128
-"""Levels of an item: it is written and read again by recursion."""
 
 
 class _Strict(BaseModel):
@@ -58,7 +54,7 @@ def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers
     @router.post("/run")
     async def run(body: Run, request: Request, caller: Caller) -> dict[str, Any]:
         grader = grader_of(context, body.grader, caller)
-        if _is_deeper(body.item, MAX_DEPTH):
+        if is_deeper(body.item, MAX_DEPTH):
             raise BadRequest(f"'item' is nested deeper than {MAX_DEPTH} levels.", param="item", code="invalid_value")
         if running[caller.owner] >= MAX_RUNS_OF_AN_OWNER:
             raise ApiError(
@@ -90,36 +86,6 @@ def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers
         return graded
 
     return router
-
-
-def grader_of(context: ControllerContext, given: Any, caller: Principal, param: str = "grader") -> Grader:
-    """Raises BadRequest for what is no grader, or one that this machine cannot run; NotFound for a model that the
-    caller may not use."""
-    try:
-        grader = parse(given)
-    except InvalidGrader as error:
-        path = f"{param}.{error.param}" if error.param else param
-        raise BadRequest(f"Invalid '{path}': {error.message}.", param=path, code="invalid_grader") from None
-    for leaf in leaves(grader).values():
-        if isinstance(leaf, Python) and (why := sandbox.refusal()):
-            raise BadRequest(f"{why[:1].upper()}{why[1:]}.", param=param, code="python_graders_unavailable")
-        if isinstance(leaf, ScoreModel | LabelModel) and not caller_may_use(context.db, caller, leaf.model):
-            raise unknown_model(leaf.model)
-    return grader
-
-
-def _is_deeper(value: Any, most: int) -> bool:
-    level = [value]
-    for _ in range(most):
-        level = [
-            inner
-            for one in level
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-        if not level:
-            return False
-    return True
 
 
 def _result(grader: Grader, graded: Graded) -> dict[str, Any]:

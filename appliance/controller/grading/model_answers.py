@@ -108,6 +108,15 @@ def _read(model: str, answer: EngineAnswer) -> ModelAnswer:
     if answer.status != 200:
         message = (body.get("error") or {}).get("message") or f"status {answer.status}"
         return ModelAnswer(model=model, error=str(message))
-    message = body["choices"][0]["message"]
-    tokens = int((body.get("usage") or {}).get("total_tokens") or 0)
-    return ModelAnswer(message.get("content") or "", model, tokens, refused=bool(message.get("refusal")))
+    choice, used = body["choices"][0], body.get("usage") or {}
+    message = choice["message"]
+    return ModelAnswer(
+        message.get("content") or "",
+        model,
+        int(used.get("prompt_tokens") or 0),
+        int(used.get("completion_tokens") or 0),
+        int((used.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
+        refused=bool(message.get("refusal")),
+        tools=message.get("tool_calls") or [],
+        finish_reason=str(choice.get("finish_reason") or ""),
+    )

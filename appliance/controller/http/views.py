@@ -8,7 +8,17 @@ from typing import Any
 from appliance.controller.access.naming import Resolved
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import Principal
-from appliance.store.rows import BatchRow, CheckpointRow, FileRow, JobEventRow, JobRow, PermissionRow, UploadRow
+from appliance.store.rows import (
+    BatchRow,
+    CheckpointRow,
+    EvalRow,
+    EvalRunRow,
+    FileRow,
+    JobEventRow,
+    JobRow,
+    PermissionRow,
+    UploadRow,
+)
 from train.methods.methods import DEFAULT, METHODS
 
 _STATUS_OF_PHASE = {
@@ -24,7 +34,7 @@ _OPENAI_HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
 _WORKED_OUT = ("n_epochs", "batch_size")
 
 
-def whose(row: FileRow | JobRow | BatchRow | UploadRow, caller: Principal) -> dict[str, Any]:
+def whose(row: FileRow | JobRow | BatchRow | UploadRow | EvalRow | EvalRunRow, caller: Principal) -> dict[str, Any]:
     """For an admin, who sees all owners' objects: `owner`, null for the box itself; empty for others."""
     return {"owner": row.owner or None} if caller.is_admin else {}
 

@@ -35,6 +35,12 @@ class OwnerBounds(BaseModel):
     """Of all versions of fine-tuned models; past it no new job begins."""
     background: int = Field(200, ge=0)
     """Responses in background that have not ended."""
+    evals: int = Field(500, ge=0)
+    """Evaluations."""
+    eval_runs: int = Field(32, ge=0)
+    """Runs of evaluations that have not ended."""
+    eval_bytes: int = Field(4 * GIB, ge=0)
+    """Of all items of runs of evaluations, with samples and results; past it no new run begins."""
     responses: int = Field(50_000, ge=0)
     """Stored responses; beyond it, the owner's least recently used are deleted."""
     responses_bytes: int = Field(1024 * MIB, ge=0)
@@ -54,6 +60,8 @@ class RetentionSettings(BaseModel):
     """Records of batches that have ended; their output files are files."""
     batches_per_owner: int = Field(10_000, ge=1)
     """Batches that have ended, of all keys of one owner; beyond it the oldest are deleted."""
+    eval_runs_days: float | None = Field(90.0, gt=0)
+    """Runs of evaluations that have ended, with their items."""
     jobs_per_owner: int = Field(2_000, ge=1)
     """Jobs that have ended, of all keys of one owner; beyond it the oldest are deleted, with their folders, events and
     steps. A job stays as long as a model that it made, or as usage records of its devices."""

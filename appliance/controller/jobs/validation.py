@@ -7,7 +7,6 @@ phase stays "validating" until everything is on disk.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from appliance.controller.jobs.events import add_message, fail
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import jobs
 from appliance.store.rows import FileRow, JobEventRow, JobRow
+from runtime.background_tasks import RunningTasks
 from train.data.check import DataReport
 from train.methods.methods import method_of
 from train.plan.errors import InvalidHyperparameter
@@ -46,27 +46,15 @@ class JobValidation:
 
     def __init__(self, context: ControllerContext):
         self._context = context
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.tasks = RunningTasks()
 
     def start(self, job_id: str) -> None:
-        task = self._context.background.keep(f"validation: {job_id}", partial(self._run, job_id))
-        self._tasks[job_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(job_id, None))
+        self.tasks.add(self._context.background.keep(f"validation: {job_id}", partial(self._run, job_id)))
 
     def start_waiting(self) -> None:
         """After a restart: resume jobs that were being validated when the controller ended."""
         for row in jobs.list_in_phase(self._context.db, "validating"):
             self.start(row.id)
-
-    async def idle(self) -> None:
-        """Returns when no validation runs."""
-        while self._tasks:
-            await asyncio.wait(list(self._tasks.values()))
-
-    async def stop(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _run(self, job_id: str) -> None:
         context, db = self._context, self._context.db

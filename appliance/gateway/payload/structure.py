@@ -17,6 +17,7 @@ import orjson
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.payload.schema_cost import MOST_US, combinations_us, literal_us, node_us
 from appliance.gateway.payload.shapes import SCHEMA_FIELDS, schema_holders
 
 _REGEX_CHARS: Final = 1024
@@ -156,11 +157,17 @@ class _Budget:
         self._ranges = 0
         self._lengths: set[tuple[int, int]] = set()
         self._patterns: set[str] = set()
+        self._us = 0
         self._formats: set[str] = set()
         self._multiples: set[int] = set()
         self._combines = False
 
     def schema(self, name: str, root: Any) -> None:
+        """All that a JSON schema asks for."""
+        self._parts(name, root)
+        self._cost(name, combinations_us(root))
+
+    def _parts(self, name: str, root: Any) -> None:
         stack: list[tuple[Any, int]] = [(root, 1)]
         while stack:
             node, depth = stack.pop()
@@ -177,9 +184,12 @@ class _Budget:
             self._list(name, node)
             self._range(name, node)
             self._some_of(name, node)
+            self._cost(name, node_us(node))
             self._combined(node)
             for key, value in node.items():
-                if key == "enum" and isinstance(value, list):
+                if key == "const":
+                    self.choices(name, [value])
+                elif key == "enum" and isinstance(value, list):
                     self.choices(name, value)
                 elif key == "pattern" and isinstance(value, str):
                     self.regex(name, value)
@@ -199,9 +209,11 @@ class _Budget:
         if self._choices > _CHOICES:
             raise _too_complex(name, f"{self._choices} values to choose from", _CHOICES)
         for value in values:
+            self._cost(name, literal_us(value))
             self._choice_chars += len(value) if isinstance(value, str) else 8
             if isinstance(value, dict | list):
-                self.schema(name, value)
+                self._choice_chars += len(orjson.dumps(value))
+                self._parts(name, value)
         if self._choice_chars > _CHOICE_CHARS:
             raise _too_complex(name, f"values to choose from with {self._choice_chars} characters", _CHOICE_CHARS)
 
@@ -255,6 +267,16 @@ class _Budget:
             most = max(value if isinstance(value, int) else 0 for value in (low, high))
             self._count(name, len(named) * min(most, len(named)) // _RULES_PER_PART)
 
+    def _cost(self, name: str, us: int) -> None:
+        self._us += us
+        if self._us > MOST_US:
+            raise _too_complex(
+                name,
+                f"its grammar would take about {self._us / 1e6:.1f} s of an engine's time (counted or optional "
+                "properties, long texts that stand as they are, formats, or alternatives that must hold together)",
+                "1 s",
+            )
+
     def _combined(self, node: dict[str, Any]) -> None:
         kind = node.get("format")
         if isinstance(kind, str):
@@ -298,7 +320,7 @@ class _Budget:
             raise _too_complex(name, "schemas of more parts", self._most_nodes)
 
 
-def _digits(multiple: float) -> int:
+def _digits(multiple: Any) -> int:
     """The whole number whose multiples an engine counts: 25 for 0.25."""
     _, digits, exponent = Decimal(repr(multiple)).normalize().as_tuple()
     assert isinstance(exponent, int)
@@ -306,7 +328,9 @@ def _digits(multiple: float) -> int:
 
 
 def _bound(value: Any) -> int:
-    return min(value, _LONG_TEXT) if isinstance(value, int) and value > 0 else 0
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        return 0
+    return int(min(value, _LONG_TEXT))
 
 
 def measure_regex(name: str, pattern: str) -> tuple[int, int]:
@@ -376,7 +400,7 @@ def _atom_end(pattern: str, at: int) -> int:
     return at + 1
 
 
-def _too_complex(name: str, what: str, limit: int) -> HttpError:
+def _too_complex(name: str, what: str, limit: int | str) -> HttpError:
     return errors.bad_request(
         f"`{name}` is too complex: {what}, at most {limit} are allowed. Ask for a simpler form.",
         param=name.partition(".")[0],

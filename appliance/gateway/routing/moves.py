@@ -2,7 +2,7 @@
 
 A replica is woken because others have too much to do; without this it would help new requests alone, and those that
 made it necessary would be late all the same. A request without a first token has cost its engine at most a part of its
-prompt, and its client has seen nothing. The simulator does the same (scheduler/simulator/cluster.py).
+prompt, and its client has seen nothing. The simulator judges by the same rule (scheduler/core/routing_rules.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from appliance.gateway.routing.router import Load
+from scheduler.core.routing_rules import is_sooner_there
 
 T = TypeVar("T")
 
@@ -54,8 +55,8 @@ def moves(
             first.add(one.replica)
             if not stuck:
                 continue  # its prompt is being computed
-        sooner = pending[to] + one.prompt_tokens <= pending[one.replica] - one.prompt_tokens
-        if sooner or (stuck and inflight[to] + 1 < inflight[one.replica]):
+        both = {"pending": (pending[one.replica], pending[to]), "inflight": (inflight[one.replica], inflight[to])}
+        if is_sooner_there(one.prompt_tokens, **both, stuck=stuck):
             found.append(one.item)
             pending[one.replica] -= one.prompt_tokens
             pending[to] += one.prompt_tokens

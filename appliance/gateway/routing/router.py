@@ -16,6 +16,9 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
+
+from scheduler.core.routing_rules import PENDING_TO_TOTAL
 
 OPEN, DRAINING = "open", "draining"
 
@@ -24,9 +27,7 @@ OPEN, DRAINING = "open", "draining"
 AFFINITY_FACTOR = 1.25
 AFFINITY_SLACK_TOKENS = 4096
 
-# A prompt token before a first token weighs as much as this many tokens in all; the simulator has the same
-# (scheduler/simulator/cluster.py).
-PENDING_TO_TOTAL = 16
+_PENDING_TO_TOTAL: Final = PENDING_TO_TOTAL
 
 SUSPECT_FIRST_S = 0.25
 SUSPECT_MAX_S = 4.0
@@ -104,7 +105,7 @@ class Load:
 
     @property
     def weight(self) -> int:
-        return self.pending + self.tokens // PENDING_TO_TOTAL
+        return self.pending + self.tokens // _PENDING_TO_TOTAL
 
 
 class Choice:

@@ -14,7 +14,14 @@ from typing import Any
 from appliance.store.database import Database
 from appliance.store.objects import jobs
 from appliance.store.records import keys
-from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_RESPONSE, JobRow, KeyRow
+from appliance.store.rows import (
+    FINISHED_PHASES,
+    UNFINISHED_BATCH,
+    UNFINISHED_EVAL_RUN,
+    UNFINISHED_RESPONSE,
+    JobRow,
+    KeyRow,
+)
 
 NAMELESS = "(forgotten)"
 
@@ -39,6 +46,7 @@ def unfinished(db: Database, owner: str) -> list[str]:
         *ids(db, "jobs", owner, f"phase NOT IN ({_listed(FINISHED_PHASES)})"),
         *ids(db, "batches", owner, f"status IN ({_listed(UNFINISHED_BATCH)})"),
         *ids(db, "responses", owner, f"status IN ({_listed(UNFINISHED_RESPONSE)})"),
+        *ids(db, "eval_runs", owner, f"status IN ({_listed(UNFINISHED_EVAL_RUN)})"),
     ]
 
 
@@ -87,6 +95,8 @@ _TEXTS = {
     "models": ("id", "owner", "owned_by", "source"),
     "jobs": ("suffix", "output_model", "model", "metadata", "integrations", "owner"),
     "batches": ("metadata", "owner"),
+    "evals": ("name", "metadata", "owner"),
+    "eval_runs": ("name", "metadata", "owner"),
     "audit": ("target", "detail"),
 }
 

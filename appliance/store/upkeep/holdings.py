@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from appliance.store.database import Database, sql_list
-from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_RESPONSE
+from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_EVAL_RUN, UNFINISHED_RESPONSE
 
 # A key that is not in the table (the box of a test) is an owner of its own.
 _OF = "key_id IN (SELECT ?1 UNION SELECT id FROM keys WHERE owner = (SELECT owner FROM keys WHERE id = ?1))"
@@ -60,6 +60,16 @@ def shrink_responses(db: Database, key_id: str, number: int, size: int) -> int:
 def batches(db: Database, key_id: str) -> int:
     """Number of unfinished batches."""
     return _number(db, f"batches WHERE status IN ({sql_list(UNFINISHED_BATCH)}) AND {_OF}", key_id)
+
+
+def evals(db: Database, key_id: str) -> int:
+    return _number(db, f"evals WHERE {_OF}", key_id)
+
+
+def eval_runs(db: Database, key_id: str) -> tuple[int, int]:
+    """Number of unfinished ones, and bytes of all."""
+    unfinished = _number(db, f"eval_runs WHERE status IN ({sql_list(UNFINISHED_EVAL_RUN)}) AND {_OF}", key_id)
+    return unfinished, _number_and_bytes(db, f"eval_runs WHERE {_OF}", key_id)[1]
 
 
 def jobs(db: Database, key_id: str) -> int:

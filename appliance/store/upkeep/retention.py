@@ -35,6 +35,7 @@ audit = _oldest("audit", "created_s")
 handovers = _oldest("handovers", "ended_s")
 operations = _oldest("operations", "ended_s", "state != 'running'")
 device_time = _oldest("device_time", "to_s")
+eval_runs = _oldest("eval_runs", "ended_s")
 batches = _oldest("batches", "created_s", f"status NOT IN ({_LIVE})")
 
 

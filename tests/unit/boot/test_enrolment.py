@@ -67,6 +67,20 @@ async def test_a_token_makes_one_machine_a_node_and_no_second(home, mine, tmp_pa
     assert not (tmp_path / "second").exists(), "nor is a key made for nothing"
 
 
+async def test_a_stranger_who_says_nothing_keeps_nobody_out(home, mine):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    silent = [
+        await asyncio.open_connection(*home.box, ssl=context, local_addr=("127.0.0.9", 0))
+        for _ in range(enrolment.TALKS_AT_ONCE)
+    ]
+    told = [json.loads(await reader.readline()) for reader, _ in silent[enrolment.TALKS_OF_ONE :]]
+    assert {line["error"] for line in told} == {"too many ask at once; try again"}
+    assert await enrol(mine, home.box, home.token().text(), "n1", "127.0.0.2") == RAY_TOKEN
+    for _, writer in silent:
+        writer.close()
+
+
 async def test_of_two_who_show_the_same_token_at_once_one_becomes_a_node(home, tmp_path):
     token = home.token().text()
     told = await asyncio.gather(

@@ -30,7 +30,7 @@ def test_sockets_fit_a_unix_address_however_deep_the_data_directory_lies():
         deep.gateway_socket,
         deep.bus_socket,
         deep.warm_serve_socket,
-        deep.replica_socket("r" * 40),
+        deep.replica_sockets / f"{'r' * 40}.sock",
         rays,
     ):
         assert len(bytes(socket)) <= UNIX_PATH_LIMIT_BYTES

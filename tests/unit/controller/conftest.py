@@ -70,7 +70,7 @@ class Control:
 
     async def settle(self) -> None:
         """Returns when no validation runs."""
-        await self.app.state.validation.idle()
+        await self.app.state.validation.tasks.idle()
 
     async def upload(self, data: bytes | None = None, name: str = "train.jsonl", purpose: str = "fine-tune") -> str:
         made = await self.sdk.files.create(file=(name, chat_lines() if data is None else data), purpose=purpose)  # type: ignore[arg-type]

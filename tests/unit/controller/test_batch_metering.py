@@ -167,6 +167,6 @@ async def test_a_batch_whose_answers_cannot_be_written_pays_for_what_was_compute
     batch_id = await begun(control, [line(n) for n in range(2)])
     batch = await until(control, batch_id, lambda batch: batch.status == "failed")
     assert batch.errors.data[0].code == "file_unreadable"
-    await control.app.state.batches.idle()
+    await control.app.state.batches.tasks.idle()
     of_key = spent(control)["batcher"]
     assert of_key.requests == 2 and of_key.prompt_tokens > 3000

@@ -63,7 +63,7 @@ async def until(control: Control, batch_id: str, seen) -> Any:
 
 async def ended(control: Control, batch_id: str) -> Any:
     async with asyncio.timeout(10):
-        await control.app.state.batches.idle()
+        await control.app.state.batches.tasks.idle()
     return await control.sdk.batches.retrieve(batch_id)
 
 
@@ -302,7 +302,7 @@ async def test_a_restart_repeats_only_what_was_in_flight(control: Control):
     batch_id = await begun(control, [line(n) for n in range(9)])
     await until(control, batch_id, lambda b: b.request_counts.completed == 5)
     # As kill -9 leaves it: the row in progress, answers on disk, the last of them torn.
-    await control.app.state.batches.stop()
+    await control.app.state.batches.tasks.stop()
     with open(control.context.batches_dir / f"{batch_id}.output.jsonl", "ab") as out:
         out.write(b'{"id":"batch_req_torn","custom_id":"r8","resp')
     engines(control).rule = None
@@ -313,7 +313,7 @@ async def test_a_restart_repeats_only_what_was_in_flight(control: Control):
     runner = BatchRunner(control.context)
     runner.start()
     async with asyncio.timeout(10):
-        await runner.idle()
+        await runner.tasks.idle()
     batch = await control.sdk.batches.retrieve(batch_id)
     assert batch.status == "completed" and batch.request_counts.completed == 9
     assert (batch.usage.total_tokens, len(engines(control).sent) - sent_before) == (45, 4)
@@ -326,7 +326,7 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
     await _hang_after(control, 0)
     batch_id = await begun(control, [line(0)])
     await until(control, batch_id, lambda b: b.status == "in_progress")
-    await control.app.state.batches.stop()
+    await control.app.state.batches.tasks.stop()
     answers = Answers(control.context.batches_dir, batch_id).open()
     answers.append(
         [
@@ -343,7 +343,7 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
     runner = BatchRunner(control.context)
     runner.start()
     async with asyncio.timeout(10):
-        await runner.idle()
+        await runner.tasks.idle()
     batch = await control.sdk.batches.retrieve(batch_id)
     assert batch.status == "completed" and len(await content(control, batch.output_file_id)) == 1
 

@@ -405,14 +405,14 @@ async def test_a_restart_takes_up_validation_and_a_vanished_file_fails_the_job(c
     control.db.execute("UPDATE jobs SET phase = 'validating', resolved = NULL WHERE id = ?", [job_id])
     again = create_app(control.context)
     async with again.router.lifespan_context(again):
-        await again.state.validation.idle()
+        await again.state.validation.tasks.idle()
     assert jobs.get(control.db, job_id).phase == "queued"
 
     control.db.execute("UPDATE jobs SET phase = 'validating' WHERE id = ?", [job_id])
     files.delete(control.db, jobs.get(control.db, job_id).training_file)
     again = create_app(control.context)
     async with again.router.lifespan_context(again):
-        await again.state.validation.idle()
+        await again.state.validation.tasks.idle()
     row = jobs.get(control.db, job_id)
     assert row.phase == "failed" and row.error["code"] == "file_unreadable"
 

@@ -45,6 +45,7 @@ class InBody:
     query: bool = False
 
 
+_RUN = {"data_source": {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {"a": "1"}}]}}}
 # What a gateway lets nobody through to: asked by processes of the box alone.
 CLOSED = {("GET", "/internal/responses/context"), ("POST", "/internal/responses")}
 LIST, NOTHING, ADMINS, READERS, SCRAPE, OWN = "list", "nothing", "admins", "readers", "scrape", "own"
@@ -76,6 +77,19 @@ JUDGED: dict[tuple[str, str], Any] = {
     ("GET", "/v1/fine_tuning/jobs/{job_id}/events"): Named({"job_id": "job"}),
     ("GET", "/v1/fine_tuning/jobs/{job_id}/errors"): Named({"job_id": "job"}),
     ("GET", "/v1/fine_tuning/jobs/{job_id}/checkpoints"): Named({"job_id": "job"}),
+    ("GET", "/v1/evals"): LIST,
+    ("POST", "/v1/evals"): NOTHING,
+    ("GET", "/v1/evals/{eval_id}"): Named({"eval_id": "eval"}),
+    ("POST", "/v1/evals/{eval_id}"): Named({"eval_id": "eval"}, {"name": "n"}),
+    ("GET", "/v1/evals/{eval_id}/runs"): Named({"eval_id": "eval"}),
+    ("POST", "/v1/evals/{eval_id}/runs"): Named({"eval_id": "eval"}, _RUN),
+    ("GET", "/v1/evals/{eval_id}/runs/{run_id}"): Named({"eval_id": "eval", "run_id": "eval run"}),
+    ("POST", "/v1/evals/{eval_id}/runs/{run_id}"): Named({"eval_id": "eval", "run_id": "eval run"}),
+    ("POST", "/v1/evals/{eval_id}/runs/{run_id}/cancel"): Named({"eval_id": "eval", "run_id": "eval run"}),
+    ("GET", "/v1/evals/{eval_id}/runs/{run_id}/output_items"): Named({"eval_id": "eval", "run_id": "eval run"}),
+    ("GET", "/v1/evals/{eval_id}/runs/{run_id}/output_items/{item_id}"): Named(
+        {"eval_id": "eval", "run_id": "eval run", "item_id": "eval item"}
+    ),
     ("POST", "/v1/fine_tuning/alpha/graders/validate"): NOTHING,
     ("POST", "/v1/fine_tuning/alpha/graders/run"): NOTHING,
     ("POST", "/v1/fine_tuning/jobs/{job_id}/pause"): Named({"job_id": "job"}),
@@ -97,6 +111,8 @@ JUDGED: dict[tuple[str, str], Any] = {
     ("DELETE", "/v1/responses/{response_id}"): Named({"response_id": "response"}),
     ("DELETE", "/v1/models/{name:path}"): Named({"name": "model"}),
     ("DELETE", "/v1/files/{file_id}"): Named({"file_id": "file"}),
+    ("DELETE", "/v1/evals/{eval_id}/runs/{run_id}"): Named({"eval_id": "eval", "run_id": "eval run"}),
+    ("DELETE", "/v1/evals/{eval_id}"): Named({"eval_id": "eval"}),
     **dict.fromkeys(
         [
             ("GET", "/admin/v1/status"),
@@ -216,6 +232,7 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     await send(control, copy(1, key=laptop.id))
     asked = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
     objects["background response"] = asked.id
+    objects |= await evaluated(control)
     made = await control.job(suffix="secret")
     told = JobEvents(control.db, control.context.files_dir, "local")
     told.ingest(made, {"event": "published", "step": 1, "version": "step-1", "bytes": 9, "path": "/shm/1"})
@@ -229,6 +246,17 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     }
     control.http.headers.update(SCOPES)
     return People(headers(alice), headers(desktop), objects, own_file)
+
+
+async def evaluated(control: Control) -> dict[str, str]:
+    check: Any = {"type": "string_check", "name": "c", "input": "{{item.a}}", "reference": "1", "operation": "eq"}
+    schema: Any = {"type": "custom", "item_schema": {"type": "object"}}
+    made = await control.sdk.evals.create(data_source_config=schema, testing_criteria=[check])
+    source: Any = _RUN["data_source"]
+    run = await control.sdk.evals.runs.create(made.id, data_source=source)
+    await control.app.state.evaluations.idle()
+    (item,) = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=made.id)).data
+    return {"eval": made.id, "eval run": run.id, "eval item": item.id}
 
 
 async def call(control: Control, as_: dict[str, str], method: str, path: str, **more: Any) -> Any:
@@ -321,7 +349,7 @@ async def test_names_of_anothers_model_checkpoint_and_version_mean_nothing(contr
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     control.http.headers.update(people.alice)
     batch_id = await begun(control, [line(0, body={"model": model, "messages": []})])
-    await control.app.state.batches._tasks[batch_id]
+    await control.app.state.batches.tasks.idle()
     row = await control.sdk.batches.retrieve(batch_id)
     assert row.status == "failed" and row.errors is not None and row.errors.data is not None
     assert row.errors.data[0].code == "model_not_found"

@@ -401,6 +401,59 @@ EVIL: dict[str, dict[str, Any]] = {
 }
 
 
+def optional(count: int, schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": schema for i in range(count)}} | more
+
+
+def alternatives(of: str, wide: int) -> dict[str, Any]:
+    return {"anyOf": [optional(1, {"type": "integer"}, required=[f"{of}{i}"]) for i in range(wide)]}
+
+
+# Each is within all counts, and took more than a second to compile, or more than 50 ms on the event loop.
+DEAR = {
+    "optional values of any type": optional(460, {}),
+    "counted properties": optional(150, {"type": "integer"}, minProperties=50, maxProperties=100),
+    "a long constant": {"const": "x" * 100_000},
+    "a long text in a constant": {"const": {"a": ["x" * 100_000]}},
+    "a long text in a choice": {"enum": [{"a": "x" * 100_000}]},
+    "a long name": optional(1, {}) | {"properties": {"x" * 1_000_000: {"type": "string"}}},
+    "addresses": optional(300, {"type": "string", "format": "ipv6"}, required=[f"p{i}" for i in range(300)]),
+    "alternatives that hold together": {"allOf": [alternatives("a", 9), alternatives("b", 9), alternatives("c", 9)]},
+    "alternatives behind names": {
+        "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"$ref": "#/$defs/c"}],
+        "$defs": {name: alternatives(name, 9) for name in "abc"},
+    },
+    "alternatives beside others": alternatives("a", 30) | {"oneOf": alternatives("b", 30)["anyOf"]},
+    "alternatives behind many names": {
+        "allOf": [{"$ref": "#/$defs/d0"}, {"$ref": "#/$defs/d0"}],
+        "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(70)} | {"d70": alternatives("a", 100)},
+    },
+    "a divisor": {"type": "integer", "multipleOf": 999_983},
+}
+
+
+@pytest.mark.parametrize("name", DEAR)
+def test_a_schema_is_refused_for_what_it_costs_an_engine_though_it_has_few_parts(name: str) -> None:
+    error = refusal(CHAT, schema_of(DEAR[name]))
+    assert error.param == "response_format" and error.code == "structure_too_complex"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        optional(200, {"anyOf": [{"type": "string"}, {"type": "null"}]}),
+        optional(40, {"type": "string"}, minProperties=1, maxProperties=40),
+        optional(300, {"type": "string"}, required=[f"p{i}" for i in range(300)]),
+        optional(50, {"type": "string", "format": "date-time"}, required=[f"p{i}" for i in range(50)]),
+        {"allOf": [{"$ref": "#/$defs/a"}, optional(10, {"type": "string"})], "$defs": {"a": alternatives("a", 50)}},
+        {"anyOf": [{"$ref": "#"}, alternatives("a", 100)]},
+        {"type": "number", "multipleOf": 0.01},
+    ],
+)
+def test_a_schema_that_costs_an_engine_little_passes(schema: dict[str, Any]) -> None:
+    assert check_body(CHAT, orjson.dumps(schema_of(schema)), LIMITS).model == "m"
+
+
 @pytest.mark.parametrize("name", EVIL)
 def test_forms_that_take_an_engine_too_long_are_refused(name: str) -> None:
     error = refusal(CHAT, EVIL[name])

@@ -226,6 +226,13 @@ def test_pickles_are_refused_before_they_are_downloaded(tmp_path, served):
     assert not any("/resolve/" in path for _, path, _ in state.requests)
 
 
+def test_an_adapter_is_refused_before_it_is_downloaded_with_the_way_to_import_it(tmp_path):
+    served = Hub(REPOSITORY, {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x" * 100})
+    with Server(served) as endpoint, pytest.raises(NotACheckpoint, match="model import DIR --base"):
+        library_at(tmp_path, endpoint).import_model(REPOSITORY)
+    assert not any("/resolve/" in path for _, path, _ in served.requests)
+
+
 @pytest.mark.parametrize("source", ["org/../../etc", "a/b/c", "http://x/y", "x y", "org/a..b", "@x", "-rf"])
 def test_strange_sources_are_neither_path_nor_repository(tmp_path, source):
     with pytest.raises(SourceNotFound, match="neither"):

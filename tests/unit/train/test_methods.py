@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from appliance.cli.errors import BadUsage
-from appliance.cli.jobs.methods import with_methods
+from appliance.cli.jobs.hyperparameters import with_training
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.jobs import requests
 from appliance.controller.models import capacity
@@ -116,15 +116,24 @@ def test_a_method_is_refused_until_it_is_a_row():
 def test_commands_have_its_options(echo):
     told = []
 
-    def command(session, method="supervised", own=None):
-        told.append((session, method, dict(own)))
+    def command(session, training=None, wait=False):
+        told.append((session, training.method, training.hyperparameters(publish=wait or None), wait))
 
-    made = with_methods(command)
-    given = {option.name: None for method in METHODS.values() for option in method.options}
-    assert list(inspect.signature(made).parameters) == ["session", "method", *given] and "strength" in given
-    made("box", method="echo", **given | {"strength": "0.5"})
-    made("box", method="dpo", **given | {"beta": "auto"})
-    assert told == [("box", "echo", {"strength": 0.5}), ("box", "dpo", {"beta": "auto"})]
+    made = with_training(command)
+    given = dict.fromkeys(list(inspect.signature(made).parameters)[2:-1])
+    assert list(inspect.signature(made).parameters) == ["session", "method", *given, "wait"]
+    assert {"strength", "beta", "n_epochs", "set_"} <= given.keys()
+    made("box", method="echo", **given | {"strength": "0.5", "set_": ["x=[1]", "y=z"]}, wait=True)
+    made("box", method="dpo", **given | {"beta": "auto", "full": False, "n_epochs": "auto"})
+    assert told == [
+        ("box", "echo", {"strength": 0.5, "publish": True, "x": [1], "y": "z"}, True),
+        ("box", "dpo", {"beta": "auto", "full": False, "n_epochs": "auto"}, False),
+    ]
+    for twice in (["strength=1"], ["publish=end"], ["x=1", "x=2"]):
+        with pytest.raises(BadUsage, match="is given twice"):
+            made("box", method="echo", **given | {"strength": "0.5", "set_": twice}, wait=True)
+    with pytest.raises(BadUsage, match="--epochs is 'many'; expected auto or a number"):
+        made("box", method="dpo", **given | {"n_epochs": "many"})
     with pytest.raises(BadUsage, match="--strength belongs to --method echo; --method is dpo"):
         made("box", method="dpo", **given | {"strength": "0.5"})
     with pytest.raises(BadUsage, match="--method is 'ehco'; expected one of supervised.*, echo"):

@@ -63,6 +63,11 @@ def test_a_string_is_compared(operation: str, text: str, answer: str, reward: fl
     assert (found.reward, found.passed, found.errors) == (reward, reward == 1, GradingErrors())
 
 
+def test_an_output_that_is_nested_too_deeply_is_no_json() -> None:
+    with pytest.raises(GradingFailed, match="no JSON"):
+        _ = Sample("[" * 100_000).output_json
+
+
 def test_templates_reach_into_items_and_samples() -> None:
     sample = Sample('{"steps": [{"n": 7}]}', [{"id": "call_1"}])
     item = {"a": {"b": [1, {"c d": "x"}]}, "zh": "你好"}
@@ -241,7 +246,7 @@ def test_a_model_is_asked_by_a_schema_and_its_number_kept_in_range() -> None:
     assert (body["max_completion_tokens"], body["temperature"], body["seed"]) == (99, 0, 4)
     schema = body["response_format"]["json_schema"]["schema"]
     assert schema["properties"]["result"] == {"type": "number", "minimum": 0, "maximum": 10}
-    answer = ModelAnswer('{"reason": "right", "result": 12}', "starter", 30)
+    answer = ModelAnswer('{"reason": "right", "result": 12}', "starter", 20, 10)
     found = graded(SCORE, "4", {"question": "2+2?"}, {"judge": answer})
     assert (found.reward, found.passed, found.tokens_by_model) == (10.0, True, {"starter": 30})
 

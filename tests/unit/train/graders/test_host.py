@@ -49,7 +49,7 @@ async def test_models_are_asked_and_answer(host: GraderHost) -> None:
     )
     asked = await host.requests(judge, [(Sample("x"), "one"), (Sample("x"), "two")])
     assert [one["j"]["messages"][0]["content"] for one in asked] == ["one", "two"]
-    answers = [{"j": ModelAnswer('{"reason": "", "result": 0.25}', "m", 7)}, {"j": ModelAnswer(error="gone")}]
+    answers = [{"j": ModelAnswer('{"reason": "", "result": 0.25}', "m", 5, 2)}, {"j": ModelAnswer(error="gone")}]
     found = await host.grade(judge, [(Sample("x"), "one"), (Sample("x"), "two")], answers)
     assert [one.reward for one in found] == [0.25, 0] and found[0].tokens_by_model == {"m": 7}
     assert found[1].errors.model_grader_server_error_details == "gone"

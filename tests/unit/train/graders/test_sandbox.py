@@ -133,6 +133,17 @@ ENDS = {
     "an exit": ("import os\nos._exit(0)", "without a reward"),
     "a polite exit": ("raise SystemExit(3)", "SystemExit: 3"),
     "a crash": ("import ctypes\nctypes.string_at(0)", "SIGSEGV"),
+    "threads by the thousand": (
+        "import threading, time\nthreading.stack_size(32768)\nwait = threading.Event().wait\n"
+        "for _ in range(500): threading.Thread(target=wait, daemon=True).start()\ntime.sleep(0.4)\nreturn 1",
+        "threads at once; at most 64",
+    ),
+    "threads while it tells something": (
+        "import os, threading, time\nthreading.stack_size(32768)\nwait = threading.Event().wait\n"
+        "for _ in range(500): threading.Thread(target=wait, daemon=True).start()\n"
+        "for _ in range(400): os.write(3, b' ') and time.sleep(0.001)\nreturn 1",
+        "threads at once; at most 64",
+    ),
     "no number": ("return 'good'", "returned str; expected a number"),
     "nothing": ("pass", "returned NoneType; expected a number"),
     "no finite number": ("return float('nan')", "which is no reward"),

@@ -1,0 +1,134 @@
+"""Options about the method of training and its hyperparameters, which `job submit` and `plan job` share. Those that one
+method alone has come from the table of methods (train.methods)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli.command import Command, given
+from appliance.cli.errors import BadUsage
+from appliance.cli.jobs.request import pairs
+from train.methods.method import Option
+from train.methods.methods import DEFAULT, METHODS
+
+_AUTO = "auto or a number"
+
+
+class _Option:
+    """of_type: str takes `auto` too."""
+
+    def __init__(self, of_type: Any, flag: str, **shown: Any) -> None:
+        self.of_type, self.flag = of_type, flag
+        self.annotation = Annotated[of_type | None, typer.Option(flag, **shown)]
+
+    def read(self, value: Any) -> Any:
+        return _auto_or_number(self.flag, value) if self.of_type is str else value
+
+
+# By name in the request.
+_COMMON = {
+    "n_epochs": _Option(str, "--epochs", metavar="N", help=f"{_AUTO}; passes over the data"),
+    "batch_size": _Option(str, "--batch-size", metavar="N", help=f"{_AUTO}; sequences per step, over all devices"),
+    "learning_rate_multiplier": _Option(str, "--learning-rate-multiplier", metavar="X", help=_AUTO),
+    "lora_rank": _Option(int, "--lora-rank", metavar="R", help="Train adapters of this rank."),
+    "full": _Option(bool, "--full/--lora", help="Train every weight, or adapters. Default: by the model's size."),
+    "zero_stage": _Option(int, "--zero-stage", min=0, max=3, help="DeepSpeed ZeRO."),
+    "tensor_parallel": _Option(
+        int, "--tensor-parallel", metavar="N", min=1, help="Devices that share one copy of the model."
+    ),
+    "max_length": _Option(int, "--max-length", metavar="TOKENS"),
+    "set_": _Option(list[str], "--set", metavar="NAME=VALUE", help="Any other hyperparameter; repeatable."),
+}
+_METHOD = Annotated[
+    str,
+    typer.Option(
+        "--method",
+        metavar="|".join(METHODS),
+        help="; ".join(f"{method.name} {method.summary}" for method in METHODS.values()) + ".",
+        autocompletion=lambda: list(METHODS),
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What was asked for. options: hyperparameters that were given, each by its own option; texts: with --set."""
+
+    method: str
+    options: dict[str, Any]
+    texts: tuple[str, ...] = ()
+
+    def hyperparameters(self, **more: Any) -> dict[str, Any]:
+        """Those of --set are JSON where they can be (numbers, true, lists), else text. more: further ones, None where
+        not given. Raises BadUsage for a name given twice."""
+        merged = self.options | given(**more)
+        for name, text in pairs("--set", list(self.texts)):
+            if name in merged:
+                raise BadUsage(f"{name} is given twice: once as an option and once with --set")
+            try:
+                merged[name] = json.loads(text)
+            except ValueError:
+                merged[name] = text
+        return merged
+
+
+NO_TRAINING = Training(DEFAULT.name, {})
+
+
+def with_training(command: Command) -> Command:
+    """Puts --method and an option for every hyperparameter in place of the parameter `training` of a command, which
+    gets them as one Training. An option of another method is BadUsage."""
+    signature = inspect.signature(command, eval_str=True)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    owners = {o.name: [m.name for m in METHODS.values() if o in m.options] for m in METHODS.values() for o in m.options}
+    options = _COMMON | {o.name: _own(o, owners[o.name]) for m in METHODS.values() for o in m.options}
+    added = [inspect.Parameter("method", kind, default=DEFAULT.name, annotation=_METHOD)]
+    for name, option in options.items():
+        added.append(inspect.Parameter(name, kind, default=None, annotation=option.annotation))
+
+    @functools.wraps(command)
+    def collecting(session: Any, method: str, set_: list[str] | None = None, **values: Any) -> None:
+        if method not in METHODS:
+            raise BadUsage(f"--method is {method!r}; expected one of {', '.join(METHODS)}")
+        chosen = {}
+        for name, option in options.items():
+            value = values.pop(name, None)
+            if value is None:
+                continue
+            if method not in owners.get(name, METHODS):
+                theirs = " and ".join(owners[name])
+                raise BadUsage(f"{option.flag} belongs to --method {theirs}; --method is {method}")
+            chosen[name] = option.read(value)
+        command(session, training=Training(method, chosen, tuple(set_ or ())), **values)
+
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        parameters += added if parameter.name == "training" else [parameter]
+    setattr(collecting, "__signature__", signature.replace(parameters=parameters))  # noqa: B010 typing knows no such attribute
+    return collecting
+
+
+def _own(option: Option, owners: list[str]) -> _Option:
+    """One that methods have and declare (train.methods.method.Option)."""
+    told = (
+        f"Of --method {' and '.join(owners)}: {option.help}. auto ({option.auto:g}) or a number up to {option.high:g}"
+    )
+    return _Option(str, "--" + option.name.replace("_", "-"), metavar="X", help=told)
+
+
+def _auto_or_number(option: str, text: str) -> int | float | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            raise BadUsage(f"{option} is {text!r}; expected auto or a number") from None

@@ -1,0 +1,237 @@
+"""/v1/evals: evaluations, their runs, and what came of each item
+(https://platform.openai.com/docs/api-reference/evals)."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+
+from appliance.controller.access.model_access import caller_may_use, unknown_model
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.evals import views
+from appliance.controller.evals.requests import (
+    CustomConfig,
+    EvalCreate,
+    EvalUpdate,
+    FileId,
+    RunCreate,
+    Sampled,
+    StoredSource,
+    check_sampled,
+)
+from appliance.controller.evals.runner import EvalRunner
+from appliance.controller.files import storage
+from appliance.controller.grading.given import grader_of
+from appliance.controller.http.paging import After, Limit, list_object
+from appliance.controller.http.routers import make_router
+from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
+from appliance.controller.jobs.requests import check_metadata
+from appliance.store.ids import new_id
+from appliance.store.objects import evals
+from appliance.store.rows import EvalRow, EvalRunRow
+from train.graders.errors import InvalidGrader
+
+Order = Annotated[Literal["asc", "desc"], Query()]
+RunStatus = Annotated[Literal["queued", "in_progress", "completed", "canceled", "failed"] | None, Query()]
+ItemStatus = Annotated[Literal["pass", "fail", "error"] | None, Query()]
+
+
+def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
+    router = make_router("/v1/evals", FINE_TUNING)
+    db, url = context.db, context.box.get("url", "")
+
+    def known(eval_id: str, caller: Principal) -> EvalRow:
+        if (row := evals.find(db, eval_id, viewer=caller.viewer)) is None:
+            raise NotFound(f"No eval found with id {shown(eval_id)}.", param="eval_id", code="eval_not_found")
+        return row
+
+    def known_run(eval_id: str, run_id: str, caller: Principal) -> EvalRunRow:
+        row = evals.find_run(db, run_id, viewer=caller.viewer, eval_id=eval_id)
+        if row is None:
+            raise NotFound(f"No eval run found with id {shown(run_id)}.", param="run_id", code="eval_run_not_found")
+        return row
+
+    def shown_run(row: EvalRunRow, caller: Principal) -> dict[str, Any]:
+        return views.run_object(row, evals.counts(db, row.id), url, caller)
+
+    @router.post("", status_code=201)
+    async def create(body: EvalCreate, caller: Caller) -> dict[str, Any]:
+        check_metadata(body.metadata)
+        if not isinstance(body.data_source_config, CustomConfig):
+            raise BadRequest(
+                f"The data source {body.data_source_config.type!r} is not kept on this box; describe your items with "
+                "the type 'custom' and give them to each run.",
+                param="data_source_config.type",
+                code="unsupported_data_source",
+            )
+        criteria = _criteria(context, body, caller)
+        context.quotas.check_eval(caller)
+        row = EvalRow(
+            id=new_id("eval_"),
+            name=body.name or "",
+            created_s=time.time(),
+            key_id=caller.key_id,
+            owner=caller.owner,
+            item_schema=body.data_source_config.item_schema,
+            include_sample=int(body.data_source_config.include_sample_schema),
+            criteria=criteria,
+            metadata=body.metadata,
+        )
+        evals.insert(db, row)
+        return views.eval_object(row, caller)
+
+    @router.get("")
+    async def list_evals(
+        caller: Caller,
+        after: After = None,
+        limit: Limit = 20,
+        order: Order = "asc",
+        order_by: Annotated[Literal["created_at", "updated_at"], Query()] = "created_at",
+    ) -> dict[str, Any]:
+        page = evals.page(db, viewer=caller.viewer, after=after, limit=limit, descending=order == "desc")
+        return list_object(page, lambda row: views.eval_object(row, caller))
+
+    @router.get("/{eval_id}")
+    async def retrieve(eval_id: str, caller: Caller) -> dict[str, Any]:
+        return views.eval_object(known(eval_id, caller), caller)
+
+    @router.post("/{eval_id}")
+    async def update(eval_id: str, body: EvalUpdate, caller: Caller) -> dict[str, Any]:
+        known(eval_id, caller)
+        check_metadata(body.metadata)
+        changes = {name: getattr(body, name) for name in body.model_fields_set}
+        if "name" in changes:
+            changes["name"] = changes["name"] or ""
+        evals.update(db, eval_id, **changes)
+        return views.eval_object(known(eval_id, caller), caller)
+
+    @router.delete("/{eval_id}")
+    async def delete(eval_id: str, caller: Caller) -> dict[str, Any]:
+        known(eval_id, caller)
+        for run in evals.unfinished_runs(db):
+            if run.eval_id == eval_id:
+                runner.let_go(run.id)
+        evals.delete(db, eval_id)
+        return {"object": "eval.deleted", "deleted": True, "eval_id": eval_id}
+
+    @router.post("/{eval_id}/runs", status_code=201)
+    async def create_run(eval_id: str, body: RunCreate, caller: Caller) -> dict[str, Any]:
+        of = known(eval_id, caller)
+        check_metadata(body.metadata)
+        _check_source(context, body, caller)
+        context.quotas.check_eval_run(caller)
+        row = EvalRunRow(
+            id=new_id("evalrun_"),
+            eval_id=of.id,
+            name=body.name or "",
+            created_s=time.time(),
+            key_id=caller.key_id,
+            owner=caller.owner,
+            model=getattr(body.data_source, "model", None) or "",
+            data_source=body.data_source.model_dump(mode="json", exclude_unset=True),
+            metadata=body.metadata,
+        )
+        evals.insert_run(db, row)
+        runner.begin(row.id)
+        return shown_run(row, caller)
+
+    @router.get("/{eval_id}/runs")
+    async def list_runs(
+        eval_id: str,
+        caller: Caller,
+        after: After = None,
+        limit: Limit = 20,
+        order: Order = "asc",
+        status: RunStatus = None,
+    ) -> dict[str, Any]:
+        known(eval_id, caller)
+        page = evals.page_runs(db, eval_id, status=status, after=after, limit=limit, descending=order == "desc")
+        return list_object(page, lambda row: shown_run(row, caller))
+
+    @router.get("/{eval_id}/runs/{run_id}")
+    async def retrieve_run(eval_id: str, run_id: str, caller: Caller) -> dict[str, Any]:
+        return shown_run(known_run(eval_id, run_id, caller), caller)
+
+    # The SDK has the first URL, OpenAI's specification the second.
+    @router.post("/{eval_id}/runs/{run_id}/cancel")
+    @router.post("/{eval_id}/runs/{run_id}")
+    async def cancel_run(eval_id: str, run_id: str, caller: Caller) -> dict[str, Any]:
+        known_run(eval_id, run_id, caller)
+        runner.cancel(run_id)
+        return shown_run(known_run(eval_id, run_id, caller), caller)
+
+    @router.delete("/{eval_id}/runs/{run_id}")
+    async def delete_run(eval_id: str, run_id: str, caller: Caller) -> dict[str, Any]:
+        known_run(eval_id, run_id, caller)
+        runner.let_go(run_id)
+        evals.delete_run(db, run_id)
+        return {"object": "eval.run.deleted", "deleted": True, "run_id": run_id}
+
+    @router.get("/{eval_id}/runs/{run_id}/output_items")
+    async def list_items(
+        eval_id: str,
+        run_id: str,
+        caller: Caller,
+        after: After = None,
+        limit: Limit = 20,
+        order: Order = "asc",
+        status: ItemStatus = None,
+    ) -> dict[str, Any]:
+        run = known_run(eval_id, run_id, caller)
+        page = evals.page_items(db, run_id, status=status, after=after, limit=limit, descending=order == "desc")
+        return list_object(page, lambda row: views.item_object(row, run))
+
+    @router.get("/{eval_id}/runs/{run_id}/output_items/{item_id}")
+    async def retrieve_item(eval_id: str, run_id: str, item_id: str, caller: Caller) -> dict[str, Any]:
+        run = known_run(eval_id, run_id, caller)
+        if (row := evals.find_item(db, run_id, item_id)) is None:
+            raise NotFound(
+                f"No output item found with id {shown(item_id)}.", param="output_item_id", code="output_item_not_found"
+            )
+        return views.item_object(row, run)
+
+    return router
+
+
+def _criteria(context: ControllerContext, body: EvalCreate, caller: Principal) -> list[dict[str, Any]]:
+    """The graders as they are kept. Raises BadRequest, NotFound."""
+    kept: dict[str, dict[str, Any]] = {}
+    for place, given in enumerate(body.testing_criteria):
+        grader = grader_of(context, given, caller, f"testing_criteria.{place}")
+        if grader.name in kept:
+            raise BadRequest(
+                f"Two testing criteria are called {shown(grader.name)}; results are told by name.",
+                param=f"testing_criteria.{place}.name",
+                code="invalid_grader",
+            )
+        kept[grader.name] = grader.model_dump(mode="json", exclude_unset=True)
+        if grader.type == "text_similarity":
+            kept[grader.name].setdefault("pass_threshold", grader.default_threshold)
+    return list(kept.values())
+
+
+def _check_source(context: ControllerContext, body: RunCreate, caller: Principal) -> None:
+    """Raises BadRequest, NotFound."""
+    given = body.data_source
+    if isinstance(given.source, StoredSource):
+        raise BadRequest(
+            f"The source {given.source.type!r} is not kept on this box; give the items as 'file_content' or 'file_id'.",
+            param="data_source.source.type",
+            code="unsupported_data_source",
+        )
+    if isinstance(given.source, FileId):
+        storage.known_file(context, given.source.id, caller, "data_source.source.id")
+    if isinstance(given, Sampled):
+        try:
+            check_sampled(given)
+        except InvalidGrader as error:
+            raise BadRequest(
+                f"Invalid 'data_source.{error.param}': {error.message}.",
+                param=f"data_source.{error.param}",
+                code="invalid_value",
+            ) from None
+        if not caller_may_use(context.db, caller, str(given.model)):
+            raise unknown_model(str(given.model))

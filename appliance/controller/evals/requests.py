@@ -1,0 +1,200 @@
+"""What a request for an evaluation or a run may say, and the body of the request that makes a sample of an item."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from train.graders import templates
+from train.graders.errors import GradingFailed, InvalidGrader
+from train.graders.templates import Sample
+
+MAX_CRITERIA = 32
+MAX_ITEMS = 10_000
+MAX_DATA_BYTES = 64 << 20
+DEFAULT_ANSWER_TOKENS = 1024
+Text = Annotated[str, Field(max_length=templates.MAX_TEXT)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class CustomConfig(_Strict):
+    type: Literal["custom"]
+    item_schema: dict[str, Any]
+    include_sample_schema: bool = False
+
+
+class _Refused(_Strict):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class LogsConfig(_Refused):
+    type: Literal["logs", "stored_completions"]
+
+
+class EvalCreate(_Strict):
+    data_source_config: Annotated[CustomConfig | LogsConfig, Field(discriminator="type")]
+    testing_criteria: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_CRITERIA)]
+    name: Annotated[str, Field(max_length=512)] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class EvalUpdate(_Strict):
+    name: Annotated[str, Field(max_length=512)] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class Entry(_Strict):
+    item: dict[str, Any]
+    sample: dict[str, Any] | None = None
+
+
+class FileContent(_Strict):
+    type: Literal["file_content"]
+    content: Annotated[list[Entry], Field(min_length=1, max_length=MAX_ITEMS)]
+
+
+class FileId(_Strict):
+    type: Literal["file_id"]
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StoredSource(_Refused):
+    type: Literal["stored_completions", "responses"]
+
+
+Source = Annotated[FileContent | FileId | StoredSource, Field(discriminator="type")]
+
+
+class _Part(_Strict):
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+
+
+class Message(_Strict):
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: Text | _Part
+    type: Literal["message"] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else self.content.text
+
+
+class Template(_Strict):
+    type: Literal["template"]
+    template: Annotated[list[Message], Field(min_length=1, max_length=64)]
+
+
+class ItemReference(_Strict):
+    type: Literal["item_reference"]
+    item_reference: Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class TextFormat(_Strict):
+    format: dict[str, Any] | None = None
+
+
+class Sampling(_Strict):
+    max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    response_format: dict[str, Any] | None = None
+    text: TextFormat | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+
+
+class Jsonl(_Strict):
+    type: Literal["jsonl"]
+    source: Source
+
+
+class Sampled(_Strict):
+    """`completions` and `responses` differ in how tools and formats are written."""
+
+    type: Literal["completions", "responses"]
+    source: Source
+    model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    input_messages: Annotated[Template | ItemReference, Field(discriminator="type")] | None = None
+    sampling_params: Sampling | None = None
+
+
+class RunCreate(_Strict):
+    data_source: Annotated[Jsonl | Sampled, Field(discriminator="type")]
+    name: Annotated[str, Field(max_length=512)] | None = None
+    metadata: dict[str, str] | None = None
+
+
+def check_sampled(source: Sampled) -> None:
+    """Raises InvalidGrader, whose `param` is below `data_source`."""
+    if source.model is None:
+        raise InvalidGrader("model", "is missing: which model of the box is to answer?")
+    if source.input_messages is None:
+        raise InvalidGrader("input_messages", "is missing: what is the model to be asked for each item?")
+    if isinstance(source.input_messages, Template):
+        for place, message in enumerate(source.input_messages.template):
+            templates.check(message.text, f"input_messages.template.{place}.content")
+    for place, tool in enumerate((source.sampling_params.tools if source.sampling_params else None) or []):
+        if tool.get("type") != "function":
+            raise InvalidGrader(f"sampling_params.tools.{place}", "is no function; a box runs no tools of its own")
+
+
+def body_of(source: Sampled, item: dict[str, Any]) -> dict[str, Any]:
+    """The chat completion that makes the sample. Raises GradingFailed when the item lacks a variable."""
+    sampling = source.sampling_params or Sampling()
+    given = ("temperature", "top_p", "seed", "reasoning_effort", "response_format")
+    body = {
+        "model": source.model,
+        "messages": _messages(source, item),
+        "max_completion_tokens": sampling.max_completion_tokens or DEFAULT_ANSWER_TOKENS,
+        **{name: value for name in given if (value := getattr(sampling, name)) is not None},
+    }
+    if sampling.text is not None and sampling.text.format is not None:
+        body["response_format"] = _format(sampling.text.format)
+    if sampling.tools:
+        body["tools"] = [tool if "function" in tool else _nested(tool) for tool in sampling.tools]
+    return body
+
+
+def _messages(source: Sampled, item: dict[str, Any]) -> list[dict[str, Any]]:
+    empty = Sample("")
+    if isinstance(source.input_messages, ItemReference):
+        found = templates.value(source.input_messages.item_reference, empty, item)
+        if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
+            raise GradingFailed(f"{source.input_messages.item_reference} is no list of messages", _LACKS)
+        return found
+    assert source.input_messages is not None
+    return [
+        {"role": message.role, "content": templates.fill(message.text, empty, item)}
+        for message in source.input_messages.template
+    ]
+
+
+def _nested(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _format(given: dict[str, Any]) -> dict[str, Any]:
+    if given.get("type") != "json_schema" or "json_schema" in given:
+        return given
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+def sample_of(given: dict[str, Any] | None) -> Sample:
+    """The sample that an entry of the data has: `output_text`, or the message of its first choice."""
+    given = given or {}
+    message = {}
+    if given.get("choices"):
+        message = (given["choices"][0] or {}).get("message") or {}
+    text = given.get("output_text", message.get("content"))
+    tools = given.get("output_tools", message.get("tool_calls"))
+    return Sample(text if isinstance(text, str) else json.dumps(text) if text else "", tools or [])
+
+
+_LACKS = templates.GradingErrors(invalid_variable_error=True)

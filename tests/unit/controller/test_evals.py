@@ -1,0 +1,305 @@
+"""Evaluations through the unchanged SDK: run on items with and without a model, ended, taken up after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from appliance.controller.evals import requests, runner
+from appliance.controller.evals.runner import EvalRunner
+from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.store.objects import evals
+from appliance.store.records import keys
+from appliance.store.upkeep import retention
+from tests.simulator.control_plane import SimulatedEngines
+from tests.unit.controller.conftest import ADMIN, Control
+
+CHECK: Any = {
+    "type": "string_check",
+    "name": "same",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "eq",
+}
+SCHEMA: Any = {
+    "type": "custom",
+    "item_schema": {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]},
+    "include_sample_schema": True,
+}
+
+
+def entries(*pairs: tuple[str, str]) -> Any:
+    return [{"item": {"answer": answer}, "sample": {"output_text": text}} for text, answer in pairs]
+
+
+def given(*pairs: tuple[str, str]) -> Any:
+    return {"type": "jsonl", "source": {"type": "file_content", "content": entries(*pairs)}}
+
+
+def asked(model: str = "starter", **fields: Any) -> Any:
+    template = [{"role": "user", "content": "Say {{ item.answer }}"}]
+    return {
+        "type": "completions",
+        "model": model,
+        "source": {"type": "file_content", "content": [{"item": {"answer": "yes"}}, {"item": {"answer": "no"}}]},
+        "input_messages": {"type": "template", "template": template},
+        "sampling_params": {"temperature": 0, "max_completion_tokens": 7, "seed": 3},
+    } | fields
+
+
+async def made(control: Control, *criteria: Any) -> str:
+    found = await control.sdk.evals.create(
+        data_source_config=SCHEMA, testing_criteria=list(criteria or [CHECK]), name="n", metadata={"a": "b"}
+    )
+    return found.id
+
+
+async def ended(control: Control, eval_id: str, source: Any) -> Any:
+    run = await control.sdk.evals.runs.create(eval_id, data_source=source)
+    assert run.status == "queued"
+    await control.app.state.evaluations.idle()
+    return await control.sdk.evals.runs.retrieve(run.id, eval_id=eval_id)
+
+
+def answers(control: Control, text: str) -> list[dict[str, Any]]:
+    assert isinstance(control.context.batch_engines, SimulatedEngines)
+    sent: list[dict[str, Any]] = []
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer:
+        sent.append(body)
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        used = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
+        return EngineAnswer(200, {"choices": [choice], "usage": used}, "v1")
+
+    control.context.batch_engines.rule = rule
+    return sent
+
+
+async def test_an_eval_is_made_listed_changed_and_deleted(control: Control):
+    first, second = await made(control), await made(control)
+    assert [one.id async for one in control.sdk.evals.list(order="desc", limit=1)] == [second, first]
+    found = await control.sdk.evals.update(first, name="other", metadata={"c": "d"})
+    assert (found.name, found.metadata, found.data_source_config.type) == ("other", {"c": "d"}, "custom")
+    schema = found.data_source_config.schema_
+    assert schema["required"] == ["item", "sample"] and schema["properties"]["item"] == SCHEMA["item_schema"]
+    assert found.testing_criteria[0].model_dump(exclude_unset=True) == CHECK
+    assert (await control.sdk.evals.delete(first)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await control.sdk.evals.retrieve(first)
+
+
+async def test_samples_that_the_data_has_are_judged(control: Control):
+    eval_id = await made(control)
+    run = await ended(control, eval_id, given(("4", "4"), ("4", "5"), ("6", "6")))
+    assert run.status == "completed" and run.error.code == ""
+    assert run.result_counts.model_dump() == {"total": 3, "passed": 2, "failed": 1, "errored": 0}
+    assert run.per_testing_criteria_results[0].model_dump() == {"testing_criteria": "same", "passed": 2, "failed": 1}
+    items = control.sdk.evals.runs.output_items
+    listed = [item async for item in items.list(run.id, eval_id=eval_id, limit=2)]
+    assert [(item.status, item.datasource_item_id) for item in listed] == [("pass", 0), ("fail", 1), ("pass", 2)]
+    (failed,) = [item async for item in items.list(run.id, eval_id=eval_id, status="fail")]
+    one = await items.retrieve(failed.id, eval_id=eval_id, run_id=run.id)
+    assert one.results[0].model_dump(exclude_unset=True) == {
+        "name": "same",
+        "type": "string_check",
+        "passed": False,
+        "score": 0.0,
+    }
+    assert one.datasource_item == {"answer": "5"} and one.sample.output[0].content == "4"
+
+
+async def test_a_model_of_the_box_is_asked_and_its_tokens_are_told(control: Control):
+    control.as_key("carol")
+    sent = answers(control, "yes")
+    run = await ended(control, eval_id := await made(control), asked())
+    assert run.result_counts.model_dump() == {"total": 2, "passed": 1, "failed": 1, "errored": 0}
+    assert sorted(body["messages"][0]["content"] for body in sent) == ["Say no", "Say yes"]
+    assert {(body["temperature"], body["max_completion_tokens"], body["seed"]) for body in sent} == {(0, 7, 3)}
+    (used,) = run.per_model_usage
+    assert (used.run_model_name, used.invocation_count, used.total_tokens, used.cached_tokens) == ("starter", 2, 20, 8)
+    item = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data[0]
+    assert item.sample.input[0].content == "Say yes" and item.sample.usage.total_tokens == 10
+    assert (item.sample.finish_reason, item.sample.seed, item.sample.max_completion_tokens) == ("stop", 3, 7)
+
+
+async def test_responses_are_written_otherwise_and_asked_the_same(control: Control):
+    control.as_key("carol")
+    sent = answers(control, "yes")
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+    source = asked(
+        type="responses",
+        input_messages={"type": "item_reference", "item_reference": "item.turns"},
+        source={
+            "type": "file_content",
+            "content": [{"item": {"answer": "yes", "turns": [{"role": "user", "content": "hi"}]}}],
+        },
+        sampling_params={"tools": [tool], "text": {"format": form}},
+    )
+    run = await ended(control, await made(control), source)
+    assert run.status == "completed" and run.result_counts.passed == 1
+    (body,) = sent
+    assert body["messages"] == [{"role": "user", "content": "hi"}]
+    assert body["tools"][0]["function"] == {"name": "f", "parameters": {"type": "object"}}
+    assert body["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "object"}},
+    }
+
+
+async def test_a_file_is_read_and_a_bad_line_is_named(control: Control):
+    eval_id = await made(control)
+    lines = "\n".join(json.dumps(entry) for entry in entries(("a", "a"), ("b", "c")))
+    file_id = await control.upload(lines.encode(), "items.jsonl", purpose="user_data")
+    source: Any = {"type": "jsonl", "source": {"type": "file_id", "id": file_id}}
+    assert (await ended(control, eval_id, source)).result_counts.total == 2
+    bad = await control.upload(b'{"item": {"answer": "a"}}\n{"answer": "a"}', "items.jsonl", purpose="user_data")
+    run = await ended(control, eval_id, {"type": "jsonl", "source": {"type": "file_id", "id": bad}})
+    assert (run.status, run.error.code) == ("failed", "invalid_data") and "Line 2" in run.error.message
+
+
+async def test_items_that_do_not_follow_the_schema_are_named_before_anything_is_asked(control: Control):
+    run = await ended(
+        control,
+        await made(control),
+        {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {"answer": 3}}, {"item": {}}]}},
+    )
+    assert (run.status, run.error.code) == ("failed", "invalid_data")
+    assert "line 1: item.answer: 3 is not of type 'string'" in run.error.message and "line 2" in run.error.message
+
+
+async def test_what_cannot_be_graded_is_an_error_and_no_failure(control: Control):
+    lacking = {**CHECK, "name": "lacking", "reference": "{{item.nothing}}"}
+    run = await ended(control, eval_id := await made(control, CHECK, lacking), given(("4", "4")))
+    assert run.result_counts.model_dump() == {"total": 1, "passed": 0, "failed": 0, "errored": 1}
+    item = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data[0]
+    assert item.status == "error" and "nothing" in item.results[1].error  # type: ignore[attr-defined]
+
+
+async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
+    control.as_key("carol")
+    assert isinstance(control.context.batch_engines, SimulatedEngines)
+    control.context.batch_engines.lines = 0
+    eval_id = await made(control)
+    run = await control.sdk.evals.runs.create(eval_id, data_source=asked())
+    while evals.counts(control.db, run.id) != {"queued": 2}:
+        await asyncio.sleep(0.001)
+    cancelled = await control.sdk.evals.runs.cancel(run.id, eval_id=eval_id)
+    assert cancelled.status == "canceled" and cancelled.result_counts.total == 2
+    await control.app.state.evaluations.idle()
+    assert control.context.batch_engines.wanted == []
+    assert [one.id async for one in control.sdk.evals.runs.list(eval_id, status="canceled")] == [run.id]
+    assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
+
+
+async def test_after_a_restart_the_rest_is_judged_once(control: Control, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runner, "AT_ONCE", 1)
+    eval_id = await made(control)
+    stored = EvalRunner._store
+
+    def once(self: EvalRunner, *args: Any) -> bool:
+        stored(self, *args)
+        raise asyncio.CancelledError  # as if the controller ended here
+
+    monkeypatch.setattr(EvalRunner, "_store", once)
+    run = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a"), ("b", "b"), ("c", "d")))
+    await control.app.state.evaluations.idle()
+    assert evals.counts(control.db, run.id) == {"pass": 1, "queued": 2}
+    monkeypatch.setattr(EvalRunner, "_store", stored)
+    control.app.state.evaluations.start()
+    await control.app.state.evaluations.idle()
+    found = await control.sdk.evals.runs.retrieve(run.id, eval_id=eval_id)
+    assert found.status == "completed"
+    assert found.per_testing_criteria_results[0].model_dump()["passed"] == 2
+    assert found.result_counts.model_dump() == {"total": 3, "passed": 2, "failed": 1, "errored": 0}
+
+
+async def test_a_revoked_keys_run_fails_and_says_so(control: Control):
+    key_id = control.as_key("carol")
+    eval_id = await made(control)
+    run = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a")))
+    keys.revoke(control.db, key_id)
+    await control.app.state.evaluations.idle()
+    found = evals.find_run(control.db, run.id)
+    assert found is not None and found.status == "failed" and found.error is not None
+    assert found.error["code"] == "key_revoked"
+
+
+REFUSED = {
+    "logs": ({"data_source_config": {"type": "logs"}}, "data_source_config.type"),
+    "no grader": ({"testing_criteria": [{**CHECK, "operation": "is"}]}, "testing_criteria.0.operation"),
+    "the same name": ({"testing_criteria": [CHECK, CHECK]}, "testing_criteria.1.name"),
+}
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED.values(), ids=REFUSED)
+async def test_what_is_no_eval_is_refused_by_name(control: Control, fields: Any, param: str):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await control.sdk.evals.create(**{"data_source_config": SCHEMA, "testing_criteria": [CHECK]} | fields)
+    assert caught.value.param == param
+
+
+REFUSED_RUNS = {
+    "stored": (asked(source={"type": "stored_completions"}), "data_source.source.type"),
+    "no model": ({k: v for k, v in asked().items() if k != "model"}, "data_source.model"),
+    "no messages": ({k: v for k, v in asked().items() if k != "input_messages"}, "data_source.input_messages"),
+    "a hosted tool": (
+        asked(sampling_params={"tools": [{"type": "web_search"}]}),
+        "data_source.sampling_params.tools.0",
+    ),
+    "a variable": (
+        asked(input_messages={"type": "template", "template": [{"role": "user", "content": "{{x}}"}]}),
+        "data_source.input_messages.template.0.content",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "param"), REFUSED_RUNS.values(), ids=REFUSED_RUNS)
+async def test_what_is_no_run_is_refused_by_name(control: Control, source: Any, param: str):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await control.sdk.evals.runs.create(await made(control), data_source=source)
+    assert caught.value.param == param
+
+
+async def test_models_and_files_that_are_not_ones_own_do_not_exist(control: Control):
+    eval_id = await made(control)
+    with pytest.raises(openai.NotFoundError, match="model"):
+        await control.sdk.evals.runs.create(eval_id, data_source=asked("nosuch"))
+    with pytest.raises(openai.NotFoundError, match="File"):
+        await control.sdk.evals.runs.create(
+            eval_id, data_source={"type": "jsonl", "source": {"type": "file_id", "id": "file-nosuch"}}
+        )
+
+
+async def test_what_an_owner_keeps_is_bounded(control: Control):
+    control.as_key("carol", bounds={"evals": 1, "eval_runs": 0})
+    eval_id = await made(control)
+    with pytest.raises(openai.RateLimitError, match="1 evals|at most 1"):
+        await made(control)
+    with pytest.raises(openai.RateLimitError, match="eval_runs|runs of evals"):
+        await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a")))
+
+
+async def test_runs_are_forgotten_by_age_and_with_their_owner(control: Control):
+    control.as_key("carol", owner="carol")
+    eval_id = await made(control)
+    run = await ended(control, eval_id, given(("a", "a")))
+    assert retention.eval_runs(control.db, time.time() - 60, 10) == 0
+    assert retention.eval_runs(control.db, time.time() + 60, 10) == 1
+    assert evals.find_run(control.db, run.id) is None and evals.counts(control.db, run.id) == {}
+    await ended(control, eval_id, given(("a", "a")))
+    control.http.headers.update(ADMIN)
+    told = await control.http.post("/admin/v1/forget", json={"owner": "carol", "cancel": True})
+    assert told.json()["evals"] == 1 and evals.find(control.db, eval_id, viewer=None) is None
+
+
+def test_a_sample_is_read_from_its_text_or_its_first_choice() -> None:
+    message = {"content": "hi", "tool_calls": [{"id": "1"}]}
+    assert requests.sample_of({"output_text": "a"}).output_text == "a"
+    assert requests.sample_of({"choices": [{"message": message}]}).output_tools == [{"id": "1"}]
+    assert requests.sample_of(None).output_text == requests.sample_of({"foo": "bar"}).output_text == ""
