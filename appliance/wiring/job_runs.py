@@ -23,7 +23,8 @@ from train.data.general_questions import answers_key
 from train.plan.spec import TrainSpec
 from train.run.event_log import read_events
 from weights.format.errors import IntegrityError, NotSealed, StoreFull, VersionLeased, VersionNotFound, WeightsError
-from weights.format.names import MANIFEST_FILE, step_of
+from weights.format.manifest import Manifest
+from weights.format.names import step_of
 from weights.memory.store import StoredVersion, WeightStore
 from weights.tiers.copies import verify
 from weights.tiers.record import Name
@@ -121,11 +122,21 @@ class JobRuns:
     def _general(self, row: JobRow, base: dict[str, Any]) -> dict[str, Any]:
         """The fields of a TrainSpec that say what an earlier job heard of the same starting model."""
         resolved = row.resolved or {}
-        paths = [Path(base[name]) / MANIFEST_FILE for name in ("base_path", "base_adapter") if base.get(name)]
-        if not resolved.get("general_questions") or not all(path.is_file() for path in paths):
+        if not resolved.get("general_questions"):
             return {}
-        manifests = [path.read_bytes() for path in paths]
-        of = answers_key(manifests, str(resolved.get("precision")), str(resolved.get("device_kind")))
+        checksums = []
+        for path in (base.get("base_path"), base.get("base_adapter")):
+            if path is None:
+                continue
+            try:
+                manifest = Manifest.read(Path(path))
+            except WeightsError:  # who reads the weights says what is wrong with them
+                return {}
+            if not manifest.sealed:
+                return {}
+            for name, record in sorted({**manifest.files, **manifest.aux_files}.items()):
+                checksums.append(f"{name} {record.checksum}")
+        of = answers_key(checksums, str(resolved.get("precision")), str(resolved.get("device_kind")))
         known = jobs.most_asked(self._db, of)
         if known is None or known.general is None:
             return {"general_of": of}

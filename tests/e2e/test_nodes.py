@@ -122,6 +122,9 @@ class Table:
     def is_open(self, replica_id):
         return replica_id in self.sockets
 
+    def avoid(self, replica_id, avoided):
+        pass  # no gateway chooses between replicas here
+
     def close(self, replica_id):
         self.sockets.pop(replica_id, None)
 

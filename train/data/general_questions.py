@@ -66,13 +66,11 @@ def is_right(number: int, answer: str) -> bool:
     return any(accepted in words for accepted in QUESTIONS[number][1])
 
 
-def answers_key(manifests: Iterable[bytes], precision: str, device_kind: str) -> str:
-    """Names what a model's answers before a job follow from: equal keys, equal answers. manifests: of its weights, and
-    of the adapter that is merged into them, which name every byte by its checksum."""
-    found = hashlib.sha256(json.dumps([QUESTIONS, NEW_TOKENS, precision, device_kind]).encode())
-    for manifest in manifests:
-        found.update(hashlib.sha256(manifest).digest())
-    return found.hexdigest()[:32]
+def answers_key(checksums: Iterable[str], precision: str, device_kind: str) -> str:
+    """Names what a model's answers before a job follow from: equal keys, equal answers. checksums: of the files of its
+    weights, and of the adapter that is merged into them; not of a manifest, which is written anew with each copy."""
+    said = json.dumps([QUESTIONS, NEW_TOKENS, list(checksums), precision, device_kind])
+    return hashlib.sha256(said.encode()).hexdigest()[:32]
 
 
 def how_many(prompt_tokens: Sequence[int], trained_tokens: int, full: bool) -> int:

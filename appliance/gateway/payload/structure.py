@@ -320,7 +320,7 @@ class _Budget:
             raise _too_complex(name, "schemas of more parts", self._most_nodes)
 
 
-def _digits(multiple: float) -> int:
+def _digits(multiple: Any) -> int:
     """The whole number whose multiples an engine counts: 25 for 0.25."""
     _, digits, exponent = Decimal(repr(multiple)).normalize().as_tuple()
     assert isinstance(exponent, int)

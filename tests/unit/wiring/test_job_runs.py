@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import resource
 import shutil
 
@@ -18,6 +19,7 @@ from train.run import event_log
 from train.run.event_log import EventLog, read_events
 from train.run.tensorboard_writer import TensorboardWriter
 from weights.format.layout import Layout, TensorSpec
+from weights.format.manifest import FileRecord, Manifest
 from weights.memory.lease import StoredVersion
 from weights.tiers.record import Name
 
@@ -242,10 +244,20 @@ def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(
         runs.spec("ftjob-1")
 
 
-def test_a_base_that_an_earlier_job_asked_is_not_asked_again(runs, db, events, add_model, add_job, tmp_path):
+def test_a_base_that_an_earlier_job_asked_is_not_asked_again(
+    runs, db, events, add_model, add_job, tmp_path, monkeypatch
+):
+    """Each copy of a version has a manifest of its own, with its own time: the first one read was another key."""
     add_model()
     (tmp_path / "bytes").mkdir()
-    (tmp_path / "bytes" / "manifest.json").write_text('{"checksums": "of every byte"}')
+    file, copies = FileRecord(1, "blake3:1"), itertools.count()
+
+    def read(path):
+        return Manifest(
+            "version", "starter", "v1", next(copies), {}, {}, {"m.safetensors": file}, {"config.json": file}
+        )
+
+    monkeypatch.setattr(Manifest, "read", read)
     models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes"))
     resolved = RESOLVED | {"general_questions": True, "precision": "fp32", "device_kind": "cpu"}
     for name in ("ftjob-1", "ftjob-2", "ftjob-3"):
