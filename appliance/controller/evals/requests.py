@@ -16,7 +16,7 @@ MAX_ITEMS = 10_000
 MAX_DATA_BYTES = 64 << 20
 MAX_ENTRY_BYTES = 1 << 20
 ENTRY_WEIGHT = 1 << 15
-"""An item with its sample: each is parsed and written on the controller's loop, several times. As strict_json counts."""
+"""An item with its sample: each is parsed and written several times on the controller's loop. As strict_json counts."""
 MAX_SCHEMA_BYTES = 1 << 20
 MAX_CRITERIA_BYTES = 2 << 20
 MAX_SOURCE_BYTES = 256 << 10

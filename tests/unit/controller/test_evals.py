@@ -19,6 +19,7 @@ from appliance.store.records import keys
 from appliance.store.upkeep import retention
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import ADMIN, Control
+from train.graders.errors import GradingFailed
 
 CHECK: Any = {
     "type": "string_check",
@@ -311,7 +312,9 @@ ODD_SAMPLES: dict[str, Any] = {
 @pytest.mark.parametrize("sample", ODD_SAMPLES.values(), ids=ODD_SAMPLES)
 async def test_a_sample_of_another_shape_fails_alone(control: Control, sample: Any):
     content = [{"item": {"answer": "a"}, "sample": sample}, *entries(("a", "a"))]
-    run = await ended(control, await made(control), {"type": "jsonl", "source": {"type": "file_content", "content": content}})
+    run = await ended(
+        control, await made(control), {"type": "jsonl", "source": {"type": "file_content", "content": content}}
+    )
     assert run.status == "completed" and run.result_counts.passed == 1
     assert control.context.background.degraded() == []
 
@@ -329,7 +332,9 @@ async def test_a_run_keeps_its_items_once(control: Control):
     eval_id = await made(control)
     run = await ended(control, eval_id, given(("a", "a"), ("b", "c")))
     assert run.data_source.source.content == [] and run.result_counts.total == 2
-    bad = await ended(control, eval_id, {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {}}]}})
+    bad = await ended(
+        control, eval_id, {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {}}]}}
+    )
     assert bad.status == "failed" and bad.data_source.source.content == []
 
 
@@ -349,21 +354,19 @@ async def test_what_a_grader_says_is_cut(control: Control):
         "graders": {name: CHECK},
         "calculate_output": "1 / 0",
     }
-    run = await ended(control, eval_id := await made(control, multi), given(("a", "a")))
+    told = await control.http.post("/v1/evals", json={"data_source_config": SCHEMA, "testing_criteria": [multi]})
+    eval_id = told.json()["id"]
+    run = await ended(control, eval_id, given(("a", "a")))
     item = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data[0]
     assert len(item.results[0].error) == runner._ERROR_CHARACTERS  # type: ignore[attr-defined]
 
 
-async def test_what_is_asked_for_an_item_is_bounded(control: Control, monkeypatch: pytest.MonkeyPatch):
-    control.as_key("carol")
-    eval_id = await made(control)
-    monkeypatch.setattr(requests.templates, "MAX_TEXT", 20)
-    sent = answers(control, "yes")
-    template = [{"role": "user", "content": "{{ item.answer }}"}] * 2
-    source = {"type": "file_content", "content": [{"item": {"answer": "x" * 15}}]}
-    messages = {"type": "template", "template": template}
-    run = await ended(control, eval_id, asked(input_messages=messages, source=source))
-    assert run.result_counts.errored == 1 and not sent
+def test_what_is_asked_for_an_item_is_bounded() -> None:
+    template = [{"role": "user", "content": "{{ item.answer }}"}] * 64
+    source = requests.Sampled.model_validate(asked(input_messages={"type": "template", "template": template}))
+    assert len(requests.body_of(source, {"answer": "x"})["messages"]) == 64
+    with pytest.raises(GradingFailed, match="longer than"):
+        requests.body_of(source, {"answer": "x" * (1 << 15)})
 
 
 DEAR = {
