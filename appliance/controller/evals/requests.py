@@ -15,7 +15,7 @@ MAX_CRITERIA = 32
 MAX_ITEMS = 10_000
 MAX_DATA_BYTES = 64 << 20
 MAX_ENTRY_BYTES = 1 << 20
-ENTRY_WEIGHT = 1 << 15
+ENTRY_WEIGHT = 1 << 14
 """An item with its sample: each is parsed and written several times on the controller's loop. As strict_json counts."""
 MAX_SCHEMA_BYTES = 1 << 20
 MAX_CRITERIA_BYTES = 2 << 20
@@ -140,7 +140,7 @@ class RunCreate(_Strict):
 
 
 def without_items(source: dict[str, Any]) -> dict[str, Any]:
-    """A run's data source as it is kept once its items have rows."""
+    """A run's data source as it is shown, and kept once its items have rows."""
     if source["source"].get("type") != "file_content":
         return source
     return {**source, "source": {**source["source"], "content": []}}

@@ -125,7 +125,12 @@ class EvalRunner:
         row = replace(row, data_source={})
         while items := evals.queued_items(self._db, run_id, AT_ONCE):
             self._check_may_go_on(row)
-            judged = await asyncio.gather(*(self._item(row, source, graders, item) for item in items))
+            judging = [asyncio.create_task(self._item(row, source, graders, item)) for item in items]
+            try:
+                judged = await asyncio.gather(*judging)
+            finally:
+                for task in judging:  # one that fails stops no other by itself
+                    task.cancel()
             if not await self._store(run_id, items, judged):
                 return  # it was cancelled or deleted meanwhile
         self._end(run_id, "completed", None)
@@ -136,7 +141,7 @@ class EvalRunner:
         try:
             self._context.quotas.check_eval_goes_on(row.key_id)
         except ApiError as error:
-            raise _Failed(error.code or "limit_reached", str(error)) from None
+            raise _Failed(error.code or "limit_reached", error.message) from None
         if time.time() > row.created_s + WINDOW_S:
             raise _Failed("expired", f"The run did not end within {WINDOW_S / 3600:.0f} hours.")
 
@@ -243,6 +248,8 @@ class EvalRunner:
         item: dict[str, Any],
         usage: list[ModelAnswer],
     ) -> dict[str, Any]:
+        """Raises _Failed: the run may not go on."""
+        self._check_may_go_on(row)  # a few items of python graders may take hours
         try:
             asked = {}
             if any(isinstance(leaf, ScoreModel | LabelModel) for leaf in leaves(grader).values()):
@@ -361,7 +368,7 @@ def _check_text(number: int, text: bytes) -> None:
     try:
         check_values(text, requests.ENTRY_WEIGHT)
     except BadRequest as error:
-        raise _Failed("invalid_data", f"Line {number}: {error}") from None
+        raise _Failed("invalid_data", f"Line {number}: {error.message}") from None
 
 
 def _entry(number: int, line: bytes) -> dict[str, Any]:

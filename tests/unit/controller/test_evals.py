@@ -232,6 +232,23 @@ async def test_a_revoked_keys_run_fails_and_says_so(control: Control):
     assert found.error["code"] == "key_revoked"
 
 
+async def test_a_key_that_is_revoked_while_an_item_is_judged_has_no_more_of_it_judged(control: Control):
+    key_id = control.as_key("carol")
+    assert isinstance(control.context.batch_engines, SimulatedEngines)
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer:
+        keys.revoke(control.db, key_id)
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}
+        return EngineAnswer(200, {"choices": [choice], "usage": {}}, "v1")
+
+    control.context.batch_engines.rule = rule
+    run = await control.sdk.evals.runs.create(await made(control), data_source=asked())
+    await control.app.state.evaluations.idle()
+    found = evals.find_run(control.db, run.id)
+    assert found is not None and (found.status, found.results) == ("failed", {})
+    assert evals.counts(control.db, run.id) == {"queued": 2}
+
+
 REFUSED = {
     "logs": ({"data_source_config": {"type": "logs"}}, "data_source_config.type"),
     "no grader": ({"testing_criteria": [{**CHECK, "operation": "is"}]}, "testing_criteria.0.operation"),
