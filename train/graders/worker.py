@@ -15,6 +15,9 @@ import struct
 from dataclasses import asdict
 from typing import Any
 
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
 from train.graders import similarity
@@ -95,9 +98,16 @@ def refused_items(schema: Any, items: list[Any]) -> list[tuple[int, str]]:
 
     try:
         jsonschema.Draft202012Validator.check_schema(schema)
-        validator = jsonschema.Draft202012Validator(schema)
+        # Without a registry it opens what `$ref` names: files of the box, and addresses that only the box reaches.
+        validator = jsonschema.Draft202012Validator(schema, registry=Registry())
+        return _refused(validator, items)
     except jsonschema.SchemaError as error:
         return [(-1, error.message[:500])]
+    except Unresolvable as error:
+        return [(-1, f"the reference {error.ref[:200]!r} leads nowhere; one may only lead to a place in the schema")]
+
+
+def _refused(validator: Any, items: list[Any]) -> list[tuple[int, str]]:
     refused = []
     for place, item in enumerate(items):
         error = next(validator.iter_errors(item), None)

@@ -146,8 +146,8 @@ def routes(
         for response_id in forgotten.ids(db, "responses", owner, "status IN ('queued', 'in_progress')"):
             if (row := responses.find(db, response_id)) is not None:
                 background.cancel(row)
-        for run in evals.unfinished_runs(db, owner=owner):
-            evaluations.cancel(run.id)
+        for run_id in evals.unfinished_ids(db, owner=owner):
+            evaluations.cancel(run_id)
         deadline_s = time.monotonic() + ENDS_WITHIN_S
         while (left := forgotten.unfinished(db, owner)) and time.monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_EVERY_S)

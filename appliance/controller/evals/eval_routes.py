@@ -19,7 +19,9 @@ from appliance.controller.evals.requests import (
     RunCreate,
     Sampled,
     StoredSource,
+    check_eval,
     check_sampled,
+    check_source,
 )
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import storage
@@ -67,6 +69,10 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
                 param="data_source_config.type",
                 code="unsupported_data_source",
             )
+        try:
+            check_eval(body)
+        except InvalidGrader as error:
+            raise BadRequest(f"Invalid '{error.param}': {error.message}.", param=error.param) from None
         criteria = _criteria(context, body, caller)
         context.quotas.check_eval(caller)
         row = EvalRow(
@@ -111,9 +117,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
     @router.delete("/{eval_id}")
     async def delete(eval_id: str, caller: Caller) -> dict[str, Any]:
         known(eval_id, caller)
-        for run in evals.unfinished_runs(db):
-            if run.eval_id == eval_id:
-                runner.let_go(run.id)
+        for run_id in evals.unfinished_ids(db, eval_id=eval_id):
+            runner.let_go(run_id)
         evals.delete(db, eval_id)
         return {"object": "eval.deleted", "deleted": True, "eval_id": eval_id}
 
@@ -122,6 +127,12 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         of = known(eval_id, caller)
         check_metadata(body.metadata)
         _check_source(context, body, caller)
+        data_source = body.data_source.model_dump(mode="json", exclude_unset=True)
+        try:
+            check_source(data_source)
+        except InvalidGrader as error:
+            param = f"data_source.{error.param}".rstrip(".")
+            raise BadRequest(f"Invalid '{param}': {error.message}.", param=param, code="invalid_value") from None
         context.quotas.check_eval_run(caller)
         row = EvalRunRow(
             id=new_id("evalrun_"),
@@ -131,7 +142,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
             key_id=caller.key_id,
             owner=caller.owner,
             model=getattr(body.data_source, "model", None) or "",
-            data_source=body.data_source.model_dump(mode="json", exclude_unset=True),
+            data_source=data_source,
             metadata=body.metadata,
         )
         evals.insert_run(db, row)

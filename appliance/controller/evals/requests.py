@@ -14,6 +14,13 @@ from train.graders.templates import Sample
 MAX_CRITERIA = 32
 MAX_ITEMS = 10_000
 MAX_DATA_BYTES = 64 << 20
+MAX_ENTRY_BYTES = 1 << 20
+ENTRY_WEIGHT = 1 << 14
+"""An item with its sample: each is parsed and written several times on the controller's loop. As strict_json counts."""
+MAX_SCHEMA_BYTES = 1 << 20
+MAX_CRITERIA_BYTES = 2 << 20
+MAX_SOURCE_BYTES = 256 << 10
+"""What a run says beside its items; its row is written anew for every item that is judged."""
 DEFAULT_ANSWER_TOKENS = 1024
 Text = Annotated[str, Field(max_length=templates.MAX_TEXT)]
 
@@ -55,7 +62,8 @@ class Entry(_Strict):
 
 class FileContent(_Strict):
     type: Literal["file_content"]
-    content: Annotated[list[Entry], Field(min_length=1, max_length=MAX_ITEMS)]
+    content: Annotated[list[Entry], Field(max_length=MAX_ITEMS)]
+    """Empty once the items have rows of their own, see `without_items`."""
 
 
 class FileId(_Strict):
@@ -131,6 +139,32 @@ class RunCreate(_Strict):
     metadata: dict[str, str] | None = None
 
 
+def without_items(source: dict[str, Any]) -> dict[str, Any]:
+    """A run's data source as it is shown, and kept once its items have rows."""
+    if source["source"].get("type") != "file_content":
+        return source
+    return {**source, "source": {**source["source"], "content": []}}
+
+
+def check_source(source: dict[str, Any]) -> None:
+    """Raises InvalidGrader, whose `param` is below `data_source`."""
+    if source["source"].get("type") == "file_content" and not source["source"]["content"]:
+        raise InvalidGrader("source.content", "has no items")
+    if (size := len(json.dumps(without_items(source)))) > MAX_SOURCE_BYTES:
+        raise InvalidGrader("", f"has {size} bytes beside its items; at most {MAX_SOURCE_BYTES} are taken")
+
+
+def check_eval(body: EvalCreate) -> None:
+    """Raises InvalidGrader, whose `param` is below the body."""
+    config = body.data_source_config
+    for param, value, most in (
+        ("data_source_config.item_schema", getattr(config, "item_schema", None), MAX_SCHEMA_BYTES),
+        ("testing_criteria", body.testing_criteria, MAX_CRITERIA_BYTES),
+    ):
+        if (size := len(json.dumps(value))) > most:
+            raise InvalidGrader(param, f"has {size} bytes; at most {most} are taken")
+
+
 def check_sampled(source: Sampled) -> None:
     """Raises InvalidGrader, whose `param` is below `data_source`."""
     if source.model is None:
@@ -140,6 +174,8 @@ def check_sampled(source: Sampled) -> None:
     if isinstance(source.input_messages, Template):
         for place, message in enumerate(source.input_messages.template):
             templates.check(message.text, f"input_messages.template.{place}.content")
+    else:
+        templates.check(f"{{{{{source.input_messages.item_reference}}}}}", "input_messages.item_reference")
     for place, tool in enumerate((source.sampling_params.tools if source.sampling_params else None) or []):
         if tool.get("type") != "function":
             raise InvalidGrader(f"sampling_params.tools.{place}", "is no function; a box runs no tools of its own")
@@ -163,17 +199,23 @@ def body_of(source: Sampled, item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(source: Sampled, item: dict[str, Any]) -> list[dict[str, Any]]:
-    empty = Sample("")
+    empty, size = Sample(""), 0
     if isinstance(source.input_messages, ItemReference):
         found = templates.value(source.input_messages.item_reference, empty, item)
         if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
             raise GradingFailed(f"{source.input_messages.item_reference} is no list of messages", _LACKS)
         return found
     assert source.input_messages is not None
-    return [
-        {"role": message.role, "content": templates.fill(message.text, empty, item)}
-        for message in source.input_messages.template
-    ]
+    messages = []
+    for message in source.input_messages.template:
+        content = templates.fill(message.text, empty, item)
+        if (size := size + len(content)) > templates.MAX_TEXT:
+            raise GradingFailed(
+                f"the messages are longer than {templates.MAX_TEXT} characters",
+                templates.GradingErrors(other_error=True),
+            )
+        messages.append({"role": message.role, "content": content})
+    return messages
 
 
 def _nested(tool: dict[str, Any]) -> dict[str, Any]:
@@ -189,12 +231,15 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 def sample_of(given: dict[str, Any] | None) -> Sample:
     """The sample that an entry of the data has: `output_text`, or the message of its first choice."""
     given = given or {}
-    message = {}
-    if given.get("choices"):
-        message = (given["choices"][0] or {}).get("message") or {}
+    choices = given.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    message = choice.get("message") if isinstance(choice, dict) else None
+    message = message if isinstance(message, dict) else {}
     text = given.get("output_text", message.get("content"))
     tools = given.get("output_tools", message.get("tool_calls"))
-    return Sample(text if isinstance(text, str) else json.dumps(text) if text else "", tools or [])
+    return Sample(
+        text if isinstance(text, str) else json.dumps(text) if text else "", tools if isinstance(tools, list) else []
+    )
 
 
 _LACKS = templates.GradingErrors(invalid_variable_error=True)

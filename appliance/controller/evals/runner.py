@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections import Counter, defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from appliance.controller.evals import requests
 from appliance.controller.evals.requests import Jsonl, Sampled, body_of, sample_of
 from appliance.controller.grading.given import MAX_DEPTH, is_deeper
 from appliance.controller.grading.model_answers import ModelAnswers
+from appliance.controller.http.strict_json import check_values
+from appliance.controller.interfaces.errors import ApiError, BadRequest
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.objects import files as file_rows
@@ -31,13 +33,19 @@ from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
 from train.graders.errors import GradingFailed
 from train.graders.graders import Grader, LabelModel, ScoreModel, leaves, parse
 from train.graders.grading import ModelAnswer
-from train.graders.host import WorkerBroke
+from train.graders.host import GraderHost, WorkerBroke
 from train.graders.hosts import GraderHosts
 from train.graders.templates import Sample
 
 WINDOW_S = 24 * 3600.0
 AT_ONCE = 8
 _CHUNK = 500
+_CHUNK_BYTES = 512 << 10
+"""Of entries that are checked and stored in one go, on a loop with other tasks."""
+_CHECK_S = 60.0
+_ERROR_CHARACTERS = 2000
+_Measured = tuple[dict[str, Any], int]
+"""An entry, and its bytes as JSON."""
 _SOURCE: TypeAdapter[Jsonl | Sampled] = TypeAdapter(Jsonl | Sampled)
 
 
@@ -55,8 +63,8 @@ class EvalRunner:
 
     def start(self) -> None:
         """After a restart: go on with what has not ended."""
-        for row in evals.unfinished_runs(self._db):
-            self.begin(row.id)
+        for run_id in evals.unfinished_ids(self._db):
+            self.begin(run_id)
 
     def begin(self, run_id: str) -> None:
         task = self._context.background.keep(f"evaluation: {run_id}", partial(self._run, run_id))
@@ -67,7 +75,7 @@ class EvalRunner:
         """Items that are judged stay so. Idempotent."""
         row = evals.find_run(self._db, run_id)
         if row is not None and not row.finished:
-            evals.update_run(self._db, run_id, status="canceled", ended_s=time.time())
+            self._end(run_id, "canceled", None)
         self.let_go(run_id)
 
     def let_go(self, run_id: str) -> None:
@@ -89,7 +97,9 @@ class EvalRunner:
         row = evals.find_run(self._db, run_id)
         if row is None or row.finished:
             return
-        async with self._turns[row.owner]:
+        owner = row.owner
+        del row  # it may hold all items, and its turn may be far
+        async with self._turns[owner]:
             try:
                 await self._judged(run_id)
             except _Failed as error:
@@ -108,63 +118,83 @@ class EvalRunner:
         source = _SOURCE.validate_python(row.data_source)
         graders = [parse(criterion) for criterion in of.criteria]
         if row.status == "queued":
+            self._check_may_go_on(row)
             await self._prepare(row, of, source)
+            if source.source.type == "file_content":
+                source.source.content.clear()
+        row = replace(row, data_source={})
         while items := evals.queued_items(self._db, run_id, AT_ONCE):
             self._check_may_go_on(row)
-            judged = await asyncio.gather(*(self._item(row, source, graders, item) for item in items))
-            if not self._store(run_id, items, judged):
+            judging = [asyncio.create_task(self._item(row, source, graders, item)) for item in items]
+            try:
+                judged = await asyncio.gather(*judging)
+            finally:
+                for task in judging:  # one that fails stops no other by itself
+                    task.cancel()
+            if not await self._store(run_id, items, judged):
                 return  # it was cancelled or deleted meanwhile
         self._end(run_id, "completed", None)
 
     def _check_may_go_on(self, row: EvalRunRow) -> None:
         if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
             raise _Failed("key_revoked", "The API key of this run was revoked.")
+        try:
+            self._context.quotas.check_eval_goes_on(row.key_id)
+        except ApiError as error:
+            raise _Failed(error.code or "limit_reached", error.message) from None
         if time.time() > row.created_s + WINDOW_S:
             raise _Failed("expired", f"The run did not end within {WINDOW_S / 3600:.0f} hours.")
 
     def _end(self, run_id: str, status: str, error: dict[str, str] | None) -> None:
         row = evals.find_run(self._db, run_id)
         if row is not None and not row.finished:
-            evals.update_run(self._db, run_id, status=status, error=error, ended_s=time.time())
+            evals.update_run(
+                self._db,
+                run_id,
+                status=status,
+                error=error,
+                ended_s=time.time(),
+                data_source=requests.without_items(row.data_source),
+            )
 
     # --- the data
 
     async def _prepare(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> None:
         """Put its items into the store, checked by the schema. Raises _Failed."""
-        entries = await self._entries(row, source)
-        for place, entry in enumerate(entries):
-            if is_deeper(entry, MAX_DEPTH):
-                raise _Failed("invalid_data", f"Line {place + 1} is nested deeper than {MAX_DEPTH} levels.")
+        chunks = await self._chunks(row, source)
         try:
             async with self._hosts.of(row.owner) as host:
-                refused = await host.refused_items(of.item_schema, [entry["item"] for entry in entries])
+                refused = await _refused(host, of.item_schema, chunks)
         except WorkerBroke as error:
             raise _Failed(
                 "invalid_data", f"The items could not be checked by the eval's item_schema: {error}"
             ) from None
         if refused:
-            told = "; ".join(f"line {place + 1}: {why}" for place, why in refused)
+            told = "; ".join(f"line {place + 1}: {why}" if place >= 0 else why for place, why in refused)
             raise _Failed("invalid_data", f"Items do not follow the eval's item_schema: {told}"[:4000])
         evals.clear_items(self._db, row.id)
-        now_s = time.time()
-        for first in range(0, len(entries), _CHUNK):
-            evals.insert_items(
-                self._db,
-                [
-                    EvalItemRow(
-                        new_id("outputitem_"), row.id, place, now_s, item=entry["item"], sample=entry.get("sample")
-                    )
-                    for place, entry in enumerate(entries[first : first + _CHUNK], first)
-                ],
-            )
+        now_s, place = time.time(), 0
+        for chunk in chunks:
+            rows = [
+                EvalItemRow(new_id("outputitem_"), row.id, at, now_s, item=entry["item"], sample=entry.get("sample"))
+                for at, (entry, _) in enumerate(chunk, place)
+            ]
+            evals.insert_items(self._db, rows)
+            place += len(rows)
             await asyncio.sleep(0)
-        size = sum(len(json.dumps(entry)) for entry in entries)
-        evals.update_run(self._db, row.id, status="in_progress", total=len(entries), bytes=size)
+        evals.update_run(
+            self._db,
+            row.id,
+            status="in_progress",
+            total=place,
+            bytes=sum(size for chunk in chunks for _, size in chunk),
+            data_source=requests.without_items(row.data_source),
+        )
 
-    async def _entries(self, row: EvalRunRow, source: Jsonl | Sampled) -> list[dict[str, Any]]:
+    async def _chunks(self, row: EvalRunRow, source: Jsonl | Sampled) -> list[list[_Measured]]:
         """Raises _Failed."""
         if source.source.type == "file_content":
-            return [entry.model_dump() for entry in source.source.content]
+            return await asyncio.to_thread(_given, source.source)
         file_id = str(getattr(source.source, "id", ""))
         viewer = viewer_of(self._db, row.key_id) if row.key_id else None
         file = file_rows.find(self._db, file_id, viewer=viewer, now_s=time.time())
@@ -218,6 +248,8 @@ class EvalRunner:
         item: dict[str, Any],
         usage: list[ModelAnswer],
     ) -> dict[str, Any]:
+        """Raises _Failed: the run may not go on."""
+        self._check_may_go_on(row)  # a few items of python graders may take hours
         try:
             asked = {}
             if any(isinstance(leaf, ScoreModel | LabelModel) for leaf in leaves(grader).values()):
@@ -233,61 +265,119 @@ class EvalRunner:
         if told:
             result["sample"] = {"output": [answer.text for answer in told]}
         if graded.errors:
-            result["error"] = "; ".join(graded.messages)
+            result["error"] = "; ".join(graded.messages)[:_ERROR_CHARACTERS]
         return result
 
-    def _store(self, run_id: str, items: list[EvalItemRow], judged: list[dict[str, Any]]) -> bool:
-        """All of it or nothing. False: the run has ended meanwhile."""
-        with self._db.transaction():
-            row = evals.find_run(self._db, run_id)
-            if row is None or row.finished:
-                return False
-            results = {name: Counter(of) for name, of in row.results.items()}
-            usage = {model: Counter(of) for model, of in row.usage.items()}
-            size = row.bytes
-            for item, one in zip(items, judged, strict=True):
-                for answer in one.pop("usage"):
-                    usage.setdefault(answer.model, Counter()).update(
-                        invocation_count=1,
-                        prompt_tokens=answer.prompt_tokens,
-                        completion_tokens=answer.completion_tokens,
-                        cached_tokens=answer.cached_tokens,
-                    )
-                for result in one["results"]:
-                    results.setdefault(result["name"], Counter())["passed" if result["passed"] else "failed"] += 1
-                evals.update_item(self._db, item.id, **one)
-                size += len(json.dumps([one["sample"], one["results"]]))
-            evals.update_run(
-                self._db,
-                run_id,
-                results={name: dict(of) for name, of in results.items()},
-                usage={model: dict(of) for model, of in usage.items()},
-                bytes=size,
-            )
+    async def _store(self, run_id: str, items: list[EvalItemRow], judged: list[dict[str, Any]]) -> bool:
+        """Each item together with the run's counters. False: the run has ended meanwhile."""
+        for item, one in zip(items, judged, strict=True):
+            with self._db.transaction():
+                row = evals.find_run(self._db, run_id)
+                if row is None or row.finished:
+                    return False
+                self._store_item(row, item, one)
+            await asyncio.sleep(0)
         return True
 
+    def _store_item(self, row: EvalRunRow, item: EvalItemRow, one: dict[str, Any]) -> None:
+        results = {name: Counter(of) for name, of in row.results.items()}
+        usage = {model: Counter(of) for model, of in row.usage.items()}
+        for answer in one.pop("usage"):
+            usage.setdefault(answer.model, Counter()).update(
+                invocation_count=1,
+                prompt_tokens=answer.prompt_tokens,
+                completion_tokens=answer.completion_tokens,
+                cached_tokens=answer.cached_tokens,
+            )
+        for result in one["results"]:
+            results.setdefault(result["name"], Counter())["passed" if result["passed"] else "failed"] += 1
+        evals.update_item(self._db, item.id, **one)
+        evals.update_run(
+            self._db,
+            row.id,
+            results={name: dict(of) for name, of in results.items()},
+            usage={model: dict(of) for model, of in usage.items()},
+            bytes=row.bytes + len(json.dumps([one["sample"], one["results"]])),
+        )
 
-def _read(path: Path) -> list[dict[str, Any]]:
+
+async def _refused(host: GraderHost, schema: dict[str, Any], chunks: list[list[_Measured]]) -> list[tuple[int, str]]:
+    """(place, why) of the items that the schema refuses, of the first chunk with any. Raises WorkerBroke."""
+    began_s, first = time.monotonic(), 0
+    for chunk in chunks:
+        if time.monotonic() - began_s > _CHECK_S:
+            raise WorkerBroke(f"checking took longer than {_CHECK_S:.0f} s")
+        refused = await host.refused_items(schema, [entry["item"] for entry, _ in chunk])
+        if refused:
+            return [(place + first if place >= 0 else place, why) for place, why in refused]
+        first += len(chunk)
+    return []
+
+
+def _given(source: requests.FileContent) -> list[list[_Measured]]:
+    """Entries of a request. Raises _Failed."""
+    chunks = _Chunks()
+    for number, entry in enumerate(source.content, 1):
+        chunks.add(number, entry.model_dump(), json.dumps(entry.model_dump()).encode())
+    return chunks.found
+
+
+def _read(path: Path) -> list[list[_Measured]]:
     """Entries of a JSONL file. Raises _Failed."""
-    entries: list[dict[str, Any]] = []
+    chunks, number = _Chunks(), 0
     try:
-        with open(path, encoding="utf-8") as source:
-            for number, line in enumerate(source, 1):
-                if not line.strip():
-                    continue
-                if len(entries) == requests.MAX_ITEMS:
-                    raise _Failed("invalid_data", f"The file has more than {requests.MAX_ITEMS} items.")
-                try:
-                    entries.append(requests.Entry.model_validate_json(line).model_dump())
-                except ValidationError as error:
-                    first = error.errors(include_url=False, include_input=False)[0]
-                    where = ".".join(map(str, first["loc"])) or "the line"
-                    raise _Failed(
-                        "invalid_data",
-                        f'Line {number} is not {{"item": {{...}}, "sample": {{...}}}}: {where}: {first["msg"]}.',
-                    ) from None
-    except (OSError, UnicodeDecodeError) as error:
+        with open(path, "rb") as source:
+            while line := source.readline(requests.MAX_ENTRY_BYTES + 1):
+                number += 1
+                if number > 2 * requests.MAX_ITEMS:
+                    raise _Failed("invalid_data", f"The file has more than {2 * requests.MAX_ITEMS} lines.")
+                if line.strip():
+                    _check_text(number, line)
+                    chunks.add(number, _entry(number, line), line)
+    except OSError as error:
         raise _Failed("file_unreadable", f"The file could not be read: {error}") from None
-    if not entries:
+    if not chunks.found:
         raise _Failed("invalid_data", "The file has no items.")
-    return entries
+    return chunks.found
+
+
+class _Chunks:
+    def __init__(self) -> None:
+        self.found: list[list[_Measured]] = []
+        self._number = self._bytes = 0
+
+    def add(self, number: int, entry: dict[str, Any], text: bytes) -> None:
+        """Raises _Failed."""
+        _check_text(number, text)
+        if is_deeper(entry, MAX_DEPTH):
+            raise _Failed("invalid_data", f"Line {number} is nested deeper than {MAX_DEPTH} levels.")
+        self._number += 1
+        if self._number > requests.MAX_ITEMS:
+            raise _Failed("invalid_data", f"The file has more than {requests.MAX_ITEMS} items.")
+        self._bytes += len(text)
+        if not self.found or len(self.found[-1]) == _CHUNK or self._bytes > _CHUNK_BYTES:
+            self.found.append([])
+            self._bytes = len(text)
+        self.found[-1].append((entry, len(text)))
+
+
+def _check_text(number: int, text: bytes) -> None:
+    """Raises _Failed for an entry that is dear to parse."""
+    if len(text) > requests.MAX_ENTRY_BYTES:
+        raise _Failed("invalid_data", f"Line {number} is longer than {requests.MAX_ENTRY_BYTES} bytes.")
+    try:
+        check_values(text, requests.ENTRY_WEIGHT)
+    except BadRequest as error:
+        raise _Failed("invalid_data", f"Line {number}: {error.message}") from None
+
+
+def _entry(number: int, line: bytes) -> dict[str, Any]:
+    """Raises _Failed."""
+    try:
+        return requests.Entry.model_validate_json(line).model_dump()
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the line"
+        raise _Failed(
+            "invalid_data", f'Line {number} is not {{"item": {{...}}, "sample": {{...}}}}: {where}: {first["msg"]}.'
+        ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from appliance.controller.evals.requests import without_items
 from appliance.controller.http.views import whose
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
@@ -49,7 +50,7 @@ def run_object(row: EvalRunRow, counts: dict[str, int], url: str, caller: Princi
         "name": row.name,
         "model": row.model,
         "status": row.status,
-        "data_source": row.data_source,
+        "data_source": without_items(row.data_source),
         "metadata": row.metadata,
         "error": row.error or NO_ERROR,
         "report_url": f"{url}/evals/{row.eval_id}/runs/{row.id}/output_items",

@@ -24,10 +24,10 @@ from appliance.gateway.payload.body_weight import check_weight
 JSON_WEIGHT = 1 << 19
 
 
-def check_values(text: bytes) -> None:
+def check_values(text: bytes, most: int = JSON_WEIGHT) -> None:
     """Raises BadRequest for JSON with more values than may be parsed on a loop with other tasks."""
     try:
-        check_weight(text, JSON_WEIGHT)
+        check_weight(text, most)
     except gateway_errors.HttpError as error:
         raise BadRequest(error.message, code=error.code) from None
 

@@ -40,7 +40,7 @@ class OwnerBounds(BaseModel):
     eval_runs: int = Field(32, ge=0)
     """Runs of evaluations that have not ended."""
     eval_bytes: int = Field(4 * GIB, ge=0)
-    """Of all items of runs of evaluations, with samples and results; past it no new run begins."""
+    """Of all items of runs of evaluations, with samples and results; past it no run begins or goes on."""
     responses: int = Field(50_000, ge=0)
     """Stored responses; beyond it, the owner's least recently used are deleted."""
     responses_bytes: int = Field(1024 * MIB, ge=0)

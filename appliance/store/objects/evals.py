@@ -69,13 +69,14 @@ def page_runs(
     )
 
 
-def unfinished_runs(db: Database, *, owner: str | None = None) -> list[EvalRunRow]:
-    """Oldest first."""
-    return db.all(
-        EvalRunRow,
-        f"SELECT * FROM eval_runs WHERE status IN ({_UNFINISHED}) AND (?1 IS NULL OR owner = ?1) ORDER BY seq",
-        [owner],
+def unfinished_ids(db: Database, *, eval_id: str | None = None, owner: str | None = None) -> list[str]:
+    """Of runs, oldest first. Their rows may hold megabytes each."""
+    rows = db.execute(
+        f"SELECT id FROM eval_runs WHERE status IN ({_UNFINISHED}) AND (?1 IS NULL OR eval_id = ?1) "
+        "AND (?2 IS NULL OR owner = ?2) ORDER BY seq",
+        [eval_id, owner],
     )
+    return [row["id"] for row in rows]
 
 
 def delete_run(db: Database, run_id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -18,6 +19,7 @@ from appliance.store.records import keys
 from appliance.store.upkeep import retention
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import ADMIN, Control
+from train.graders.errors import GradingFailed
 
 CHECK: Any = {
     "type": "string_check",
@@ -202,8 +204,8 @@ async def test_after_a_restart_the_rest_is_judged_once(control: Control, monkeyp
     eval_id = await made(control)
     stored = EvalRunner._store
 
-    def once(self: EvalRunner, *args: Any) -> bool:
-        stored(self, *args)
+    async def once(self: EvalRunner, *args: Any) -> bool:
+        await stored(self, *args)
         raise asyncio.CancelledError  # as if the controller ended here
 
     monkeypatch.setattr(EvalRunner, "_store", once)
@@ -228,6 +230,23 @@ async def test_a_revoked_keys_run_fails_and_says_so(control: Control):
     found = evals.find_run(control.db, run.id)
     assert found is not None and found.status == "failed" and found.error is not None
     assert found.error["code"] == "key_revoked"
+
+
+async def test_a_key_that_is_revoked_while_an_item_is_judged_has_no_more_of_it_judged(control: Control):
+    key_id = control.as_key("carol")
+    assert isinstance(control.context.batch_engines, SimulatedEngines)
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer:
+        keys.revoke(control.db, key_id)
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}
+        return EngineAnswer(200, {"choices": [choice], "usage": {}}, "v1")
+
+    control.context.batch_engines.rule = rule
+    run = await control.sdk.evals.runs.create(await made(control), data_source=asked())
+    await control.app.state.evaluations.idle()
+    found = evals.find_run(control.db, run.id)
+    assert found is not None and (found.status, found.results) == ("failed", {})
+    assert evals.counts(control.db, run.id) == {"queued": 2}
 
 
 REFUSED = {
@@ -296,6 +315,117 @@ async def test_runs_are_forgotten_by_age_and_with_their_owner(control: Control):
     control.http.headers.update(ADMIN)
     told = await control.http.post("/admin/v1/forget", json={"owner": "carol", "cancel": True})
     assert told.json()["evals"] == 1 and evals.find(control.db, eval_id, viewer=None) is None
+
+
+ODD_SAMPLES: dict[str, Any] = {
+    "choices are an object": {"choices": {"a": 1}},
+    "choices are a number": {"choices": 5},
+    "a choice is a text": {"choices": ["x"]},
+    "a message is a text": {"choices": [{"message": "x"}]},
+    "tools are a number": {"output_tools": 5},
+}
+
+
+@pytest.mark.parametrize("sample", ODD_SAMPLES.values(), ids=ODD_SAMPLES)
+async def test_a_sample_of_another_shape_fails_alone(control: Control, sample: Any):
+    content = [{"item": {"answer": "a"}, "sample": sample}, *entries(("a", "a"))]
+    run = await ended(
+        control, await made(control), {"type": "jsonl", "source": {"type": "file_content", "content": content}}
+    )
+    assert run.status == "completed" and run.result_counts.passed == 1
+    assert control.context.background.degraded() == []
+
+
+@pytest.mark.parametrize("reference", ["sample", "item.a[", "sample.nothing", "foo"])
+async def test_a_reference_that_leads_nowhere_is_refused(control: Control, reference: str):
+    with pytest.raises(openai.BadRequestError) as caught:
+        messages = {"type": "item_reference", "item_reference": reference}
+        await control.sdk.evals.runs.create(await made(control), data_source=asked(input_messages=messages))
+    assert caught.value.param == "data_source.input_messages.item_reference"
+
+
+async def test_a_run_keeps_its_items_once(control: Control):
+    """Its row is written for every item; with 8 MiB of items in it that was 80 GB for 10,000 of them."""
+    eval_id = await made(control)
+    run = await ended(control, eval_id, given(("a", "a"), ("b", "c")))
+    assert run.data_source.source.content == [] and run.result_counts.total == 2
+    bad = await ended(
+        control, eval_id, {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {}}]}}
+    )
+    assert bad.status == "failed" and bad.data_source.source.content == []
+
+
+async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runner, "AT_ONCE", 1)
+    control.as_key("carol", bounds={"eval_bytes": 300})
+    answers(control, "long " * 100)
+    run = await ended(control, await made(control), asked())
+    assert (run.status, run.error.code) == ("failed", "limit_reached") and run.result_counts.failed == 1
+
+
+async def test_what_a_grader_says_is_cut(control: Control):
+    name = "n" * 5000
+    multi = {
+        "type": "multi",
+        "name": "m",
+        "graders": {name: CHECK},
+        "calculate_output": "1 / 0",
+    }
+    told = await control.http.post("/v1/evals", json={"data_source_config": SCHEMA, "testing_criteria": [multi]})
+    eval_id = told.json()["id"]
+    run = await ended(control, eval_id, given(("a", "a")))
+    item = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data[0]
+    assert len(item.results[0].error) == runner._ERROR_CHARACTERS  # type: ignore[attr-defined]
+
+
+def test_what_is_asked_for_an_item_is_bounded() -> None:
+    template = [{"role": "user", "content": "{{ item.answer }}"}] * 64
+    source = requests.Sampled.model_validate(asked(input_messages={"type": "template", "template": template}))
+    assert len(requests.body_of(source, {"answer": "x"})["messages"]) == 64
+    with pytest.raises(GradingFailed, match="longer than"):
+        requests.body_of(source, {"answer": "x" * (1 << 15)})
+
+
+DEAR = {
+    "a long line": b'{"item": {"answer": "' + b"x" * (1 << 20) + b'"}}',
+    "many values": b'{"item": {"answer": "", "x": [' + b"[]," * 20_000 + b"1]}}",
+    "deep": b'{"item": {"answer": "", "x": ' + b"[" * 200 + b"]" * 200 + b"}}",
+    "no text": b'{"item": {"answer": "\xff"}}',
+    "empty lines": b"\n" * 20_002,
+}
+
+
+@pytest.mark.parametrize("line", DEAR.values(), ids=DEAR)
+def test_a_line_that_is_dear_to_parse_is_refused(tmp_path: Path, line: bytes):
+    (tmp_path / "f").write_bytes(line)
+    with pytest.raises(runner._Failed):
+        runner._read(tmp_path / "f")
+
+
+def test_entries_come_in_chunks_that_block_no_loop(tmp_path: Path):
+    line = json.dumps({"item": {"answer": "x" * 100_000}}) + "\n"
+    (tmp_path / "f").write_text(line * 40)
+    chunks = runner._read(tmp_path / "f")
+    assert sum(map(len, chunks)) == 40 and max(sum(size for _, size in one) for one in chunks) <= runner._CHUNK_BYTES
+
+
+TOO_LARGE = {"MAX_SCHEMA_BYTES": "data_source_config.item_schema", "MAX_CRITERIA_BYTES": "testing_criteria"}
+
+
+@pytest.mark.parametrize("bound", TOO_LARGE)
+async def test_an_eval_is_bounded_in_bytes(control: Control, monkeypatch: pytest.MonkeyPatch, bound: str):
+    monkeypatch.setattr(requests, bound, 10)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await made(control)
+    assert caught.value.param == TOO_LARGE[bound]
+
+
+async def test_a_run_is_bounded_beside_its_items(control: Control, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(requests, "MAX_SOURCE_BYTES", 100)
+    eval_id = await made(control)
+    await control.sdk.evals.runs.create(eval_id, data_source=given(("a" * 500, "a")))
+    with pytest.raises(openai.BadRequestError, match="beside its items"):
+        await control.sdk.evals.runs.create(eval_id, data_source=asked())
 
 
 def test_a_sample_is_read_from_its_text_or_its_first_choice() -> None:

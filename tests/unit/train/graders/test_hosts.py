@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -62,3 +63,29 @@ async def test_few_idle_workers_are_kept(made: GraderHosts) -> None:
         assert host is not used[0]
     await made.stop()
     assert Host.stopped == 6
+
+
+async def test_a_worker_that_is_wanted_again_is_not_ended(made: GraderHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one idle worker ends, which takes a moment, owners of others come and go."""
+    ending, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow_stop(self: Host) -> None:
+        ending.set()
+        await go_on.wait()
+
+    async with contextlib.AsyncExitStack() as busy:
+        for number in range(MAX_BUSY):
+            await busy.enter_async_context(made.of(f"owner {number}"))
+        monkeypatch.setattr(Host, "stop", slow_stop)
+        for number in range(MAX_BUSY):  # all but the last are idle once `busy` ends; nothing is ended in between
+            made._owners[f"owner {number}"].wanted += 1
+    for one in made._owners.values():
+        one.wanted = 0
+    first = asyncio.create_task(made._end_idle())
+    await ending.wait()
+    kept = list(made._owners)[0]
+    async with made.of(kept):
+        second = asyncio.create_task(made._end_idle())
+        go_on.set()
+        await asyncio.gather(first, second)
+        assert kept in made._owners
