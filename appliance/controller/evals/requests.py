@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from train.graders import templates
 from train.graders.errors import GradingFailed, InvalidGrader
+from train.graders.graders import MAX_VARIABLES
 from train.graders.templates import Sample
 
 MAX_CRITERIA = 32
@@ -163,6 +164,8 @@ def check_eval(body: EvalCreate) -> None:
     ):
         if (size := len(json.dumps(value))) > most:
             raise InvalidGrader(param, f"has {size} bytes; at most {most} are taken")
+    if (variables := json.dumps(body.testing_criteria).count("{{")) > MAX_VARIABLES:
+        raise InvalidGrader("testing_criteria", f"has {variables} times '{{{{'; at most {MAX_VARIABLES} are taken")
 
 
 def check_sampled(source: Sampled) -> None:

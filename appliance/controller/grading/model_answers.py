@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections import Counter
 from typing import Any
+from weakref import WeakValueDictionary
 
 import orjson
 
@@ -24,6 +25,9 @@ URL = "/v1/chat/completions"
 ASKER = "graders"
 LOOK_EVERY_S = 0.5
 MAX_DEATHS = 2
+MAX_OF_A_KEY = 16
+"""Of one model at the same time: whoever waits for an engine looks again whenever anything changes, and a run may ask
+256 things at once."""
 
 
 class ModelAnswers:
@@ -34,6 +38,7 @@ class ModelAnswers:
         self._metering = Metering(context.db, context.publish_keys)
         self._asking: Counter[str] = Counter()
         self._flying: Counter[str] = Counter()
+        self._turns: WeakValueDictionary[tuple[str | None, str], asyncio.Semaphore] = WeakValueDictionary()
 
     async def ask(self, key_id: str | None, body: dict[str, Any], within_s: float) -> ModelAnswer:
         """The answer, or in `error` why there is none within this time; never raises for what a model or a limit does.
@@ -42,7 +47,7 @@ class ModelAnswers:
         self._asking[model] += 1
         self._tell_wants()
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(within_s), self._turn(key_id, model):
                 return await self._asked(key_id, model, body, time.time() + within_s)
         except TimeoutError:
             why = self._context.batch_engines.room(model).why or "its engines are busy"
@@ -50,6 +55,9 @@ class ModelAnswers:
         finally:
             self._asking -= Counter([model])
             self._tell_wants()
+
+    def _turn(self, key_id: str | None, model: str) -> asyncio.Semaphore:
+        return self._turns.setdefault((key_id, model), asyncio.Semaphore(MAX_OF_A_KEY))
 
     async def _asked(self, key_id: str | None, model: str, body: dict[str, Any], expires_s: float) -> ModelAnswer:
         deaths = 0

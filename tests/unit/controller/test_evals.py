@@ -13,6 +13,7 @@ import pytest
 
 from appliance.controller.evals import requests, runner
 from appliance.controller.evals.runner import EvalRunner
+from appliance.controller.grading import model_answers
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.store.objects import evals
 from appliance.store.records import keys
@@ -426,6 +427,30 @@ async def test_a_run_is_bounded_beside_its_items(control: Control, monkeypatch: 
     await control.sdk.evals.runs.create(eval_id, data_source=given(("a" * 500, "a")))
     with pytest.raises(openai.BadRequestError, match="beside its items"):
         await control.sdk.evals.runs.create(eval_id, data_source=asked())
+
+
+async def test_variables_of_an_eval_are_bounded_together(control: Control, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(requests, "MAX_VARIABLES", 3)
+    with pytest.raises(openai.BadRequestError, match="at most 3"):
+        await made(control, CHECK, {**CHECK, "name": "other"})
+
+
+async def test_of_what_one_key_asks_a_model_few_wait_for_it(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """Each looks whenever anything changes: a run that asked 256 things took 60 ms of the loop every time."""
+    key_id = control.as_key("carol")
+    looks: list[str] = []
+    models = control.app.state.evaluations._answers
+    room = models._room
+    monkeypatch.setattr(models, "_room", lambda model: looks.append(model) or False)
+    body = {"model": "starter", "messages": []}
+    asking = [asyncio.create_task(models.ask(key_id, body, 60)) for _ in range(4 * model_answers.MAX_OF_A_KEY)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(looks) == model_answers.MAX_OF_A_KEY
+    answers(control, "yes")
+    monkeypatch.setattr(models, "_room", room)
+    assert {answer.text for answer in await asyncio.gather(*asking)} == {"yes"}
+    assert not models._turns
 
 
 def test_a_sample_is_read_from_its_text_or_its_first_choice() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from train.graders import templates
+from train.graders.errors import InvalidGrader
 from train.graders.worker import refused_items
 
 
@@ -49,3 +51,9 @@ def test_a_schema_opens_no_address_and_no_file(asked: tuple[str, list[str]], tmp
 def test_a_schema_may_lead_to_a_place_of_its_own() -> None:
     schema = {"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
     assert refused_items(schema, [{"a": 1}, {"a": "x"}]) == [(1, "item.a: 'x' is not of type 'integer'")]
+
+
+def test_a_variable_has_few_steps() -> None:
+    templates.check("{{ item" + ".a" * (templates.MAX_STEPS - 1) + " }}", "input")
+    with pytest.raises(InvalidGrader, match="steps"):
+        templates.check("{{ item" + ".a" * templates.MAX_STEPS + " }}", "input")
