@@ -61,6 +61,7 @@ class StandInReplica:
             "rss_bytes": 1,
             "devices": list(spec.devices),
             "node": spec.node,
+            "settings": spec.settings,
         }
 
     async def sleep(self):

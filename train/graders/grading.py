@@ -131,7 +131,7 @@ def _leaf(
             reward, cut = similarity.similarity(leaf.evaluation_metric, text, reference)
             return reward, GradingErrors(truncated_observation_error=cut)
         case Python():
-            reward = run_python(leaf.source, sample.as_object(), item)
+            reward = run_python(leaf.source, sample.for_code(), item)
             if not math.isfinite(reward):
                 raise GradingFailed(
                     f"grade() returned {reward}, which is no reward",

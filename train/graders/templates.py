@@ -43,7 +43,7 @@ class Sample:
         message = {"role": "assistant", "content": self.output_text, "tool_calls": self.output_tools or None}
         return [{"index": 0, "message": message}]
 
-    def as_object(self) -> dict[str, Any]:
+    def for_code(self) -> dict[str, Any]:
         """What a python grader gets; `output_json` is None when the text is no JSON."""
         try:
             parsed = self.output_json

@@ -60,7 +60,7 @@ class RetentionSettings(BaseModel):
     """Records of batches that have ended; their output files are files."""
     batches_per_owner: int = Field(10_000, ge=1)
     """Batches that have ended, of all keys of one owner; beyond it the oldest are deleted."""
-    eval_runs_days: float | None = Field(90.0, gt=0)
+    eval_runs_days: float | None = Field(None, gt=0)
     """Runs of evaluations that have ended, with their items."""
     jobs_per_owner: int = Field(2_000, ge=1)
     """Jobs that have ended, of all keys of one owner; beyond it the oldest are deleted, with their folders, events and

@@ -280,6 +280,7 @@ async def test_a_revoked_key_ends_its_batch(control: Control):
     batch_id = await begun(control, [line(n) for n in range(3)])
     await until(control, batch_id, lambda b: b.request_counts.completed == 1)
     assert (await control.http.delete(f"/admin/v1/keys/{row.id}", headers=ADMIN)).status_code == 200
+    control.http.headers.update(ADMIN)  # the key itself is refused now
     batch = await ended(control, batch_id)
     assert batch.status == "failed" and batch.errors.data[0].code == "invalid_api_key"
     assert len(await content(control, batch.output_file_id)) == 1
