@@ -19,7 +19,7 @@ from appliance.gateway.core.routes import resolve
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
-from tests.unit.controller.test_batches import begun, ended, engines, line
+from tests.unit.controller.test_batches import begun, engines, line, until
 from tests.unit.controller.test_responses import copy, name, send
 from tests.unit.controller.test_uploads import begun as upload_begun
 from tests.unit.controller.test_uploads import part
@@ -349,7 +349,7 @@ async def test_names_of_anothers_model_checkpoint_and_version_mean_nothing(contr
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     control.http.headers.update(people.alice)
     batch_id = await begun(control, [line(0, body={"model": model, "messages": []})])
-    row = await ended(control, batch_id)
+    row = await until(control, batch_id, lambda batch: batch.status == "failed")
     assert row.status == "failed" and row.errors is not None and row.errors.data is not None
     assert row.errors.data[0].code == "model_not_found"
 
