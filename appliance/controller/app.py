@@ -92,7 +92,7 @@ def create_app(context: ControllerContext) -> FastAPI:
             await running.tasks.stop()
             await runner.tasks.stop()
             await background.stop()
-            await evaluations.stop()
+            await evaluations.tasks.stop()
             await graders.stop()
 
     app = FastAPI(

@@ -296,6 +296,11 @@ def leaves(grader: Grader) -> dict[str, StringCheck | TextSimilarity | Python | 
     return dict(grader.graders) if isinstance(grader, Multi) else {grader.name: grader}
 
 
+def judges(grader: Grader) -> list[ScoreModel | LabelModel]:
+    """Its graders that ask a model."""
+    return [leaf for leaf in leaves(grader).values() if isinstance(leaf, ScoreModel | LabelModel)]
+
+
 def _by_name(graders: Any) -> Any:
     if isinstance(graders, Mapping) and isinstance(graders.get("type"), str):
         graders = [graders]

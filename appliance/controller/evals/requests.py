@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from train.graders import templates
-from train.graders.errors import GradingFailed, InvalidGrader
-from train.graders.graders import MAX_VARIABLES
+from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
+from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_VARIABLES
 from train.graders.templates import Sample
 
 MAX_CRITERIA = 32
@@ -22,7 +22,6 @@ MAX_SCHEMA_BYTES = 1 << 20
 MAX_CRITERIA_BYTES = 2 << 20
 MAX_SOURCE_BYTES = 256 << 10
 """What a run says beside its items; its row is written anew for every item that is judged."""
-DEFAULT_ANSWER_TOKENS = 1024
 Text = Annotated[str, Field(max_length=templates.MAX_TEXT)]
 
 
@@ -215,7 +214,7 @@ def _messages(source: Sampled, item: dict[str, Any]) -> list[dict[str, Any]]:
         if (size := size + len(content)) > templates.MAX_TEXT:
             raise GradingFailed(
                 f"the messages are longer than {templates.MAX_TEXT} characters",
-                templates.GradingErrors(other_error=True),
+                GradingErrors(other_error=True),
             )
         messages.append({"role": message.role, "content": content})
     return messages
@@ -245,4 +244,4 @@ def sample_of(given: dict[str, Any] | None) -> Sample:
     )
 
 
-_LACKS = templates.GradingErrors(invalid_variable_error=True)
+_LACKS = GradingErrors(invalid_variable_error=True)

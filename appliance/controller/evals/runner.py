@@ -22,6 +22,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import requests
 from appliance.controller.evals.requests import Jsonl, Sampled, body_of, sample_of
 from appliance.controller.grading.given import MAX_DEPTH, is_deeper
+from appliance.controller.grading.judged import graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http.strict_json import check_values
 from appliance.controller.interfaces.errors import ApiError, BadRequest
@@ -30,8 +31,9 @@ from appliance.store.objects import evals
 from appliance.store.objects import files as file_rows
 from appliance.store.records import keys
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
+from runtime.background_tasks import RunningTasks
 from train.graders.errors import GradingFailed
-from train.graders.graders import Grader, LabelModel, ScoreModel, leaves, parse
+from train.graders.graders import Grader, parse
 from train.graders.grading import ModelAnswer
 from train.graders.host import GraderHost, WorkerBroke
 from train.graders.hosts import GraderHosts
@@ -58,7 +60,8 @@ class _Failed(Exception):
 class EvalRunner:
     def __init__(self, context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers):
         self._context, self._db, self._hosts, self._answers = context, context.db, hosts, answers
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.tasks = RunningTasks()
+        self._runs: dict[str, asyncio.Task[None]] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def start(self) -> None:
@@ -67,9 +70,9 @@ class EvalRunner:
             self.begin(run_id)
 
     def begin(self, run_id: str) -> None:
-        task = self._context.background.keep(f"evaluation: {run_id}", partial(self._run, run_id))
-        self._tasks[run_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(run_id, None))
+        task = self.tasks.add(self._context.background.keep(f"evaluation: {run_id}", partial(self._run, run_id)))
+        self._runs[run_id] = task
+        task.add_done_callback(lambda _: self._runs.pop(run_id, None))
 
     def cancel(self, run_id: str) -> None:
         """Items that are judged stay so. Idempotent."""
@@ -79,19 +82,8 @@ class EvalRunner:
         self.let_go(run_id)
 
     def let_go(self, run_id: str) -> None:
-        if (task := self._tasks.get(run_id)) is not None:
+        if (task := self._runs.get(run_id)) is not None:
             task.cancel()
-
-    async def idle(self) -> None:
-        """Returns when no run is under way."""
-        while self._tasks:
-            await asyncio.wait(list(self._tasks.values()))
-
-    async def stop(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, run_id: str) -> None:
         row = evals.find_run(self._db, run_id)
@@ -251,16 +243,12 @@ class EvalRunner:
         """Raises _Failed: the run may not go on."""
         self._check_may_go_on(row)  # a few items of python graders may take hours
         try:
-            asked = {}
-            if any(isinstance(leaf, ScoreModel | LabelModel) for leaf in leaves(grader).values()):
-                async with self._hosts.of(row.owner) as host:
-                    (asked,) = await host.requests(grader, [(sample, item)])
-            told = await asyncio.gather(*(self._ask(row, body) for body in asked.values()))
-            usage += [answer for answer in told if not answer.error]
-            async with self._hosts.of(row.owner) as host:
-                (graded,) = await host.grade(grader, [(sample, item)], [dict(zip(asked, told, strict=True))])
+            graded, told = await graded_with_answers(
+                self._hosts, row.owner, grader, (sample, item), partial(self._ask, row)
+            )
         except WorkerBroke as error:
             return {"name": grader.name, "type": grader.type, "passed": False, "score": 0.0, "error": str(error)}
+        usage += [answer for answer in told if not answer.error]
         result = {"name": grader.name, "type": grader.type, "passed": graded.passed, "score": graded.reward}
         if told:
             result["sample"] = {"output": [answer.text for answer in told]}
@@ -317,8 +305,11 @@ async def _refused(host: GraderHost, schema: dict[str, Any], chunks: list[list[_
 def _given(source: requests.FileContent) -> list[list[_Measured]]:
     """Entries of a request. Raises _Failed."""
     chunks = _Chunks()
-    for number, entry in enumerate(source.content, 1):
-        chunks.add(number, entry.model_dump(), json.dumps(entry.model_dump()).encode())
+    for number, given in enumerate(source.content, 1):
+        entry = given.model_dump()
+        text = json.dumps(entry).encode()
+        _check_text(number, text)
+        chunks.add(number, entry, len(text))
     return chunks.found
 
 
@@ -333,7 +324,7 @@ def _read(path: Path) -> list[list[_Measured]]:
                     raise _Failed("invalid_data", f"The file has more than {2 * requests.MAX_ITEMS} lines.")
                 if line.strip():
                     _check_text(number, line)
-                    chunks.add(number, _entry(number, line), line)
+                    chunks.add(number, _entry(number, line), len(line))
     except OSError as error:
         raise _Failed("file_unreadable", f"The file could not be read: {error}") from None
     if not chunks.found:
@@ -346,19 +337,18 @@ class _Chunks:
         self.found: list[list[_Measured]] = []
         self._number = self._bytes = 0
 
-    def add(self, number: int, entry: dict[str, Any], text: bytes) -> None:
-        """Raises _Failed."""
-        _check_text(number, text)
+    def add(self, number: int, entry: dict[str, Any], size: int) -> None:
+        """size: of its text, which `_check_text` has taken. Raises _Failed."""
         if is_deeper(entry, MAX_DEPTH):
             raise _Failed("invalid_data", f"Line {number} is nested deeper than {MAX_DEPTH} levels.")
         self._number += 1
         if self._number > requests.MAX_ITEMS:
             raise _Failed("invalid_data", f"The file has more than {requests.MAX_ITEMS} items.")
-        self._bytes += len(text)
+        self._bytes += size
         if not self.found or len(self.found[-1]) == _CHUNK or self._bytes > _CHUNK_BYTES:
             self.found.append([])
-            self._bytes = len(text)
-        self.found[-1].append((entry, len(text)))
+            self._bytes = size
+        self.found[-1].append((entry, size))
 
 
 def _check_text(number: int, text: bytes) -> None:

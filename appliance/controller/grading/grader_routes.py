@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -13,12 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.given import MAX_DEPTH, grader_of, is_deeper
+from appliance.controller.grading.judged import graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http.presence import while_present
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import ApiError, BadRequest
-from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
-from train.graders.graders import Grader, LabelModel, ScoreModel, leaves
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller
+from train.graders.graders import Grader, judges
 from train.graders.grading import Graded
 from train.graders.host import WorkerBroke
 from train.graders.hosts import GraderHosts
@@ -64,7 +65,9 @@ def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers
             )
         running[caller.owner] += 1
         try:
-            graded = await while_present(request, _graded(grader, (Sample(body.model_sample), body.item), caller))
+            sample = Sample(body.model_sample), body.item
+            ask = partial(answers.ask, caller.key_id, within_s=ANSWER_WITHIN_S)
+            graded, _ = await while_present(request, graded_with_answers(hosts, caller.owner, grader, sample, ask))
         except WorkerBroke as error:
             raise ApiError(
                 503, f"The grader was not run: {error}. Please retry.", kind="server_error", code="grader_not_run"
@@ -75,22 +78,12 @@ def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers
                 del running[caller.owner]
         return _result(grader, graded)
 
-    async def _graded(grader: Grader, sample: tuple[Sample, Any], caller: Principal) -> Graded:
-        async with hosts.of(caller.owner) as host:
-            (asked,) = await host.requests(grader, [sample])
-        told = await asyncio.gather(
-            *(answers.ask(caller.key_id, request, ANSWER_WITHIN_S) for request in asked.values())
-        )
-        async with hosts.of(caller.owner) as host:
-            (graded,) = await host.grade(grader, [sample], [dict(zip(asked, told, strict=True))])
-        return graded
-
     return router
 
 
 def _result(grader: Grader, graded: Graded) -> dict[str, Any]:
     tokens = sum(graded.tokens_by_model.values())
-    models = {leaf.model for leaf in leaves(grader).values() if isinstance(leaf, ScoreModel | LabelModel)}
+    models = {judge.model for judge in judges(grader)}
     return {
         "reward": graded.reward,
         "sub_rewards": graded.sub_rewards,

@@ -65,7 +65,7 @@ async def made(control: Control, *criteria: Any) -> str:
 async def ended(control: Control, eval_id: str, source: Any) -> Any:
     run = await control.sdk.evals.runs.create(eval_id, data_source=source)
     assert run.status == "queued"
-    await control.app.state.evaluations.idle()
+    await control.app.state.evaluations.tasks.idle()
     return await control.sdk.evals.runs.retrieve(run.id, eval_id=eval_id)
 
 
@@ -194,7 +194,7 @@ async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
         await asyncio.sleep(0.001)
     cancelled = await control.sdk.evals.runs.cancel(run.id, eval_id=eval_id)
     assert cancelled.status == "canceled" and cancelled.result_counts.total == 2
-    await control.app.state.evaluations.idle()
+    await control.app.state.evaluations.tasks.idle()
     assert control.context.batch_engines.wanted == []
     assert [one.id async for one in control.sdk.evals.runs.list(eval_id, status="canceled")] == [run.id]
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
@@ -211,11 +211,11 @@ async def test_after_a_restart_the_rest_is_judged_once(control: Control, monkeyp
 
     monkeypatch.setattr(EvalRunner, "_store", once)
     run = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a"), ("b", "b"), ("c", "d")))
-    await control.app.state.evaluations.idle()
+    await control.app.state.evaluations.tasks.idle()
     assert evals.counts(control.db, run.id) == {"pass": 1, "queued": 2}
     monkeypatch.setattr(EvalRunner, "_store", stored)
     control.app.state.evaluations.start()
-    await control.app.state.evaluations.idle()
+    await control.app.state.evaluations.tasks.idle()
     found = await control.sdk.evals.runs.retrieve(run.id, eval_id=eval_id)
     assert found.status == "completed"
     assert found.per_testing_criteria_results[0].model_dump()["passed"] == 2
@@ -227,7 +227,7 @@ async def test_a_revoked_keys_run_fails_and_says_so(control: Control):
     eval_id = await made(control)
     run = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a")))
     keys.revoke(control.db, key_id)
-    await control.app.state.evaluations.idle()
+    await control.app.state.evaluations.tasks.idle()
     found = evals.find_run(control.db, run.id)
     assert found is not None and found.status == "failed" and found.error is not None
     assert found.error["code"] == "key_revoked"
@@ -244,7 +244,7 @@ async def test_a_key_that_is_revoked_while_an_item_is_judged_has_no_more_of_it_j
 
     control.context.batch_engines.rule = rule
     run = await control.sdk.evals.runs.create(await made(control), data_source=asked())
-    await control.app.state.evaluations.idle()
+    await control.app.state.evaluations.tasks.idle()
     found = evals.find_run(control.db, run.id)
     assert found is not None and (found.status, found.results) == ("failed", {})
     assert evals.counts(control.db, run.id) == {"queued": 2}

@@ -254,7 +254,7 @@ async def evaluated(control: Control) -> dict[str, str]:
     made = await control.sdk.evals.create(data_source_config=schema, testing_criteria=[check])
     source: Any = _RUN["data_source"]
     run = await control.sdk.evals.runs.create(made.id, data_source=source)
-    await control.app.state.evaluations.idle()
+    await control.app.state.evaluations.tasks.idle()
     (item,) = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=made.id)).data
     return {"eval": made.id, "eval run": run.id, "eval item": item.id}
 
