@@ -553,7 +553,8 @@ def main() -> None:
     parser.add_argument("--upstream", nargs=2, metavar=("SOCKET", "PORT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.upstream:
-        uvloop.run(run_upstream(arguments.upstream[0], int(arguments.upstream[1])))
+        with contextlib.suppress(KeyboardInterrupt):  # of a Ctrl-C: `pinned` ends it
+            uvloop.run(run_upstream(arguments.upstream[0], int(arguments.upstream[1])))
         return
     commands = {"vllm-router": arguments.vllm_router, "litellm": arguments.litellm, "before": arguments.before}
     commands = {name: command for name, command in commands.items() if command}
