@@ -39,7 +39,7 @@ from appliance.controller.files import file_routes, storage, upload_routes
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http import error_handlers
-from appliance.controller.http.middleware import BodyLimits, RequestIds
+from appliance.controller.http.middleware import BodyLimits, KnownAtGateways, RequestIds
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
 from appliance.controller.jobs import plan_route
@@ -101,7 +101,11 @@ def create_app(context: ControllerContext) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        middleware=[Middleware(RequestIds), Middleware(BodyLimits, config=context.config)],
+        middleware=[
+            Middleware(RequestIds),
+            Middleware(KnownAtGateways, caught_up=lambda: context.key_sink.caught_up()),
+            Middleware(BodyLimits, config=context.config),
+        ],
     )
     app.state.context, app.state.validation, app.state.operations = context, validation, running
     app.state.batches, app.state.canaries = runner, compared

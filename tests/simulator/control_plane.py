@@ -254,6 +254,9 @@ class RecordingKeySink:
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
         self.keys = keys
 
+    async def caught_up(self) -> None:
+        pass
+
 
 class AcceptingCheck:
     """Takes all settings but those in `refuses`."""

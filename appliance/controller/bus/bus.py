@@ -33,6 +33,9 @@ from runtime.sockets import owner_only
 
 log = logging.getLogger("appliance.controller")
 
+CATCH_UP_S = 2.0
+"""Longest wait of a changing request for gateways: they need milliseconds, and one that hangs must not stop changes."""
+
 
 _GENERATIONS_PER_START = 10**9
 
@@ -169,6 +172,15 @@ class Bus:
     async def wait_applied(self, generation: int, timeout_s: float | None = None) -> None:
         """Returns when every gateway routes by a table at least as new. Raises BusTimeout naming those that do not."""
         await self._wait(lambda: self._behind(generation), f"to apply table {generation}", timeout_s)
+
+    async def caught_up(self) -> None:
+        """Returns when every connected gateway routes by the current table, after `CATCH_UP_S` at the latest."""
+        if all(gateway.lost_at_s is not None for gateway in self._gateways):
+            return
+        try:
+            await self.wait_applied(self._generation, CATCH_UP_S)
+        except BusTimeout as error:
+            log.warning("a change is answered before every gateway knows it: %s", error)
 
     async def wait_drained(self, replica_id: str, timeout_s: float | None = None) -> None:
         """Returns when no gateway has a request at this replica and none can start one.

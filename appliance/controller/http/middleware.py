@@ -1,4 +1,4 @@
-"""Pure ASGI middleware: request ids in and out, and a limit on body sizes.
+"""Pure ASGI middleware: request ids in and out, answers of changes that gateways know, and a limit on body sizes.
 
 Not `@app.middleware("http")`: with that, an exception reached clients as a clean end of the body.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Awaitable, Callable
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -43,6 +44,26 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class KnownAtGateways:
+    """Answers a change when the gateways know it: the next request, of a new key or to a new canary, may come at once."""
+
+    def __init__(self, app: ASGIApp, caught_up: Callable[[], Awaitable[None]]):
+        self._app = app
+        self._caught_up = caught_up
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            await self._app(scope, receive, send)
+            return
+
+        async def send_when_known(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] < 400:
+                await self._caught_up()
+            await send(message)
+
+        await self._app(scope, receive, send_when_known)
 
 
 class BodyLimits:

@@ -217,6 +217,9 @@ class KeySink(Protocol):
         """keys: SHA-256 in hex -> {"id", "name", "scopes"} and those of "models", "requests_per_minute",
         "tokens_per_minute", "spent_until_s" that limit the key; replaces the previous set."""
 
+    async def caught_up(self) -> None:
+        """Returns when the gateways route by everything that was published until now, or after a short time."""
+
 
 class EngineSizer(Protocol):
     """What an engine of a model takes and how long its context is, as it would be started now."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from appliance.controller.bus import bus as bus_module
 from appliance.controller.bus.bus import Bus, first_generation
 from appliance.controller.bus.load import ModelLoad, ReplicaLoad, parse_report, total
 from appliance.controller.interfaces.config import ControllerConfig
@@ -156,6 +157,25 @@ async def test_loads_are_summed_over_gateways(bus: Bus, tmp_path: Path):
     assert bus.connected() == ["g1", "g2"]
     await one.close()
     await two.close()
+
+
+async def test_gateways_catch_up_or_a_change_waits_no_longer(bus: Bus, tmp_path: Path, monkeypatch, caplog):
+    await asyncio.wait_for(bus.caught_up(), 1)  # nobody is connected
+    one = await GatewayEnd.connect(tmp_path / "bus.sock", "g1")
+    await one.report(bus.set_models(models(r1="open")), {"r1": 1})
+    await reported(bus, "r1", 1)
+    await asyncio.wait_for(bus.caught_up(), 1)
+    generation = bus.set_models(models(r1="draining"))
+    waiting = asyncio.create_task(bus.caught_up())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await one.report(generation)
+    await waiting
+    monkeypatch.setattr(bus_module, "CATCH_UP_S", 0.01)
+    bus.set_models(models(r1="open"))
+    await asyncio.wait_for(bus.caught_up(), 1)
+    assert "g1" in caplog.text
+    await one.close()
 
 
 async def test_a_table_is_applied_when_every_gateway_says_so(bus: Bus, tmp_path: Path):

@@ -206,3 +206,18 @@ async def test_other_settings_while_it_runs_keep_what_was_counted(served: Contro
     first = await ask(served, "PUT", version="v2", share=0.1)
     again = await ask(served, "PUT", version="v2", share=0.5, auto=True)
     assert (again["created_s"], again["share"], again["auto"]) == (first["created_s"], 0.5, True)
+
+
+async def test_a_change_is_answered_when_the_gateways_know_it_and_a_look_at_once(served: Control, monkeypatch):
+    known = asyncio.Event()
+    monkeypatch.setattr(served.context.key_sink, "caught_up", known.wait)
+    await ask(served, "GET", status=404)
+    await ask(served, "PUT", status=404, version="v9")
+    begun = asyncio.create_task(ask(served, "PUT", version="v2"))
+    while canaries.find(served.db, "m") is None:
+        await asyncio.sleep(0)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not begun.done()
+    known.set()
+    assert (await begun)["version"] == "v2"
