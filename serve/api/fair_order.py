@@ -29,13 +29,15 @@ def apply() -> None:
 
 def _in_turn(answer: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(answer)
-    def run(self: AsyncLLM, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self: AsyncLLM, *args: Any, **kwargs: Any) -> Any:
         if self.vllm_config.scheduler_config.policy != "priority":  # a deployment's own arguments may say so
-            return answer(self, prompt, params, *args, **kwargs)
+            return answer(self, *args, **kwargs)
+        given = dict(zip(("prompt", "params"), args, strict=False)) | kwargs
+        params = given.get("params") or given.get("sampling_params") or given.get("pooling_params")
         asked = answer_version.current()
         turns = self.__dict__.setdefault("shm_turns", Turns())
-        outputs = functools.partial(answer, self, prompt, params, *args, **kwargs)
-        return _placed(outputs, turns, "" if asked is None else asked.owner, _tokens(prompt), params)
+        outputs = functools.partial(answer, self, *args, **kwargs)
+        return _placed(outputs, turns, "" if asked is None else asked.owner, _tokens(given.get("prompt")), params)
 
     return run
 
@@ -52,8 +54,7 @@ async def _placed(
             if not served:
                 served = True
                 turns.served(place)
-            ones = getattr(output.outputs, "__iter__", None) and output.outputs
-            new = sum(len(one.token_ids) for one in ones) if ones else 0
+            new = sum(len(one.token_ids) for one in output.outputs) if isinstance(output.outputs, list) else 0
             written = new if cumulative else written + new
             yield output
     finally:

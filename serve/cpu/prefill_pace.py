@@ -2,7 +2,7 @@
 
 On a CPU the prompt tokens of a step take milliseconds each, and all streams of the engine wait for the step: a prompt
 of 1,700 tokens in one piece stopped them for 13 s. So a step gets as many tokens as take half a second while answers
-are being written, and a second while none is, which is the longest that a new request waits for the step before its own.
+are being written, and a second while none is: as long as a new request waits at most for the step before its own.
 Smaller pieces cost throughput, since each step has a part that does not depend on its tokens.
 """
 
