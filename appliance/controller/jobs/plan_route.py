@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
+from appliance.controller.access.model_access import absent_model
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
-from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.fit import box_facts
@@ -68,11 +69,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 def _known(context: ControllerContext, name: str) -> Resolved:
     base = resolve(context.db, name)
     if base is None:
-        raise NotFound(
-            f"The model {shown(name)} does not exist on this box; `appliance model list` shows those that do.",
-            param="model",
-            code="model_not_found",
-        )
+        raise absent_model(name)
     return base
 
 

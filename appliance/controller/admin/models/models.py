@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from appliance.controller.access.model_access import stored_model
 from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name
 from appliance.controller.admin import views
 from appliance.controller.context import operations
@@ -62,14 +63,6 @@ class Rollback(_Strict):
 def routes(context: ControllerContext, router: APIRouter, running: Operations, compared: Canaries) -> None:
     """Add the routes to the admin router."""
     db = context.db
-
-    def known(name: str) -> ModelRow:
-        row = models.find(db, name)
-        if row is None:
-            raise NotFound(
-                f"The model {shown(name)} does not exist on this box.", param="model", code="model_not_found"
-            )
-        return row
 
     def start(kind: str, target: str, work: operations.Work) -> JSONResponse:
         twin = running.running(kind, target)
@@ -125,7 +118,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
     @router.post("/models/{name:path}/verify", status_code=202)
     async def verify(name: str, caller: Caller) -> JSONResponse:
-        row = known(name)
+        row = stored_model(db, name)
         paths = [paths_of(version) for version in models.list_versions(db, row.id)]
 
         async def work(report: Report) -> dict[str, Any]:
@@ -143,7 +136,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
     @router.post("/models/{name:path}/rollback")
     async def rollback(name: str, caller: Caller, body: Rollback | None = None) -> dict[str, Any]:
-        row, asked = known(name), body.version if body else None
+        row, asked = stored_model(db, name), body.version if body else None
         if asked is None and canaries.find_running(db, row.id) is not None:
             return await compared.roll_back(row.id, caller)
         before, target = row.active_version, _rollback_target(db, row, asked)
@@ -157,7 +150,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
     @router.post("/models/{name:path}/pin")
     async def pin(name: str, body: Pin, caller: Caller) -> dict[str, Any]:
-        row = known(name)
+        row = stored_model(db, name)
         if models.find_version(db, row.id, body.version) is None:
             raise _no_version(db, row, body.version)
         models.update_version(db, row.id, body.version, pinned=int(body.pinned))
@@ -170,8 +163,8 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
         """`canary`: the most recent one, running or ended."""
         last = canaries.find(db, name)
         shown_canary = compared.view(last, time.time()) if last else None
-        status = context.scheduler.status()
-        shown_model = views.model(db, known(name), status, ModelStates(db, status), context.tiers, context.sizes)
+        row, status = stored_model(db, name), context.scheduler.status()
+        shown_model = views.model(db, row, status, ModelStates(db, status), context.tiers, context.sizes)
         return shown_model | {"canary": shown_canary}
 
     @router.delete("/models/{name:path}")
