@@ -39,7 +39,7 @@ SUBPACKAGES = (
     "appliance.cli.mode",
     "appliance.cli",
     "appliance.wiring",
-    "appliance.admission",
+    "appliance.memory",
     "appliance.tiers",
     "appliance.nodes",
     "appliance.controller.admin.models",
