@@ -89,7 +89,7 @@ def job(
     """What a fine-tuning job would choose, and its memory per device; the job that follows chooses the same."""
     method, hyperparameters = training.method, training.hyperparameters()
     if device_kind is not None:
-        output.say("--device-kind is called --accelerator now; a kind of device is cuda, rocm or cpu")
+        output.say("--device-kind is called --accelerator now")
         accelerator = accelerator or device_kind
     if (model is None) == (config is None):
         raise BadUsage("give either --model (one of the box) or --config (any other)")
