@@ -6,12 +6,13 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from appliance.controller.access.model_access import absent_model
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import settings
@@ -27,19 +28,15 @@ from train.plan.errors import InvalidHyperparameter
 Count = Annotated[int, Field(ge=1, le=65536)]
 
 
-class ServePlan(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ServePlan(StrictBody):
     model: Name
     replicas: Count = 1
     tensor_parallel: Count = 1
 
 
-class JobPlan(BaseModel):
+class JobPlan(StrictBody):
     """training_file: whose tokens are counted; else `examples` of typical length are assumed, on which "auto" depends.
     devices: the most that it may have."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: Name
     hyperparameters: Hyperparameters = Field(default_factory=dict)
@@ -49,9 +46,7 @@ class JobPlan(BaseModel):
     method: Literal[tuple(METHODS)] = DEFAULT.name  # type: ignore[valid-type]
 
 
-class PlanRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class PlanRequest(StrictBody):
     serve: ServePlan | None = None
     job: JobPlan | None = None
 

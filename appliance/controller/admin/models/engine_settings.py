@@ -7,11 +7,12 @@ import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from appliance.controller.access.model_access import absent_model, stored_model
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, NotFound
 from appliance.controller.interfaces.principal import Caller
 from appliance.models.errors import TemplateRefused
@@ -24,11 +25,9 @@ from serve.core.system_prompt import with_system_prompt
 from weights.format.tool_template import with_tools
 
 
-class Change(BaseModel):
+class Change(StrictBody):
     """set: settings that change; null removes one, engine_args and sampling change by name. number: take over the
     settings of this version instead. Nothing restarts before vLLM itself has accepted them."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     set: dict[str, Any] = Field(default_factory=dict)
     number: Annotated[int, Field(ge=0, le=1 << 53)] | None = None

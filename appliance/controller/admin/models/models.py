@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from appliance.controller.access.model_access import stored_model
 from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name
@@ -19,6 +19,7 @@ from appliance.controller.context import operations
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, OperationFailed, SwapFailed, shown
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.ports import AdapterBase, Report
@@ -36,27 +37,23 @@ from appliance.store.rows import ModelRow, OperationRow
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Import(_Strict):
+class Import(StrictBody):
     source: Text
     name: Text | None = None
     base: Text | None = None
     revision: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,255}$")] | None = None
 
 
-class Starter(_Strict):
+class Starter(StrictBody):
     minutes: Annotated[float, Field(gt=0, le=24 * 60)] | None = None
 
 
-class Pin(_Strict):
+class Pin(StrictBody):
     version: Text
     pinned: bool
 
 
-class Rollback(_Strict):
+class Rollback(StrictBody):
     version: Text | None = None
 
 
