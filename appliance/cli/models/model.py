@@ -31,8 +31,8 @@ app.registered_commands += [*deploy.registered_commands, *canary.registered_comm
     "appliance model import ./my-lora --base smollm2-135m    a LoRA adapter, as peft writes it",
     "",
     "A directory needs config.json, tokenizer files and *.safetensors. A box is offline unless its configuration",
-    "says hub_offline = false. Packages are downloaded by pip, as its settings say. An adapter's directory has",
-    "adapter_config.json and adapter_model.safetensors; it is served on the engines of its base.",
+    "says hub_offline = false. Packages are downloaded by pip, as its settings say. An adapter, a directory or hub",
+    "id too, has adapter_config.json and adapter_model.safetensors; it is served on the engines of its base.",
     name="import",
 )
 def import_model(

@@ -20,7 +20,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, OperationFailed, SwapFailed, shown
 from appliance.controller.interfaces.model_states import ModelStates
-from appliance.controller.interfaces.ports import AdapterBase, Report
+from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, Report
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.models.activation import switch
 from appliance.controller.models.canaries import Canaries
@@ -99,8 +99,8 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
         async def work(report: Report) -> dict[str, Any]:
             if adapter is not None:
-                name, base = adapter
-                made = await context.model_ops.import_adapter(body.source, name=name, base=base, report=report)
+                found, base = adapter
+                made = await context.model_ops.import_adapter(body.source, found=found, base=base, report=report)
                 return await register_adapter(context, made, base, caller)
             stats = await context.model_ops.import_model(
                 body.source, name=body.name, revision=body.revision, report=report
@@ -211,17 +211,17 @@ def _check_new_name(db: Database, name: str) -> None:
         )
 
 
-async def _adapter(context: ControllerContext, body: Import) -> tuple[str, AdapterBase] | None:
-    """Name and base of the adapter that is to be imported; None for a whole model. Raises BadRequest, Conflict."""
+async def _adapter(context: ControllerContext, body: Import) -> tuple[AdapterFound, AdapterBase] | None:
+    """The adapter that is to be imported, and its base; None for a whole model. Raises BadRequest, Conflict."""
     try:
-        found = await context.model_ops.find_adapter(body.source, name=body.name)
+        found = await context.model_ops.find_adapter(body.source, name=body.name, revision=body.revision)
     except OperationFailed as error:
         raise BadRequest(str(error), param="source", code=error.code) from error
     if found is not None:
-        return found.name, adapter_base(context, found, body.base)
+        return found, adapter_base(context, found, body.base)
     if body.base is not None:
         raise BadRequest(
-            f"A base belongs to an adapter's directory (adapter_config.json), and {shown(body.source)} is none.",
+            f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is none.",
             param="base",
             code="invalid_value",
         )
