@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.models import adapter, hub, maker_process
-from appliance.models.checkpoint import Files, Task, choose_files, examine
+from appliance.models.checkpoint import MAX_CONFIG_BYTES, Files, Task, choose_files, examine, read_json
 from appliance.models.errors import InvalidModelName, NotACheckpoint, NotEnoughDisk, SourceNotFound
 from appliance.models.recorded import check_same, recorded
 from appliance.models.template_trial import try_template
@@ -36,6 +37,8 @@ STARTER_NAME, STARTER_MINUTES = "starter", 1.5
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
 COPY_CHUNK_BYTES = 16 << 20
+GENERATION_FILE = "generation_config.json"
+SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 KEPT_FREE_BYTES = 256 << 20  # of the disk, for database, logs and jobs
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -191,6 +194,7 @@ class ModelLibrary:
         # At the least: bfloat16 has 16 bits for what the file may have in 4.
         with self._made("gguf", file.stat().st_size) as made:
             facts = maker_process.convert_gguf(file, made, report)
+            _keep_sampling(file.parent / GENERATION_FILE, made / GENERATION_FILE)
             meta = {"converted_from": "gguf"} | facts
             return self._take_in(made, chosen_name, source=str(file), meta=meta, report=report, move=True)
 
@@ -423,6 +427,15 @@ def _fill(staging: Path, files: Files, report: Report, *, move: bool) -> None:
         for count in _transfer(real, staging / file, move=move):
             done += count
             report(done, files.nbytes, "bytes", f"copying {file}")
+
+
+def _keep_sampling(beside: Path, made: Path) -> None:
+    """A GGUF file says nothing of sampling; what a generation_config.json beside it says is taken over."""
+    if not beside.is_file():
+        return
+    said = read_json(beside, GENERATION_FILE, MAX_CONFIG_BYTES)
+    config = read_json(made, GENERATION_FILE, MAX_CONFIG_BYTES) if made.is_file() else {}
+    made.write_text(json.dumps({**config, **{key: said[key] for key in SAMPLING if key in said}}, indent=2))
 
 
 def _is_path(source: str) -> bool:

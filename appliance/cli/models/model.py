@@ -53,7 +53,7 @@ def import_model(
     if is_local and Path(source).expanduser().exists():
         source = str(Path(source).expanduser().resolve())
     with fetched(source, name, is_local) as found:
-        body = given(source=found.source, name=found.name, base=base, revision=revision)
+        body = given(source=found.source, name=found.name, base=base, revision=revision, origin=found.origin)
         started = session.client.post("/admin/v1/models/import", body)
         session.show(finish(session, started, wait or found.temporary, timeout), _operation)
 
@@ -232,6 +232,7 @@ def _one(model: dict[str, Any]) -> Any:
         ("context", _context(model)),
         ("source", formats.or_dash(model.get("source"))),
         ("for", _for_whom(model)),
+        *engine_settings.parsers(model.get("info") or {}),
         *engine_settings.fields(model.get("settings") or {}, model.get("settings_number") or 0),
         ("state", model["state"] + (f": {model['message']}" if model.get("message") else "")),
     )

@@ -6,6 +6,7 @@ Names contain ":" and may contain "/": clients send them percent-encoded in one 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -41,6 +42,7 @@ class _Strict(BaseModel):
 
 class Import(_Strict):
     source: Text
+    origin: Text | None = None  # where a path's files came from, kept as the model's source
     name: Text | None = None
     base: Text | None = None
     revision: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,255}$")] | None = None
@@ -90,8 +92,9 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
     @router.post("/models/import", status_code=202)
     async def import_model(body: Import, caller: Caller) -> JSONResponse:
-        if "\0" in body.source or not body.source.isprintable():
-            raise BadRequest("The source contains control characters.", param="source", code="invalid_value")
+        for field, text in (("source", body.source), ("origin", body.origin or "")):
+            if not text.isprintable():
+                raise BadRequest(f"The {field} contains control characters.", param=field, code="invalid_value")
         if body.name is not None:
             _check_new_name(db, body.name)
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
@@ -105,6 +108,8 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
             stats = await context.model_ops.import_model(
                 body.source, name=body.name, revision=body.revision, report=report
             )
+            if body.origin is not None:
+                stats = replace(stats, source=body.origin)
             return register(context, stats, caller)
 
         answer = start("import", body.name or body.source, work)
