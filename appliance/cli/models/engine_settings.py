@@ -48,7 +48,8 @@ def parsers(info: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Which of vLLM's parsers the model's family and chat template ask for; settings may name others. Nothing of models
     that came in before this was noted, or that do not chat."""
     if not info.get("chat_template") or "tool_parser" not in info:
-        calls, thinks = info["tool_parser"], info["reasoning_parser"]
+        return []
+    calls, thinks = info["tool_parser"], info["reasoning_parser"]
     return [
         ("tool calls", f"parser {calls}" if calls else "where required or named, not by tool_choice auto: no parser"),
         ("reasoning", f"parser {thinks}" if thinks else "none by its template"),
