@@ -162,14 +162,12 @@ class StandbyLearner:
             tried = self._tried.setdefault(replicas, [0.0, 0.0])
             tried[0] += len(seen.works_s)
             tried[1] += seen.late
-            if tried[1] > 2 * self._late_share * tried[0] + 1:
+            if tried[1] > 2 * self._late_share * tried[0] * self._left() + 1:
                 for fewer in [n for n in self._tried if n <= replicas]:
                     del self._tried[fewer]
                 for constant in self._constants:
                     if constant.choice.replicas <= replicas:
                         self._bars.failed(constant.choice.replicas, now_s)
-                if self._moving_lost_to <= replicas:
-                    self._bars.forgive(_MOVING)
 
     def _live(self, now_s: float, passed_s: float, fade: float, seen: Seen, unforeseen: float) -> None:
         """Let every choice live through it."""
@@ -203,6 +201,10 @@ class StandbyLearner:
             self._reference = min(shadow.choice.replicas for shadow in constants)
         else:
             self._reference = self._most
+        if 0 < self._moving_lost_to < self._reference:
+            # What it lost to was too few.
+            self._bars.forgive(_MOVING)
+            self._moving_lost_to = 0
         self._end_stint(now_s)
         able = [shadow for shadow in self._shadows if not shadow.choice.fixed and self._able(shadow, now_s)] + constants
         now = self._in_force
@@ -248,15 +250,25 @@ class StandbyLearner:
         choice = shadow.choice
         if self._bars.barred(choice.replicas if choice.fixed else _MOVING, now_s):
             return False
-        share, requests = self._late_share, self._requests
-        allowed = max(share * requests - self._hopeless, _KEPT_ALLOWANCE * share * requests) + 1e-9
-        slack = _KEPT_ALLOWANCE * share * requests + 1
+        allowed, slack = self._allowed * self._left() + 1e-9, _KEPT_ALLOWANCE * self._late_share * self._requests + 1
         # Foretold too often: engines are faster than the measured rate says.
         found = min(max((self._late + slack) / (self._foretold + slack), 0.5), 1.0)
         late = shadow.late * found
         if shadow is not self._in_force:
             late += math.sqrt(late)  # lest it come and go by chance
         return late <= allowed
+
+    @property
+    def _allowed(self) -> float:
+        """Requests that may be late, beside those that are late whatever is done."""
+        share = self._late_share * self._requests
+        return max(share - self._hopeless, _KEPT_ALLOWANCE * share)
+
+    def _left(self) -> float:
+        """What part of the allowance a choice may plan for. It sinks once more were late than allowed, as the price of
+        a violated constraint rises."""
+        allowed = self._allowed
+        return min(max(2 - (self._late - 1) / allowed, _KEPT_ALLOWANCE), 1.0) if allowed else 1.0
 
     def _cost_s(self, shadow: Shadow) -> float:
         if shadow.choice.fixed:
