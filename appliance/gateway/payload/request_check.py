@@ -14,12 +14,14 @@ from typing import Any, Final
 
 import orjson
 
+from appliance.gateway.answers.continuation import CHAT, Continuation, continuation_of
+from appliance.gateway.answers.transcript import Transcript, transcript_of
+from appliance.gateway.answers.usage import TokenRequest
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, MESSAGES, RESPONSES, Route
 from appliance.gateway.payload.body_weight import check_weight
-from appliance.gateway.payload.continuation import CHAT, Continuation, continuation_of
 from appliance.gateway.payload.fields import check_fields
 from appliance.gateway.payload.nesting import walk
 from appliance.gateway.payload.shapes import (
@@ -33,8 +35,6 @@ from appliance.gateway.payload.shapes import (
     same_kind,
 )
 from appliance.gateway.payload.structure import check_structure
-from appliance.gateway.payload.transcript import Transcript, transcript_of
-from appliance.gateway.payload.usage import TokenRequest
 from weights.format.legacy_functions import LegacyRefused, as_tools, is_legacy
 
 MODEL_NAME_CHARS: Final = 512
@@ -223,10 +223,13 @@ def _plain_messages(messages: Any) -> bool:
     for message in messages:
         if type(message) is not dict or "role" not in message:
             return False
-        if len(message) == 2 and message["role"] in _PLAIN_ROLES and type(message.get("content")) is str:
+        role = message["role"]
+        if type(role) is not str or role not in _PLAIN_ROLES:
+            return False  # of what is no string, a set cannot be asked: a list as role was a TypeError
+        if len(message) == 2 and type(message.get("content")) is str:
             continue  # as most are: the loop costs 1 % of a plain request
         for name, part in message.items():
-            if type(part) is not str or name not in _PLAIN_FIELDS or (name == "role" and part not in _PLAIN_ROLES):
+            if type(part) is not str or name not in _PLAIN_FIELDS:
                 return False
     return True
 
