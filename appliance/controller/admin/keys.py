@@ -46,7 +46,12 @@ class KeyBounds(BaseModel):
     downloads: Amount | None = None
     batches: Amount | None = None
     jobs: Amount | None = None
+    models: Amount | None = None
+    model_bytes: Amount | None = None
     background: Amount | None = None
+    evals: Amount | None = None
+    eval_runs: Amount | None = None
+    eval_bytes: Amount | None = None
     responses: Amount | None = None
     responses_bytes: Amount | None = None
 
