@@ -102,7 +102,7 @@ class SimStore:
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
         pass
 
-    def job_waiting(self, job_id: str, reason: str, suspended: bool) -> None:
+    def job_waiting(self, job_id: str, reason: str) -> None:
         pass
 
     def job_ended(self, job_id: str, outcome: str, error: str) -> None:

@@ -10,14 +10,16 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
+from appliance.controller.access.model_access import stored_model
 from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name
 from appliance.controller.admin import views
 from appliance.controller.context import operations
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, OperationFailed, SwapFailed, shown
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.ports import AdapterBase, Report
@@ -35,41 +37,29 @@ from appliance.store.rows import ModelRow, OperationRow
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Import(_Strict):
+class Import(StrictBody):
     source: Text
     name: Text | None = None
     base: Text | None = None
     revision: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,255}$")] | None = None
 
 
-class Starter(_Strict):
+class Starter(StrictBody):
     minutes: Annotated[float, Field(gt=0, le=24 * 60)] | None = None
 
 
-class Pin(_Strict):
+class Pin(StrictBody):
     version: Text
     pinned: bool
 
 
-class Rollback(_Strict):
+class Rollback(StrictBody):
     version: Text | None = None
 
 
 def routes(context: ControllerContext, router: APIRouter, running: Operations, compared: Canaries) -> None:
     """Add the routes to the admin router."""
     db = context.db
-
-    def known(name: str) -> ModelRow:
-        row = models.find(db, name)
-        if row is None:
-            raise NotFound(
-                f"The model {shown(name)} does not exist on this box.", param="model", code="model_not_found"
-            )
-        return row
 
     def start(kind: str, target: str, work: operations.Work) -> JSONResponse:
         twin = running.running(kind, target)
@@ -125,7 +115,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
     @router.post("/models/{name:path}/verify", status_code=202)
     async def verify(name: str, caller: Caller) -> JSONResponse:
-        row = known(name)
+        row = stored_model(db, name)
         paths = [paths_of(version) for version in models.list_versions(db, row.id)]
 
         async def work(report: Report) -> dict[str, Any]:
@@ -143,7 +133,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
     @router.post("/models/{name:path}/rollback")
     async def rollback(name: str, caller: Caller, body: Rollback | None = None) -> dict[str, Any]:
-        row, asked = known(name), body.version if body else None
+        row, asked = stored_model(db, name), body.version if body else None
         if asked is None and canaries.find_running(db, row.id) is not None:
             return await compared.roll_back(row.id, caller)
         before, target = row.active_version, _rollback_target(db, row, asked)
@@ -157,7 +147,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
     @router.post("/models/{name:path}/pin")
     async def pin(name: str, body: Pin, caller: Caller) -> dict[str, Any]:
-        row = known(name)
+        row = stored_model(db, name)
         if models.find_version(db, row.id, body.version) is None:
             raise _no_version(db, row, body.version)
         models.update_version(db, row.id, body.version, pinned=int(body.pinned))
@@ -170,8 +160,8 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
         """`canary`: the most recent one, running or ended."""
         last = canaries.find(db, name)
         shown_canary = compared.view(last, time.time()) if last else None
-        status = context.scheduler.status()
-        shown_model = views.model(db, known(name), status, ModelStates(db, status), context.tiers, context.sizes)
+        row, status = stored_model(db, name), context.scheduler.status()
+        shown_model = views.model(db, row, status, ModelStates(db, status), context.tiers, context.sizes)
         return shown_model | {"canary": shown_canary}
 
     @router.delete("/models/{name:path}")
