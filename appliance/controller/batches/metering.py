@@ -20,8 +20,8 @@ from appliance.controller.access.spending import Spending, spent_until_s
 from appliance.controller.batches.answers import tokens_of
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.gateway.access.allowance import Allowance
+from appliance.gateway.answers.usage import TokenRequest
 from appliance.gateway.core import errors as gateway_errors
-from appliance.gateway.payload.usage import TokenRequest
 from appliance.store.database import Database
 from appliance.store.records import keys
 from appliance.store.rows import BatchRow, KeyRow

@@ -15,7 +15,7 @@ import pytest
 
 from appliance.controller import retention
 from appliance.controller.access.disk import GIB, Disk, floor_of
-from appliance.controller.admin.keys import KeyBounds
+from appliance.controller.admin.owners.keys import KeyBounds
 from appliance.controller.app import create_app, keep_house
 from appliance.controller.bus.bus import Bus
 from appliance.controller.files import multipart
