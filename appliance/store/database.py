@@ -7,7 +7,6 @@ thread of one process, so there is no lock to wait for; `busy_timeout` is for a 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import sqlite3
@@ -52,6 +51,7 @@ class Changes:
     rows: int = 0
 
 
+_COLUMNS: dict[Any, tuple[tuple[str, bool], ...]] = {}
 _CHANGES: ContextVar[Changes | None] = ContextVar("changes", default=None)
 
 
@@ -273,10 +273,11 @@ def _decode(kind: type[Row], row: sqlite3.Row) -> Row:
     return kind(**values)
 
 
-@functools.cache
-def _columns(kind: type[Any]) -> tuple[tuple[str, bool], ...]:
+def _columns(kind: Any) -> tuple[tuple[str, bool], ...]:
     """Names, and whether JSON stands in them."""
-    return tuple((field.name, bool(field.metadata.get("json"))) for field in dataclasses.fields(kind))
+    if kind not in _COLUMNS:
+        _COLUMNS[kind] = tuple((field.name, bool(field.metadata.get("json"))) for field in dataclasses.fields(kind))
+    return _COLUMNS[kind]
 
 
 def _weight(text: str | None) -> int:
