@@ -12,22 +12,10 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from appliance.controller import retention
-from appliance.controller.admin import (
-    box,
-    canaries,
-    deployments,
-    devices,
-    engine_settings,
-    forget,
-    keys,
-    mode,
-    queue,
-    session_keys,
-    usage,
-)
-from appliance.controller.admin import (
-    models as admin_models,
-)
+from appliance.controller.admin import box, devices, mode, queue
+from appliance.controller.admin.models import canaries, deployments, engine_settings
+from appliance.controller.admin.models import models as admin_models
+from appliance.controller.admin.owners import forget, keys, session_keys, usage
 from appliance.controller.batches import output_files
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.runner import BatchRunner

@@ -21,7 +21,7 @@ from appliance.controller.access.model_access import viewer_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import requests
 from appliance.controller.evals.requests import Jsonl, Sampled, body_of, sample_of
-from appliance.controller.grading.given import MAX_DEPTH, is_deeper
+from appliance.controller.grading.given import MAX_DEPTH
 from appliance.controller.grading.judged import graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http.strict_json import check_values
@@ -32,6 +32,7 @@ from appliance.store.objects import files as file_rows
 from appliance.store.records import keys
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
 from runtime.background_tasks import RunningTasks
+from train.data.formats import is_deeper
 from train.graders.errors import GradingFailed
 from train.graders.graders import Grader, parse
 from train.graders.grading import ModelAnswer

@@ -9,6 +9,8 @@ import time
 from typing import Final
 
 from appliance.gateway.access.request import Request
+from appliance.gateway.answers.continuation import ASK_FOR_TOKEN_IDS, CHAT, COMPLETIONS
+from appliance.gateway.answers.usage import ASK_FOR_USAGE
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
@@ -17,9 +19,7 @@ from appliance.gateway.http.upstream import UpstreamConnection, cancel
 from appliance.gateway.inference.answer import Answer
 from appliance.gateway.inference.attempt import Attempt
 from appliance.gateway.inference.response_copies import ResponseCopies
-from appliance.gateway.payload.continuation import ASK_FOR_TOKEN_IDS, CHAT, COMPLETIONS
 from appliance.gateway.payload.request_check import Checked, with_fields, with_model
-from appliance.gateway.payload.usage import ASK_FOR_USAGE
 from appliance.gateway.routing.holds import Refusal
 from appliance.gateway.routing.router import Choice
 from appliance.gateway.routing.table import cache_salt
