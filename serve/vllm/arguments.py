@@ -59,6 +59,9 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
         "--no-enable-log-requests",
         "--disable-fastapi-docs",
         "--enable-prompt-tokens-details",
+        # Its numbers are given in serve.api.fair_order.
+        "--scheduling-policy",
+        "priority",
     ]
     kind = kind_of(spec.kind)
     args += kind.engine_arguments()
