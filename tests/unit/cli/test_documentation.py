@@ -82,3 +82,13 @@ def test_the_readme_names_every_room():
     for package in ("appliance", "scheduler", "train", "serve", "weights", "runtime"):
         rooms = {folder.parent.name for folder in (ROOT / package).glob("*/__init__.py")}
         assert rooms and {room for room in rooms if f"`{room}/`" not in rows[package]} == set(), package
+
+
+def test_what_contributing_says_stands_in_a_file_stands_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`([\w/]+/\w+\.py)` \(`([\w.]+)`\)", text)
+    assert len(named) >= 7
+    for file, name in named:
+        code = (ROOT / file).read_text()
+        for part in name.split("."):
+            assert re.search(rf"^\s*(?:async )?(?:def|class) {part}\b", code, re.M), f"{file} has no {part}"
