@@ -150,7 +150,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     reserve = config.box.memory_reserve_bytes
     memory = BoxMemory(db, HostMemory(db, StoredHere(store), reserve, means), nodes, reserve, means)
-    learning = DemandLearning(routing.traffic, config.scheduler, len(devices))
+    learning = DemandLearning(routing.traffic, config.scheduler, len(devices), db=db)
 
     def demand(model: str) -> Demand:
         return lines.demand(model, routing.demand(model))
@@ -170,7 +170,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     trigger = HandoverTrigger(loop.status)
     journal = SqliteJournal(db, trigger.now)
-    loop.connect(effects, states, journal, memory.admits)
+    loop.connect(effects, states, journal, memory.has_room_for)
 
     # What the routes need of all this.
     bounds, asleep = config.scheduler.bounds(), config.scheduler.max_asleep_per_device

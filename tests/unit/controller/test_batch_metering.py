@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
+from appliance.controller.batches import background_responses
 from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.metering import asked_of
 from appliance.controller.interfaces.ports import EngineAnswer
@@ -199,3 +200,14 @@ def test_what_a_checked_line_may_cost_is_told_without_another_check(url: str, bo
     told = asked_of(url, body, len(written))
     for name in ("prompt_tokens", "completion_tokens", "sequences"):
         assert getattr(told, name) == getattr(asked, name)
+
+
+async def test_what_waits_for_one_keys_limits_shares_them(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """Batches, responses in background and judges: each had the key's whole allowance once."""
+    monkeypatch.setattr(background_responses, "LOOK_EVERY_S", 0.005)
+    key_id = as_key(control, requests_per_minute=1)
+    await ended(control, await begun(control, [line(0)]))
+    made = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
+    judged = await control.app.state.graders.ask(key_id, {"model": "starter", "messages": []}, within_s=0.05)
+    assert "no answer within" in judged.error
+    assert (await control.sdk.responses.retrieve(made.id)).status == "queued" and len(engines(control).sent) == 1
