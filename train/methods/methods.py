@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from train.methods import dpo, supervised
+from train.methods import dpo, reinforcement, supervised
 from train.methods.method import Method
 from train.plan.errors import InvalidSpec
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from train.data.formats import Record
 
 DEFAULT = supervised.METHOD
-METHODS: dict[str, Method] = {method.name: method for method in (supervised.METHOD, dpo.METHOD)}
+METHODS: dict[str, Method] = {method.name: method for method in (supervised.METHOD, dpo.METHOD, reinforcement.METHOD)}
 
 
 def method_of(name: str) -> Method:
