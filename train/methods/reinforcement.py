@@ -89,8 +89,8 @@ class Reinforcement(Method):
     def refuses(self, shape: str) -> str | None:
         if shape != "prompt":
             return (
-                f"has the shape {shape!r}; the method {self.name!r} wants conversations that end with the user, with what "
-                "a grader compares the answer with in further fields"
+                f"has the shape {shape!r}; the method {self.name!r} wants conversations that end with the user, with "
+                "what a grader compares the answer with in further fields"
             )
         return None
 
@@ -128,8 +128,8 @@ class Reinforcement(Method):
         ((ids, _),) = sequences
         if len(ids) > max_length:
             raise BadRecord(
-                f"the prompt has {len(ids)} tokens, and {max_length} are left for it beside max_completion_tokens: give "
-                "a larger max_length, or shorten it"
+                f"the prompt has {len(ids)} tokens, and {max_length} are left for it beside max_completion_tokens: "
+                "give a larger max_length, or shorten it"
             )
         return sequences
 

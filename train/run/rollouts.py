@@ -264,11 +264,11 @@ class Rollouts:
                 return None
             if not waiting:
                 return told_by_first(answer)
-            self._progress.enter("grading")
             time.sleep(_LOOK_EVERY_S)
 
     def _agreed(self, going: bool) -> tuple[bool, bool]:
         """Collective: whether the devices are wanted, and whether any rank goes on."""
+        self._progress.enter(self._progress.phase)
         signals = self._signals
         message = torch.tensor([float(signals.suspend or signals.cancel), float(going)], device=self._engine.device)
         comm.all_reduce(message)

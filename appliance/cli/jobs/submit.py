@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,9 +23,9 @@ from appliance.cli.jobs.request import (
     PRIORITY,
     SIZES,
     device_fields,
+    json_file,
     pairs,
 )
-from train.methods.methods import METHODS
 
 app = group("The making of fine-tuning jobs; `appliance job` takes this command in.")
 
@@ -83,7 +82,7 @@ def submit(
 ) -> None:
     """Fine-tune a model on a file of conversations, or of what else the method learns from. Files are uploaded and
     checked before any device is taken."""
-    block = given(hyperparameters=training.hyperparameters(publish=publish), grader=_grader(training.method, grader))
+    block = given(hyperparameters=training.hyperparameters(publish=publish), grader=_grader(training, grader))
     body = given(
         model=model,
         training_file=file_id(session, "--file", file),
@@ -111,21 +110,17 @@ def submit(
     print_logs(session, job["id"], follow=True)
 
 
-def _grader(method: str, path: Path | None) -> Any:
+def _grader(training: Training, path: Path | None) -> Any:
     """Raises BadUsage."""
-    wants = METHODS[method].rolls_out
-    if wants and path is None:
-        raise BadUsage(f"--method {method} needs --grader, a file with a grader as JSON; docs/graders.md has some")
+    if training.wants_grader and path is None:
+        raise BadUsage(
+            f"--method {training.method} needs --grader, a file with a grader as JSON; docs/graders.md has some"
+        )
     if path is None:
         return None
-    if not wants:
-        raise BadUsage(f"--grader belongs to methods that learn from rewards; --method is {method}")
-    try:
-        return json.loads(path.expanduser().read_text())
-    except OSError as error:
-        raise BadUsage(f"--grader {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise BadUsage(f"--grader {path} is no JSON: {error}") from error
+    if not training.wants_grader:
+        raise BadUsage(f"--grader belongs to methods that learn from rewards; --method is {training.method}")
+    return json_file("--grader", path)
 
 
 def file_id(session: Session, option: str, given: str) -> str:
