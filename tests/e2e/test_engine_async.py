@@ -48,7 +48,7 @@ async def test_a_stream_goes_on_through_swaps_in_a_pause(engine_box, ahead, fres
     a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
     engine, sdk = await ahead("ahead", a)
     for how in ("in-place", "layerwise"):
-        await stream_through_swap(engine, sdk, fresh, b, how)
+        await stream_through_swap(engine, sdk, fresh, a, b, how)
         assert await greedy(sdk, "tuned") == await greedy(fresh, "starter")
         await engine.swap("starter", "a", str(a), how=how)
 

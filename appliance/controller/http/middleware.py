@@ -47,7 +47,7 @@ class RequestIds:
 
 
 class KnownAtGateways:
-    """Answers a change when the gateways know it: the next request, with a new key or for a canary, may come at once."""
+    """Answers a change when the gateways know it: the next request, with a new key or for a canary, may be at once."""
 
     def __init__(self, app: ASGIApp, caught_up: Callable[[], Awaitable[None]]):
         self._app = app

@@ -223,10 +223,13 @@ def _plain_messages(messages: Any) -> bool:
     for message in messages:
         if type(message) is not dict or "role" not in message:
             return False
-        if len(message) == 2 and message["role"] in _PLAIN_ROLES and type(message.get("content")) is str:
+        role = message["role"]
+        if type(role) is not str or role not in _PLAIN_ROLES:
+            return False  # of what is no string, a set cannot be asked: a list as role was a TypeError
+        if len(message) == 2 and type(message.get("content")) is str:
             continue  # as most are: the loop costs 1 % of a plain request
         for name, part in message.items():
-            if type(part) is not str or name not in _PLAIN_FIELDS or (name == "role" and part not in _PLAIN_ROLES):
+            if type(part) is not str or name not in _PLAIN_FIELDS:
                 return False
     return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
@@ -11,6 +12,7 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import NOT_FOR_TEMPLATES, Checked, check_body, with_model
+from tests.e2e.request_fuzz import REQUESTS, changed, places
 
 from .conftest import Box, chat
 
@@ -254,6 +256,21 @@ def test_a_nearly_plain_request_is_looked_at(field: str) -> None:
         return
     with pytest.raises(HttpError):
         check_body(CHAT, body.encode(), LIMITS)
+
+
+@pytest.mark.parametrize("route", [path for path in REQUESTS if resolve(b"POST", path.encode())])
+def test_a_value_of_any_kind_at_any_place_is_refused_or_passed(route: str) -> None:
+    """A list as role was asked of a set: a TypeError, which the client saw as a 500."""
+    found = resolve(b"POST", route.encode())
+    for body in (*REQUESTS[route], {"messages": [{"role": "user", "content": "a"}]}):
+        for place in places(body):
+            for odd in (None, True, 0, -1.5, 1 << 70, "", "\x00", [], [[]], {}, {"a": []}):
+                try:
+                    check_body(found, json.dumps({"model": "m", **changed(body, place, odd)}).encode(), LIMITS)
+                except HttpError as error:
+                    assert error.status == 400
+                except (TypeError, ValueError) as error:
+                    pytest.fail(f"{place} = {odd!r}: {error!r}")
 
 
 def test_no_argument_of_the_function_that_renders_templates_comes_from_a_request() -> None:
