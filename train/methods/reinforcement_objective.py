@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from train.data.packing import Row
+from train.data.packing import RolloutRow, Row
 from train.methods import packed_objective
 from train.methods.packed_objective import LogProbHead, PackedObjective
 
@@ -64,7 +64,8 @@ class ReinforcementObjective(PackedObjective):
 
 
 def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, Any]:
-    """`row`: a RolloutRow. As `packed_objective.to_batch`, with advantages and sampled, (n,) float32 of the labels."""
+    """As `packed_objective.to_batch`, with advantages and sampled, (n,) float32 of the labels."""
+    assert isinstance(row, RolloutRow)
     advantages = torch.from_numpy(row.advantages).repeat_interleave(torch.tensor(row.sequence_sizes))
     return {
         **packed_objective.to_batch(row, scale, device),
