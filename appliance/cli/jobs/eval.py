@@ -49,6 +49,8 @@ def run(
     """Ask models all prompts of a suite, while engines are idle, and have the answers graded."""
     if (grader is None) == (eval_id is None):
         raise BadUsage("give either --grader, the graders of a new evaluation, or --eval, that of an earlier one")
+    for model in models:  # before anything is made
+        session.client.get(f"/v1/models/{paths.segment(model)}")
     file_id = _sent(session, suite)
     if grader is not None:
         graders = json_file("--grader", grader)

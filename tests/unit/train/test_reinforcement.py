@@ -187,6 +187,10 @@ def test_loss_and_gradients_are_those_of_a_plain_computation(tmp_path, monkeypat
     assert loss.item() == pytest.approx(total.item() * 0.25, rel=1e-5)
     for (name, ours), theirs in zip(objective.model.named_parameters(), plain.parameters(), strict=True):
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-6, rtol=1e-4), name
+    # What the code of its `_compute_loss` gives for these numbers, over 21 tokens.
+    assert loss.item() / 0.25 / 21 == pytest.approx(-0.0407224, abs=1e-6)
+    norm = torch.sqrt(sum(one.grad.square().sum() for one in objective.model.parameters())).item()
+    assert norm / 0.25 / 21 == pytest.approx(1.8867627, rel=1e-5)
     mismatch, clipped = objective.take_metrics()
     assert mismatch > 0 and 0 < clipped < len(row.labels) and objective.take_metrics() == [0.0, 0.0]
 
