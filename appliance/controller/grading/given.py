@@ -30,18 +30,3 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
         if isinstance(leaf, ScoreModel | LabelModel) and not caller_may_use(context.db, caller, leaf.model):
             raise unknown_model(leaf.model)
     return grader
-
-
-def is_deeper(value: Any, most: int) -> bool:
-    """Whether lists and objects stand in each other at more levels."""
-    level = [value]
-    for _ in range(most):
-        level = [
-            inner
-            for one in level
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-        if not level:
-            return False
-    return True

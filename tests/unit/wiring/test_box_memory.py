@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from appliance.admission.box_memory import BoxMemory
-from appliance.admission.host_memory import HostMemory, Means, StoredHere
+from appliance.memory.box_memory import BoxMemory
+from appliance.memory.host_memory import HostMemory, Means, StoredHere
 from appliance.store.objects import jobs
 from appliance.store.records import audit
 from scheduler.core.errors import EffectFailed

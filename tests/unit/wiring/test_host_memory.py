@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from appliance.admission.host_memory import STARTING_FOR_S, WANTED_FOR_S, HostMemory, Means, StoredHere
+from appliance.memory.host_memory import STARTING_FOR_S, WANTED_FOR_S, HostMemory, Means, StoredHere
 from appliance.store.objects import jobs
 from appliance.store.records import audit
 from scheduler.core.workload import DeploymentView

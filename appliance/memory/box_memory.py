@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from appliance.admission.host_memory import HostMemory, Means
+from appliance.memory.host_memory import HostMemory, Means
 from appliance.store.database import Database
 from appliance.store.rows import JobRow
 from scheduler.core.errors import EffectFailed
