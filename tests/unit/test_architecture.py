@@ -538,6 +538,8 @@ TASKS = {
     "runtime/processes/child.py Child.__init__": FENCED,
     "runtime/background_tasks.py BackgroundTasks._task": "the background themselves",
     "runtime/processes/warm_parents.py NodeAgent._keep": AWAITED,
+    "runtime/newcomers.py Newcomers.start": "it waits after each error that accepting raises, and goes on",
+    "runtime/newcomers.py Newcomers._listen": "`Newcomers._ended` logs what a talk raises",
     "runtime/tunnel.py _join": AWAITED,
     "scheduler/loop/loop.py SchedulerLoop._launch": ENDS_THE_PROCESS,
     "scheduler/loop/loop.py SchedulerLoop.run": ENDS_THE_PROCESS,
