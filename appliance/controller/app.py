@@ -27,6 +27,7 @@ from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import file_routes, storage, upload_routes
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
+from appliance.controller.grading.rollouts import RolloutGrading
 from appliance.controller.http import error_handlers
 from appliance.controller.http.middleware import BodyLimits, KnownAtGateways, ReadsInTurns, RequestIds
 from appliance.controller.http.routers import make_router
@@ -55,6 +56,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     background = BackgroundResponses(context, stored, metering)
     graders, answers = GraderHosts(), ModelAnswers(context, metering)
     evaluations = EvalRunner(context, graders, answers)
+    rollouts = RolloutGrading(context, graders, answers)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -103,6 +105,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     app.state.context, app.state.validation, app.state.operations = context, validation, running
     app.state.batches, app.state.canaries = runner, compared
     app.state.responses, app.state.background, app.state.evaluations = stored, background, evaluations
+    app.state.rollouts = rollouts
     app.state.graders = answers
     error_handlers.install(app)
 
