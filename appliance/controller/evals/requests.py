@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
+import orjson
 from pydantic import ConfigDict, Field
 
 from appliance.controller.http.strict_body import StrictBody
@@ -18,7 +19,7 @@ MAX_ITEMS = 10_000
 MAX_DATA_BYTES = 64 << 20
 MAX_ENTRY_BYTES = 1 << 20
 ENTRY_WEIGHT = 1 << 14
-"""An item with its sample: each is parsed and written several times on the controller's loop. As strict_json counts."""
+"""An item with its sample: each is parsed and written several times on the controller's loop. As http/bodies counts."""
 MAX_SCHEMA_BYTES = 1 << 20
 MAX_CRITERIA_BYTES = 2 << 20
 MAX_SOURCE_BYTES = 256 << 10
@@ -147,7 +148,7 @@ def check_source(source: dict[str, Any]) -> None:
     """Raises InvalidGrader, whose `param` is below `data_source`."""
     if source["source"].get("type") == "file_content" and not source["source"]["content"]:
         raise InvalidGrader("source.content", "has no items")
-    if (size := len(json.dumps(without_items(source)))) > MAX_SOURCE_BYTES:
+    if (size := len(orjson.dumps(without_items(source)))) > MAX_SOURCE_BYTES:
         raise InvalidGrader("", f"has {size} bytes beside its items; at most {MAX_SOURCE_BYTES} are taken")
 
 
@@ -158,9 +159,9 @@ def check_eval(body: EvalCreate) -> None:
         ("data_source_config.item_schema", getattr(config, "item_schema", None), MAX_SCHEMA_BYTES),
         ("testing_criteria", body.testing_criteria, MAX_CRITERIA_BYTES),
     ):
-        if (size := len(json.dumps(value))) > most:
+        if (size := len(orjson.dumps(value))) > most:
             raise InvalidGrader(param, f"has {size} bytes; at most {most} are taken")
-    if (variables := json.dumps(body.testing_criteria).count("{{")) > MAX_VARIABLES:
+    if (variables := orjson.dumps(body.testing_criteria).count(b"{{")) > MAX_VARIABLES:
         raise InvalidGrader("testing_criteria", f"has {variables} times '{{{{'; at most {MAX_VARIABLES} are taken")
 
 

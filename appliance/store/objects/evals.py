@@ -79,6 +79,12 @@ def unfinished_ids(db: Database, *, eval_id: str | None = None, owner: str | Non
     return [row["id"] for row in rows]
 
 
+def unfinished_owner(db: Database, run_id: str) -> str | None:
+    """None if there is no such run, or it has ended. Its row is not read: it may hold megabytes."""
+    rows = list(db.execute(f"SELECT owner FROM eval_runs WHERE id = ? AND status IN ({_UNFINISHED})", [run_id]))
+    return str(rows[0]["owner"]) if rows else None
+
+
 def delete_run(db: Database, run_id: str) -> None:
     """With its items."""
     db.execute("DELETE FROM eval_runs WHERE id = ?", [run_id])

@@ -43,6 +43,15 @@ async def test_an_adapter_is_served_on_the_base_that_it_or_the_user_names(roomy:
     assert again["result"]["name"] == "adapter-of-starter"
 
 
+async def test_a_model_out_of_a_package_says_which_and_not_a_path_that_is_gone(roomy: Control):
+    body = {"source": "/tmp/x/m.gguf", "name": "tiny", "origin": "package tiny==1.0"}
+    await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
+    shown = await ask(roomy, "GET", "/models/tiny")
+    assert [shown["source"], *(version["source"] for version in shown["versions"])] == ["package tiny==1.0"] * 2
+    error = await ask(roomy, "POST", "/models/import", 400, json={"source": "/x", "origin": "a\nb"})
+    assert error["error"]["param"] == "origin"
+
+
 async def test_an_adapter_of_a_private_base_is_private_too(roomy: Control):
     models.unshare(roomy.db, "starter", "*")
     models.share(roomy.db, "starter", "ann")

@@ -6,6 +6,7 @@ Names contain ":" and may contain "/": clients send them percent-encoded in one 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -22,7 +23,7 @@ from appliance.controller.context.operations import Operations
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, OperationFailed, SwapFailed, shown
 from appliance.controller.interfaces.model_states import ModelStates
-from appliance.controller.interfaces.ports import AdapterBase, Report
+from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, Report
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.models.activation import switch
 from appliance.controller.models.canaries import Canaries
@@ -39,6 +40,7 @@ Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 class Import(StrictBody):
     source: Text
+    origin: Text | None = None  # where a path's files came from, kept as the model's source
     name: Text | None = None
     base: Text | None = None
     revision: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,255}$")] | None = None
@@ -80,8 +82,9 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
     @router.post("/models/import", status_code=202)
     async def import_model(body: Import, caller: Caller) -> JSONResponse:
-        if "\0" in body.source or not body.source.isprintable():
-            raise BadRequest("The source contains control characters.", param="source", code="invalid_value")
+        for field, text in (("source", body.source), ("origin", body.origin or "")):
+            if not text.isprintable():
+                raise BadRequest(f"The {field} contains control characters.", param=field, code="invalid_value")
         if body.name is not None:
             _check_new_name(db, body.name)
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
@@ -89,12 +92,14 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
         async def work(report: Report) -> dict[str, Any]:
             if adapter is not None:
-                name, base = adapter
-                made = await context.model_ops.import_adapter(body.source, name=name, base=base, report=report)
+                found, base = adapter
+                made = await context.model_ops.import_adapter(body.source, found=found, base=base, report=report)
                 return await register_adapter(context, made, base, caller)
             stats = await context.model_ops.import_model(
                 body.source, name=body.name, revision=body.revision, report=report
             )
+            if body.origin is not None:
+                stats = replace(stats, source=body.origin)
             return register(context, stats, caller)
 
         answer = start("import", body.name or body.source, work)
@@ -201,17 +206,17 @@ def _check_new_name(db: Database, name: str) -> None:
         )
 
 
-async def _adapter(context: ControllerContext, body: Import) -> tuple[str, AdapterBase] | None:
-    """Name and base of the adapter that is to be imported; None for a whole model. Raises BadRequest, Conflict."""
+async def _adapter(context: ControllerContext, body: Import) -> tuple[AdapterFound, AdapterBase] | None:
+    """The adapter that is to be imported, and its base; None for a whole model. Raises BadRequest, Conflict."""
     try:
-        found = await context.model_ops.find_adapter(body.source, name=body.name)
+        found = await context.model_ops.find_adapter(body.source, name=body.name, revision=body.revision)
     except OperationFailed as error:
         raise BadRequest(str(error), param="source", code=error.code) from error
     if found is not None:
-        return found.name, adapter_base(context, found, body.base)
+        return found, adapter_base(context, found, body.base)
     if body.base is not None:
         raise BadRequest(
-            f"A base belongs to an adapter's directory (adapter_config.json), and {shown(body.source)} is none.",
+            f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is none.",
             param="base",
             code="invalid_value",
         )
