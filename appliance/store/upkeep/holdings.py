@@ -38,7 +38,7 @@ def background(db: Database, key_id: str) -> tuple[int, int]:
 
 
 def shrink_responses(db: Database, key_id: str, number: int, size: int, most_bytes: int) -> int:
-    """Delete the longest unused until at most `number` are left with at most `size` bytes, or this many bytes have gone;
+    """Delete the longest unused until at most `number` are left with at most `size` bytes, or `most_bytes` have gone;
     returns how many went. Unanswered ones stay."""
     have, have_bytes = responses(db, key_id)
     until_bytes = have_bytes - most_bytes

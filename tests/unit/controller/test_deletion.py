@@ -16,7 +16,7 @@ from appliance.store.records import keys
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, ResponseRow
 from appliance.store.upkeep import holdings
 from tests.unit.controller.conftest import Control
-from tests.unit.controller.test_evals import CHECK, asked, ended, given, made
+from tests.unit.controller.test_evals import CHECK, ended, given, made
 
 ITEM_BYTES = chunks.CHUNK_BYTES // 2
 
@@ -140,24 +140,3 @@ async def test_stored_responses_of_a_revoked_key_go_a_few_at_a_time(control: Con
     assert responses.delete_of_revoked_keys(control.db) and rows(control.db, "responses") == 3
     await control.app.state.responses.keep_house(0.0)
     assert rows(control.db, "responses") == 0
-
-
-async def test_what_no_engine_takes_is_refused_with_the_run_and_not_with_each_item(control: Control):
-    control.as_key("carol")
-    eval_id = await made(control)
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "string", "pattern": "[]a"}}}
-    with pytest.raises(openai.BadRequestError, match="class that begins") as caught:
-        source = asked(sampling_params={"response_format": form})
-        await control.sdk.evals.runs.create(eval_id, data_source=source)
-    assert caught.value.param == "data_source.sampling_params"
-    labels = [str(number) * 2500 for number in range(10, 20)]
-    judge = {
-        "type": "label_model",
-        "name": "n",
-        "model": "starter",
-        "input": [{"role": "user", "content": "x"}],
-        "labels": labels,
-        "passing_labels": labels[:1],
-    }
-    with pytest.raises(openai.BadRequestError, match="too complex"):
-        await made(control, judge)

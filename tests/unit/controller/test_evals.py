@@ -15,7 +15,10 @@ import pytest
 from appliance.controller.evals import requests, runner
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.grading import model_answers
+from appliance.controller.grading.given import grader_of
+from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.interfaces.principal import FINE_TUNING, Principal
 from appliance.store.objects import evals
 from appliance.store.records import keys
 from appliance.store.upkeep import retention
@@ -288,6 +291,26 @@ async def test_what_is_no_run_is_refused_by_name(control: Control, source: Any, 
     assert caught.value.param == param
 
 
+async def test_what_no_engine_takes_is_refused_with_the_run_and_not_with_each_item(control: Control):
+    control.as_key("carol")
+    eval_id = await made(control)
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "string", "pattern": "[]a"}}}
+    with pytest.raises(openai.BadRequestError, match="class that begins") as caught:
+        source = asked(sampling_params={"response_format": form})
+        await control.sdk.evals.runs.create(eval_id, data_source=source)
+    assert caught.value.param == "data_source.sampling_params"
+
+
+async def test_a_judge_that_no_engine_takes_is_refused_with_its_grader(control: Control):
+    labels = [str(number) * 2500 for number in range(10, 20)]
+    message = {"role": "user", "content": "x"}
+    judge = {"type": "label_model", "name": "n", "model": "starter", "input": [message]}
+    caller = Principal("key_carol", frozenset({FINE_TUNING}), "req_1", "carol")
+    grader_of(control.context, {**judge, "labels": labels[:1], "passing_labels": labels[:1]}, caller)
+    with pytest.raises(BadRequest, match="too complex"):
+        grader_of(control.context, {**judge, "labels": labels, "passing_labels": labels[:1]}, caller)
+
+
 async def test_models_and_files_that_are_not_ones_own_do_not_exist(control: Control):
     eval_id = await made(control)
     with pytest.raises(openai.NotFoundError, match="model"):
@@ -419,7 +442,7 @@ def test_a_file_is_read_as_a_request_is(tmp_path: Path):
     """An integer of 31 digits ended the run: no engine can be told it."""
     (tmp_path / "f").write_bytes(b'{"item": {"turns": [{"role": "user", "content": 1' + b"0" * 30 + b"}]}}")
     (((entry, _),),) = runner._read(tmp_path / "f")
-    assert orjson.dumps(entry["item"]) == b'{"turns":[{"role":"user","content":1e30}]}'
+    assert orjson.loads(orjson.dumps(entry["item"])) == {"turns": [{"role": "user", "content": 1e30}]}
 
 
 def test_entries_come_in_chunks_that_block_no_loop(tmp_path: Path):

@@ -221,9 +221,9 @@ def test_only_arithmetic_is_a_formula(text: str, message: str) -> None:
 
 
 def test_a_refusal_is_short_however_long_what_it_names_is() -> None:
-    for given in ({**LABEL, "passing_labels": ["x" * 9000]}, {**SCORE, "z" * 9000: 1}):
+    for long in ({**LABEL, "passing_labels": ["x" * 9000]}, {**SCORE, "z" * 9000: 1}):
         with pytest.raises(InvalidGrader) as refusal:
-            parse(given)
+            parse(long)
         assert len(str(refusal.value)) < 1100
 
 
