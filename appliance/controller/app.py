@@ -12,24 +12,13 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from appliance.controller import retention
-from appliance.controller.admin import (
-    box,
-    canaries,
-    deployments,
-    devices,
-    engine_settings,
-    forget,
-    keys,
-    mode,
-    queue,
-    session_keys,
-    usage,
-)
-from appliance.controller.admin import (
-    models as admin_models,
-)
+from appliance.controller.admin import box, devices, mode, queue
+from appliance.controller.admin.models import canaries, deployments, engine_settings
+from appliance.controller.admin.models import models as admin_models
+from appliance.controller.admin.owners import forget, keys, session_keys, usage
 from appliance.controller.batches import output_files
 from appliance.controller.batches.background_responses import BackgroundResponses
+from appliance.controller.batches.metering import Metering
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
@@ -58,10 +47,12 @@ def create_app(context: ControllerContext) -> FastAPI:
     Its lifespan deletes leftovers of a crash, resumes validations, publishes the keys and runs housekeeping; run it
     with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
-    validation, running, runner = JobValidation(context), Operations(context), BatchRunner(context)
+    validation, running = JobValidation(context), Operations(context)
+    metering = Metering(context.db, context.publish_keys)
+    runner = BatchRunner(context, metering)
     compared, stored = Canaries(context), StoredResponses(context)
-    background = BackgroundResponses(context, stored)
-    graders, answers = GraderHosts(), ModelAnswers(context)
+    background = BackgroundResponses(context, stored, metering)
+    graders, answers = GraderHosts(), ModelAnswers(context, metering)
     evaluations = EvalRunner(context, graders, answers)
 
     @contextlib.asynccontextmanager
@@ -110,6 +101,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     app.state.context, app.state.validation, app.state.operations = context, validation, running
     app.state.batches, app.state.canaries = runner, compared
     app.state.responses, app.state.background, app.state.evaluations = stored, background, evaluations
+    app.state.graders = answers
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", check=of_admin_routes)

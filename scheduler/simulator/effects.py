@@ -102,7 +102,7 @@ class SimStore:
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
         pass
 
-    def job_waiting(self, job_id: str, reason: str, suspended: bool) -> None:
+    def job_waiting(self, job_id: str, reason: str) -> None:
         pass
 
     def job_ended(self, job_id: str, outcome: str, error: str) -> None:
@@ -123,7 +123,12 @@ class SimEffects:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self.counted_s = (0.0, math.inf)
         """The time in which training counts."""
-        self.training_device_s = 0.0
+        self.trained: list[tuple[float, float, int]] = []
+        """What counted: from, until, on how many devices."""
+
+    @property
+    def training_device_s(self) -> float:
+        return sum((until_s - from_s) * devices for from_s, until_s, devices in self.trained)
 
     def _now(self) -> float:
         now_s = asyncio.get_running_loop().time()
@@ -206,8 +211,9 @@ class SimEffects:
         trained = (now_s - group.since_s) * len(group.lease.device_ids)
         if job.left_device_s is not None:
             job.left_device_s = max(job.left_device_s - trained, 0.0)
-        counted_s = min(now_s, self.counted_s[1]) - max(group.since_s, self.counted_s[0])
-        self.training_device_s += max(counted_s, 0.0) * len(group.lease.device_ids)
+        from_s, until_s = max(group.since_s, self.counted_s[0]), min(now_s, self.counted_s[1])
+        if until_s > from_s:
+            self.trained.append((from_s, until_s, len(group.lease.device_ids)))
         group.since_s = now_s + lost_s
 
     def _finish(self, job_id: str) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 from runtime.devices.kinds import hardware_first
 from runtime.processes.kernel import die_with_parent
-from scheduler.autoscale.standby import StandbyLearner, standby_costs
+from scheduler.autoscale.shadow import standby_costs
+from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import InvalidWorkload
 from scheduler.core.inventory import Device
@@ -125,6 +126,14 @@ class Figures:
     samples: list[Sample] = field(default_factory=list, compare=False)
     first_tokens: list[tuple[float, float]] = field(default_factory=list, compare=False)
     """For the plot: (arrival, time to first token) of up to 5,000 requests."""
+    trained: list[tuple[float, float, int]] = field(default_factory=list, compare=False)
+    """From, until, on how many devices."""
+    within: bytearray = field(default_factory=bytearray, compare=False)
+    """For each request in the order of arrival: 1 if it met its targets."""
+
+    def trained_device_s(self, from_s: float, until_s: float) -> float:
+        """Device seconds of training between these times of the trace."""
+        return sum(max(min(to_s, until_s) - max(at_s, from_s), 0.0) * devices for at_s, to_s, devices in self.trained)
 
     def to_json(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
@@ -173,14 +182,12 @@ def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = l
         await running
 
     virtual_time.run(life())
-    return _figures(setup, cluster, effects.training_device_s, journal.last_id() - handovers_before, gateway.samples)
+    return _figures(setup, cluster, effects, journal.last_id() - handovers_before, gateway.samples)
 
 
-def _figures(
-    setup: Setup, cluster: Cluster, training_device_s: float, handovers: int, samples: list[Sample]
-) -> Figures:
+def _figures(setup: Setup, cluster: Cluster, effects: SimEffects, handovers: int, samples: list[Sample]) -> Figures:
     requests, served = cluster.requests, cluster.served
-    ttft, good, ended = [], 0, 0
+    ttft, ended, within = [], 0, bytearray(len(requests))
     points: list[tuple[float, float]] = []
     every = len(requests) // 5000 + 1
     for n, arrival_s in enumerate(requests.arrival_s):
@@ -192,7 +199,7 @@ def _figures(
         if end_s >= 0:
             ended += 1
             tpot_s = (end_s - first_s) / max(requests.output[n] - 1, 1)
-            good += first_s - arrival_s <= setup.slo_ttft_s and tpot_s <= setup.slo_tpot_s
+            within[n] = first_s - arrival_s <= setup.slo_ttft_s and tpot_s <= setup.slo_tpot_s
     ttft.sort()
 
     def percentile(q: float) -> float | None:
@@ -200,13 +207,15 @@ def _figures(
 
     return Figures(
         requests_served=ended,
-        slo_attainment=good / len(requests),
+        slo_attainment=sum(within) / len(requests),
         ttft_p50_s=percentile(0.5),
         ttft_p95_s=percentile(0.95),
-        training_gpu_hours=training_device_s / 3600,
+        training_gpu_hours=effects.training_device_s / 3600,
         handovers=handovers,
         samples=[replace(sample, at_s=sample.at_s - UP_S) for sample in samples],
         first_tokens=points,
+        trained=[(from_s - UP_S, until_s - UP_S, devices) for from_s, until_s, devices in effects.trained],
+        within=within,
     )
 
 

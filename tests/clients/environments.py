@@ -52,9 +52,19 @@ def path_of(client: Client, folder: Path) -> Path:
 
 def version_of(client: Client, folder: Path) -> str:
     if client.npm:
-        found = json.loads((folder / client.name / "node_modules" / client.name / "package.json").read_text())
-        return str(found["version"])
+        return str(json.loads((_package(client, folder / client.name) / "package.json").read_text())["version"])
     return _output([python_of(client, folder), "-c", _VERSION, client.name]).strip()
+
+
+def command_of(client: Client, folder: Path) -> list[str]:
+    """What runs its script. A script in JavaScript finds packages from where it is, so it goes beside them."""
+    script = Path(__file__).with_name(client.script)
+    if script.suffix != ".mjs":
+        return [python_of(client, folder), str(script)]
+    home = folder / client.name
+    for file in (script, script.with_name("report.mjs")):
+        shutil.copy(file, home)
+    return ["node", str(home / script.name)]
 
 
 def uv_options(pip_settings: str) -> list[str]:
@@ -84,13 +94,18 @@ def _install(home: Path, python: Path, packages: tuple[str, ...]) -> None:
 
 
 def _npm(client: Client, home: Path) -> None:
-    if (home / "node_modules" / client.name).exists():
+    if _package(client, home).exists():
         return
     npm = shutil.which("npm")
     if npm is None:
         raise NotInstalled("no npm here")
     home.mkdir(parents=True, exist_ok=True)
     _output([npm, "install", "--no-fund", "--no-audit", "--prefix", str(home), *client.packages])
+
+
+def _package(client: Client, home: Path) -> Path:
+    """Of npm's packages the first, which is the client."""
+    return home / "node_modules" / client.packages[0]
 
 
 def _output(command: list[str]) -> str:

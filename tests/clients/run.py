@@ -123,16 +123,14 @@ def _tried(client: Client, folder: Path, box: Box, trouble: str) -> Row:
     today = time.strftime("%Y-%m-%d")
     if trouble:
         return Row(client.name, "", today, {}, trouble)
-    python = environments.python_of(client, folder)
     commands = f"{environments.path_of(client, folder)}{os.pathsep}{os.environ.get('PATH', '')}"
     # What this process was started with is nothing of the client's.
     around = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    command = [python, str(Path(__file__).with_name(client.script))]
     log = folder / f"{client.name}.log"
     with open(log, "w") as output:
         try:
             subprocess.run(
-                command,
+                environments.command_of(client, folder),
                 env=around | box.environment() | {"PATH": commands},
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -39,9 +39,11 @@ SUBPACKAGES = (
     "appliance.cli.mode",
     "appliance.cli",
     "appliance.wiring",
-    "appliance.admission",
+    "appliance.memory",
     "appliance.tiers",
     "appliance.nodes",
+    "appliance.controller.admin.models",
+    "appliance.controller.admin.owners",
     "appliance.controller.admin",
     "appliance.controller.openai",
     "appliance.controller.evals",
@@ -68,6 +70,7 @@ SUBPACKAGES = (
     "appliance.gateway.access",
     "appliance.gateway.routing",
     "appliance.gateway.payload",
+    "appliance.gateway.answers",
     "appliance.gateway.core",
     "appliance.models",
     "appliance.store.upkeep",
@@ -106,7 +109,7 @@ SUBPACKAGES = (
     "runtime.processes",
     "runtime",
 )
-MOST_FILES, MOST_LINES = 16, 2_700
+MOST_FILES, MOST_LINES = 15, 2_500
 
 # Library -> the only files that may import it. A name ending in "/" stands for every file below it, * for any text.
 FENCES = {

@@ -6,15 +6,16 @@ import pytest
 
 from tests.clients import table
 from tests.clients.clients import CHECKS, CLIENTS
-from tests.clients.environments import uv_options
+from tests.clients.environments import command_of, uv_options, version_of
 from tests.clients.run import _surprises
 from tests.clients.table import ROOT, Row
 
 
 def test_every_client_has_its_script_and_every_script_its_client():
     scripts = {client.script for client in CLIENTS}
-    own = {"__init__.py", "__main__.py", "clients.py", "environments.py", "report.py", "run.py", "table.py"}
-    assert scripts == {path.name for path in (ROOT / "tests" / "clients").glob("*.py")} - own
+    own = {"__init__.py", "__main__.py", "clients.py", "environments.py", "run.py", "table.py"}
+    files = {path.name for path in (ROOT / "tests" / "clients").iterdir() if path.suffix in (".py", ".mjs")}
+    assert scripts == files - own - {"report.py", "report.mjs"}
     assert all(client.known.keys() <= {*CHECKS, "trouble"} for client in CLIENTS)
 
 
@@ -60,3 +61,13 @@ def test_a_failure_that_is_known_is_no_surprise():
 )
 def test_pips_settings_are_uvs(line, options):
     assert uv_options(line) == options
+
+
+def test_a_script_in_javascript_runs_where_its_packages_are(tmp_path):
+    client = CLIENTS[0].__class__("openai-node", "openai_node.mjs", ("openai", "zod"), npm=True)
+    home = tmp_path / "openai-node"
+    (home / "node_modules" / "openai").mkdir(parents=True)
+    (home / "node_modules" / "openai" / "package.json").write_text('{"version": "6.0.0"}')
+    assert command_of(client, tmp_path) == ["node", str(home / "openai_node.mjs")]
+    assert (home / "openai_node.mjs").exists() and (home / "report.mjs").exists()
+    assert version_of(client, tmp_path) == "6.0.0"

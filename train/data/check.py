@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from train.data.formats import BadRecord, Record, shape_of, to_chat
+from train.data.formats import BadRecord, Record, is_deeper, shape_of, to_chat
 
 MAX_EXAMPLE_BYTES = 16 * 2**20
 MAX_DEPTH = 64
@@ -172,19 +172,9 @@ def _parse(raw: bytes) -> Any:
     except orjson.JSONDecodeError as error:
         raise BadRecord(f"is not valid JSON ({error})") from error
     # Walking is not cheap either, but few records have enough brackets to be too deep.
-    if brackets > MAX_DEPTH and _deeper_than(record, MAX_DEPTH):
+    if brackets > MAX_DEPTH and is_deeper(record, MAX_DEPTH):
         raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
     return record
-
-
-def _deeper_than(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit):
-        children = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
-        level = [child for child in children if isinstance(child, (dict, list))]
-        if not level:
-            return False
-    return True
 
 
 def _estimate_tokens(chat: dict[str, Any]) -> int:

@@ -42,7 +42,7 @@ app = group("The making of fine-tuning jobs; `appliance job` takes this command 
     "",
     "Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,",
     "learning_rate, warmup_ratio, weight_decay, max_grad_norm, gradient_accumulation, micro_batch, packing,",
-    "activation_checkpointing, offload, snapshot_every_s, step_patience_s.",
+    "activation_checkpointing, offload, snapshot_every_s, step_patience_s, general_questions.",
 )
 @with_training
 def submit(

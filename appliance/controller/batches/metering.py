@@ -3,7 +3,8 @@ to a direct request.
 
 A direct request over a limit is refused, because its client can retry; a line waits here, as long as its batch has
 time, and so does a response in background. Both have buckets of their own: a batch does not slow down direct requests
-of the same key.
+of the same key. There is one Metering of the controller: all that waits for a key's limits shares
+one allowance.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Sent:
 
 
 class Metering:
-    """Metering of all batches. `changed` republishes the keys when a quota was used up."""
+    """Of batches, responses in background and models that grade. `changed` republishes the keys when a quota was used
+    up."""
 
     def __init__(self, db: Database, changed: Callable[[], None]):
         self._db, self._spending = db, Spending(db, changed)

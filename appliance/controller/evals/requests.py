@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import orjson
+from pydantic import ConfigDict, Field
 
+from appliance.controller.http.strict_body import StrictBody
 from train.graders import templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_VARIABLES
@@ -17,7 +19,7 @@ MAX_ITEMS = 10_000
 MAX_DATA_BYTES = 64 << 20
 MAX_ENTRY_BYTES = 1 << 20
 ENTRY_WEIGHT = 1 << 14
-"""An item with its sample: each is parsed and written several times on the controller's loop. As strict_json counts."""
+"""An item with its sample: each is parsed and written several times on the controller's loop. As http/bodies counts."""
 MAX_SCHEMA_BYTES = 1 << 20
 MAX_CRITERIA_BYTES = 2 << 20
 MAX_SOURCE_BYTES = 256 << 10
@@ -26,17 +28,13 @@ JSONL = "jsonl"
 Text = Annotated[str, Field(max_length=templates.MAX_TEXT)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class CustomConfig(_Strict):
+class CustomConfig(StrictBody):
     type: Literal["custom"]
     item_schema: dict[str, Any]
     include_sample_schema: bool = False
 
 
-class _Refused(_Strict):
+class _Refused(StrictBody):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
@@ -44,30 +42,30 @@ class LogsConfig(_Refused):
     type: Literal["logs", "stored_completions"]
 
 
-class EvalCreate(_Strict):
+class EvalCreate(StrictBody):
     data_source_config: Annotated[CustomConfig | LogsConfig, Field(discriminator="type")]
     testing_criteria: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_CRITERIA)]
     name: Annotated[str, Field(max_length=512)] | None = None
     metadata: dict[str, str] | None = None
 
 
-class EvalUpdate(_Strict):
+class EvalUpdate(StrictBody):
     name: Annotated[str, Field(max_length=512)] | None = None
     metadata: dict[str, str] | None = None
 
 
-class Entry(_Strict):
+class Entry(StrictBody):
     item: dict[str, Any]
     sample: dict[str, Any] | None = None
 
 
-class FileContent(_Strict):
+class FileContent(StrictBody):
     type: Literal["file_content"]
     content: Annotated[list[Entry], Field(max_length=MAX_ITEMS)]
     """Empty once the items have rows of their own, see `without_items`."""
 
 
-class FileId(_Strict):
+class FileId(StrictBody):
     type: Literal["file_id"]
     id: Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -79,12 +77,12 @@ class StoredSource(_Refused):
 Source = Annotated[FileContent | FileId | StoredSource, Field(discriminator="type")]
 
 
-class _Part(_Strict):
+class _Part(StrictBody):
     type: Literal["input_text", "output_text", "text"]
     text: Text
 
 
-class Message(_Strict):
+class Message(StrictBody):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Text | _Part
     type: Literal["message"] | None = None
@@ -94,21 +92,21 @@ class Message(_Strict):
         return self.content if isinstance(self.content, str) else self.content.text
 
 
-class Template(_Strict):
+class Template(StrictBody):
     type: Literal["template"]
     template: Annotated[list[Message], Field(min_length=1, max_length=64)]
 
 
-class ItemReference(_Strict):
+class ItemReference(StrictBody):
     type: Literal["item_reference"]
     item_reference: Annotated[str, Field(min_length=1, max_length=512)]
 
 
-class TextFormat(_Strict):
+class TextFormat(StrictBody):
     format: dict[str, Any] | None = None
 
 
-class Sampling(_Strict):
+class Sampling(StrictBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -119,12 +117,12 @@ class Sampling(_Strict):
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
 
 
-class Jsonl(_Strict):
+class Jsonl(StrictBody):
     type: Literal["jsonl"]
     source: Source
 
 
-class Sampled(_Strict):
+class Sampled(StrictBody):
     """`completions` and `responses` differ in how tools and formats are written."""
 
     type: Literal["completions", "responses"]
@@ -134,7 +132,7 @@ class Sampled(_Strict):
     sampling_params: Sampling | None = None
 
 
-class RunCreate(_Strict):
+class RunCreate(StrictBody):
     data_source: Annotated[Jsonl | Sampled, Field(discriminator="type")]
     name: Annotated[str, Field(max_length=512)] | None = None
     metadata: dict[str, str] | None = None
@@ -142,7 +140,7 @@ class RunCreate(_Strict):
 
 def size_of(source: dict[str, Any]) -> int:
     """Bytes of a run's data source as JSON."""
-    return len(json.dumps(source))
+    return len(orjson.dumps(source))
 
 
 def without_items(source: dict[str, Any]) -> dict[str, Any]:
@@ -167,9 +165,9 @@ def check_eval(body: EvalCreate) -> None:
         ("data_source_config.item_schema", getattr(config, "item_schema", None), MAX_SCHEMA_BYTES),
         ("testing_criteria", body.testing_criteria, MAX_CRITERIA_BYTES),
     ):
-        if (size := len(json.dumps(value))) > most:
+        if (size := len(orjson.dumps(value))) > most:
             raise InvalidGrader(param, f"has {size} bytes; at most {most} are taken")
-    if (variables := json.dumps(body.testing_criteria).count("{{")) > MAX_VARIABLES:
+    if (variables := orjson.dumps(body.testing_criteria).count(b"{{")) > MAX_VARIABLES:
         raise InvalidGrader("testing_criteria", f"has {variables} times '{{{{'; at most {MAX_VARIABLES} are taken")
 
 

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,10 @@ from appliance.controller.access.model_access import viewer_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import requests
 from appliance.controller.evals.requests import Jsonl, Sampled, body_of, sample_of
-from appliance.controller.grading.given import MAX_DEPTH, is_deeper
+from appliance.controller.grading.given import MAX_DEPTH
 from appliance.controller.grading.judged import graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
-from appliance.controller.http.strict_json import check_values
+from appliance.controller.http.bodies import check_values
 from appliance.controller.interfaces.errors import ApiError, BadRequest
 from appliance.store.chunks import little_by_little
 from appliance.store.ids import new_id
@@ -35,6 +35,7 @@ from appliance.store.objects import files as file_rows
 from appliance.store.records import keys
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
 from runtime.background_tasks import RunningTasks
+from train.data.formats import is_deeper
 from train.graders.errors import GradingFailed
 from train.graders.graders import Grader, parse
 from train.graders.grading import ModelAnswer
@@ -47,7 +48,9 @@ DELETE_WITHIN_S = 5.0
 AT_ONCE = 8
 _CHUNK = 500
 _CHUNK_BYTES = 512 << 10
-"""Of entries that are checked and stored in one go, on a loop with other tasks."""
+"""Of entries that are checked in one go."""
+_STORED = 100
+"""Of entries that are stored in one go, on a loop with other tasks."""
 _CHECK_S = 60.0
 _ERROR_CHARACTERS = 2000
 _Measured = tuple[dict[str, Any], int]
@@ -104,11 +107,9 @@ class EvalRunner:
             task.cancel()
 
     async def _run(self, run_id: str) -> None:
-        row = evals.find_run(self._db, run_id)
-        if row is None or row.finished:
+        owner = evals.unfinished_owner(self._db, run_id)
+        if owner is None:
             return
-        owner = row.owner
-        del row  # it may hold all items, and its turn may be far
         async with self._turns[owner]:
             try:
                 await self._judged(run_id)
@@ -125,7 +126,7 @@ class EvalRunner:
         of = evals.find(self._db, row.eval_id, viewer=None) if row is not None else None
         if row is None or of is None or row.finished:
             return
-        source = _SOURCE.validate_python(row.data_source)
+        source = await asyncio.to_thread(_SOURCE.validate_python, row.data_source)
         graders = [parse(criterion) for criterion in of.criteria]
         if row.status == "queued":
             self._check_may_go_on(row)
@@ -187,7 +188,7 @@ class EvalRunner:
         # What a preparation that was cut short has left.
         await little_by_little(partial(evals.clear_some, self._db, row.id))
         now_s, place = time.time(), 0
-        for chunk in chunks:
+        for chunk in _pieces(chunks, _STORED):
             rows = [
                 EvalItemRow(new_id("outputitem_"), row.id, at, now_s, item=entry["item"], sample=entry.get("sample"))
                 for at, (entry, _) in enumerate(chunk, place)
@@ -310,6 +311,12 @@ class EvalRunner:
             counts={**row.counts, one["status"]: row.counts.get(one["status"], 0) + 1},
             bytes=row.bytes + len(json.dumps([one["sample"], one["results"]])),
         )
+
+
+def _pieces(chunks: list[list[_Measured]], most: int) -> Iterator[list[_Measured]]:
+    for chunk in chunks:
+        for at in range(0, len(chunk), most):
+            yield chunk[at : at + most]
 
 
 async def _refused(host: GraderHost, schema: dict[str, Any], chunks: list[list[_Measured]]) -> list[tuple[int, str]]:

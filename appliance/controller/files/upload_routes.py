@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from appliance.controller.access.disk import insufficient_storage
 from appliance.controller.context.context import ControllerContext
@@ -28,6 +28,7 @@ from appliance.controller.files import multipart
 from appliance.controller.files import storage as files
 from appliance.controller.http import views
 from appliance.controller.http.routers import make_router
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id
@@ -40,16 +41,12 @@ _COPY_BYTES = 2**20
 _MD5 = re.compile(r"[0-9a-fA-F]{32}\Z")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class ExpiresAfter(_Strict):
+class ExpiresAfter(StrictBody):
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=files.EXPIRY_S.start, lt=files.EXPIRY_S.stop)]
 
 
-class UploadCreate(_Strict):
+class UploadCreate(StrictBody):
     bytes: Annotated[int, Field(ge=0)]
     filename: Annotated[str, StringConstraints(max_length=1024)]
     mime_type: Annotated[str, StringConstraints(min_length=1, max_length=255)]
@@ -57,7 +54,7 @@ class UploadCreate(_Strict):
     expires_after: ExpiresAfter | None = None
 
 
-class UploadComplete(_Strict):
+class UploadComplete(StrictBody):
     part_ids: Annotated[list[Annotated[str, StringConstraints(max_length=256)]], Field(max_length=MAX_PARTS)]
     md5: Annotated[str, StringConstraints(max_length=64)] | None = None
 

@@ -50,18 +50,3 @@ def check_asked(fields: dict[str, Any], param: str) -> None:
         check_body(_CHAT, orjson.dumps(body), _LIMITS)
     except gateway_errors.HttpError as error:
         raise BadRequest(f"Invalid '{param}': {error.message}", param=param, code=error.code) from None
-
-
-def is_deeper(value: Any, most: int) -> bool:
-    """Whether lists and objects stand in each other at more levels."""
-    level = [value]
-    for _ in range(most):
-        level = [
-            inner
-            for one in level
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-        if not level:
-            return False
-    return True

@@ -33,9 +33,9 @@ MAX_OF_A_KEY = 16
 class ModelAnswers:
     """Invariant: every model in `_asking` has at least one request that waits or is at an engine."""
 
-    def __init__(self, context: ControllerContext):
+    def __init__(self, context: ControllerContext, metering: Metering):
         self._context, self._db = context, context.db
-        self._metering = Metering(context.db, context.publish_keys)
+        self._metering = metering
         self._asking: Counter[str] = Counter()
         self._flying: Counter[str] = Counter()
         self._turns: WeakValueDictionary[tuple[str | None, str], asyncio.Semaphore] = WeakValueDictionary()

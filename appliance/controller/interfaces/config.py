@@ -95,6 +95,7 @@ class ControllerConfig(BaseModel):
 
     # --- requests
     json_body_bytes: int = Field(8 * MIB, ge=1024)
+    """A line of a batch; a body of a control route, which has a smaller bound of its own (http/bodies.py)."""
     upload_bytes: int = Field(512 * MIB, ge=1024)
     upload_part_bytes: int = Field(64 * MIB, ge=1024)
     """One part of an upload in parts."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from appliance.controller.access.model_access import caller_may_use
+from appliance.controller.access.model_access import absent_model, caller_may_use
 from appliance.controller.access.naming import fine_tuned_name, resolve, root_base
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
@@ -19,7 +19,7 @@ from appliance.controller.files import storage
 from appliance.controller.http import idempotency, views
 from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs import claims, data, devices, requests, settings
 from appliance.controller.jobs.events import add_message
@@ -121,11 +121,7 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     requests.check(body)
     base = resolve(context.db, body.model) if caller_may_use(context.db, caller, body.model) else None
     if base is None:
-        raise NotFound(
-            f"The model {shown(body.model)} does not exist on this box; `appliance model list` shows those that do.",
-            param="model",
-            code="model_not_found",
-        )
+        raise absent_model(body.model)
     if base.model.task != "generate":
         raise BadRequest(
             f"The model {shown(body.model)} makes embeddings; only text-generating models can be tuned.",

@@ -8,7 +8,7 @@ import logging
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from appliance.controller.access.model_access import caller_may_use, unknown_model, usable_models
 from appliance.controller.access.naming import OwnerName, Resolved, resolve
@@ -16,6 +16,7 @@ from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import views
 from appliance.controller.http.routers import make_router
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import (
     ApiError,
     BadRequest,
@@ -118,10 +119,8 @@ def routes(context: ControllerContext) -> APIRouter:
     return router
 
 
-class Share(BaseModel):
+class Share(StrictBody):
     """owners: of keys. everybody: all keys, including future ones. stop: end the sharing."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     owners: Annotated[list[OwnerName], Field(max_length=100)] = Field(default_factory=list)
     everybody: bool = False

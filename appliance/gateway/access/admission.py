@@ -56,8 +56,12 @@ def check_head(request: Request, limits: Limits) -> None:
     if route.kind is Kind.INFERENCE:
         kind = headers.get(b"content-type")
         if kind is not None and not kind.lower().startswith(_JSON):
+            given = kind[:100].decode("ascii", "replace")
             raise HttpError(
-                415, "Unsupported content type, expected application/json.", code="unsupported_content_type"
+                415,
+                f"Unsupported content type {given!r}, expected application/json "
+                "(curl: -H 'content-type: application/json').",
+                code="unsupported_content_type",
             )
 
 

@@ -80,13 +80,13 @@ def protocol_error(message: str, status: int = 400) -> HttpError:
     return HttpError(status, message, code="bad_http_request", close=True)
 
 
-def unknown_url(method: str, path: str) -> HttpError:
-    return HttpError(
-        404,
-        f"Unknown request URL: {method} {path}. Please check the URL for typos, "
-        "or see the documentation of this server for the routes it has.",
-        code="unknown_url",
-    )
+def unknown_url(method: str, path: str, meant: str = "") -> HttpError:
+    """meant: the URL that there is, where the client's base URL has one /v1 too few or too many."""
+    if meant:
+        hint = f"Did you mean {meant}? OpenAI's clients want a base URL that ends with /v1, Anthropic's one without it."
+    else:
+        hint = "Please check the URL for typos, or see the documentation of this server for the routes it has."
+    return HttpError(404, f"Unknown request URL: {method} {path}. {hint}", code="unknown_url")
 
 
 def method_not_allowed(method: str, path: str, allowed: str) -> HttpError:

@@ -192,7 +192,14 @@ def _below(method: bytes, path: bytes) -> Route:
                 if method in narrower.methods and suits:
                     return narrower
             return route
-    raise errors.unknown_url(_shown(method), _shown(path))
+    raise errors.unknown_url(_shown(method), _shown(path), _shown(_meant(path)))
+
+
+def _meant(path: bytes) -> bytes:
+    """The URL that there is for one with a /v1 too few or too many; empty where neither is the fault."""
+    meant = path[3:] if path.startswith(b"/v1/v1/") else b"/v1" + path
+    known = meant in EXACT or any(meant == route.path or meant.startswith(route.path + b"/") for route in CONTROL)
+    return meant if known and not _UNSAFE_PATH.search(path) else b""
 
 
 def _shown(raw: bytes) -> str:

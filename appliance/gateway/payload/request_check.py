@@ -14,12 +14,14 @@ from typing import Any, Final
 
 import orjson
 
+from appliance.gateway.answers.continuation import CHAT, Continuation, continuation_of
+from appliance.gateway.answers.transcript import Transcript, transcript_of
+from appliance.gateway.answers.usage import TokenRequest
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, MESSAGES, RESPONSES, Route
 from appliance.gateway.payload.body_weight import check_weight
-from appliance.gateway.payload.continuation import CHAT, Continuation, continuation_of
 from appliance.gateway.payload.fields import check_fields
 from appliance.gateway.payload.nesting import walk
 from appliance.gateway.payload.shapes import (
@@ -33,8 +35,6 @@ from appliance.gateway.payload.shapes import (
     same_kind,
 )
 from appliance.gateway.payload.structure import check_structure
-from appliance.gateway.payload.transcript import Transcript, transcript_of
-from appliance.gateway.payload.usage import TokenRequest
 from weights.format.legacy_functions import LegacyRefused, as_tools, is_legacy
 
 MODEL_NAME_CHARS: Final = 512

@@ -61,11 +61,14 @@ class RequestParser:
     """The parser of one connection. head_started: a request's head has begun and is incomplete."""
 
     head_started: bool = False
+    _method: bytes = b""
+    _version: bytes = b""
     _url: bytes = b""
     _header_count: int = 0
     _head_bytes: int = 0
     _unparsed_head: int = 0
     _in_head: bool = True
+    _offers_upgrade: bool = False
     _between: bool = True
     _fed: bytes | None = None
     _repeat: RepeatedHead | None = None
@@ -86,22 +89,24 @@ class RequestParser:
             self._fed = data
         else:
             self._fed = None
-        parser = self._parser
-        assert parser is not None
-        try:
-            parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            raise errors.protocol_error("CONNECT and protocol upgrades are not supported.") from None
-        except httptools.HttpParserCallbackError as error:
-            cause = error.__context__
-            if isinstance(cause, Closing):
-                return
-            if not isinstance(cause, HttpError):
-                raise
-            raise cause from None
-        except httptools.HttpParserError as error:
-            self._state.metrics.events["bad_http"] += 1
-            raise errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}.") from None
+        while True:
+            parser = self._parser
+            assert parser is not None
+            try:
+                parser.feed_data(data)
+                break
+            except httptools.HttpParserUpgrade as offer:
+                data = self._without_offer(data[offer.args[0] :])
+            except httptools.HttpParserCallbackError as error:
+                cause = error.__context__
+                if isinstance(cause, Closing):
+                    return
+                if not isinstance(cause, HttpError):
+                    raise
+                raise cause from None
+            except httptools.HttpParserError as error:
+                self._state.metrics.events["bad_http"] += 1
+                raise errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}.") from None
         if self._in_head:
             # httptools' parser still holds the bytes of a head that it has not reported.
             self._unparsed_head += len(data)
@@ -112,6 +117,16 @@ class RequestParser:
         """Break the reference cycle with the parser, so that a closed connection does not wait for garbage
         collection."""
         self._parser = None
+
+    def _without_offer(self, rest: bytes) -> bytes:
+        """A request that offers another protocol, as bytes for a new parser: its head without the offer, which a server
+        may ignore (RFC 9110, 7.8), and what followed it. httptools would leave its body unread."""
+        request_line = b"%b %b HTTP/%b" % (self._method, self._url, self._version)
+        lines = [b"%b: %b" % line for line in self._headers.items() if line[0] != b"upgrade"]
+        self._offers_upgrade = False
+        self._fed = None
+        self._parser = httptools.HttpRequestParser(self)
+        return b"\r\n".join((request_line, *lines, b"", rest))
 
     def _repeated(self, repeat: RepeatedHead, data: bytes) -> bool:
         """Begin a request whose head is known. False: httptools must look at these bytes."""
@@ -174,7 +189,11 @@ class RequestParser:
         assert parser is not None
         self._in_head = self.head_started = False
         if parser.should_upgrade():
-            raise errors.protocol_error("CONNECT and protocol upgrades are not supported.")
+            self._method, self._version = parser.get_method(), parser.get_http_version().encode()
+            if self._method == b"CONNECT":
+                raise errors.protocol_error("CONNECT is not supported.")
+            self._offers_upgrade = True
+            return
         request = Request(parser.get_method(), self._url, headers, parser.get_http_version())
         self._connection.parsing = request
         length = headers.get(b"content-length")
@@ -196,6 +215,8 @@ class RequestParser:
         self._connection.body_data(data)
 
     def on_message_complete(self) -> None:
+        if self._offers_upgrade:
+            return  # parsed anew without the offer
         request = self._connection.parsing
         if request is None:
             return  # answered and closing

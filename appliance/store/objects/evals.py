@@ -102,6 +102,12 @@ def delete_some(db: Database) -> bool:
     return True
 
 
+def unfinished_owner(db: Database, run_id: str) -> str | None:
+    """None if there is no such run, or it has ended. Its row is not read: it may hold megabytes."""
+    rows = list(db.execute(f"SELECT owner FROM eval_runs WHERE id = ? AND status IN ({_UNFINISHED})", [run_id]))
+    return str(rows[0]["owner"]) if rows else None
+
+
 def insert_items(db: Database, rows: Iterable[EvalItemRow]) -> None:
     with db.transaction():
         for row in rows:

@@ -156,9 +156,10 @@ FROZEN = {
     "plan job": [
         *BOX,
         *METHOD,
+        "--accelerator",
         "--batch-size",
         "--config",
-        "--device-kind",
+        "--device-kind",  # the old name of --accelerator, which warns
         "--devices",
         "--epochs",
         "--examples",

@@ -265,7 +265,7 @@ async def test_a_restart_takes_up_what_is_unfinished(control: Control):
     responses.update(control.db, made.id, status="in_progress")  # killed while an engine was at it
     engines(control).lines = 4
     scripted(control, EngineAnswer(200, answer(1, "after all"), "v1"))
-    again = BackgroundResponses(control.context, control.app.state.responses)
+    again = BackgroundResponses(control.context, control.app.state.responses, control.app.state.batches.metering)
     again.start()
     try:
         assert (await ended(control, made.id)).output_text == "after all"

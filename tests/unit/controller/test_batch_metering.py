@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from appliance.controller.batches import background_responses
 from appliance.controller.batches.answers import Answers
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.store.objects import batches
@@ -170,3 +171,14 @@ async def test_a_batch_whose_answers_cannot_be_written_pays_for_what_was_compute
     await control.app.state.batches.tasks.idle()
     of_key = spent(control)["batcher"]
     assert of_key.requests == 2 and of_key.prompt_tokens > 3000
+
+
+async def test_what_waits_for_one_keys_limits_shares_them(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """Batches, responses in background and judges: each had the key's whole allowance once."""
+    monkeypatch.setattr(background_responses, "LOOK_EVERY_S", 0.005)
+    key_id = as_key(control, requests_per_minute=1)
+    await ended(control, await begun(control, [line(0)]))
+    made = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
+    judged = await control.app.state.graders.ask(key_id, {"model": "starter", "messages": []}, within_s=0.05)
+    assert "no answer within" in judged.error
+    assert (await control.sdk.responses.retrieve(made.id)).status == "queued" and len(engines(control).sent) == 1

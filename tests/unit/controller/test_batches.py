@@ -311,7 +311,7 @@ async def test_a_restart_repeats_only_what_was_in_flight(control: Control):
     answered_before = {json.loads(row)["custom_id"] for row in kept}
     sent_before = len(engines(control).sent)
     sweep(control.context)
-    runner = BatchRunner(control.context)
+    runner = BatchRunner(control.context, control.app.state.batches.metering)
     runner.start()
     async with asyncio.timeout(10):
         await runner.tasks.idle()
@@ -341,7 +341,7 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
     )
     answers.close()
     batches.update(control.db, batch_id, status="finalizing", finalizing_s=time.time())
-    runner = BatchRunner(control.context)
+    runner = BatchRunner(control.context, control.app.state.batches.metering)
     runner.start()
     async with asyncio.timeout(10):
         await runner.tasks.idle()

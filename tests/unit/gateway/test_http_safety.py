@@ -60,7 +60,6 @@ MALFORMED = {
     "byte above 127 in URL": b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
     "absurd method": b"BREW /health HTTP/1.1\r\nHost: a\r\n\r\n",
     "CONNECT": b"CONNECT example.org:443 HTTP/1.1\r\nHost: a\r\n\r\n" + SMUGGLED,
-    "upgrade": b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n" + SMUGGLED,
     "header name with CR": POST + b"X\r-A: b\r\n\r\n",
 }
 
@@ -74,6 +73,60 @@ async def test_malformed_requests_are_refused_and_end_the_connection(box: Box, n
     assert rest == b"", "nothing after a malformed request may be answered"
     assert box.engines["e0"].requests == []
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+
+
+# Java's HttpClient and `curl --http2` offer HTTP/2 with every request over plain HTTP.
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
+
+
+@pytest.mark.parametrize("pieces", ["one", "head and body", "bytes"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY),
+        b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY),
+    ],
+    ids=["length", "chunked"],
+)
+async def test_an_offer_of_another_protocol_is_ignored(box: Box, body: bytes, pieces: str) -> None:
+    wire = await box.connect()
+    data = POST + OFFER + body
+    cuts = {
+        "one": [len(data)],
+        "head and body": [data.index(b"\r\n\r\n") + 4, len(data)],
+        "bytes": range(1, len(data) + 1),
+    }
+    start = 0
+    for cut in cuts[pieces]:
+        await wire.send(data[start:cut])
+        start = cut
+        await asyncio.sleep(0)
+    assert (await wire.response()).status == 200
+    await wire.send(data + data + SMUGGLED)
+    assert [(await wire.response()).status for _ in range(3)] == [200, 200, 200], "what follows is HTTP/1.1 too"
+    assert all(request.body.startswith(BODY[:-1]) for request in box.engines["e0"].requests)
+
+
+async def test_offers_without_a_body_and_many_of_them(box: Box) -> None:
+    offer = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    wire = await box.connect()
+    await wire.send(offer * 3 + SMUGGLED)
+    assert [(await wire.response()).status for _ in range(4)] == [200] * 4
+    wire = await box.connect()
+    await wire.send(POST + b"Content-Length: 4\r\n" + OFFER + b"Content-Length: 5\r\n\r\nabcde" + SMUGGLED)
+    assert (await wire.response()).status == 400 and await wire.eof() == b""
+    old = b"GET /health HTTP/1.0\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    assert (await _send(box, old))[0].status == 200
+
+
+async def test_an_offer_keeps_the_bounds_of_a_head(start_box: Start) -> None:
+    box = await start_box(limits={"inference_body_bytes": 50})
+    await box.engine("e0")
+    box.serve("m", "e0")
+    response, rest = await _send(box, POST + OFFER + b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY))
+    assert response.status == 413 and rest == b""
+    response, rest = await _send(box, POST + OFFER + b"X: y\r\n" * 101 + b"\r\n")
+    assert response.status == 431 and rest == b""
 
 
 async def test_good_request_then_garbage_answers_the_good_one_first(box: Box) -> None:

@@ -135,7 +135,8 @@ async def test_forms_are_refused(box: Box) -> None:
     wire = await box.connect()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\n"
     await wire.send(f"{head}Content-Type: text/plain\r\nContent-Length: 2\r\n\r\n".encode() + b"{}")
-    assert (await wire.response()).status == 415
+    response = await wire.response()
+    assert response.status == 415 and "'text/plain'" in response.error["message"], "what was given, and what to do"
 
 
 def test_other_routes_have_their_own_inputs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -66,7 +67,10 @@ def test_a_file_and_a_directory_with_one_are_imported(library, tmp_path):
     made = library.import_model(str(file), report=lambda done, total, unit, message: seen.append(message))
     assert (made.name, made.version, made.arch, made.task) == ("tiny.Q8", "v1", "LlamaForCausalLM", "generate")
     assert made.max_model_len == 128 and made.source == str(file) and "dequantising" in seen
-    assert library.import_model(str(folder), name="other").name == "other"
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.2, "eos_token_id": 77}')
+    other = library.import_model(str(folder), name="other")
+    sampling, own = (json.loads((one.path / "generation_config.json").read_text()) for one in (other, made))
+    assert other.name == "other" and sampling == {**own, "do_sample": True, "temperature": 0.2}
     (folder / "second.gguf").write_bytes(file.read_bytes())
     with pytest.raises(SourceNotFound, match="second.gguf, tiny.Q8.gguf"):
         library.import_model(str(folder))

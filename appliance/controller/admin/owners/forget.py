@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from anyio import to_thread
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import StringConstraints
 
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.runner import BatchRunner
@@ -24,6 +24,7 @@ from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import storage as files
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs.wanted import ask
@@ -41,11 +42,9 @@ _SHOWN = 10
 _MENTIONED = 100
 
 
-class Forget(BaseModel):
+class Forget(StrictBody):
     """owner: as in keys. cancel: cancel unfinished work; without it, unfinished work makes the request fail.
     models: also delete those trained on the owner's files."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     owner: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     cancel: bool = False
