@@ -95,6 +95,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     parts.states.after_restart(adopted={group.job_id for group in there.groups if group.ended is None})
 
     app = create_app(parts.context)
+    parts.runs.graded_by(app.state.rollouts.grade)
     listeners = (
         (_server(FromBox(app)), paths.controller_socket),
         (_server(FromGateways(app, paths.gateway_token.read_text())), paths.gateway_socket),

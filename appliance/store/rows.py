@@ -396,6 +396,14 @@ UNFINISHED_EVAL_RUN = ("queued", "in_progress")
 
 
 @dataclass(frozen=True, slots=True)
+class JobGraderRow:
+    """What the answers of a reinforcement job are judged by, as OpenAI's API has it."""
+
+    job_id: str
+    grader: dict[str, Any] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class EvalRow:
     """An evaluation: the shape of its items, and the graders that judge a sample of each. include_sample: whether the
     schema that is shown has the sample's fields."""

@@ -518,6 +518,7 @@ ONE_SHOT = "it has an end of its own, and says in the store or to its caller wha
 FENCED = "whatever it raises, its `finally` tells those who wait for it"
 ENDS_THE_PROCESS = "its exception ends the process, which is started anew"
 TASKS = {
+    "train/control/group.py Group._asked": "ends the group",
     "appliance/controller/batches/background_responses.py BackgroundResponses._send_some": ONE_SHOT,
     "appliance/controller/batches/work.py BatchWork._send_what_may_go": ONE_SHOT,
     "appliance/controller/batches/work.py BatchWork._wait": AWAITED,
@@ -537,6 +538,8 @@ TASKS = {
     "runtime/processes/child.py Child.__init__": FENCED,
     "runtime/background_tasks.py BackgroundTasks._task": "the background themselves",
     "runtime/processes/warm_parents.py NodeAgent._keep": AWAITED,
+    "runtime/newcomers.py Newcomers.start": "it waits after each error that accepting raises, and goes on",
+    "runtime/newcomers.py Newcomers._listen": "`Newcomers._ended` logs what a talk raises",
     "runtime/tunnel.py _join": AWAITED,
     "scheduler/loop/loop.py SchedulerLoop._launch": ENDS_THE_PROCESS,
     "scheduler/loop/loop.py SchedulerLoop.run": ENDS_THE_PROCESS,

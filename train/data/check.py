@@ -149,6 +149,8 @@ def _example(
     shape = shape_of(record)
     if report.shape == "empty":
         report.shape = shape
+    if (report.shape, shape) == ("chat", "prompt"):
+        shape = "chat"  # whoever converts it says what is missing
     if shape != report.shape:
         raise BadRecord(f"has the shape {shape!r}, but the file began with {report.shape!r}")
     made = convert(record, shape)
@@ -189,7 +191,7 @@ def _summarise(report: DataReport) -> None:
         report.add_error(1, "the file has no examples")
     if report.ok and report.n_examples < MIN_EXAMPLES:
         report.warnings.append(f"only {report.n_examples} examples; fine-tuning wants at least {MIN_EXAMPLES}")
-    if report.ok and report.shape not in ("chat", "preference"):
+    if report.ok and report.shape not in ("chat", "preference", "prompt"):
         report.warnings.append(f"converted {report.n_examples} examples from the {report.shape} shape to chat")
 
 

@@ -64,6 +64,10 @@ class Training:
     options: dict[str, Any]
     texts: tuple[str, ...] = ()
 
+    @property
+    def wants_grader(self) -> bool:
+        return METHODS[self.method].rolls_out
+
     def hyperparameters(self, **more: Any) -> dict[str, Any]:
         """Those of --set are JSON where they can be (numbers, true, lists), else text. more: further ones, None where
         not given. Raises BadUsage for a name given twice."""

@@ -276,7 +276,7 @@ class BackgroundResponses:
         self._set(row, {**orjson.loads(row.response), "status": "in_progress"}, status="in_progress")
         key = keys.find(self._db, row.key_id) if row.key_id else None
         body = salted(objects.engine_body(request, items), key.owner if key is not None else "")
-        self._sent[row.id] = row.key_id, Sent(URL, body, time.monotonic())
+        self._sent[row.id] = row.key_id, Sent(URL, body, len(orjson.dumps(body)), time.monotonic())
         try:
             alone = self._deaths.goes_alone(row.id)
             return await self._context.batch_engines.send(model, URL, body, new_id("req_"), alone=alone)

@@ -222,11 +222,11 @@ def routes(context: ControllerContext) -> APIRouter:
     return router
 
 
-def keep_house(context: ControllerContext, now_s: float) -> None:
+async def keep_house(context: ControllerContext, now_s: float) -> None:
     """End expired uploads, and delete the records of those that ended long ago."""
     for row in upload_rows.overdue(context.db, now_s=now_s):
         _end(context, row, "expired")
-        _remove_bytes(context, row.id)
+        await to_thread.run_sync(_remove_bytes, context, row.id)  # it may have 10,000 parts
     upload_rows.forget_before(context.db, now_s - context.config.idempotency_keep_s - context.config.upload_open_s)
 
 
@@ -243,7 +243,7 @@ def sweep(context: ControllerContext) -> None:
         if folder.name not in pending:
             shutil.rmtree(folder, ignore_errors=True)
             continue
-        known = upload_rows.parts(context.db, folder.name)
+        known = upload_rows.sizes(context.db, folder.name)
         for entry in folder.iterdir():
             if entry.name not in known:
                 entry.unlink(missing_ok=True)
@@ -276,13 +276,13 @@ def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete) ->
             param="md5",
             code="invalid_value",
         )
-    known = upload_rows.parts(context.db, row.id)
+    known = upload_rows.sizes(context.db, row.id)
     unknown = next((part_id for part_id in body.part_ids if part_id not in known), None)
     if unknown is not None:
         raise BadRequest(f"{shown(unknown)} is not a part of {row.id}.", param="part_ids", code="part_not_found")
     if len(set(body.part_ids)) != len(body.part_ids):
         raise BadRequest("A part is named twice in 'part_ids'.", param="part_ids", code="duplicate_part")
-    size = sum(known[part_id].bytes for part_id in body.part_ids)
+    size = sum(known[part_id] for part_id in body.part_ids)
     if size != row.bytes:
         raise BadRequest(
             f"The parts named hold {size} bytes together; {row.bytes} were announced.",
@@ -295,7 +295,7 @@ def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete) ->
 
 async def _drop_all_but(context: ControllerContext, row: UploadRow, part_ids: set[str]) -> None:
     """Drop the parts not named: with them and the file the disk would hold three times the announced size."""
-    unnamed = upload_rows.parts(context.db, row.id).keys() - part_ids
+    unnamed = upload_rows.sizes(context.db, row.id).keys() - part_ids
     with context.db.transaction():
         for part_id in unnamed:
             upload_rows.delete_part(context.db, part_id)

@@ -95,7 +95,7 @@ class ModelAnswers:
 
     async def _sent(self, key: KeyRow | None, model: str, body: dict[str, Any]) -> tuple[EngineAnswer, float]:
         """Raises LineReturned."""
-        began_s, sent = time.monotonic(), Sent(URL, body, time.monotonic())
+        began_s, sent = time.monotonic(), Sent(URL, body, len(orjson.dumps(body)), time.monotonic())
         self._flying[model] += 1
         try:
             answer = await self._context.batch_engines.send(model, URL, body, new_id("req_"))

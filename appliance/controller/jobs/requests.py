@@ -143,7 +143,7 @@ def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
     block = getattr(request.method, name_of_method, None)
     if isinstance(block, dict):
         try:
-            block = MethodBlock.model_validate(block)
+            block = MethodBlock.model_validate({k: v for k, v in block.items() if k not in method(request).takes})
         except ValidationError as error:
             raise BadRequest(
                 f"Invalid value for 'method.{name_of_method}': {shown(block)} was given, expected "
@@ -169,6 +169,13 @@ def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
             code="invalid_hyperparameters",
         )
     return both, where
+
+
+def beside_hyperparameters(request: JobCreate) -> dict[str, Any]:
+    """What is said of the requested method beside its hyperparameters (`Method.takes`)."""
+    chosen = method(request)
+    block = getattr(request.method, chosen.name, None)
+    return {k: v for k, v in block.items() if k in chosen.takes} if isinstance(block, dict) else {}
 
 
 def method(request: JobCreate) -> Method:

@@ -49,6 +49,8 @@ class Placement(Placeable):
         self.answer = Answer(client, request, hides_usage=asks)
         # The body is a checked object; of two fields with one name the engine takes the last.
         added = self._salt = self._salt_field()
+        if checked.ending:
+            added = b"%b%b" % (added, checked.ending)
         if asks:
             added = b"%b%b" % (added, ASK_FOR_USAGE)
         if checked.continuation is not None:

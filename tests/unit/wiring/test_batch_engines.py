@@ -126,7 +126,7 @@ async def test_the_loop_is_free_between_two_checks(lines, monkeypatch):
             turn += 1
             await asyncio.sleep(0)
 
-    def check(url: str, content: bytes) -> None:
+    def check(url: str, content: bytes) -> bytes:
         checked_in.append(turn)
         raise gateway_errors.bad_request("no", param="n")
 

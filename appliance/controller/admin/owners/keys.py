@@ -45,7 +45,12 @@ class KeyBounds(StrictBody):
     downloads: Amount | None = None
     batches: Amount | None = None
     jobs: Amount | None = None
+    models: Amount | None = None
+    model_bytes: Amount | None = None
     background: Amount | None = None
+    evals: Amount | None = None
+    eval_runs: Amount | None = None
+    eval_bytes: Amount | None = None
     responses: Amount | None = None
     responses_bytes: Amount | None = None
 
