@@ -35,6 +35,8 @@ MIB = 2**20
 _PREFIX = "APPLIANCE_"
 # Variables of ours that are no settings: they tell commands where a box is, or mark its processes.
 _NO_SETTINGS = ("URL", "API_KEY", "CONFIG", "BOX", "BUILD")
+# Variables that a setting is known by elsewhere: it counts where nothing else gives that setting.
+_SHARED = {"HF_ENDPOINT": ("box", "hub_endpoint")}
 
 
 class ConfigError(ValueError):
@@ -89,7 +91,10 @@ class BoxSettings(_Section):
     serving_floor: int = Field(0, ge=0, description="devices that serving keeps in every mode")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of the controller's log")
     hub_offline: bool = Field(True, description="refuse downloads from a model hub")
-    hub_endpoint: str = Field("https://huggingface.co", description="hub to download from when hub_offline is false")
+    hub_endpoint: str = Field(
+        "https://huggingface.co",
+        description="hub to download from when hub_offline is false; `HF_ENDPOINT` counts where this is not set",
+    )
 
 
 class GatewaySettings(_Section):
@@ -189,6 +194,8 @@ def load_config(
                 f"{path}: box.data_dir: this file was found in the data directory and cannot name another; use "
                 "--data-dir or APPLIANCE_DATA_DIR, or name the file with --config"
             )
+    if shared := _shared(environ):
+        layers.append(_Layer("the environment", shared, True))
     return _checked(layers, path.parent)
 
 
@@ -300,6 +307,14 @@ def _toml(path: Path) -> Table:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def _shared(environ: Mapping[str, str]) -> Table:
+    table: Table = {}
+    for variable, (section, key) in _SHARED.items():
+        if text := environ.get(variable):
+            table.setdefault(section, {})[key] = text.rstrip("/")
+    return table
 
 
 def _environment(environ: Mapping[str, str]) -> Table:

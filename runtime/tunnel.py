@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import TunnelRefused
+from runtime.newcomers import Newcomers
 from runtime.removed_nodes import RemovedNodes
 
 GREETING_BYTES = 4096
@@ -93,25 +94,27 @@ class TunnelServer:
 
     def __init__(self, address: str, shared: Shared, *, sockets: tuple[Path, ...], folders: tuple[Path, ...]):
         self._address, self._shared, self._sockets, self._folders = address, shared, sockets, folders
-        self._server: asyncio.Server | None = None
+        self._newcomers: Newcomers | None = None
+        self._at = ("", 0)
         self.bytes_sent = 0
 
     async def start(self) -> tuple[str, int]:
         """Returns address and port, the same on every call. Raises TunnelRefused off loopback without certificates."""
-        if self._server is None:
+        if self._newcomers is None:
             certificate = self._shared.certificate
             if certificate is None and not ipaddress.ip_address(self._address).is_loopback:
                 raise TunnelRefused(f"no tunnel server at {self._address}: this node has no certificate of the box")
-            secure: dict[str, Any] = {}
-            if certificate is not None:
-                context = certificate.context(ssl.PROTOCOL_TLS_SERVER)
-                secure = {"ssl": context, "ssl_handshake_timeout": GREETING_TIMEOUT_S}
-            self._server = await asyncio.start_server(self._serve, self._address, 0, limit=GREETING_BYTES, **secure)
-        return self._server.sockets[0].getsockname()[:2]
+            context = None if certificate is None else certificate.context(ssl.PROTOCOL_TLS_SERVER)
+            newcomers = Newcomers(
+                self._serve, context=context, handshake_s=GREETING_TIMEOUT_S, line_bytes=GREETING_BYTES
+            )
+            self._at = await newcomers.start(self._address, 0)
+            self._newcomers = newcomers
+        return self._at
 
     async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._newcomers is not None:
+            await self._newcomers.stop()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -128,6 +131,8 @@ class TunnelServer:
             certificate, connection = self._shared.certificate, writer.get_extra_info("ssl_object")
             if certificate is not None and certificate.removed.has(connection.getpeercert()):
                 raise TunnelRefused("this node was removed from the box")
+            if self._newcomers is not None:
+                self._newcomers.is_known()
             path, nonces = Path(str(greeting["path"])), (nonce, str(greeting["nonce"]))
             if greeting["ask"] == "socket":
                 await self._tunnel(_inside(path, self._sockets), reader, writer, nonces)
@@ -135,7 +140,7 @@ class TunnelServer:
                 await self._send_directory(_inside(path, self._folders), greeting.get("names"), writer, nonces)
             else:
                 raise TunnelRefused(f"unknown request {greeting['ask']!r}")
-        except (TunnelRefused, OSError, ValueError, KeyError, TimeoutError) as error:
+        except (TunnelRefused, OSError, ValueError, KeyError, RecursionError, TimeoutError) as error:
             if not writer.is_closing():
                 writer.write(_line({"error": f"{type(error).__name__}: {error}"}))
         finally:

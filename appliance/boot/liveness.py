@@ -13,6 +13,9 @@ from appliance.boot.supervised_process import Supervised
 EVERY_S, PATIENCE_S = 5.0, 10.0
 HUNG_S = 120.0
 """Longer than any pause that a process recovers from by itself, such as half a minute of SIGSTOP or of swapping."""
+LONGEST_HUNG_S = 8 * HUNG_S
+"""What is started anew in place of one that did not answer gets twice its time, up to this: on a machine with no
+processor time to give, a start may take minutes, and one that is always cut short never ends."""
 
 
 class Pulse:
@@ -30,6 +33,7 @@ class Pulse:
         self._process, self._base_url, self._path, self._socket_path = process, base_url, path, socket_path
         self._say, self._clock = say, clock
         self._asked: tuple[int | None, float] = (None, 0.0)
+        self._hung_s = HUNG_S
 
     async def watch(self) -> None:
         """Looks again and again until it is cancelled."""
@@ -38,12 +42,18 @@ class Pulse:
             await self.look()
 
     async def look(self) -> None:
-        """Asks once. Kills a process that has not answered for `HUNG_S`, or not since its start that long ago."""
+        """Asks once. Kills a process that has not answered for `HUNG_S`, or not since its start that long ago; twice as
+        long after each that was killed, until one answers."""
         pid, now_s = self._process.pid, self._clock()
-        if pid is None or pid != self._asked[0] or await self._answers():
+        if pid is None or pid != self._asked[0]:
             self._asked = pid, now_s
-        elif self._clock() - self._asked[1] >= HUNG_S and self._process.pid == pid:
-            self._say(f"the {self._process.name} lives and has not answered for {HUNG_S:.0f} s: it is started anew")
+        elif await self._answers():
+            self._asked, self._hung_s = (pid, now_s), HUNG_S
+        elif self._clock() - self._asked[1] >= self._hung_s and self._process.pid == pid:
+            self._say(
+                f"the {self._process.name} lives and has not answered for {self._hung_s:.0f} s: it is started anew"
+            )
+            self._hung_s = min(2 * self._hung_s, LONGEST_HUNG_S)
             self._process.restart()
 
     async def _answers(self) -> bool:

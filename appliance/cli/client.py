@@ -87,6 +87,16 @@ class Client:
     def get(self, path: str, **query: Any) -> Any:
         return self.send("GET", path, query=query)
 
+    def listed(self, path: str, most: int | None = None, **query: Any) -> Any:
+        """A list with the rows of all its pages, or the first `most` of them: a page may end before its limit."""
+        found = self.get(path, limit=most, **query)
+        while found["has_more"] and found["data"] and (most is None or len(found["data"]) < most):
+            rows = found["data"]
+            left = None if most is None else most - len(rows)
+            found = self.get(path, limit=left, after=rows[-1]["id"], **query)
+            found = {**found, "data": [*rows, *found["data"]], "first_id": rows[0]["id"]}
+        return found
+
     def post(self, path: str, body: Any = None, **query: Any) -> Any:
         return self.send("POST", path, body=body, query=query)
 

@@ -28,5 +28,9 @@ def file(file_id: str) -> str:
     return f"/v1/files/{segment(file_id)}"
 
 
+def evaluation(eval_id: str) -> str:
+    return f"/v1/evals/{segment(eval_id)}"
+
+
 def batch(batch_id: str) -> str:
     return f"/v1/batches/{segment(batch_id)}"

@@ -12,24 +12,13 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from appliance.controller import retention
-from appliance.controller.admin import (
-    box,
-    canaries,
-    deployments,
-    devices,
-    engine_settings,
-    forget,
-    keys,
-    mode,
-    queue,
-    session_keys,
-    usage,
-)
-from appliance.controller.admin import (
-    models as admin_models,
-)
+from appliance.controller.admin import box, devices, mode, queue
+from appliance.controller.admin.models import canaries, deployments, engine_settings
+from appliance.controller.admin.models import models as admin_models
+from appliance.controller.admin.owners import forget, keys, session_keys, usage
 from appliance.controller.batches import output_files
 from appliance.controller.batches.background_responses import BackgroundResponses
+from appliance.controller.batches.metering import Metering
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
@@ -38,8 +27,9 @@ from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import file_routes, storage, upload_routes
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
+from appliance.controller.grading.rollouts import RolloutGrading
 from appliance.controller.http import error_handlers
-from appliance.controller.http.middleware import BodyLimits, KnownAtGateways, RequestIds
+from appliance.controller.http.middleware import BodyLimits, KnownAtGateways, ReadsInTurns, RequestIds
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
 from appliance.controller.jobs import plan_route
@@ -49,6 +39,7 @@ from appliance.controller.openai import batch_routes, checkpoint_permissions, jo
 from appliance.controller.responses.stored import StoredResponses
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import idempotency
+from appliance.store.records import keys as keys_of_store
 from train.graders.hosts import GraderHosts
 
 
@@ -58,11 +49,14 @@ def create_app(context: ControllerContext) -> FastAPI:
     Its lifespan deletes leftovers of a crash, resumes validations, publishes the keys and runs housekeeping; run it
     with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
-    validation, running, runner = JobValidation(context), Operations(context), BatchRunner(context)
+    validation, running = JobValidation(context), Operations(context)
+    metering = Metering(context.db, context.publish_keys)
+    runner = BatchRunner(context, metering)
     compared, stored = Canaries(context), StoredResponses(context)
-    background = BackgroundResponses(context, stored)
-    graders, answers = GraderHosts(), ModelAnswers(context)
+    background = BackgroundResponses(context, stored, metering)
+    graders, answers = GraderHosts(), ModelAnswers(context, metering)
     evaluations = EvalRunner(context, graders, answers)
+    rollouts = RolloutGrading(context, graders, answers)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -104,12 +98,15 @@ def create_app(context: ControllerContext) -> FastAPI:
         middleware=[
             Middleware(RequestIds),
             Middleware(KnownAtGateways, caught_up=lambda: context.key_sink.caught_up()),
+            Middleware(ReadsInTurns, owner_of=lambda key_id: keys_of_store.owner_of(context.db, key_id)),
             Middleware(BodyLimits, config=context.config),
         ],
     )
     app.state.context, app.state.validation, app.state.operations = context, validation, running
     app.state.batches, app.state.canaries = runner, compared
     app.state.responses, app.state.background, app.state.evaluations = stored, background, evaluations
+    app.state.rollouts = rollouts
+    app.state.graders = answers
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", check=of_admin_routes)
@@ -147,20 +144,20 @@ async def _keep_house(context: ControllerContext, stored: StoredResponses, backg
     """One round of housekeeping. A failing part does not stop the others."""
     now_s = time.time()
     with context.background.guard("housekeeping of files and uploads"):
-        keep_house(context, now_s)
+        await keep_house(context, now_s)
     with context.background.guard("housekeeping of what was kept long enough"):
         await retention.keep_house(context, now_s)
     with context.background.guard("housekeeping of stored responses"):
-        stored.keep_house(now_s)
+        await stored.keep_house(now_s)
     with context.background.guard("housekeeping of background responses"):
         background.keep_house(now_s)
 
 
-def keep_house(context: ControllerContext, now_s: float) -> None:
+async def keep_house(context: ControllerContext, now_s: float) -> None:
     """Delete expired files and uploads, and forget requests that can no longer be repeated."""
     for row in file_rows.expired(context.db, now_s=now_s):
         storage.remove(context, row)
-    upload_routes.keep_house(context, now_s)
+    await upload_routes.keep_house(context, now_s)
     session_keys.keep_house(context, now_s)
     if context.db.reserve is not None:
         context.db.reserve.keep()

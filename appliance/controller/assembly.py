@@ -11,9 +11,6 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 
-from appliance.admission.box_memory import BoxMemory
-from appliance.admission.host_memory import HostMemory, Means, StoredHere
-from appliance.admission.job_admission import JobAdmission
 from appliance.boot.box_state import read_troubles
 from appliance.config import BoxConfig
 from appliance.controller.access.spending import Spending
@@ -26,6 +23,9 @@ from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models.capacity import BoxFacts
 from appliance.controller.models.engine_sizes import EngineSizes
 from appliance.controller.models.settings_check import ForkedSettingsCheck
+from appliance.memory.box_memory import BoxMemory
+from appliance.memory.host_memory import HostMemory, Means, StoredHere
+from appliance.memory.job_memory import JobMemory
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
@@ -138,10 +138,10 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     nodes = Nodes(node_config, signals.node_changed, removed.out)
     effects = RayEffects(nodes, routing, provider, runs, config.serve)
     health = DeviceWatch(db, nodes.readings, config.scheduler, loop.nudge)
-    admission = JobAdmission(db, store, _facts(devices, store, config.scheduler))
+    job_memory = JobMemory(db, store, _facts(devices, store, config.scheduler))
     means = Means(
         engine_bytes=provider.host_bytes,
-        job_bytes=admission.host_bytes,
+        job_bytes=job_memory.host_bytes,
         loop_status=loop.status,
         parked=effects,
         nudge=loop.nudge,
@@ -150,13 +150,13 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     reserve = config.box.memory_reserve_bytes
     memory = BoxMemory(db, HostMemory(db, StoredHere(store), reserve, means), nodes, reserve, means)
-    learning = DemandLearning(routing.traffic, config.scheduler, len(devices))
+    learning = DemandLearning(routing.traffic, config.scheduler, len(devices), db=db)
 
     def demand(model: str) -> Demand:
         return lines.demand(model, routing.demand(model))
 
     def job_lacks(row: JobRow) -> str:
-        return memory.waits_for(row) or admission.waits_for(row)
+        return memory.waits_for(row) or job_memory.waits_for(row)
 
     def bounded(deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
         return memory.bounded(learning.learned(deployments))
@@ -170,7 +170,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     trigger = HandoverTrigger(loop.status)
     journal = SqliteJournal(db, trigger.now)
-    loop.connect(effects, states, journal, memory.admits)
+    loop.connect(effects, states, journal, memory.has_room_for)
 
     # What the routes need of all this.
     bounds, asleep = config.scheduler.bounds(), config.scheduler.max_asleep_per_device

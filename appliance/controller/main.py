@@ -25,7 +25,6 @@ import ray
 import uvicorn
 from starlette.types import ASGIApp
 
-from appliance.admission.host_memory import LOOK_EVERY_S
 from appliance.boot.ray_head import NAMESPACE
 from appliance.config import BoxConfig, load_resolved
 from appliance.controller.access.spending import USAGE_EVERY_S
@@ -33,6 +32,7 @@ from appliance.controller.app import create_app
 from appliance.controller.assembly import Parts, assemble
 from appliance.controller.devices import copy_limit
 from appliance.controller.http.peers import FromBox, FromGateways
+from appliance.memory.host_memory import LOOK_EVERY_S
 from appliance.paths import BoxPaths
 from appliance.tiers.flow import TierFlow
 from appliance.wiring.box_status import RSS_EVERY_S
@@ -95,6 +95,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     parts.states.after_restart(adopted={group.job_id for group in there.groups if group.ended is None})
 
     app = create_app(parts.context)
+    parts.runs.graded_by(app.state.rollouts.grade)
     listeners = (
         (_server(FromBox(app)), paths.controller_socket),
         (_server(FromGateways(app, paths.gateway_token.read_text())), paths.gateway_socket),

@@ -7,7 +7,7 @@ come with the import.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,9 @@ def is_adapter(directory: Path) -> bool:
     return (directory / CONFIG_FILE).is_file() and not (directory / "config.json").exists()
 
 
-def choose_files(directory: Path) -> Files:
-    """The files of the adapter. Everything else, a tokenizer too, stays behind: engines use the base's. Raises
-    NotACheckpoint, PickleRefused, UnsafeLink."""
-    names = sorted(os.listdir(directory))
+def wanted(where: str, names: Collection[str]) -> set[str]:
+    """Of the files of an adapter's directory or repository, those that are taken. Raises NotACheckpoint,
+    PickleRefused."""
     if WEIGHTS_FILE not in names:
         if _PICKLE in names:
             raise PickleRefused(
@@ -61,8 +60,15 @@ def choose_files(directory: Path) -> Files:
                 "the weights are pickles, which can run any code when loaded, and are never opened here. Convert them "
                 "where you trust them: peft's `PeftModel.save_pretrained(DIR)` writes safetensors",
             )
-        raise NotACheckpoint(WEIGHTS_FILE, f"not in {directory}; an adapter has {CONFIG_FILE} and {WEIGHTS_FILE}")
-    taken = {name: regular(directory, name) for name in (CONFIG_FILE, WEIGHTS_FILE, *_KEPT) if name in names}
+        raise NotACheckpoint(WEIGHTS_FILE, f"not in {where}; an adapter has {CONFIG_FILE} and {WEIGHTS_FILE}")
+    return {name for name in (CONFIG_FILE, WEIGHTS_FILE, *_KEPT) if name in names}
+
+
+def choose_files(directory: Path) -> Files:
+    """The files of the adapter. Everything else, a tokenizer too, stays behind: engines use the base's. Raises
+    NotACheckpoint, PickleRefused, UnsafeLink."""
+    names = sorted(os.listdir(directory))
+    taken = {name: regular(directory, name) for name in sorted(wanted(str(directory), names))}
     check_header(taken[WEIGHTS_FILE], WEIGHTS_FILE)
     left = tuple(name for name in names if name not in taken)
     return Files(taken, left, sum(path.stat().st_size for path in taken.values()))

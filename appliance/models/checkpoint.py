@@ -23,9 +23,11 @@ from appliance.models.errors import (
     UnsafeLink,
     UnsupportedModel,
 )
+from serve.core.parsers import reasoning_parser, tool_parser
 from weights.format.header import LENGTH_BYTES, header_bytes_needed, parse_header
 from weights.format.layout import Layout
 from weights.format.source import AUX_SUFFIXES
+from weights.format.tool_template import with_tools
 
 Task = Literal["generate", "embed"]
 
@@ -222,6 +224,8 @@ def examine(directory: Path, layout: Layout) -> Facts:
             "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
             "dtypes": sorted({placed.spec.dtype for placed in layout}),
             "chat_template": template is not None,
+            "tool_parser": tool_parser(config.get("model_type"), with_tools(template)),
+            "reasoning_parser": reasoning_parser(config.get("model_type"), with_tools(template)),
             "quantized": bool(quantization),
         },
     )

@@ -83,6 +83,11 @@ class Listing:
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
 
+    @property
+    def is_adapter(self) -> bool:
+        """Whether these are the files of an adapter and of no whole model."""
+        return any(file.name == adapter.CONFIG_FILE for file in self.files)
+
 
 def check_reference(repository: str, revision: str | None) -> None:
     """Raises SourceNotFound unless these have the form of a repository and a revision."""
@@ -95,7 +100,9 @@ def check_reference(repository: str, revision: str | None) -> None:
 
 
 def list_files(repository: str, revision: str | None, settings: HubSettings) -> Listing:
-    """The files of a repository that make a checkpoint. Raises HubError, PickleRefused, NotACheckpoint."""
+    """The files of a repository that make a checkpoint, or an adapter.
+
+    Raises HubError, PickleRefused, NotACheckpoint."""
     check_reference(repository, revision)
     if not settings.allowed:
         raise HubDisallowed(repository, settings.endpoint)
@@ -120,12 +127,8 @@ def list_files(repository: str, revision: str | None, settings: HubSettings) -> 
 def _wanted(repository: str, names: Iterable[str]) -> set[str]:
     top = {name for name in names if "/" not in name and not name.startswith(".")}
     if adapter.CONFIG_FILE in top and "config.json" not in top:
-        raise NotACheckpoint(
-            "",
-            f"{repository} is an adapter, which is checked against its base as it comes in; only an adapter in a "
-            f"directory can be imported: `hf download {repository} --local-dir DIR`, then `appliance model import DIR "
-            "--base NAME`",
-        )
+        return adapter.wanted(repository, top)
+    top.discard(adapter.CONFIG_FILE)
     weights = {name for name in top if name.endswith(WEIGHT_SUFFIX)}
     if not weights:
         pickles = sorted(name for name in top if name.endswith(PICKLES))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.models import adapter, hub, maker_process
-from appliance.models.checkpoint import Files, Task, choose_files, examine
+from appliance.models.checkpoint import MAX_CONFIG_BYTES, Files, Task, choose_files, examine, read_json
 from appliance.models.errors import InvalidModelName, NotACheckpoint, NotEnoughDisk, SourceNotFound
 from appliance.models.recorded import check_same, recorded
 from appliance.models.template_trial import try_template
@@ -36,6 +37,8 @@ STARTER_NAME, STARTER_MINUTES = "starter", 1.5
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
 COPY_CHUNK_BYTES = 16 << 20
+GENERATION_FILE = "generation_config.json"
+SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 KEPT_FREE_BYTES = 256 << 20  # of the disk, for database, logs and jobs
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -76,11 +79,9 @@ class ModelLibrary:
     ) -> ModelVersion:
         """Imports the directory or GGUF file at `source` if there is one, else a hub repository. Raises ModelError,
         IntegrityError."""
-        path = Path(source).expanduser()
-        if path.exists() or source.startswith((".", "/", "~")):
-            if revision is not None:
-                raise SourceNotFound(f"{source} is a path; a revision can only be given for a hub repository")
-            return self.import_path(path, name=name, report=report)
+        if _is_path(source):
+            _refuse_revision(source, revision)
+            return self.import_path(Path(source).expanduser(), name=name, report=report)
         return self.import_hub(source, name=name, revision=revision, report=report)
 
     def import_path(self, path: Path, *, name: str | None = None, report: Report = silent) -> ModelVersion:
@@ -107,40 +108,68 @@ class ModelLibrary:
         chosen_name = check_name(name if name is not None else _name_of(path.resolve().name))
         return self._take_in(path.resolve(), chosen_name, source=str(path.resolve()), meta={}, report=report)
 
-    def find_adapter(self, source: str, *, name: str | None = None) -> tuple[str, str] | None:
-        """What the adapter in the directory `source` would be called, and the base that it names ("" for none); None
-        if `source` is anything else. Raises CheckpointRefused, InvalidModelName."""
+    def find_adapter(
+        self, source: str, *, name: str | None = None, revision: str | None = None
+    ) -> tuple[str, str, str | None] | None:
+        """What the adapter `source`, a directory or a hub repository, would be called, the base that it names ("" for
+        none) and its commit on the hub; None if `source` is anything else. Of a repository the listing and
+        adapter_config.json are fetched. Raises CheckpointRefused, InvalidModelName, SourceNotFound, HubError."""
+        if not _is_path(source):
+            return self._find_adapter_on_hub(source, name, revision)
         path = Path(source).expanduser()
         if not path.is_dir() or not adapter.is_adapter(path):
             return None
-        return check_name(name if name is not None else _name_of(path.resolve().name)), adapter.read_base(path)
+        _refuse_revision(source, revision)
+        return check_name(name if name is not None else _name_of(path.resolve().name)), adapter.read_base(path), None
+
+    def _find_adapter_on_hub(
+        self, repository: str, name: str | None, revision: str | None
+    ) -> tuple[str, str, str | None] | None:
+        hub.check_reference(repository, revision)
+        chosen_name = check_name(name if name is not None else repository)
+        listing = hub.list_files(repository, revision, self._hub)
+        if not listing.is_adapter:
+            return None
+        described = replace(listing, files=tuple(file for file in listing.files if file.name == adapter.CONFIG_FILE))
+        return chosen_name, adapter.read_base(self._downloaded(described, silent)), listing.commit
 
     def import_adapter(
         self,
-        path: Path,
+        source: str,
         *,
         name: str,
         base: str,
         base_version: str,
         base_path: Path,
         rank_limit: int,
+        revision: str | None = None,
         report: Report = silent,
     ) -> ModelVersion:
-        """Copies peft's adapter directory `path` in as a version of `name`, to be served beside `base` `base_version`,
-        whose files are in `base_path` and whose engines take ranks up to `rank_limit`.
+        """Takes peft's adapter `source`, a directory or a hub repository at `revision`, in as a version of `name`.
+
+        It is to be served beside `base` `base_version`, whose files are in `base_path` and whose engines take ranks up
+        to `rank_limit`.
 
         It takes adapter_config.json, adapter_model.safetensors and README.md. Raises CheckpointRefused,
-        weights.format.errors.IntegrityError, NotEnoughDisk.
+        weights.format.errors.IntegrityError, NotEnoughDisk, HubError.
         """
         self._sweep()
+        local, origin = _is_path(source), {"source": source}
+        if local:
+            path = Path(source).expanduser().resolve()
+            origin["source"] = str(path)
+        else:
+            listing = hub.list_files(source, revision, self._hub)
+            path = self._downloaded(listing, report)
+            origin = self._origin(listing)
         files, before = adapter.choose_files(path), recorded(path)
-        self._require_space(files.nbytes)
+        self._require_space(files.nbytes if local else 0)
         with self._staging(files.nbytes) as staging:
-            _fill(staging, files, report, move=False)
+            _fill(staging, files, report, move=not local)
             layout, below = Layout.read(staging), Layout.read(base_path)
             facts = adapter.examine(staging, layout, base=base, base_layout=below, rank_limit=rank_limit)
             meta = {
-                "source": str(path.resolve()),
+                **origin,
                 "params": facts.params,
                 "base": base,
                 "base_version": base_version,
@@ -154,7 +183,10 @@ class ModelLibrary:
                     check_same(before, now, path)
 
             with self._family(name) as family:
-                return self._publish(staging, family, "adapter", name, meta, check)
+                taken = self._publish(staging, family, "adapter", name, meta, check)
+        if not local:
+            shutil.rmtree(path)
+        return taken
 
     def _import_gguf(self, file: Path, name: str | None, report: Report) -> ModelVersion:
         """Converts a GGUF file to bfloat16 in a process of its own and takes the result in."""
@@ -162,6 +194,7 @@ class ModelLibrary:
         # At the least: bfloat16 has 16 bits for what the file may have in 4.
         with self._made("gguf", file.stat().st_size) as made:
             facts = maker_process.convert_gguf(file, made, report)
+            _keep_sampling(file.parent / GENERATION_FILE, made / GENERATION_FILE)
             meta = {"converted_from": "gguf"} | facts
             return self._take_in(made, chosen_name, source=str(file), meta=meta, report=report, move=True)
 
@@ -175,7 +208,24 @@ class ModelLibrary:
         hub.check_reference(repository, revision)
         chosen_name = check_name(name if name is not None else repository)
         listing = hub.list_files(repository, revision, self._hub)
-        folder = self._private(self._root / ".downloads") / f"{encode_name(repository)}@{encode_name(listing.commit)}"
+        meta, folder = self._origin(listing), self._downloaded(listing, report)
+        taken = self._take_in(folder, chosen_name, source=meta.pop("source"), meta=meta, report=report, move=True)
+        shutil.rmtree(folder)
+        return taken
+
+    def _origin(self, listing: hub.Listing) -> dict[str, str]:
+        """What a manifest says of where a download came from."""
+        return {
+            "source": f"{listing.repository}@{listing.commit}",
+            "repository": listing.repository,
+            "commit": listing.commit,
+            "endpoint": self._hub.endpoint,
+        }
+
+    def _downloaded(self, listing: hub.Listing, report: Report) -> Path:
+        """The directory with all files of `listing`; what an earlier call left there is kept."""
+        kept_as = f"{encode_name(listing.repository)}@{encode_name(listing.commit)}"
+        folder = self._private(self._root / ".downloads") / kept_as
         folder.mkdir(mode=0o700, exist_ok=True)
         kept = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         self._require_space(listing.nbytes - kept)
@@ -188,11 +238,7 @@ class ModelLibrary:
 
         with self._room_for(listing.nbytes):
             hub.download(listing, folder, self._hub, on_bytes)
-        meta = {"repository": repository, "commit": listing.commit, "endpoint": self._hub.endpoint}
-        source = f"{repository}@{listing.commit}"
-        taken = self._take_in(folder, chosen_name, source=source, meta=meta, report=report, move=True)
-        shutil.rmtree(folder)
-        return taken
+        return folder
 
     def make_starter(self, *, minutes: float | None = None, report: Report = silent) -> ModelVersion:
         """Pretrains the small model `starter` in a process of its own and takes it in. Raises StarterFailed."""
@@ -381,6 +427,24 @@ def _fill(staging: Path, files: Files, report: Report, *, move: bool) -> None:
         for count in _transfer(real, staging / file, move=move):
             done += count
             report(done, files.nbytes, "bytes", f"copying {file}")
+
+
+def _keep_sampling(beside: Path, made: Path) -> None:
+    """A GGUF file says nothing of sampling; what a generation_config.json beside it says is taken over."""
+    if not beside.is_file():
+        return
+    said = read_json(beside, GENERATION_FILE, MAX_CONFIG_BYTES)
+    config = read_json(made, GENERATION_FILE, MAX_CONFIG_BYTES) if made.is_file() else {}
+    made.write_text(json.dumps({**config, **{key: said[key] for key in SAMPLING if key in said}}, indent=2))
+
+
+def _is_path(source: str) -> bool:
+    return source.startswith((".", "/", "~")) or Path(source).exists()
+
+
+def _refuse_revision(source: str, revision: str | None) -> None:
+    if revision is not None:
+        raise SourceNotFound(f"{source} is a path; a revision can only be given for a hub repository")
 
 
 def check_name(name: str) -> str:

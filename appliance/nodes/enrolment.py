@@ -41,18 +41,19 @@ from typing import Any
 
 from appliance.nodes.certificate_authority import Authority, Credentials, Unfit, fingerprint
 from appliance.paths import BoxPaths
+from runtime.newcomers import Newcomers
 
 log = logging.getLogger("appliance.nodes.enrolment")
 
 TOKEN_LIFE_S = 900.0
 TALK_TIMEOUT_S = 15.0
 LINE_BYTES = 16384
-TALKS_AT_ONCE = 16
 TALKS_OF_ONE = 4
-"""Of one address: who says nothing keeps no other machine out."""
+"""Of one address. Of all together `runtime.newcomers` bounds them: who says nothing keeps no other machine out."""
 NODE_NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 _PREFIX, _ID_BYTES, _SECRET_BYTES = "join-", 8, 24
 _SHARED, _RENEWAL = "ray.token", "certificate"
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a line that may say anything
 
 
 class NotEnrolled(RuntimeError):
@@ -130,30 +131,28 @@ class EnrolmentServer:
 
     def __init__(self, authority: Authority, tokens: Tokens, ray_token: bytes):
         self._authority, self._tokens, self._ray_token = authority, tokens, ray_token
-        self._server: asyncio.Server | None = None
+        self._newcomers: Newcomers | None = None
         self._talks: Counter[str] = Counter()  # by address
 
     async def start(self, address: str, port: int) -> int:
         """Listen; returns the port."""
         context = self._authority.home.server_context()
-        self._server = await asyncio.start_server(
-            self._serve, address, port, ssl=context, ssl_handshake_timeout=TALK_TIMEOUT_S, limit=LINE_BYTES
-        )
-        return self._server.sockets[0].getsockname()[1]
+        self._newcomers = Newcomers(self._serve, context=context, handshake_s=TALK_TIMEOUT_S, line_bytes=LINE_BYTES)
+        return (await self._newcomers.start(address, port))[1]
 
     async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._newcomers is not None:
+            await self._newcomers.stop()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         who = str((writer.get_extra_info("peername") or ("",))[0])
         self._talks[who] += 1
         try:
-            if self._talks.total() > TALKS_AT_ONCE or self._talks[who] > TALKS_OF_ONE:
+            if self._talks[who] > TALKS_OF_ONE:
                 raise NotEnrolled("too many ask at once; try again")
             async with asyncio.timeout(TALK_TIMEOUT_S):
                 await self._talk(reader, writer)
-        except (NotEnrolled, Unfit, OSError, ValueError, KeyError, TypeError, AttributeError, TimeoutError) as error:
+        except (NotEnrolled, Unfit, OSError, TimeoutError, *_UNREADABLE) as error:
             # A stranger may send anything. The answer says no more than that it was refused.
             log.warning("%s did not become a node: %s", writer.get_extra_info("peername"), error)
             if not writer.is_closing():

@@ -30,7 +30,10 @@ from appliance.store.reserve import Reserve
 Row = TypeVar("Row")
 BUSY_TIMEOUT_MS = 5000
 PAGE_BYTES = 2 * 2**20
-"""Text of the rows of one page; 10,000 ordinary files fit. The reader of a page waits for all of it."""
+"""Text of the rows of one page. Who reads a page waits for all of it, and so does everybody else."""
+PAGE_ROWS = 500
+PAGE_WEIGHT = 1 << 16
+"""Of the JSON in the rows of one page: a list or object counts as 12, a string as 4, any other value as 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Changes:
     rows: int = 0
 
 
+_COLUMNS: dict[Any, tuple[tuple[str, bool], ...]] = {}
 _CHANGES: ContextVar[Changes | None] = ContextVar("changes", default=None)
 
 
@@ -214,9 +218,11 @@ class Database:
         scope: column values that say whose list it is. where, parameters: a filter on it. Raises UnknownCursor if
         `after` is no row of the list. The filter may hide that row: a cursor is only a position.
 
-        A page ends before `limit` once its text is longer than PAGE_BYTES; it has one row at least. unread: columns
-        that the list does not show, and that are None in its rows.
+        A page ends before `limit` after PAGE_ROWS rows, or once its text is longer than PAGE_BYTES or weighs more than
+        PAGE_WEIGHT; it has one row at least. unread: columns that the list does not show, and that are None in its
+        rows.
         """
+        limit = min(limit, PAGE_ROWS)
         scope = scope or {}
         owned = " AND ".join(["1", *(f"{column} = ?" for column in scope)])
         conditions, values = [owned, f"({where})"], [*scope.values(), *parameters]
@@ -229,17 +235,19 @@ class Database:
             conditions.append("seq < ?" if descending else "seq > ?")
             values.append(found["seq"])
         order = "DESC" if descending else "ASC"
-        names = (field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
-        columns = ", ".join(f"NULL AS {name}" if name in unread else name for name in names)
+        columns = ", ".join(f"NULL AS {name}" if name in unread else name for name, _ in _columns(kind))
         cursor = self.execute(
             f"SELECT {columns} FROM {table} WHERE {' AND '.join(conditions)} ORDER BY seq {order} LIMIT ?",
             [*values, limit + 1],
         )
         rows: list[Row] = []
-        size, has_more = 0, False
+        written = [name for name, is_json in _columns(kind) if is_json]
+        size, weight, has_more = 0, 0, False
         for row in cursor:
             size += sum(len(value) for value in row if isinstance(value, str))
-            if has_more := len(rows) == limit or (bool(rows) and size > PAGE_BYTES):
+            weight += sum(_weight(row[name]) for name in written)
+            full = size > PAGE_BYTES or weight > PAGE_WEIGHT
+            if has_more := len(rows) == limit or (bool(rows) and full):
                 break
             rows.append(_decode(kind, row))
         cursor.close()  # it may have more to give, and would keep its snapshot of the store
@@ -259,9 +267,21 @@ def _encode(field: dataclasses.Field[Any], value: Any) -> Any:
 
 def _decode(kind: type[Row], row: sqlite3.Row) -> Row:
     values = {}
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        value = row[field.name]
-        if field.metadata.get("json") and value is not None:
-            value = json.loads(value)
-        values[field.name] = value
+    for name, is_json in _columns(kind):
+        value = row[name]
+        values[name] = json.loads(value) if is_json and value is not None else value
     return kind(**values)
+
+
+def _columns(kind: Any) -> tuple[tuple[str, bool], ...]:
+    """Names, and whether JSON stands in them."""
+    if kind not in _COLUMNS:
+        _COLUMNS[kind] = tuple((field.name, bool(field.metadata.get("json"))) for field in dataclasses.fields(kind))
+    return _COLUMNS[kind]
+
+
+def _weight(text: str | None) -> int:
+    """Of a JSON text, at most: what stands in its strings counts too."""
+    if text is None:
+        return 0
+    return 12 * (text.count("[") + text.count("{")) + 2 * text.count('"') + text.count(",")

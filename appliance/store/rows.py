@@ -361,6 +361,16 @@ class OperationRow:
 
 
 @dataclass(frozen=True, slots=True)
+class StandbyRow:
+    """See scheduler.autoscale.standby. arguments: of the learner that the state belongs to. saved_s: Unix time."""
+
+    model: str
+    saved_s: float
+    arguments: list[float] = json_column(default_factory=list)
+    state: dict[str, Any] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class WindowRow:
     """A mode window, see scheduler.loop.mode_schedule. serving_floor None: the box's own."""
 
@@ -386,6 +396,14 @@ UNFINISHED_EVAL_RUN = ("queued", "in_progress")
 
 
 @dataclass(frozen=True, slots=True)
+class JobGraderRow:
+    """What the answers of a reinforcement job are judged by, as OpenAI's API has it."""
+
+    job_id: str
+    grader: dict[str, Any] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class EvalRow:
     """An evaluation: the shape of its items, and the graders that judge a sample of each. include_sample: whether the
     schema that is shown has the sample's fields."""
@@ -403,8 +421,9 @@ class EvalRow:
 
 @dataclass(frozen=True, slots=True)
 class EvalRunRow:
-    """One run of an evaluation over its data. results: {criterion: {"passed", "failed"}}, usage: {model: counters};
-    both as of the last item. bytes: of its items, with samples and results."""
+    """One run of an evaluation over its data. results: {criterion: {"passed", "failed"}}, usage: {model: counters},
+    counts: judged items by status; all as of the last item. bytes: of its data source and its items, with samples and
+    results."""
 
     id: str
     eval_id: str
@@ -422,6 +441,7 @@ class EvalRunRow:
     error: dict[str, str] | None = json_column(default=None)
     ended_s: float | None = None
     bytes: int = 0
+    counts: dict[str, int] = json_column(default_factory=dict)
 
     @property
     def finished(self) -> bool:

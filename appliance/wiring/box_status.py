@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from appliance.admission.box_memory import BoxMemory
 from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.ports import SchedulerStatus
+from appliance.memory.box_memory import BoxMemory
 from appliance.nodes.certificate_authority import RENEW_BEFORE
 from runtime.devices.cpu import host_memory_bytes
 from scheduler.devices.discovery import HEAD_NODE

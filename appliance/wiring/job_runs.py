@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ from weights.tiers.record import Name
 
 log = logging.getLogger(__name__)
 
+Grade = Callable[[str, list[dict[str, Any]]], Awaitable[dict[str, Any]]]
+"""`appliance.controller.grading.rollouts.RolloutGrading.grade`."""
+
 TIDY_EVERY_S = 10.0
 NUDGE_EVERY_S = 30.0
 
@@ -52,6 +55,8 @@ class JobRuns:
         self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
         self._events, self._tiers, self._back, self._on_change = events, tiers, back, on_change
         self._whole: set[Path] = set()
+        self._grade: Grade | None = None
+        self._can_grade = asyncio.Event()
         self._nudged_s = -NUDGE_EVERY_S
 
     def catch_up(self, job_id: str) -> None:
@@ -63,6 +68,17 @@ class JobRuns:
                 new = event["when"] not in (jobs.get(self._db, job_id).general or {})
             if new:
                 self._events.ingest(job_id, event)
+
+    def graded_by(self, grade: Grade) -> None:
+        self._grade = grade
+        self._can_grade.set()
+
+    async def answer(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
+        """What a job's ranks ask: the rewards of their samples. Ranks that outlived a controller may ask before there
+        is anybody who grades."""
+        await self._can_grade.wait()
+        assert self._grade is not None
+        return await self._grade(job_id, question["samples"])
 
     async def prepare(self, job_id: str) -> None:
         """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError."""

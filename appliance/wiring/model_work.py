@@ -38,15 +38,18 @@ class LibraryOps:
         made = await _thread(self._library.import_model, source, name=name, revision=revision, report=_reporter(report))
         return _stats(made)
 
-    async def find_adapter(self, source: str, *, name: str | None) -> AdapterFound | None:
-        found = await _thread(self._library.find_adapter, source, name=name)
+    async def find_adapter(self, source: str, *, name: str | None, revision: str | None) -> AdapterFound | None:
+        found = await _thread(self._library.find_adapter, source, name=name, revision=revision)
         return None if found is None else AdapterFound(*found)
 
-    async def import_adapter(self, source: str, *, name: str, base: AdapterBase, report: Report) -> ModelStats:
+    async def import_adapter(
+        self, source: str, *, found: AdapterFound, base: AdapterBase, report: Report
+    ) -> ModelStats:
         made = await _thread(
             self._library.import_adapter,
-            Path(source).expanduser(),
-            name=name,
+            source,
+            name=found.name,
+            revision=found.revision,
             base=base.model,
             base_version=base.version,
             base_path=Path(base.path),

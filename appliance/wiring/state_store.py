@@ -67,7 +67,7 @@ class SqliteStateStore:
         for row in jobs.list_in_phase(self._db, "running"):
             if row.id in adopted:
                 continue
-            self.job_waiting(row.id, "the box was restarted", suspended=row.snapshot is not None)
+            self.job_waiting(row.id, "the box was restarted")
 
     def load(self) -> Workload:
         self._finish_cancelled()
@@ -102,7 +102,7 @@ class SqliteStateStore:
         if row is not None and (row.phase != "running" or row.devices != list(devices)):
             self._events.started(job_id, list(devices), resumed=row.snapshot is not None)
 
-    def job_waiting(self, job_id: str, reason: str, suspended: bool) -> None:
+    def job_waiting(self, job_id: str, reason: str) -> None:
         usage.devices_held(self._db, job_id, 0, time.time())
         row = self._open(job_id)
         if row is None:

@@ -187,14 +187,14 @@ def steps(
     return Handover(handover_id, tuple(free), tuple(_wakes_first(take)), tuple(swap))
 
 
-def only_admitted(handover: Handover, admits: Callable[[str, str], bool]) -> Handover:
-    """The hand-over without the engines that lack memory on the host of their node now (`admits`: model, node). No
-    other chain waits for them either."""
+def only_with_room(handover: Handover, has_room_for: Callable[[str, str], bool]) -> Handover:
+    """The hand-over without the engines that lack memory on the host of their node now (`has_room_for`: model, node).
+    No other chain waits for them either."""
     refused = {
         chain.holder
         for chain in handover.take
         for step in chain.steps
-        if step.verb in ("wake_replica", "start_replica") and not admits(step.model, node_of(chain.devices[0]))
+        if step.verb in ("wake_replica", "start_replica") and not has_room_for(step.model, node_of(chain.devices[0]))
     }
     if not refused:
         return handover

@@ -24,10 +24,8 @@ class StateStore(Protocol):
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
         """Its ranks train on these devices now."""
 
-    def job_waiting(self, job_id: str, reason: str, suspended: bool) -> None:
-        """It holds no devices; `reason` is one sentence for users. Called again when the reason changes.
-
-        suspended: it ran before and has a snapshot (False: it never ran, or the caller does not know)."""
+    def job_waiting(self, job_id: str, reason: str) -> None:
+        """It holds no devices; `reason` is one sentence for users. Called again when the reason changes."""
 
     def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:
         """It has ended; the next `load` omits it. May be repeated after a crash."""

@@ -29,7 +29,7 @@ class StatusReporter:
             counting_down = job.not_before_s > now_s and said is not None
             if said != word and not counting_down:
                 self._told[job.id] = word
-                self._store.job_waiting(job.id, reason, job.phase == "suspended")
+                self._store.job_waiting(job.id, reason)
 
     def running(self, job_id: str, device_ids: tuple[str, ...]) -> None:
         self._told.pop(job_id, None)

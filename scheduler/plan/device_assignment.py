@@ -13,7 +13,7 @@ from scheduler.core.allocation import GroupPlan, ReplicaPlan
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import node_of
 from scheduler.core.workload import DeploymentView, JobView, PlanInput, ReplicaView
-from scheduler.plan.placement import FreeDevices
+from scheduler.plan.free_devices import FreeDevices
 
 
 class DeviceAssignment:

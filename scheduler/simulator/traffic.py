@@ -153,6 +153,13 @@ KINDS: dict[str, Traffic] = {
 }
 """Kinds for eight devices; `at_scale` makes them fit others."""
 
+SEVERAL: dict[str, tuple[str, ...]] = {
+    "2 models: code and reasoning": ("code, short answers", "reasoning"),
+    "3 models: chat in bursts, light, sparse": ("chat, few clients on and off", "light", "sparse"),
+    "2 models: tides and batches": ("quick tides", "batches by the minute"),
+}
+"""Kinds whose models share the devices, each with the load of the kind that it names."""
+
 
 def at_scale(kind: Traffic, devices: int) -> Traffic:
     """The same kind with the load that belongs to this many devices instead of eight."""
@@ -183,3 +190,14 @@ def drawn(rng: random.Random, devices: int) -> Traffic:
         reasoning=rng.choice((0.0, 0.0, 0.3)),
         clock_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0)),
     )
+
+
+def drawn_box(seed: int, most_requests: int, seconds: float) -> tuple[Traffic, int]:
+    """A kind that nobody chose and the devices it is for, 1 to 64. Kinds of more requests than that are drawn anew."""
+    rng = random.Random(seed)
+    devices = rng.choice((1, 2, 3, 4, 6, 8, 12, 16, 32, 64))
+    for _ in range(200):
+        kind = drawn(rng, devices)
+        if kind.per_s * seconds <= most_requests:
+            break
+    return replace(kind, seconds=seconds, per_s=min(kind.per_s, most_requests / seconds)), devices

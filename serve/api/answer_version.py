@@ -17,14 +17,18 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 # The gateway reads it (appliance/gateway/http/wire.py), because its table can lag behind the engine.
 VERSION_HEADER = b"x-appliance-model-version"
+# Written by the gateway (appliance/gateway/http/wire.py); nobody else reaches an engine's socket.
+OWNER_HEADER = b"x-appliance-owner"
 
 
 @dataclass(slots=True)
 class Answer:
-    """State of one HTTP answer; `version` is None until its first token. begun: the core has the request."""
+    """State of one HTTP answer; `version` is None until its first token. begun: the core has the request. owner: of the
+    key that asks, empty where only the box itself knows."""
 
     version: str | None = None
     begun: bool = False
+    owner: str = ""
 
 
 _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
@@ -46,7 +50,7 @@ class AnswerVersions:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        answer = Answer()
+        answer = Answer(owner=_owner(scope))
         _ANSWER.set(answer)
         head: list[Any] = []
 
@@ -63,6 +67,11 @@ class AnswerVersions:
             await send(message)
 
         await self.app(scope, receive, send_named)
+
+
+def _owner(scope: Any) -> str:
+    named = next((value for name, value in scope.get("headers", ()) if name == OWNER_HEADER), b"")
+    return str(named, "latin-1")
 
 
 def apply() -> None:

@@ -1,9 +1,12 @@
-"""A form that no answer fits is refused with 400.
+"""A form that no answer fits, or that costs too much to follow, is refused with 400.
 
 A schema may allow no value at all, as `{"$ref": "#"}` does. xgrammar compiles that: the sampler then picks a token that
 the grammar refuses, and vLLM ends the request with "Internal server error", as it does if the grammar cannot be
 compiled. llguidance notes an error and ends the answer before its first token, as if nothing were wrong. So a grammar's
 first tokens are looked at where it is compiled, in its thread, and the client is told.
+
+Other grammars refuse a token later: those that took an engine too long (serve.vllm.step_bounds), and those whose mask
+allows what they do not accept. vLLM ends them with the same words; here that is the form's fault, too.
 """
 
 from __future__ import annotations
@@ -21,6 +24,11 @@ IMPOSSIBLE = (
     "No answer fits the form that this request asks for (`response_format`, `structured_outputs`, `text.format`, "
     "`output_config` or the tools that it forces): it allows no value, or uses something that no grammar backend of "
     "this server compiles. A schema that refers to itself needs an object or a list in between."
+)
+UNFOLLOWED = (
+    "An engine could not follow the form that this request asks for (`response_format`, `structured_outputs`, "
+    "`text.format`, `output_config` or its tools) to the end of the answer: each token took too long to check, or "
+    "none fitted. Ask for a simpler form: fewer alternatives, repeats and patterns."
 )
 
 
@@ -49,17 +57,18 @@ def _told(generate: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(generate)
     def run(self: AsyncLLM, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = generate(self, prompt, sampling_params, *args, **kwargs)
-        return outputs if sampling_params.structured_outputs is None else _or_impossible(outputs)
+        return outputs if sampling_params.structured_outputs is None else _or_refused(outputs)
 
     return run
 
 
-async def _or_impossible(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+async def _or_refused(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
     began = False
     try:
         async for output in outputs:
-            if not began and any(one.finish_reason == "error" and not one.token_ids for one in output.outputs):
-                raise VLLMValidationError(IMPOSSIBLE)
+            failed = [one for one in output.outputs if one.finish_reason == "error"]
+            if failed:
+                raise VLLMValidationError(UNFOLLOWED if began or any(one.token_ids for one in failed) else IMPOSSIBLE)
             began = True
             yield output
     finally:

@@ -1,8 +1,8 @@
 """Computes what an engine takes of its devices and how long its context is, from the sizes of the model and the device.
 
-One estimate for everybody who asks: the engine's command line, plans, placement and admission. vLLM gets explicit
-numbers, because by default it takes a fraction of the device (or of NUMA node 0 on a CPU), whose meaning differs
-between its versions and which ignores other engines and training on the same device.
+One estimate for everybody who asks: the engine's command line, plans, device assignment and what guards the host's
+memory. vLLM gets explicit numbers, because by default it takes a fraction of the device (or of NUMA node 0 on a CPU),
+whose meaning differs between its versions and which ignores other engines and training on the same device.
 
 On the CPU, with b bytes per element of the dtype that computes, V tokens in the vocabulary, h hidden and f of the MLP
 that one token passes:

@@ -1,7 +1,7 @@
 """Extends vLLM's scheduler for an engine that may hold two versions of its weights.
 
 `--scheduler-cls` selects it, on the CPU only: on a GPU no version is staged (serve.vllm.shm_transfer). Between swaps it
-adds one attribute check to vLLM's scheduler.
+adds one attribute check to vLLM's scheduler, and paces prompts (serve.cpu.prefill_pace).
 
     flip        current requests stay with the old weights; later ones belong to the new weights
     schedule    shows vLLM's scheduler the requests of one version and names that version to the workers (`WEIGHTS`),
@@ -32,6 +32,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from serve.cpu.finishing import Weights, answer_of, next_turn
+from serve.cpu.prefill_pace import PrefillPace
 
 WEIGHTS = "shm_weights"  # attribute of a SchedulerOutput
 SALT_BYTES = 8
@@ -73,6 +74,10 @@ class FinishingScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self.salt = ""  # salt of new requests; vLLM's input thread reads it to hash prompts in parallel with the steps
         self._flip: Flip | None = None
+        # Models that compute a prompt in one piece are not paced.
+        chunks = self.scheduler_config.enable_chunked_prefill
+        self._pace = PrefillPace(self.max_num_scheduled_tokens) if chunks else None
+        self._step_began_s = 0.0
 
     def can_finish(self) -> bool:
         """Whether current requests can finish on the old weights. Encoder outputs and connector caches are not salted,
@@ -144,6 +149,9 @@ class FinishingScheduler(Scheduler):
         super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        if self._pace is not None:
+            self._share_the_step(self._pace)
+        self._step_began_s = time.monotonic()
         flip = self._flip
         if flip is None:
             return super().schedule(throttle_prefills)
@@ -154,6 +162,23 @@ class FinishingScheduler(Scheduler):
         if output.total_num_scheduled_tokens:
             setattr(output, WEIGHTS, flip.last)
         return output
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        if self._pace is not None:
+            took_s = time.monotonic() - self._step_began_s
+            self._pace.computed(scheduler_output.total_num_scheduled_tokens, took_s)
+        return super().update_from_output(scheduler_output, *args, **kwargs)
+
+    def _share_the_step(self, pace: PrefillPace) -> None:
+        """Answers that are being written come first: vLLM gives a step's tokens away in the order of `running`. Of the
+        rest a prompt gets a half if another request waits, so that a short one need not wait for the end of a long."""
+        writing = [request for request in self.running if request.num_tokens - request.num_computed_tokens <= 1]
+        if 0 < len(writing) < len(self.running):
+            others = [request for request in self.running if request.num_tokens - request.num_computed_tokens > 1]
+            self.running = [*writing, *others]
+        budget = self.max_num_scheduled_tokens = pace.budget(len(writing))
+        prompts = budget - len(writing)
+        self.scheduler_config.long_prefill_token_threshold = -(-prompts // 2) if self.waiting else 0
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         freed = super()._free_request(request, delay_free_blocks)

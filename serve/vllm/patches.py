@@ -47,6 +47,7 @@ from serve.api import (
     answer_shapes,
     answer_version,
     embedding_requests,
+    fair_order,
     forced_calls,
     grammar_threads,
     impossible_forms,
@@ -118,6 +119,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     step_bounds.bound_time(backend_guidance.GuidanceGrammar)
     step_bounds.slice_prompt_logprobs(GPUModelRunner)
     impossible_forms.apply()
+    # Owners take turns in an engine's queue.
+    fair_order.apply()
     request_faults.apply()
     forced_calls.apply()
     # Reads `tools` alone: `functions` of a client were ignored without a word.

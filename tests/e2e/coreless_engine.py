@@ -72,27 +72,28 @@ class NoCore:
 
             made = EngineCoreOutput(taken.request_id, [], pooling_output=torch.ones(8), finish_reason=FinishReason.STOP)
         else:
-            tokens = await asyncio.to_thread(self._answer, taken)
+            tokens, follows = await asyncio.to_thread(self._answer, taken)
             asked = taken.sampling_params
             made = EngineCoreOutput(
                 taken.request_id,
-                tokens or [],
-                new_logprobs=_logprobs(tokens or [], asked.num_logprobs),
+                tokens,
+                new_logprobs=_logprobs(tokens, asked.num_logprobs),
                 new_prompt_logprobs_tensors=_prompt_logprobs(taken.prompt_token_ids or [], asked.prompt_logprobs),
-                finish_reason=FinishReason.ERROR if tokens is None else FinishReason.LENGTH,
+                finish_reason=FinishReason.LENGTH if follows else FinishReason.ERROR,
             )
         self._outputs.put_nowait(EngineCoreOutputs(outputs=[made], finished_requests={taken.request_id}))
 
-    def _answer(self, request: Any) -> list[int] | None:
-        """The tokens of an answer; None where an engine would end the request with an error."""
+    def _answer(self, request: Any) -> tuple[list[int], bool]:
+        """The tokens of an answer; False where an engine would end the request with an error after the last of them."""
         form = request.structured_output_request
         if form is None:
-            return [self._random.randrange(WORDS, 200) for _ in range(TOKENS)]
+            return [self._random.randrange(WORDS, 200) for _ in range(TOKENS)], True
         self._manager.grammar_init(request)
         form._grammar.exception()
-        grammar, tokens = form.grammar, []
+        grammar: Any = form.grammar
+        tokens: list[int] = []
         if isinstance(grammar, Exception):
-            return None
+            return tokens, False
         mask = self._manager.backend.allocate_token_bitmask(1)
         for _ in range(TOKENS):
             if grammar.is_terminated():
@@ -103,10 +104,10 @@ class NoCore:
             ]
             # A sampler picks a token however few are allowed; the grammar then refuses it.
             token = self._random.choice(allowed or [WORDS])
-            if not grammar.accept_tokens(request.request_id, [token]):
-                return None
             tokens.append(token)
-        return tokens
+            if not grammar.accept_tokens(request.request_id, [token]):
+                return tokens, False
+        return tokens, True
 
 
 def _logprobs(tokens: list[int], most: int | None) -> Any:

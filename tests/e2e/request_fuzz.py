@@ -12,6 +12,7 @@ import copy
 import logging
 import random
 import re
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -430,7 +431,11 @@ class Engine:
 
     async def fault(self, path: str, body: dict[str, Any]) -> str | None:
         """What is wrong with the answer to this body, None if nothing is."""
-        answer = await self.ask(path, body)
+        try:
+            answer = await self.ask(path, body)
+        except Exception as error:  # noqa: BLE001 - of the gateway's checks, which refuse with HttpError alone
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            return f"{type(error).__name__} at the gateway: {error} ({Path(at.filename).name}, {at.name})"
         return None if answer is None else said(*answer)
 
 
@@ -483,6 +488,35 @@ async def endings(app: Any) -> list[str]:
     return found
 
 
+# One of each place where a form stands.
+FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/chat/completions", {"messages": [USER], "response_format": FORMAT}),
+    ("/v1/chat/completions", {"messages": [USER], "structured_outputs": {"json": OTHER_SCHEMA}}),
+    ("/v1/chat/completions", {"messages": [USER], "structured_outputs": {"regex": "[ab]{2}(c|d)+"}, "n": 2}),
+    ("/v1/completions", {"prompt": ["a", "b"], "structured_outputs": {"choice": ["yes", "no"]}}),
+    ("/v1/responses", {"input": "a", "text": {"format": FORMAT["json_schema"] | {"type": "json_schema"}}}),
+    ("/v1/messages", {"messages": [USER], "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+)
+
+
+async def unfollowed(engine: Engine) -> list[str]:
+    """What is wrong with the answers to forms that cost too much to follow: 400, and in streams as their last event."""
+    from serve.api.impossible_forms import UNFOLLOWED
+    from serve.vllm import step_bounds
+
+    found = []
+    most_s, step_bounds.MOST_BEYOND_S = step_bounds.MOST_BEYOND_S, -1.0
+    for path, body in FORMS:
+        for stream in (False, True):
+            answer = await engine.ask(path, body | {"stream": stream})
+            if answer is None or (answer[0] != 400 and not stream):
+                found.append(f"{path} {body}: expected 400 for a form that costs too much, not {answer}")
+            elif UNFOLLOWED.encode() not in answer[1] or said(*answer) is not None:
+                found.append(f"{path} {body}: its answer does not name the form: {answer[1][-400:]!r}")
+    step_bounds.MOST_BEYOND_S = most_s
+    return found
+
+
 async def faults(root: Path, seed: int, share: float, pairs: int) -> list[str]:
     """One text for each kind of fault found. share: how many of the changes are tried; pairs: changes of two places at
     once, for each request."""
@@ -497,6 +531,7 @@ async def faults(root: Path, seed: int, share: float, pairs: int) -> list[str]:
         for task in ("generate", "embed")
     }
     found |= {ending: ending for ending in await endings(engines["generate"].app)}
+    found |= {one: one for one in await unfollowed(engines["generate"])}
     for path, body in KNOWN:
         answer = await engines["generate"].ask(path, body)
         if answer is None or answer[0] != 400 or said(*answer) is not None:

@@ -511,6 +511,10 @@ def test_nothing_listens_for_strangers_while_a_job_and_engines_run(box, starter,
     box.set_mode(policy="auto")
 
 
+def devices_of(box, holder: str) -> list[str]:
+    return [d["id"] for d in box.admin("devices")["data"] if d["holder"] and d["holder"]["id"] == holder]
+
+
 def test_pause_resume_and_cancel(box, starter, unbroken):
     client = box.client()
     file_id = client.fine_tuning.jobs.retrieve(unbroken.id).training_file
@@ -530,15 +534,16 @@ def test_pause_resume_and_cancel(box, starter, unbroken):
         "2",
     )
     wait_for(lambda: len(box.losses(job["id"])) >= 2, "two steps")
+    assert devices_of(box, job["id"])
     box.run("job", "pause", job["id"])
     wait_for(lambda: box.admin(f"jobs/{job['id']}")["phase"] == "paused", "the pause")
-    wait_for(lambda: all(d["holder"] is None for d in box.admin("devices")["data"]), "the devices to be free")
+    wait_for(lambda: not devices_of(box, job["id"]), "the job's devices to be free")
     paused_at = max(box.losses(job["id"]))
     assert client.fine_tuning.jobs.retrieve(job["id"]).status == "queued"
     box.run("job", "resume", job["id"])
     wait_for(lambda: max(box.losses(job["id"])) > paused_at, "a step after the resume")
     assert client.fine_tuning.jobs.cancel(job["id"]).status == "cancelled"
-    wait_for(lambda: all(d["holder"] is None for d in box.admin("devices")["data"]), "the devices to be free")
+    wait_for(lambda: not devices_of(box, job["id"]), "the job's devices to be free")
     box.run("job", "resume", job["id"], code=5)
     box.run("mode", "set", "auto", "--wait")
 

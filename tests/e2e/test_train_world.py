@@ -55,6 +55,56 @@ async def test_suspend_and_resume_on_other_sizes_keeps_the_loss_curve(shop, kind
     assert len([s for s in shop.store.list("snapshot") if s.model == "moved"]) <= 2
 
 
+@pytest.mark.parametrize(
+    "kind, fields",
+    [("zero3", {"zero_stage": 3}), ("lora", {"zero_stage": 2, "full": False, "lora_rank": 4, "learning_rate": 1e-2})],
+)
+async def test_samples_of_a_run_that_moves_between_sizes_count_once(shop, kind, fields):
+    fields = {"method": "reinforcement", "examples": 32, "packing": False, "n_epochs": 1} | fields
+    unbroken = await shop.run(shop.spec("unbroken", **fields), 2)
+    total = unbroken.of("metrics")[0]["total_steps"]
+    assert total == 8 and len(unbroken.asked) == 8
+
+    spec, snapshot, rewards, asked = shop.spec("moved", **fields), None, {}, []
+    for size, until in ((2, 2), (4, 4), (1, None)):
+        world = await shop.launch(spec, size, snapshot=snapshot).start()
+        if until is not None:
+            await world.reached(until)
+            report = await world.group.suspend()
+            snapshot = report.snapshot_path
+        outcome = await world.group.wait()
+        assert outcome.outcome == ("suspended" if until else "succeeded"), world.logs()
+        steps = {event["step"]: event["train_mean_reward"] for event in world.of("metrics")}
+        assert not rewards.keys() & steps.keys(), "no step is done twice"
+        rewards |= steps
+        asked += world.asked
+    assert rewards.keys() == set(range(1, total + 1))
+    # A question that a suspension left unanswered is asked again, with the same samples.
+    texts = {}
+    for question in asked:
+        said = [sample["text"] for sample in question["samples"]]
+        assert texts.setdefault(question["question"], said) == said
+    assert texts.keys() == {question["question"] for question in unbroken.asked}
+    expected = {event["step"]: event["train_mean_reward"] for event in unbroken.of("metrics")}
+    # Rounding may choose another token here and there, never another prompt.
+    assert all(abs(rewards[step] - reward) < 0.05 for step, reward in expected.items()), (rewards, expected)
+
+
+async def test_a_killed_rank_costs_a_run_of_rewards_no_samples(shop):
+    spec = shop.spec("killed", method="reinforcement", examples=24, packing=False, n_epochs=1)
+    world = await shop.launch(spec, 2).start()
+    await world.reached(2)
+    await world.group.snapshot()
+    while not world.of("snapshot"):
+        await asyncio.sleep(0.01)
+    os.kill(world.pids()[1], signal.SIGKILL)
+    outcome = await world.group.wait()
+    assert outcome.outcome == "failed" and outcome.error["retryable"]
+    again = await shop.run(spec, 2, snapshot=world.of("snapshot")[-1]["path"])
+    assert {*world.losses(), *again.losses()} == set(range(1, 7))
+    assert min(again.losses()) == world.of("snapshot")[-1]["step"] + 1
+
+
 async def test_resume_at_the_same_size_is_bitwise(shop):
     tiny = {"precision": "bf16", "examples": 16}
     spec, broken = shop.spec("a", **tiny), shop.spec("b", **tiny)

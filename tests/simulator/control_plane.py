@@ -150,13 +150,15 @@ class SimulatedModelOps:
             max_model_len=2048,
         )
 
-    async def find_adapter(self, source: str, *, name: str | None) -> AdapterFound | None:
+    async def find_adapter(self, source: str, *, name: str | None, revision: str | None) -> AdapterFound | None:
         if not Path(source).name.startswith("adapter"):
             return None
         return AdapterFound(name or Path(source).name, "org/starter" if "starter" in source else "org/unknown")
 
-    async def import_adapter(self, source: str, *, name: str, base: AdapterBase, report: Report) -> ModelStats:
-        stats = await self.import_model(source, name=name, revision=None, report=report)
+    async def import_adapter(
+        self, source: str, *, found: AdapterFound, base: AdapterBase, report: Report
+    ) -> ModelStats:
+        stats = await self.import_model(source, name=found.name, revision=found.revision, report=report)
         return replace(stats, adapter_rank=min(8, base.rank_limit))
 
     async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from train.methods.dpo import METHOD as DPO
+from train.methods.reinforcement import METHOD as REINFORCEMENT
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -136,4 +137,16 @@ def gsm8k(path: Path, split: str, n_examples: int) -> Path:
     with gzip.open(shared_data() / "finetune" / f"gsm8k_{split}.jsonl.gz", "rt") as source:
         lines = [line for line, _ in zip(source, range(n_examples), strict=False)]
     path.write_text("".join(lines))
+    return path
+
+
+def write_prompt_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
+    """Sums to be answered, with what a grader compares an answer with, as the check of a file writes them for a run."""
+    draw = random.Random(seed)
+    with open(path, "w") as file:
+        for _ in range(n_examples):
+            a, b = draw.randrange(100), draw.randrange(100)
+            question = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
+            record = {"messages": [{"role": "user", "content": question}], "answer": str(a + b)}
+            file.write(json.dumps(REINFORCEMENT.convert(record, "prompt")) + "\n")
     return path

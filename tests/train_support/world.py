@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from runtime.processes.child import Child
 from runtime.processes.warm_parents import WARM_ENV
-from tests.train_support.tiny import make_model_dir, write_chat_file, write_pair_file
+from tests.train_support.tiny import make_model_dir, write_chat_file, write_pair_file, write_prompt_file
 from train.control.group import Group, PingLimits
 from train.control.rank_host import RankHost
 from train.plan.spec import TrainSpec
@@ -32,7 +32,19 @@ from weights.memory.store import WeightStore
 ACROSS_SIZES = 1e-6
 
 # The data that a method trains on here, and its options.
-METHODS = {"supervised": (write_chat_file, {}), "dpo": (write_pair_file, {"beta": 0.1})}
+SAMPLES = {
+    "compute_multiplier": 1.0,
+    "eval_interval": 0,
+    "eval_samples": 1,
+    "max_completion_tokens": 16,
+    "group": 8,
+    "rows": 2,
+}
+METHODS = {
+    "supervised": (write_chat_file, {}),
+    "dpo": (write_pair_file, {"beta": 0.1}),
+    "reinforcement": (write_prompt_file, SAMPLES),
+}
 
 # Two cores carry up to four ranks and whatever else runs: patience, where only a real hang would use it up.
 PATIENT = PingLimits(ping_every_s=0.5, ping_timeout_s=20.0, phase_limit_s=120.0)
@@ -174,7 +186,8 @@ class Launched:
         self._news = asyncio.Event()
         self._log_dir = shop.folder / "logs"
         self.hosts = [RankHost(str(shop.warm.socket), str(self._log_dir)) for _ in range(size)]
-        self.group = Group(self._note, limits)
+        self.asked: list[dict[str, Any]] = []
+        self.group = Group(self._note, limits, self._graded)
 
     async def start(self) -> Launched:
         await self.group.start(self.spec, self.hosts, ["cpu"] * len(self.hosts), self._snapshot)
@@ -197,6 +210,13 @@ class Launched:
 
     def logs(self) -> str:
         return "\n".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in sorted(self._log_dir.glob("*.log")))
+
+    async def _graded(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The more of the letter a, the better."""
+        self.asked.append(question)
+        self._news.set()
+        texts = [sample["text"] for sample in question["samples"]]
+        return {"rewards": [text.count("a") / max(1, len(text)) for text in texts], "errors": [""] * len(texts)}
 
     def _note(self, event: dict[str, Any]) -> None:
         self.events.append(event)

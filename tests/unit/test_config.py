@@ -62,6 +62,13 @@ def test_every_section_can_be_set_from_the_environment(tmp_path):
     assert config.weights.budget_share == 0.25
 
 
+def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
+    environ = {"HF_ENDPOINT": "http://mirror:8080/"}
+    assert load(tmp_path, "", environ).box.hub_endpoint == "http://mirror:8080"
+    assert load(tmp_path, '[box]\nhub_endpoint = "http://ours"', environ).box.hub_endpoint == "http://ours"
+    assert load(tmp_path, "", environ | {"APPLIANCE_HUB_ENDPOINT": "http://ours"}).box.hub_endpoint == "http://ours"
+
+
 @pytest.mark.parametrize(
     ("text", "environ", "said"),
     [

@@ -1,4 +1,4 @@
-"""Holds a run's control signals, its current phase, and its event sink."""
+"""Holds a run's control signals, what it was answered, its current phase, and its event sink."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class ControlSignals:
 
     def __post_init__(self) -> None:
         self._leave: Callable[[], None] | None = None
+        self._answers: dict[str, Any] = {}
 
     def ask(self, name: str) -> None:
         """Raises ValueError for an unknown name."""
@@ -39,6 +40,14 @@ class ControlSignals:
         """`leave` is called when the devices are requested back, possibly at once, on any thread and more than once."""
         self._leave = leave
         self._tell()
+
+    def answer(self, question: str, value: Any) -> None:
+        """What the run has asked whoever runs it (the event "ask") is answered."""
+        self._answers[question] = value
+
+    def take_answer(self, question: str) -> Any:
+        """None until there is one."""
+        return self._answers.pop(question, None)
 
     def clear(self) -> None:
         """Clear a signal after it was handled."""

@@ -53,6 +53,13 @@ class ChatEncoder:
             learnt |= (starts >= start) & (starts < end) & (ends > starts)
         return np.array(encoded["input_ids"], dtype=np.int32), learnt
 
+    def prompt(self, example: dict[str, Any]) -> np.ndarray:
+        """Token ids (n,) int32 up to where the assistant is to answer. Raises BadRecord if the template refuses it."""
+        messages = [_for_template(message) for message in example["messages"]]
+        text = self._render(messages, example.get("tools"), add_generation_prompt=True)
+        _refuse_lost_calls(messages, text)
+        return np.array(self._tokenise(text)["input_ids"], dtype=np.int32)
+
     def spans(self, example: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         """The rendered text, and the (start, end) characters in it that are learnt."""
         messages = [_for_template(message) for message in example["messages"]]

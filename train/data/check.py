@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from train.data.formats import BadRecord, Record, shape_of, to_chat
+from train.data.formats import BadRecord, Record, is_deeper, shape_of, to_chat
 
 MAX_EXAMPLE_BYTES = 16 * 2**20
 MAX_DEPTH = 64
@@ -149,6 +149,8 @@ def _example(
     shape = shape_of(record)
     if report.shape == "empty":
         report.shape = shape
+    if (report.shape, shape) == ("chat", "prompt"):
+        shape = "chat"  # whoever converts it says what is missing
     if shape != report.shape:
         raise BadRecord(f"has the shape {shape!r}, but the file began with {report.shape!r}")
     made = convert(record, shape)
@@ -172,19 +174,9 @@ def _parse(raw: bytes) -> Any:
     except orjson.JSONDecodeError as error:
         raise BadRecord(f"is not valid JSON ({error})") from error
     # Walking is not cheap either, but few records have enough brackets to be too deep.
-    if brackets > MAX_DEPTH and _deeper_than(record, MAX_DEPTH):
+    if brackets > MAX_DEPTH and is_deeper(record, MAX_DEPTH):
         raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
     return record
-
-
-def _deeper_than(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit):
-        children = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
-        level = [child for child in children if isinstance(child, (dict, list))]
-        if not level:
-            return False
-    return True
 
 
 def _estimate_tokens(chat: dict[str, Any]) -> int:
@@ -199,7 +191,7 @@ def _summarise(report: DataReport) -> None:
         report.add_error(1, "the file has no examples")
     if report.ok and report.n_examples < MIN_EXAMPLES:
         report.warnings.append(f"only {report.n_examples} examples; fine-tuning wants at least {MIN_EXAMPLES}")
-    if report.ok and report.shape not in ("chat", "preference"):
+    if report.ok and report.shape not in ("chat", "preference", "prompt"):
         report.warnings.append(f"converted {report.n_examples} examples from the {report.shape} shape to chat")
 
 

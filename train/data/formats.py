@@ -6,6 +6,7 @@ sharegpt          {"conversations": [{"from", "value"}], "system"?, "tools"?}   
 prompt_completion {"prompt", "completion"}                                       (OpenAI legacy, TRL)
 question_answer   {"question", "answer"}                                         (GSM8K)
 preference        pairs of outputs, converted by train.data.preferences
+prompt            as chat, but it ends with the user: converted by train.data.prompts
 """
 
 from __future__ import annotations
@@ -54,6 +55,17 @@ class BadRecord(Exception):
     """Why one record cannot be used; the text is shown beside its line number."""
 
 
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects of a parsed JSON text stand in each other at more levels than that."""
+    level = [value]
+    for _ in range(levels + 1):
+        level = [node for node in level if isinstance(node, dict | list)]
+        if not level:
+            return False
+        level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
+    return True
+
+
 def shape_of(record: Any) -> str:
     """Shape of a record, from its keys. Raises BadRecord when it has none we know."""
     if not isinstance(record, dict):
@@ -62,7 +74,7 @@ def shape_of(record: Any) -> str:
     if {"chosen", "rejected"} <= keys or {"preferred_output", "non_preferred_output"} <= keys:
         return "preference"
     if "messages" in keys:
-        return "chat"
+        return "prompt" if _ends_with_user(record["messages"]) else "chat"
     if "conversations" in keys:
         return "sharegpt"
     if "instruction" in keys and "output" in keys:
@@ -78,6 +90,11 @@ def shape_of(record: Any) -> str:
     )
 
 
+def _ends_with_user(messages: Any) -> bool:
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "user"
+
+
 def to_chat(record: Record, shape: str) -> Record:
     """`record` of shape `shape` as {"messages": [...], "tools"?: [...]}, checked. Raises BadRecord."""
     if shape not in _CONVERT:
@@ -90,27 +107,34 @@ def check_chat(record: Record) -> Record:
     unknown = record.keys() - _CHAT_KEYS
     if unknown:
         raise BadRecord(f"has the unknown key {sorted(map(str, unknown))[0]!r} beside 'messages'")
-    messages = record.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadRecord("'messages' must be a list with at least one message")
-    if len(messages) > MOST_MESSAGES:
-        raise BadRecord(f"has {len(messages)} messages, at most {MOST_MESSAGES} are allowed in one example")
-    checked = [_message(index, _with_tool_call(index, message)) for index, message in enumerate(messages)]
+    checked = check_messages(record)
     if not any(m["role"] == "assistant" for m in checked):
         raise BadRecord("has no assistant message, so there is nothing to learn")
     if checked[-1]["role"] != "assistant":
         raise BadRecord(f"the last message is from {checked[-1]['role']!r}; expected 'assistant'")
     if all(m.get("weight") == 0 for m in checked if m["role"] == "assistant"):
         raise BadRecord("every assistant message has weight 0, so there is nothing to learn")
-    result: Record = {"messages": checked}
+    return {"messages": checked, **tools_in(record)}
+
+
+def check_messages(record: Record) -> list[Record]:
+    """The messages of a record with only what training reads. Raises BadRecord with the reason."""
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRecord("'messages' must be a list with at least one message")
+    if len(messages) > MOST_MESSAGES:
+        raise BadRecord(f"has {len(messages)} messages, at most {MOST_MESSAGES} are allowed in one example")
+    return [_message(index, _with_tool_call(index, message)) for index, message in enumerate(messages)]
+
+
+def tools_in(record: Record) -> Record:
+    """{"tools"} of a record that has any, also by OpenAI's older name, else {}. Raises BadRecord with the reason."""
     tools = record.get("tools")
     if record.get("functions") is not None:
         if tools is not None:
             raise BadRecord("has both 'tools' and 'functions', which is OpenAI's older name of the same")
         tools = tools_of(record["functions"])
-    if tools is not None:
-        result["tools"] = _tools(tools)
-    return result
+    return {} if tools is None else {"tools": _tools(tools)}
 
 
 def _with_tool_call(index: int, message: Any) -> Any:

@@ -99,6 +99,15 @@ class Row:
     reference: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class RolloutRow(Row):
+    """Of answers that the model itself has sampled. advantages: (sequences,) float32, by how much each is better than
+    the others for its prompt. sampled: (n,) float32, the log-probability of each label when it was sampled."""
+
+    advantages: np.ndarray | None = None
+    sampled: np.ndarray | None = None
+
+
 def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, pad_id: int, *, packing: bool) -> Row:
     """Lay out packs of (token ids, loss mask) sequences one after the other, each pack padded to its capacity.
 

@@ -105,6 +105,11 @@ class TokenSet:
         edges = self._offsets[:: self.sequences]
         return sum(int(edges[i + 1] - edges[i]) for pack in packs for i in self.packs[pack])
 
+    def tokens_of(self, index: int) -> np.ndarray:
+        """Of an example of one sequence, (n,) int32."""
+        ((ids, _),) = self._example(index)
+        return np.asarray(ids)
+
     def row(self, packs: np.ndarray) -> Row:
         """One micro-batch of these packs."""
         examples = [[part for index in self.packs[pack] for part in self._example(index)] for pack in packs]

@@ -17,7 +17,7 @@ from train.graders.graders import Grader, Python, leaves
 from train.graders.grading import Graded, ModelAnswer
 from train.graders.sandbox import TIME_S
 from train.graders.templates import Sample
-from train.graders.worker import END, FORK, LENGTH, RESULT, graded_of
+from train.graders.worker import CHECK_BYTES, CHECK_CPU_S, END, FORK, LENGTH, RESULT, graded_of
 
 OWN_TIME_S = 60.0
 """For a batch, beside what its python graders may take."""
@@ -60,10 +60,14 @@ class GraderHost:
                 return [graded for one, given in alone for graded in await self.grade(grader, [one], given)]
             return [Graded(0.0, False, errors=GradingErrors(other_error=True), messages=[str(error)])]
 
-    async def refused_items(self, schema: Any, items: Sequence[Any]) -> list[tuple[int, str]]:
+    async def refused_items(self, schema: Any, items: Sequence[Any], cpu_s: int = CHECK_CPU_S) -> list[tuple[int, str]]:
         """(place, why) of the first few items that do not follow a JSON schema; place -1: it is no schema. Raises
-        WorkerBroke, also for one that takes too long."""
-        told = await self._ask({"schema": schema, "items": list(items)}, OWN_TIME_S)
+        WorkerBroke, also for one that takes more than `cpu_s` or CHECK_BYTES."""
+        try:
+            told = await self._ask({"schema": schema, "items": list(items), "cpu_s": cpu_s}, OWN_TIME_S)
+        except WorkerBroke as error:
+            limits = f"{cpu_s} s of CPU and {CHECK_BYTES >> 30} GiB of memory"
+            raise WorkerBroke(f"{error}; to check {len(items)} items, {limits} are allowed") from None
         return [(place, why) for place, why in told["refused"]]
 
     async def stop(self) -> None:

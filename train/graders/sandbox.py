@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import select
 import signal
 import site
@@ -35,6 +36,15 @@ def refusal() -> str:
     """Why no code runs on this machine, in words; empty if it does."""
     lack = missing()
     return f"python graders do not run on this machine: {lack}. Nothing else can confine them here" if lack else ""
+
+
+def only_compute(memory_bytes: int, cpu_s: int) -> None:
+    """Confine this process, a fork with one thread, as far as this machine can; its CPU is bounded in any case.
+    Raises OSError."""
+    if missing():
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    else:
+        confine(_readable(), memory_bytes, cpu_s)
 
 
 def run_python(source: str, sample: dict[str, Any], item: Any, time_s: float = TIME_S) -> float:

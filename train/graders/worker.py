@@ -24,7 +24,7 @@ from train.graders import similarity
 from train.graders.errors import GradingErrors
 from train.graders.graders import parse
 from train.graders.grading import Graded, ModelAnswer, grade, requests
-from train.graders.sandbox import refusal, run_python
+from train.graders.sandbox import only_compute, refusal, run_python
 from train.graders.templates import Sample
 
 LENGTH = struct.Struct(">Q")
@@ -32,6 +32,9 @@ FORK, RESULT, END = b"F", b"R", b"E"
 MEMORY_BYTES = 4 << 30
 _NICENESS = 10
 _REFUSED_SHOWN = 20
+CHECK_CPU_S = 10
+CHECK_BYTES = 1 << 30
+"""Of a check of items: a schema's patterns can take for ever, and its references can go in circles."""
 
 
 def main() -> None:
@@ -69,7 +72,8 @@ def _answer() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         (length,) = LENGTH.unpack(_read(LENGTH.size))
         asked = json.loads(_read(length))
-        written = json.dumps(answer(asked)).encode()
+        # Half of a sign, which JSON and users' code may hold, is no text that anybody could be told.
+        written = json.dumps(answer(asked), ensure_ascii=False).encode(errors="replace")
         _write(RESULT + LENGTH.pack(len(written)) + written)
         status = 0
     finally:
@@ -80,6 +84,9 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     """`{"grader", "samples": [{"sample", "item", "answers"?}]}` -> `{"graded": [...]}`; without `answers` for a grader
     that asks models `{"requests": [...]}`, by name for each sample."""
     if "schema" in asked:
+        import jsonschema  # noqa: F401 - before files are closed to this process
+
+        only_compute(CHECK_BYTES, asked.get("cpu_s", CHECK_CPU_S))
         return {"refused": refused_items(asked["schema"], asked["items"])}
     grader = parse(asked["grader"])
     samples = [(Sample(**one["sample"]), one["item"], one.get("answers")) for one in asked["samples"]]
@@ -103,6 +110,8 @@ def refused_items(schema: Any, items: list[Any]) -> list[tuple[int, str]]:
         return _refused(validator, items)
     except jsonschema.SchemaError as error:
         return [(-1, error.message[:500])]
+    except RecursionError:
+        return [(-1, "the schema refers to itself without end, or it or an item is nested too deep")]
     except Unresolvable as error:
         return [(-1, f"the reference {error.ref[:200]!r} leads nowhere; one may only lead to a place in the schema")]
 

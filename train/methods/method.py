@@ -7,6 +7,7 @@ Methods in the order of use, from the request to the loss:
     refuses, convert records of the data file, as they are checked and written for the run
     rank_memory      what a rank takes
     encode, cut, row a record into sequences of tokens, and those of many examples into one micro-batch
+    samples          of a method that learns from its own answers: how many it makes of each prompt
     objective, batch the module whose forward is the loss, and what it takes
     denominator      what the loss of a step is divided by
     metrics          what it reports beside the loss
@@ -44,13 +45,28 @@ class Option:
     help: str
 
 
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Answers that a model makes for each prompt in a step (`group`), which are learnt from in `rows` micro-batches;
+    `room`: the most tokens of one. For validation `valid` of each, every `every` steps (0: after each epoch)."""
+
+    group: int = 1
+    rows: int = 1
+    room: int = 0
+    valid: int = 1
+    every: int = 0
+
+
 class Method(ABC):
     """What is particular to one way of training.
 
     name: as OpenAI's `method.type` and in a TrainSpec. summary: for commands. metric_names: of the values of `metrics`,
     in order. sequences: how many sequences of tokens an example is; max_length is the limit of each, and all of them
     stand in one micro-batch. needs_reference: before the first step the run asks the objective about every sequence
-    once and keeps the answers with the job (train.run.reference); rows have them from then on.
+    once and keeps the answers with the job (train.run.reference); rows have them from then on. rolls_out: an example is
+    a prompt; in each step the model answers those of the step, a grader judges the answers, and the rows are made of
+    them (train.run.rollouts). takes: what a request may say of it beside hyperparameters, by name; "grader" is one of
+    them where it rolls out.
     """
 
     name: str
@@ -59,6 +75,8 @@ class Method(ABC):
     metric_names: tuple[str, ...] = ()
     sequences: int = 1
     needs_reference: bool = False
+    rolls_out: bool = False
+    takes: tuple[str, ...] = ()
 
     # -- before the run: in the controller and in commands, without torch or numpy -----------------------------------
 
@@ -90,6 +108,14 @@ class Method(ABC):
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         """What each of `ranks` ranks holds; `fields` as `resolve` makes them."""
         return estimate.rank_memory(shape, {**fields, "max_length": self.sequences * fields["max_length"]}, ranks)
+
+    def data_length(self, max_length: int, options: Mapping[str, Any]) -> int:
+        """The most tokens of a sequence that the data may bring; `options`: TrainSpec.options."""
+        return max_length
+
+    def samples(self, options: Mapping[str, Any]) -> Samples:
+        """Of each prompt; one where the data itself is learnt."""
+        return Samples()
 
     # -- in a rank ---------------------------------------------------------------------------------------------------
 

@@ -56,13 +56,16 @@ class PackedObjective(nn.Module):
 
 
 class LogProbHead(nn.Linear):
-    """The output head; called with labels it returns their log-probabilities in place of logits."""
+    """The output head; called with labels it returns their log-probabilities in place of logits. wide: computed in
+    float32."""
+
+    wide = False
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """hidden (n, width), labels (n,) int64 -> (n,) float32; without labels the usual logits (..., vocabulary)."""
         if labels is None:
             return super().forward(hidden)
-        return _LinearLogProbs.apply(hidden, self.weight, labels)
+        return _LinearLogProbs.apply(hidden, self.weight, labels, self.wide)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -70,32 +73,39 @@ class _LinearLogProbs(torch.autograd.Function):
     all are there, so the backward computes the logits of each chunk again instead of keeping any."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels):
+    def forward(ctx, hidden, weight, labels, wide):
+        ctx.save_for_backward(hidden, weight, labels)
+        if wide:
+            hidden, weight = hidden.float(), weight.float()
         log_probs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         log_sums = torch.empty_like(log_probs)
         for part in _chunks(hidden, weight):
             logits = (hidden[part] @ weight.t()).float()
             log_sums[part] = torch.logsumexp(logits, dim=-1)
             log_probs[part] = logits.gather(1, labels[part, None])[:, 0] - log_sums[part]
-        ctx.save_for_backward(hidden, weight, labels, log_sums)
+        ctx.log_sums, ctx.wide = log_sums, wide
         return log_probs
 
     @staticmethod
     def backward(ctx, upstream):
-        hidden, weight, labels, log_sums = ctx.saved_tensors
+        hidden, weight, labels = ctx.saved_tensors
+        dtypes = hidden.dtype, weight.dtype
+        if ctx.wide:
+            hidden, weight = hidden.float(), weight.float()
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden) if need_hidden else None
         rows = chunk_rows(hidden, weight.shape[0])
         weight_grad = HeadGradient(hidden, weight.shape[0], rows) if need_weight else None
         for part in _chunks(hidden, weight):
-            grad = (hidden[part] @ weight.t()).float().sub_(log_sums[part, None]).exp_().neg_()  # minus the softmax
+            grad = (hidden[part] @ weight.t()).float().sub_(ctx.log_sums[part, None]).exp_().neg_()  # minus the softmax
             target = labels[part, None]
             grad.scatter_add_(1, target, torch.ones_like(target, dtype=grad.dtype))
             grad = grad.mul_(upstream[part, None])
             grad = grad.to(hidden.dtype) if weight_grad is None else weight_grad.add(grad)
             if hidden_grad is not None:
                 torch.mm(grad, weight, out=hidden_grad[part])
-        return hidden_grad, None if weight_grad is None else weight_grad.total(), None
+        found = hidden_grad, None if weight_grad is None else weight_grad.total()
+        return *(None if one is None else one.to(kind) for one, kind in zip(found, dtypes, strict=True)), None, None
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:

@@ -107,6 +107,14 @@ def resolve(
     return fields
 
 
+def common_names() -> frozenset[str]:
+    """Hyperparameters that every training method takes."""
+    found: set[str] = set()
+    small = DatasetStats(1, 1, 1), ModelStats(1, SHORTEST_ROW)
+    resolve({}, *small, max_devices=1, own=lambda given, fields: found.update(given.read))
+    return frozenset(found)
+
+
 def _serve_dtype(given: Given) -> str:
     if given.value("serve_dtype", "bf16") == "fp8":
         raise InvalidHyperparameter(
@@ -307,7 +315,7 @@ class Given:
 
     def __init__(self, values: dict[str, Any]):
         self._values = {key: value for key, value in values.items() if value is not None}
-        self._read: set[str] = set()
+        self.read: set[str] = set()
 
     def is_set(self, name: str) -> bool:
         return self._values.get(name, "auto") != "auto"
@@ -356,13 +364,13 @@ class Given:
         return list(value)
 
     def refuse_unread(self) -> None:
-        unknown = sorted(set(self._values) - self._read)
+        unknown = sorted(set(self._values) - self.read)
         if unknown:
             raise InvalidHyperparameter(
-                unknown[0], self._values[unknown[0]], f"a known name: one of {', '.join(sorted(self._read))}"
+                unknown[0], self._values[unknown[0]], f"a known name: one of {', '.join(sorted(self.read))}"
             )
 
     def value(self, name: str, auto: Any) -> Any:
-        self._read.add(name)
+        self.read.add(name)
         value = self._values.get(name, "auto")
         return auto if isinstance(value, str) and value == "auto" else value

@@ -6,6 +6,7 @@ TrainError
 ├── InvalidSpec             a TrainSpec does not describe a run that can be started
 ├── UnsupportedModel        the base model, its tokenizer or its chat template cannot be trained here
 ├── SnapshotMismatch        a snapshot belongs to another model, job or batch plan
+├── NothingGraded           a grader gave no reward for any answer of a step
 ├── TrainingDiverged        the loss is not a number any more
 └── RankFailed              a rank died, hung or raised; the run can be continued from its newest snapshot
 """
@@ -60,6 +61,10 @@ class TrainingDiverged(TrainError):
             "lower learning_rate_multiplier, or check the data for broken examples"
         )
         self.data = {"step": step}
+
+
+class NothingGraded(TrainError):
+    """A grader gave no reward for any answer of a step, or what it needs is gone; the message says why."""
 
 
 class RankFailed(TrainError):

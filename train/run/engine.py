@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 import train.model.muon_as_written  # noqa: F401
 from runtime.devices.cpu import HOST_MEMORY
 from runtime.devices.kinds import kind_of
+from train.methods.methods import method_of
 from train.model.tensor_parallel import partition_config
 from train.plan.auto import allowed_sizes
 from train.plan.errors import InvalidSpec
@@ -97,7 +98,8 @@ def place_buffers(module: torch.nn.Module, device: torch.device) -> torch.nn.Mod
 
 def accumulation_steps(spec: TrainSpec, world_size: int) -> int:
     """Micro-batches one rank computes per optimizer step."""
-    return spec.batch_size * spec.tensor_parallel // (spec.micro_batch * world_size)
+    rows = method_of(spec.method).samples(spec.options).rows
+    return rows * spec.batch_size * spec.tensor_parallel // (spec.micro_batch * world_size)
 
 
 def _groups(trained: list[torch.nn.Parameter], spec: TrainSpec) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Runs the training loop: steps, and between them everything else (validate, snapshot, publish, stop).
 
-    for each step:  micro-batches -> optimizer step -> one tiny all-reduce (loss and signals) -> act on the signals
+    for each step:  what it learns from (train.run.feed) -> micro-batches -> optimizer step
+                    -> one tiny all-reduce (loss and signals) -> act on the signals
 
 The all-reduce makes all ranks see the same signals at the same step boundary, so they suspend, cancel or snapshot
 together without any other coordination. When the devices are requested, all ranks leave the current step at one point
@@ -28,9 +29,11 @@ from train.model.learning_rate import learning_rate
 from train.plan.errors import TrainingDiverged
 from train.plan.spec import TrainSpec
 from train.run.event_log import EventLog
+from train.run.feed import DataFeed, Feed, RolloutFeed
 from train.run.general_answers import GeneralQuestions
 from train.run.leave_step import Leaving, StepLeft
 from train.run.reference import Reference
+from train.run.rollouts import Rollouts
 from train.run.tensorboard_writer import TensorboardWriter
 from train.state import fragments, parking, snapshot
 from train.state.saving import Saving
@@ -70,6 +73,13 @@ class Run:
         self._pace_s = 0.0
         self.boundary_s = 0.0  # time.monotonic() when all ranks had ended or left the last step
         self.reference = Reference(self.method, spec, engine, {"train": train, "valid": valid}, self.emit, progress)
+        self.rollouts = None
+        self.feed: Feed = DataFeed(self.method, self.plan, train, self.grid)
+        if self.method.rolls_out:
+            self.rollouts = Rollouts(
+                spec, self.method, engine, self.grid, self.plan, (train, valid), emit, signals, progress
+            )
+            self.feed = RolloutFeed(self.rollouts)
         self.saving = Saving(spec, store, engine, self.plan, len(train.packs), self.emit, signals, progress)
         self._first_step = 0
         stop = StopPoint(Path(spec.run_dir), self.rank, self.world_size)
@@ -112,20 +122,24 @@ class Run:
                 return self._suspend(0) if signals["suspend"] else {"outcome": "cancelled", "step": 0}
             self._validate()
         while self.step < total:
+            ready = self.feed.ready(self.step)
             try:
-                signals, left = self._one_step(total), False
+                signals, left = (self._one_step(total) if ready else {}), False
             except StepLeft:
                 left = True
             if left:  # no longer in the handler: what it handles holds the tensors of the step
                 signals = self._leave_step()
+            elif not ready:
+                self.saving.foresee(self.step)
+                signals, self.boundary_s = self._agreed(), time.monotonic()
             else:
                 self.boundary_s = time.monotonic()
                 self.saving.finish()
                 self.saving.make_first_room()
-                if self.step in epoch_ends:
+                if self._validates(epoch_ends):
                     self._validate()
-                    if self.spec.publish == "epoch" and self.step < total:
-                        self.saving.publish_if_room(self.step, self._pace_s)
+                if self.step in epoch_ends and self.spec.publish == "epoch" and self.step < total:
+                    self.saving.publish_if_room(self.step, self._pace_s)
             if self.step == total:
                 break
             if signals["cancel"]:
@@ -151,28 +165,27 @@ class Run:
     def _one_step(self, total: int) -> dict[str, Any]:
         started = time.perf_counter()
         spec, step = self.spec, self.step
-        packs = self.plan.packs_of_step(step)
-        scale = 1.0 / self.method.denominator(self.train, packs)
+        scale = 1.0 / self.feed.denominator(step)
         rate = learning_rate(step, total, peak=spec.learning_rate, warmup_ratio=spec.warmup_ratio)
         for group in self.engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
 
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
-        micro_batches = self.plan.micro_batches(step, self.grid.data_rank, self.grid.data_size)
+        rows = self.feed.rows(step)
         self.method.metrics(self.engine.module)  # of a step that was left
         self.leaving.begin()
-        for turn, (number, micro) in enumerate(micro_batches, 1):
+        for turn, (number, row) in enumerate(rows, 1):
             self.progress.enter("step", step)
             self.leaving.point()
             self.saving.foresee(step + 1)
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
-            part = self.engine(self.method.batch(self.train.row(micro), scale, self.engine.device))
+            part = self.engine(self.method.batch(row, scale, self.engine.device))
             # Use a separate tensor: on the engine's own output DeepSpeed 0.19.8 divides by the accumulation steps even
             # if told not to (its hook there runs before it detects its own backward).
             self.engine.backward(part * 1, scale_wrt_gas=False)
             loss += part.detach()
-            if turn == len(micro_batches):
+            if turn == len(rows):
                 self.leaving.point()
                 self.leaving.stay()
                 self.saving.copied()  # from here on the state is another
@@ -181,7 +194,7 @@ class Run:
         self.step += 1
         self.leaving.end()
         self._pace_s = _PACED_SHARE * (time.perf_counter() - started)
-        return self._agree_and_report(loss, rate, packs, total, started)
+        return self._agree_and_report(loss, rate, step, total, started)
 
     def _leave_step(self) -> dict[str, Any]:
         """Collective: leave the current step; return the requested signal."""
@@ -199,7 +212,7 @@ class Run:
         return agreed
 
     def _agree_and_report(
-        self, loss: torch.Tensor, rate: float, packs: np.ndarray, total: int, started: float
+        self, loss: torch.Tensor, rate: float, step: int, total: int, started: float
     ) -> dict[str, Any]:
         self.saving.foresee(self.step)
         agreed = self._agreed(loss)
@@ -207,13 +220,16 @@ class Run:
         if not (math.isfinite(agreed["loss"]) and math.isfinite(grad_norm)):
             raise TrainingDiverged(self.step, agreed["loss"], grad_norm)
         if self.rank == 0:
-            tokens = self.train.tokens_in(packs)
+            tokens, seconds = self.feed.tokens(step), self.feed.seconds(step)
+            training_s = time.perf_counter() - started
+            timing = {**seconds, "training": training_s, "full_iteration": training_s + sum(seconds.values())}
             metrics = {
                 "loss": agreed["loss"],
                 "grad_norm": grad_norm,
                 "learning_rate": rate,
-                "tokens_per_s": tokens / (time.perf_counter() - started),
+                "tokens_per_s": tokens / timing["full_iteration"],
                 **agreed["metrics"],
+                **self.feed.told(step),
             }
             self._board.write("train", self.step, metrics)
             self.emit(
@@ -224,6 +240,7 @@ class Run:
                 tokens=tokens,
                 epoch=self.step * self.spec.batch_size / len(self.train.packs),
                 **metrics,
+                **({"timing": {"step": timing}} if seconds else {}),
             )
         return agreed
 
@@ -251,8 +268,16 @@ class Run:
         signals = self._agreed()
         return signals["suspend"] or signals["cancel"]
 
+    def _validates(self, epoch_ends: list[int]) -> bool:
+        """Whether a validation follows this step."""
+        every = self.method.samples(self.spec.options).every
+        return self.step == epoch_ends[-1] or (self.step % every == 0 if every else self.step in epoch_ends)
+
     def _validate(self) -> None:
         if self.valid is None:
+            return
+        if self.rollouts is not None:
+            self._tell_validation(self.rollouts.validate(self.step))
             return
         self.progress.enter("validating")
         packs = np.arange(len(self.valid.packs))
@@ -274,7 +299,12 @@ class Run:
                 told += torch.tensor([part.item(), *metrics], device=told.device)
         self.engine.train()
         comm.all_reduce(told)
-        found = dict(zip(("loss", *self.method.metric_names), told.tolist(), strict=True))
+        self._tell_validation(dict(zip(("loss", *self.method.metric_names), told.tolist(), strict=True)))
+
+    def _tell_validation(self, found: dict[str, float] | None) -> None:
+        """None: the devices were wanted before its end; nothing but a point of its curve is missing."""
+        if found is None:
+            return
         if self.rank == 0:
             self._board.write("validation", self.step, found)
         self.emit("validation", step=self.step, total_steps=self.plan.total_steps, **found)

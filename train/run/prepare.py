@@ -54,7 +54,7 @@ def prepare(
             spec.base_path,
             encoder,
             Path(spec.run_dir) / "tokens",
-            max_length=spec.max_length,
+            max_length=method.data_length(spec.max_length, spec.options),
             packing=spec.packing,
             rank=rank,
             world_size=world_size,
@@ -105,6 +105,11 @@ def _tell_about_stage(emit: Events, spec: TrainSpec) -> None:
 
 
 def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
+    made = method_of(spec.method).samples(spec.options)
+    if made.room:
+        text = f"{train.n_examples} prompts, {train.n_tokens} tokens; {made.group} answers to each in a step"
+        emit("message", level="info", text=text)
+        return
     fill = train.n_tokens / (len(train.packs) * train.capacity) if spec.packing else 1.0
     emit(
         "message",

@@ -60,7 +60,7 @@ class Evictor:
             return usage.committed_bytes + usage.draft_bytes + needed_bytes - self.budget_bytes
 
         if excess_bytes() > 0:
-            self.sweep_staging()  # dead drafts hold budget too, and cost nothing to lose
+            self.sweep_drafts()  # dead drafts hold budget too, and cost nothing to lose
         excess = excess_bytes()
         if excess > 0:
             # Refuse first if eviction would not help.
@@ -97,7 +97,7 @@ class Evictor:
         finally:
             lock.close()
 
-    def sweep_staging(self) -> tuple[list[Path], int]:
+    def sweep_drafts(self) -> tuple[list[Path], int]:
         """Removes everything unlocked in staging; returns the paths and the bytes freed."""
         removed, freed = [], 0
         for entry in list(os.scandir(self.staging)):

@@ -32,12 +32,12 @@ from weights.format.names import MANIFEST_FILE, WRITTEN_FILE, check_aux_name, ve
 from weights.format.source import copy_tensors, read_source
 from weights.memory import segment
 from weights.memory.draft import Draft, attach_draft, describe_draft, hold_manifest_room
+from weights.memory.drafts import Drafts
 from weights.memory.evictor import Evictor
 from weights.memory.lease import Lease, StoredVersion, pin, take_lease, unpin
 from weights.memory.locks import DirectoryLock
 from weights.memory.pool import best_fit
 from weights.memory.space import Usage
-from weights.memory.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class WeightStore:
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(self.root)
         self._evictor = Evictor(self.root, budget_bytes=budget_bytes, pool_bytes=pool_bytes)
-        self._staging = Staging(self._evictor)
+        self._drafts = Drafts(self._evictor)
         for directory in (*(self.root / f"{kind}s" for kind in KINDS), self._evictor.staging, self.root / "pool"):
             directory.mkdir(mode=0o700, exist_ok=True)
 
@@ -101,13 +101,13 @@ class WeightStore:
             aux_files[index[0]] = index[1]
         needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
         try:
-            path, lock = self._staging.stake(layout, needed_bytes, name=name)
+            path, lock = self._drafts.stake(layout, needed_bytes, name=name)
         except OSError as error:  # not even a directory
             if error.errno == errno.ENOSPC:
                 raise self.full(needed_bytes) from error
             raise
         try:
-            self._staging.allocate(layout, lock.fd, needed_bytes)
+            self._drafts.allocate(layout, lock.fd, needed_bytes)
             for file in layout.files:
                 with open(os.open(file.name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=lock.fd), "wb") as out:
                     out.write(file.header)
@@ -118,7 +118,7 @@ class WeightStore:
             describe_draft(lock.fd, kind=kind, model=model, version=version)
         except BaseException as error:
             lock.close()
-            self._staging.discard(path)
+            self._drafts.discard(path)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 raise self.full(needed_bytes) from error
             raise
@@ -131,7 +131,7 @@ class WeightStore:
 
     def draft_path(self, name: str) -> Path:
         """Path of a draft reserved under `name` until its commit."""
-        return self._staging.path(name)
+        return self._drafts.path(name)
 
     def attach(self, path: Path | str, layout: Layout | None = None) -> Draft:
         """Opens the draft that another process reserved at `path`. Passing the layout saves reading it. Raises
@@ -152,12 +152,12 @@ class WeightStore:
         if free < 2 * layout.nbytes:
             return False
         # Not from the pool: that would truncate or extend segments stocked for another layout.
-        path, lock = self._staging.stake(layout, layout.nbytes, pooled=False)
+        path, lock = self._drafts.stake(layout, layout.nbytes, pooled=False)
         try:
-            self._staging.allocate(layout, lock.fd, layout.nbytes)
+            self._drafts.allocate(layout, lock.fd, layout.nbytes)
         finally:
             lock.close()
-            self._staging.discard(path, self._evictor.pool)
+            self._drafts.discard(path, self._evictor.pool)
         return True
 
     def stocked(self, layout: Layout) -> dict[str, memoryview]:
@@ -305,7 +305,7 @@ class WeightStore:
         It never touches anything that a live process holds, nor a committed version.
         """
         with self._evictor.mutex():
-            removed, freed = self._evictor.sweep_staging()
+            removed, freed = self._evictor.sweep_drafts()
         damaged = []
         for kind in KINDS:
             for path in self._evictor.committed(kind):

@@ -25,7 +25,7 @@ def audit(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, the newest first.")] = 50,
 ) -> None:
     """Who did what: every change, by whom, and what came of it."""
-    session.show(session.client.get("/admin/v1/audit", limit=limit), _table)
+    session.show(session.client.listed("/admin/v1/audit", most=limit), _table)
 
 
 def _table(answer: dict[str, Any]) -> Any:

@@ -41,7 +41,7 @@ def list_files(
     purpose: Annotated[str | None, typer.Option("--purpose", help="Only files of this purpose.")] = None,
 ) -> None:
     """Every file, the newest first."""
-    session.show(session.client.get("/v1/files", purpose=purpose), _table)
+    session.show(session.client.listed("/v1/files", purpose=purpose), _table)
 
 
 @box_command(

@@ -64,6 +64,10 @@ class Training:
     options: dict[str, Any]
     texts: tuple[str, ...] = ()
 
+    @property
+    def wants_grader(self) -> bool:
+        return METHODS[self.method].rolls_out
+
     def hyperparameters(self, **more: Any) -> dict[str, Any]:
         """Those of --set are JSON where they can be (numbers, true, lists), else text. more: further ones, None where
         not given. Raises BadUsage for a name given twice."""
@@ -86,8 +90,11 @@ def with_training(command: Command) -> Command:
     gets them as one Training. An option of another method is BadUsage."""
     signature = inspect.signature(command, eval_str=True)
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    owners = {o.name: [m.name for m in METHODS.values() if o in m.options] for m in METHODS.values() for o in m.options}
-    options = _COMMON | {o.name: _own(o, owners[o.name]) for m in METHODS.values() for o in m.options}
+    owners: dict[str, dict[str, Option]] = {}
+    for row in METHODS.values():
+        for own in row.options:
+            owners.setdefault(own.name, {})[row.name] = own
+    options = _COMMON | {name: _own(name, by_method) for name, by_method in owners.items()}
     added = [inspect.Parameter("method", kind, default=DEFAULT.name, annotation=_METHOD)]
     for name, option in options.items():
         added.append(inspect.Parameter(name, kind, default=None, annotation=option.annotation))
@@ -114,12 +121,13 @@ def with_training(command: Command) -> Command:
     return collecting
 
 
-def _own(option: Option, owners: list[str]) -> _Option:
-    """One that methods have and declare (train.methods.method.Option)."""
-    told = (
-        f"Of --method {' and '.join(owners)}: {option.help}. auto ({option.auto:g}) or a number up to {option.high:g}"
+def _own(name: str, by_method: dict[str, Option]) -> _Option:
+    """One that methods have and declare (train.methods.method.Option), each with numbers and a meaning of its own."""
+    told = "; ".join(
+        f"Of --method {method}: {option.help}. auto ({option.auto:g}) or a number up to {option.high:g}"
+        for method, option in by_method.items()
     )
-    return _Option(str, "--" + option.name.replace("_", "-"), metavar="X", help=told)
+    return _Option(str, "--" + name.replace("_", "-"), metavar="X", help=told)
 
 
 def _auto_or_number(option: str, text: str) -> int | float | str:

@@ -1,9 +1,11 @@
-"""How a job may use the devices: options that `job submit` and `job update` share."""
+"""Options that commands on jobs share: how a job may use the devices, and files with a part of a request."""
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -25,6 +27,16 @@ PREEMPTIBLE = Annotated[
     bool | None,
     typer.Option("--preemptible/--no-preemptible", help="May it be suspended for others? Default: yes."),
 ]
+
+
+def json_file(option: str, path: Path) -> Any:
+    """What a file has as JSON. Raises BadUsage."""
+    try:
+        return json.loads(path.expanduser().read_text())
+    except OSError as error:
+        raise BadUsage(f"{option} {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise BadUsage(f"{option} {path} is no JSON: {error}") from error
 
 
 def pairs(option: str, texts: list[str]) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -23,6 +23,7 @@ from appliance.cli.jobs.request import (
     PRIORITY,
     SIZES,
     device_fields,
+    json_file,
     pairs,
 )
 
@@ -37,12 +38,13 @@ app = group("The making of fine-tuning jobs; `appliance job` takes this command 
     "appliance job submit --model llama-1b --file train.jsonl --full --zero-stage 2 --max-length 2048",
     "appliance job submit --model llama-8b --file train.jsonl --tensor-parallel 2 --zero-stage 2",
     "appliance job submit --model starter --method dpo --file pairs.jsonl --beta 0.1 --lora-rank 16",
+    "appliance job submit --model starter --method reinforcement --file prompts.jsonl --grader grader.json",
     "appliance job submit --model starter --file train.jsonl --epochs 3 --publish epoch   a version after each",
     "appliance job submit --model starter --file train.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible",
     "",
     "Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,",
     "learning_rate, warmup_ratio, weight_decay, max_grad_norm, gradient_accumulation, micro_batch, packing,",
-    "activation_checkpointing, offload, snapshot_every_s, step_patience_s.",
+    "activation_checkpointing, offload, snapshot_every_s, step_patience_s, general_questions.",
 )
 @with_training
 def submit(
@@ -53,6 +55,10 @@ def submit(
         str | None, typer.Option("--validation-file", metavar="PATH|FILE_ID", help="Data to measure the loss on.")
     ] = None,
     training: Training = NO_TRAINING,
+    grader: Annotated[
+        Path | None,
+        typer.Option("--grader", metavar="PATH", help="What gives answers their reward, JSON (docs/graders.md)."),
+    ] = None,
     suffix: Annotated[str | None, typer.Option("--suffix", help="Part of the new model's name.")] = None,
     publish: Annotated[
         Literal["end", "epoch"] | None,
@@ -76,7 +82,7 @@ def submit(
 ) -> None:
     """Fine-tune a model on a file of conversations, or of what else the method learns from. Files are uploaded and
     checked before any device is taken."""
-    hyperparameters = training.hyperparameters(publish=publish)
+    block = given(hyperparameters=training.hyperparameters(publish=publish), grader=_grader(training, grader))
     body = given(
         model=model,
         training_file=file_id(session, "--file", file),
@@ -84,7 +90,7 @@ def submit(
         suffix=suffix,
         seed=seed,
         metadata=dict(pairs("--metadata", metadata or [])) or None,
-        method={"type": training.method, training.method: {"hyperparameters": hyperparameters}},
+        method={"type": training.method, training.method: block},
         min_devices=min_devices,
         max_devices=max_devices,
         **device_fields(sizes, priority, deadline, preemptible),
@@ -102,6 +108,19 @@ def submit(
         return
     print(job["id"], flush=True)
     print_logs(session, job["id"], follow=True)
+
+
+def _grader(training: Training, path: Path | None) -> Any:
+    """Raises BadUsage."""
+    if training.wants_grader and path is None:
+        raise BadUsage(
+            f"--method {training.method} needs --grader, a file with a grader as JSON; docs/graders.md has some"
+        )
+    if path is None:
+        return None
+    if not training.wants_grader:
+        raise BadUsage(f"--grader belongs to methods that learn from rewards; --method is {training.method}")
+    return json_file("--grader", path)
 
 
 def file_id(session: Session, option: str, given: str) -> str:

@@ -59,11 +59,13 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
 
 
 class Fetched(NamedTuple):
-    """temporary: `source` is there only until the block ends, so the import must have ended before."""
+    """temporary: `source` is there only until the block ends, so the import must have ended before. origin: what the
+    model says of where it came from, in place of a path that will be gone."""
 
     source: str
     name: str | None
     temporary: bool
+    origin: str | None = None
 
 
 @contextmanager
@@ -82,4 +84,5 @@ def fetched(source: str, name: str | None, is_local: bool) -> Iterator[Fetched]:
     with tempfile.TemporaryDirectory(prefix="appliance-catalog-") as folder:
         Path(folder).chmod(0o755)  # the box may run as another user
         output.say(f"downloading {formats.size(model.download_bytes)}, {model.origin} ({model.licence})")
-        yield Fetched(str(catalog.fetch(model.source, Path(folder))), name or model.name, True)
+        file = catalog.fetch(model.source, Path(folder), model.sampling)
+        yield Fetched(str(file), name or model.name, True, model.origin)

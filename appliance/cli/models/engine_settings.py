@@ -44,6 +44,18 @@ def fields(settings: Mapping[str, Any], number: int) -> list[tuple[str, str]]:
     ]
 
 
+def parsers(info: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Which of vLLM's parsers the model's family and chat template ask for; settings may name others. Nothing of models
+    that came in before this was noted, or that do not chat."""
+    if not info.get("chat_template") or "tool_parser" not in info:
+        return []
+    calls, thinks = info["tool_parser"], info["reasoning_parser"]
+    return [
+        ("tool calls", f"parser {calls}" if calls else "where required or named, not by tool_choice auto: no parser"),
+        ("reasoning", f"parser {thinks}" if thinks else "none by its template"),
+    ]
+
+
 def _short(value: object) -> str:
     text = " ".join(formats.or_dash(value).split())
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text):,} characters)"

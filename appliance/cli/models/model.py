@@ -31,8 +31,8 @@ app.registered_commands += [*deploy.registered_commands, *canary.registered_comm
     "appliance model import ./my-lora --base smollm2-135m    a LoRA adapter, as peft writes it",
     "",
     "A directory needs config.json, tokenizer files and *.safetensors. A box is offline unless its configuration",
-    "says hub_offline = false. Packages are downloaded by pip, as its settings say. An adapter's directory has",
-    "adapter_config.json and adapter_model.safetensors; it is served on the engines of its base.",
+    "says hub_offline = false. Packages are downloaded by pip, as its settings say. An adapter, a directory or hub",
+    "id too, has adapter_config.json and adapter_model.safetensors; it is served on the engines of its base.",
     name="import",
 )
 def import_model(
@@ -53,7 +53,7 @@ def import_model(
     if is_local and Path(source).expanduser().exists():
         source = str(Path(source).expanduser().resolve())
     with fetched(source, name, is_local) as found:
-        body = given(source=found.source, name=found.name, base=base, revision=revision)
+        body = given(source=found.source, name=found.name, base=base, revision=revision, origin=found.origin)
         started = session.client.post("/admin/v1/models/import", body)
         session.show(finish(session, started, wait or found.temporary, timeout), _operation)
 
@@ -232,6 +232,7 @@ def _one(model: dict[str, Any]) -> Any:
         ("context", _context(model)),
         ("source", formats.or_dash(model.get("source"))),
         ("for", _for_whom(model)),
+        *engine_settings.parsers(model.get("info") or {}),
         *engine_settings.fields(model.get("settings") or {}, model.get("settings_number") or 0),
         ("state", model["state"] + (f": {model['message']}" if model.get("message") else "")),
     )

@@ -48,8 +48,8 @@ def serve(
     "appliance plan job --model llama-8b --full --zero-stage 3 --devices 4",
     "appliance plan job --model llama-8b --method dpo --lora-rank 16   rows of two sequences: twice the activations",
     "appliance plan job --model llama-8b --file file-abc123 --lora-rank 16 --set micro_batch=2",
-    "appliance plan job --config llama-3.3-70b --devices 8 --device-kind h100 --full      needs no box",
-    "appliance plan job --config ./Qwen2.5-7B-Instruct --devices 2 --device-kind 48gb     a directory with config.json",
+    "appliance plan job --config llama-3.3-70b --devices 8 --accelerator h100 --full      needs no box",
+    "appliance plan job --config ./Qwen2.5-7B-Instruct --devices 2 --accelerator 48gb     a directory with config.json",
     "",
     _FOOT,
     name="job",
@@ -73,9 +73,10 @@ def job(
             help="In place of --model: a config.json, its directory, or a published model's name or size (70b).",
         ),
     ] = None,
-    device_kind: Annotated[
-        str | None, typer.Option("--device-kind", metavar="KIND", help="With --config: h100, a100, 48gb …")
+    accelerator: Annotated[
+        str | None, typer.Option("--accelerator", metavar="NAME", help="With --config: h100, a100, 48gb …")
     ] = None,
+    device_kind: Annotated[str | None, typer.Option("--device-kind", hidden=True)] = None,
     training: Training = NO_TRAINING,
     devices: Annotated[
         int | None, typer.Option("--devices", metavar="N", min=1, help="At most so many. Default: all of the box.")
@@ -87,6 +88,9 @@ def job(
 ) -> None:
     """What a fine-tuning job would choose, and its memory per device; the job that follows chooses the same."""
     method, hyperparameters = training.method, training.hyperparameters()
+    if device_kind is not None:
+        output.say("--device-kind is called --accelerator now")
+        accelerator = accelerator or device_kind
     if (model is None) == (config is None):
         raise BadUsage("give either --model (one of the box) or --config (any other)")
     if file is not None and examples_ is not None:
@@ -94,10 +98,10 @@ def job(
     if config is not None:
         if file is not None:
             raise BadUsage("--file needs the model's tokenizer, so a model of the box (--model); give --examples N")
-        _show(session, _without_box(config, device_kind, devices, method, hyperparameters, examples_))
+        _show(session, _without_box(config, accelerator, devices, method, hyperparameters, examples_))
         return
-    if device_kind is not None:
-        raise BadUsage("--device-kind goes with --config; the devices of the box are known")
+    if accelerator is not None:
+        raise BadUsage("--accelerator goes with --config; the devices of the box are known")
     body = given(model=model, method=method, hyperparameters=hyperparameters, devices=devices, examples=examples_)
     if file is None:
         _answer(session, {"job": body})
@@ -112,7 +116,7 @@ def job(
 
 def _without_box(
     config: str,
-    device_kind: str | None,
+    accelerator: str | None,
     devices: int | None,
     method: str,
     hyperparameters: dict[str, Any],
@@ -122,15 +126,15 @@ def _without_box(
     # Fenced: it would double the time of every other command's `--help`.
     from appliance.controller.jobs.planned import MEMORY_BYTES, BadShape, plan_imagined
 
-    if device_kind is None:
+    if accelerator is None:
         kinds = ", ".join(MEMORY_BYTES)
-        raise BadUsage(f"--config needs --device-kind: one of {kinds}, or the memory of each, such as 48gb")
+        raise BadUsage(f"--config needs --accelerator: one of {kinds}, or the memory of each, such as 48gb")
     try:
         return plan_imagined(
             config,
             hyperparameters,
             devices=devices or 8,
-            device_kind=device_kind,
+            accelerator=accelerator,
             examples=examples,
             method=method,
         )

@@ -11,7 +11,7 @@ from appliance.controller.interfaces.principal import ADMIN, Principal
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
-from appliance.store.rows import JobRow, KeyRow
+from appliance.store.rows import JobRow, KeyRow, ModelRow
 
 
 def unknown_model(name: str) -> NotFound:
@@ -20,6 +20,23 @@ def unknown_model(name: str) -> NotFound:
         param="model",
         code="model_not_found",
     )
+
+
+def absent_model(name: str) -> NotFound:
+    """For callers who see every model, or who are to be told where to look."""
+    return NotFound(
+        f"The model {shown(name)} does not exist on this box; `appliance model list` shows those that do.",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def stored_model(db: Database, name: str) -> ModelRow:
+    """Raises NotFound."""
+    row = models.find(db, name)
+    if row is None:
+        raise absent_model(name)
+    return row
 
 
 def allowed_models(db: Database, row: KeyRow) -> list[str]:

@@ -107,13 +107,8 @@ class Quotas:
 
     def _eval_bytes(self, bounds: OwnerBounds, size: int) -> None:
         if size >= bounds.eval_bytes:
-            raise ApiError(
-                413,
-                f"Runs of your evals hold {size} of at most {bounds.eval_bytes} bytes. Delete one first. "
-                f"{_ASK.format('eval_bytes')}",
-                code="limit_reached",
-                param="eval_bytes",
-                headers=dict(NEVER_RETRY),
+            raise _full(
+                "eval_bytes", f"Runs of your evals hold {size} of at most {bounds.eval_bytes} bytes. Delete one first."
             )
 
     def check_names(self, caller: Principal) -> None:
@@ -156,13 +151,10 @@ class Quotas:
         made, size = holdings.models(self._db, key_id)
         _number("models", "fine-tuned models", made + unfinished, bounds.models, "Delete one first.")
         if size >= bounds.model_bytes:
-            raise ApiError(
-                413,
+            raise _full(
+                "model_bytes",
                 f"Versions of your fine-tuned models hold {size} of at most {bounds.model_bytes} bytes. Delete a model "
-                f"first. {_ASK.format('model_bytes')}",
-                code="limit_reached",
-                param="model_bytes",
-                headers=dict(NEVER_RETRY),
+                "first.",
             )
 
     def check_job_data(self, caller: Principal, held: int, more: int) -> None:
@@ -172,13 +164,10 @@ class Quotas:
             return
         limit = self.bounds(key_id).file_bytes
         if held + more > limit:
-            raise ApiError(
-                413,
+            raise _full(
+                "file_bytes",
                 f"Jobs of your keys that have not ended hold copies of {held} of at most {limit} bytes; {more} "
-                f"more do not fit. Wait for one to end or cancel one. {_ASK.format('file_bytes')}",
-                code="limit_reached",
-                param="file_bytes",
-                headers=dict(NEVER_RETRY),
+                "more do not fit. Wait for one to end or cancel one.",
             )
 
     def check_background(self, caller: Principal, size: int) -> None:
@@ -274,13 +263,10 @@ class Quotas:
         owner = self._owner(key_id)
         used += self._arriving_bytes[owner] + self.kept.of(owner)
         if used + more > bounds.file_bytes:
-            raise ApiError(
-                413,
+            raise _full(
+                "file_bytes",
                 f"Files of your keys have {used} of at most {bounds.file_bytes} bytes, uploads in progress "
-                f"included; {more} more do not fit. Delete files first. {_ASK.format('file_bytes')}",
-                code="limit_reached",
-                param="file_bytes",
-                headers=dict(NEVER_RETRY),
+                f"included; {more} more do not fit. Delete files first.",
             )
 
     def _owner(self, key_id: str) -> str:
@@ -291,6 +277,10 @@ class Quotas:
 # Jobs that are under way may still publish: what they make has room in the rest.
 _SHARE_OF_LINE = 4
 _ASK = "An admin can give a key a higher bound `{}`."
+
+
+def _full(bound: str, text: str) -> ApiError:
+    return ApiError(413, f"{text} {_ASK.format(bound)}", code="limit_reached", param=bound, headers=dict(NEVER_RETRY))
 
 
 def _number(bound: str, what: str, used: int, limit: int, advice: str, *, retry: bool = False) -> None:

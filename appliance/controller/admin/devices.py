@@ -7,20 +7,19 @@ import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import StringConstraints
 
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import cordons, lost_nodes
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import NotFound, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs.events import add_message
 from appliance.store.objects import jobs
 
 
-class Drain(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class Drain(StrictBody):
     reason: Annotated[str, StringConstraints(max_length=512)] = ""
 
 

@@ -37,7 +37,7 @@ def step(row: HandoverStepRow, limits: dict[str, Any]) -> dict[str, Any]:
     for a step that moves nothing."""
     count, moved_s, workers, path = _moved(row.verb, row.detail)
     rate = count / moved_s if count and moved_s else None
-    limit, name = _limit(row.verb, limits, workers)
+    limit, name = _limit(limits, workers)
     return {
         "verb": row.verb,
         "target": row.target,
@@ -76,7 +76,7 @@ def _words(how: str | None) -> str | None:
     return how.replace("-", " ") if how else None
 
 
-def _limit(verb: str, limits: dict[str, Any], workers: int) -> tuple[float | None, str]:
+def _limit(limits: dict[str, Any], workers: int) -> tuple[float | None, str]:
     """A GPU's weights use its own bus; host memory is one limit for all."""
     per_gpu = limits.get("host_to_device_bytes_per_s")
     if per_gpu:

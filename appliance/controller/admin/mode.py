@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from appliance.controller.admin import handover_views
 from appliance.controller.context.audit import name_of, record
@@ -23,6 +23,7 @@ from appliance.controller.devices.mode import (
     window_of,
     write_mode,
 )
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, NotFound, shown
 from appliance.controller.interfaces.ports import Mode
 from appliance.controller.interfaces.principal import Caller
@@ -37,10 +38,8 @@ MAX_WINDOWS = 64
 Cron = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
-class ModeSet(BaseModel):
+class ModeSet(StrictBody):
     """serving_floor: devices that serving keeps; if omitted, the box's default."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     policy: Literal["serve", "train", "split", "auto"]
     train_devices: Annotated[int, Field(ge=0)] | None = None

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
 
 from appliance.controller.admin import views
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.http.views import job_phase
 from appliance.controller.interfaces.errors import BadRequest, Conflict
 from appliance.controller.interfaces.principal import Caller, Principal
@@ -27,10 +27,8 @@ VALIDATING = ("Dependency", "Its training file is being checked.")
 SUBMITTED = ("Priority", "The scheduler has not looked at it yet.")
 
 
-class JobUpdate(BaseModel):
+class JobUpdate(StrictBody):
     """Only the given fields change; null removes a bound, the sizes or the deadline."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     priority: Priority | None = None
     deadline_s: Moment | None = None

@@ -62,9 +62,9 @@ class BackgroundResponses:
     """`start` begins with the stored responses; `begin` adds a new one. Invariant: an id is in `_waiting` or in
     `_flying`, or its response has ended."""
 
-    def __init__(self, context: ControllerContext, stored: StoredResponses):
+    def __init__(self, context: ControllerContext, stored: StoredResponses, metering: Metering):
         self._context, self._db, self._stored = context, context.db, stored
-        self._metering = Metering(context.db, context.publish_keys)
+        self._metering = metering
         self._waiting: dict[str, str] = {}  # id -> model, in order of arrival
         self._flying: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._sent: dict[str, tuple[str, Sent]] = {}  # id -> (key id, line) of responses at an engine
@@ -267,7 +267,8 @@ class BackgroundResponses:
             raise ApiError(401, KEY_REVOKED)
         if not may_use(self._db, row.key_id or None, model):  # it was deleted, or is no longer shared
             raise unknown_model(model)
-        request = orjson.loads(row.request or "{}")
+        # An older box has kept the input in the request, too.
+        request = {"input": orjson.loads(row.input), **orjson.loads(row.request or "{}")}
         items = None
         if row.previous_id is not None:
             earlier = await self._stored.before(row.previous_id, viewer_of(self._db, row.key_id or None))
@@ -275,7 +276,7 @@ class BackgroundResponses:
         self._set(row, {**orjson.loads(row.response), "status": "in_progress"}, status="in_progress")
         key = keys.find(self._db, row.key_id) if row.key_id else None
         body = salted(objects.engine_body(request, items), key.owner if key is not None else "")
-        self._sent[row.id] = row.key_id, Sent(URL, body, time.monotonic())
+        self._sent[row.id] = row.key_id, Sent(URL, body, len(orjson.dumps(body)), time.monotonic())
         try:
             alone = self._deaths.goes_alone(row.id)
             return await self._context.batch_engines.send(model, URL, body, new_id("req_"), alone=alone)
@@ -321,4 +322,4 @@ def _model(row: ResponseRow) -> str:
 
 def _tokens(row: ResponseRow) -> int:
     """Of an unfinished response, estimated."""
-    return len(row.request or "") // BYTES_PER_TOKEN
+    return (len(row.input) + len(row.request or "")) // BYTES_PER_TOKEN

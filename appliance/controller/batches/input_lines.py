@@ -14,8 +14,9 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from appliance.controller.http.strict_json import check_values
+from appliance.controller.http.bodies import check_values
 from appliance.controller.interfaces.errors import BadRequest, shown
+from appliance.gateway.core.config import Limits
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 _MAX_CUSTOM_ID = 512
@@ -117,7 +118,7 @@ def _checked(raw: bytes, endpoint: str, line_bytes: int) -> tuple[str, str]:
     if len(raw) > line_bytes:
         raise BadLine("line_too_long", f"The line has more than {line_bytes} bytes.")
     try:
-        check_values(raw)
+        check_values(raw, Limits().json_weight)
         data = orjson.loads(raw)
     except BadRequest as error:
         raise BadLine("too_many_values", error.message) from None

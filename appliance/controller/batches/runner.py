@@ -21,9 +21,9 @@ class BatchRunner:
     """`start` begins with the stored batches; `begin` adds a new one; call `poke` after a cancellation. tasks: one for
     each unfinished batch."""
 
-    def __init__(self, context: ControllerContext):
+    def __init__(self, context: ControllerContext, metering: Metering):
         self._context = context
-        self.metering = Metering(context.db, context.publish_keys)
+        self.metering = metering
         self._works: dict[str, BatchWork] = {}
         self._sent = 0
         self._last_sent: dict[str, int] = {}  # by owner

@@ -16,6 +16,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 
+import orjson
 from anyio import to_thread
 
 from appliance.controller.access.model_access import viewer_of
@@ -41,6 +42,7 @@ log = logging.getLogger("appliance.controller")
 LOOK_EVERY_S = 0.5
 ROOM_EVERY_S = 2.0  # on a full disk
 _REFUSED_AT_ONCE = 1000
+_READ_AT_ONCE_BYTES = 256 << 10
 _TASK_OF = {"/v1/embeddings": "embed"}
 _EXPIRED = {
     "code": "batch_expired",
@@ -183,8 +185,9 @@ class BatchWork:
                     return end
                 if self._ready:
                     await self._store_answers()  # first, so that their cost counts for the next lines
-                self._send_what_may_go(source)
-                if not self._ready:
+                if self._send_what_may_go(source):
+                    await asyncio.sleep(0)
+                elif not self._ready:
                     await self._wait()
         return "completed"
 
@@ -238,21 +241,22 @@ class BatchWork:
             for wait in waits:
                 wait.cancel()
 
-    def _send_what_may_go(self, source: Any) -> None:
-        """As many lines as engines have room for and the key's limits allow; lines it may not ask get an error here."""
+    def _send_what_may_go(self, source: Any) -> bool:
+        """As many lines as engines have room for and the key's limits allow; lines it may not ask get an error here.
+        True: there may be room for more, but others come first, since a line takes as long to read as it is."""
         row, metering = self._row(), self._runner.metering
         key = metering.key_of(row)
         refusal = metering.refusal(key, self.model, row.expires_s)
         if refusal is not None:
             for _ in range(min(len(self.left), _REFUSED_AT_ONCE)):
                 self._answered(self.left.popleft(), new_id("req_"), refusal.status, refusal.body)
-            return
-        self.stopped_by = ""
+            return False
+        self.stopped_by, size = "", 0
         for _ in range(min(len(self.left), self._runner.room(self))):
             line = self._by_id[self.left[0]]
             self.stopped_by = metering.waits_for(key, line.size // BYTES_PER_TOKEN)
             if self.stopped_by:
-                return
+                return False
             custom_id = self.left.popleft()
             source.seek(line.offset)
             request = input_lines.parse(source.read(line.size))
@@ -261,10 +265,14 @@ class BatchWork:
                 self._send(custom_id, request), name=f"line of {self.batch_id}"
             )
             self._runner.sent(self)
+            if (size := size + line.size) > _READ_AT_ONCE_BYTES:
+                return True
+        return False
 
     async def _send(self, custom_id: str, request: dict[str, Any]) -> None:
         request_id = new_id("req_")
-        sent = self._sent[custom_id] = Sent(request["url"], request["body"], time.monotonic())
+        size = len(orjson.dumps(request["body"]))
+        sent = self._sent[custom_id] = Sent(request["url"], request["body"], size, time.monotonic())
         try:
             answer = await self._context.batch_engines.send(
                 self.model, request["url"], request["body"], request_id, alone=self._deaths.goes_alone(custom_id)

@@ -232,12 +232,12 @@ class Bus:
             if deadline_s is not None and now_s >= deadline_s:
                 raise BusTimeout(f"waited {timeout_s:.0f} s for gateways {what}; still missing: {', '.join(left)}")
             try:
-                async with asyncio.timeout_at(self._next_look_s(now_s, deadline_s)):
+                async with asyncio.timeout_at(self._next_look_s(deadline_s)):
                     await self._changed.wait()
             except TimeoutError:
                 continue
 
-    def _next_look_s(self, now_s: float, deadline_s: float | None) -> float | None:
+    def _next_look_s(self, deadline_s: float | None) -> float | None:
         """When time alone changes something: a lost gateway expires, the start period ends, the deadline."""
         moments = [
             gateway.lost_at_s + self._config.gateway_gone_after_s

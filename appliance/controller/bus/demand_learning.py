@@ -1,25 +1,34 @@
 """Learns from each model's traffic: how fast it rises, and what to keep on standby. Fed by the gateways' reports.
 
-Kept in memory only: after a restart of the controller each learner starts over and has learned its traffic again within
-minutes; until then growing on demand serves it.
+What has been learned of standby is stored every minute, and read when a learner begins: a restarted controller goes on
+with it, faded by the time between. A learner whose bounds or target have changed begins anew.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from appliance.controller.bus.load import Arrived
 from appliance.gateway.routing.canary_comparison import BUCKETS_PER_DOUBLING, SHORTEST_S
+from appliance.store.database import Database
+from appliance.store.records import standby as standby_rows
+from appliance.store.rows import StandbyRow
 from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.forecast import DemandForecast
-from scheduler.autoscale.standby import Seen, StandbyLearner, standby_costs
+from scheduler.autoscale.shadow import Seen, standby_costs
+from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
 
+log = logging.getLogger(__name__)
+
 LOOK_S = 0.25
 """Minimum interval: several gateways report more often than there is something to learn."""
+SAVE_S = 60.0
+"""How often what has been learned is stored: half an hour of memory does not change much in a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +54,12 @@ class DemandLearning:
         config: SchedulerConfig,
         devices: int,
         now_s: Callable[[], float] = time.monotonic,
+        db: Database | None = None,
+        unix_s: Callable[[], float] = time.time,
     ):
         self._traffic, self._config, self._devices, self._now_s = traffic, config, devices, now_s
+        self._db, self._unix_s = db, unix_s
+        self._saved_s: dict[str, float] = {}
         self._learners: dict[str, tuple[tuple[float, ...], StandbyLearner]] = {}
         self._forecasts: dict[str, DemandForecast] = {}
         self._counted: dict[str, Arrived] = {}
@@ -83,6 +96,7 @@ class DemandLearning:
                 awake=traffic.awake,
             )
             learner.seen(now_s, seen)
+            self._save(deployment.model, now_s)
         return replace(deployment, standby=learner.best)
 
     def _rising(self, deployment: DeploymentView, traffic: Traffic, now_s: float, look: bool) -> DeploymentView:
@@ -106,8 +120,26 @@ class DemandLearning:
                 target_s=target_s,
                 late_share=self._config.late_requests_share,
             )
+            self._restore(deployment.model, learner, asked)
             known = self._learners[deployment.model] = (asked, learner)
         return known[1]
+
+    def _restore(self, model: str, learner: StandbyLearner, arguments: tuple[float, ...]) -> None:
+        row = standby_rows.find(self._db, model) if self._db else None
+        if row is None or row.arguments != list(arguments):
+            return
+        try:
+            learner.restore(row.state, self._now_s(), self._unix_s() - row.saved_s)
+        except (KeyError, TypeError, ValueError) as error:
+            # Of another release: an hour of learning is not worth a box that does not start.
+            log.warning("what was learned of the traffic of %s cannot be read, and is learned anew: %r", model, error)
+
+    def _save(self, model: str, now_s: float) -> None:
+        if self._db is None or now_s - self._saved_s.setdefault(model, now_s) < SAVE_S:
+            return
+        self._saved_s[model] = now_s
+        arguments, learner = self._learners[model]
+        standby_rows.save(self._db, StandbyRow(model, self._unix_s(), list(arguments), learner.state()))
 
     def _new(self, arrived: Mapping[str, Arrived]) -> Arrived:
         """Arrivals since the last call."""

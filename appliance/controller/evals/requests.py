@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import orjson
+from pydantic import ConfigDict, Field
 
+from appliance.controller.http.strict_body import StrictBody
 from train.graders import templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_VARIABLES
@@ -17,25 +19,22 @@ MAX_ITEMS = 10_000
 MAX_DATA_BYTES = 64 << 20
 MAX_ENTRY_BYTES = 1 << 20
 ENTRY_WEIGHT = 1 << 14
-"""An item with its sample: each is parsed and written several times on the controller's loop. As strict_json counts."""
+"""An item with its sample: each is parsed and written several times on the controller's loop. As http/bodies counts."""
 MAX_SCHEMA_BYTES = 1 << 20
 MAX_CRITERIA_BYTES = 2 << 20
 MAX_SOURCE_BYTES = 256 << 10
 """What a run says beside its items; its row is written anew for every item that is judged."""
+JSONL = "jsonl"
 Text = Annotated[str, Field(max_length=templates.MAX_TEXT)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class CustomConfig(_Strict):
+class CustomConfig(StrictBody):
     type: Literal["custom"]
     item_schema: dict[str, Any]
     include_sample_schema: bool = False
 
 
-class _Refused(_Strict):
+class _Refused(StrictBody):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
@@ -43,30 +42,30 @@ class LogsConfig(_Refused):
     type: Literal["logs", "stored_completions"]
 
 
-class EvalCreate(_Strict):
+class EvalCreate(StrictBody):
     data_source_config: Annotated[CustomConfig | LogsConfig, Field(discriminator="type")]
     testing_criteria: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_CRITERIA)]
     name: Annotated[str, Field(max_length=512)] | None = None
     metadata: dict[str, str] | None = None
 
 
-class EvalUpdate(_Strict):
+class EvalUpdate(StrictBody):
     name: Annotated[str, Field(max_length=512)] | None = None
     metadata: dict[str, str] | None = None
 
 
-class Entry(_Strict):
+class Entry(StrictBody):
     item: dict[str, Any]
     sample: dict[str, Any] | None = None
 
 
-class FileContent(_Strict):
+class FileContent(StrictBody):
     type: Literal["file_content"]
     content: Annotated[list[Entry], Field(max_length=MAX_ITEMS)]
     """Empty once the items have rows of their own, see `without_items`."""
 
 
-class FileId(_Strict):
+class FileId(StrictBody):
     type: Literal["file_id"]
     id: Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -78,12 +77,12 @@ class StoredSource(_Refused):
 Source = Annotated[FileContent | FileId | StoredSource, Field(discriminator="type")]
 
 
-class _Part(_Strict):
+class _Part(StrictBody):
     type: Literal["input_text", "output_text", "text"]
     text: Text
 
 
-class Message(_Strict):
+class Message(StrictBody):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Text | _Part
     type: Literal["message"] | None = None
@@ -93,21 +92,21 @@ class Message(_Strict):
         return self.content if isinstance(self.content, str) else self.content.text
 
 
-class Template(_Strict):
+class Template(StrictBody):
     type: Literal["template"]
     template: Annotated[list[Message], Field(min_length=1, max_length=64)]
 
 
-class ItemReference(_Strict):
+class ItemReference(StrictBody):
     type: Literal["item_reference"]
     item_reference: Annotated[str, Field(min_length=1, max_length=512)]
 
 
-class TextFormat(_Strict):
+class TextFormat(StrictBody):
     format: dict[str, Any] | None = None
 
 
-class Sampling(_Strict):
+class Sampling(StrictBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -118,12 +117,12 @@ class Sampling(_Strict):
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
 
 
-class Jsonl(_Strict):
+class Jsonl(StrictBody):
     type: Literal["jsonl"]
     source: Source
 
 
-class Sampled(_Strict):
+class Sampled(StrictBody):
     """`completions` and `responses` differ in how tools and formats are written."""
 
     type: Literal["completions", "responses"]
@@ -133,10 +132,15 @@ class Sampled(_Strict):
     sampling_params: Sampling | None = None
 
 
-class RunCreate(_Strict):
+class RunCreate(StrictBody):
     data_source: Annotated[Jsonl | Sampled, Field(discriminator="type")]
     name: Annotated[str, Field(max_length=512)] | None = None
     metadata: dict[str, str] | None = None
+
+
+def size_of(source: dict[str, Any]) -> int:
+    """Bytes of a run's data source as JSON."""
+    return len(orjson.dumps(source))
 
 
 def without_items(source: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +154,7 @@ def check_source(source: dict[str, Any]) -> None:
     """Raises InvalidGrader, whose `param` is below `data_source`."""
     if source["source"].get("type") == "file_content" and not source["source"]["content"]:
         raise InvalidGrader("source.content", "has no items")
-    if (size := len(json.dumps(without_items(source)))) > MAX_SOURCE_BYTES:
+    if (size := size_of(without_items(source))) > MAX_SOURCE_BYTES:
         raise InvalidGrader("", f"has {size} bytes beside its items; at most {MAX_SOURCE_BYTES} are taken")
 
 
@@ -161,9 +165,9 @@ def check_eval(body: EvalCreate) -> None:
         ("data_source_config.item_schema", getattr(config, "item_schema", None), MAX_SCHEMA_BYTES),
         ("testing_criteria", body.testing_criteria, MAX_CRITERIA_BYTES),
     ):
-        if (size := len(json.dumps(value))) > most:
+        if (size := len(orjson.dumps(value))) > most:
             raise InvalidGrader(param, f"has {size} bytes; at most {most} are taken")
-    if (variables := json.dumps(body.testing_criteria).count("{{")) > MAX_VARIABLES:
+    if (variables := orjson.dumps(body.testing_criteria).count(b"{{")) > MAX_VARIABLES:
         raise InvalidGrader("testing_criteria", f"has {variables} times '{{{{'; at most {MAX_VARIABLES} are taken")
 
 
@@ -185,19 +189,22 @@ def check_sampled(source: Sampled) -> None:
 
 def body_of(source: Sampled, item: dict[str, Any]) -> dict[str, Any]:
     """The chat completion that makes the sample. Raises GradingFailed when the item lacks a variable."""
+    return {"model": source.model, "messages": _messages(source, item), **fields_of(source)}
+
+
+def fields_of(source: Sampled) -> dict[str, Any]:
+    """What the chat completions of all items have in common."""
     sampling = source.sampling_params or Sampling()
     given = ("temperature", "top_p", "seed", "reasoning_effort", "response_format")
-    body = {
-        "model": source.model,
-        "messages": _messages(source, item),
+    fields = {
         "max_completion_tokens": sampling.max_completion_tokens or DEFAULT_ANSWER_TOKENS,
         **{name: value for name in given if (value := getattr(sampling, name)) is not None},
     }
     if sampling.text is not None and sampling.text.format is not None:
-        body["response_format"] = _format(sampling.text.format)
+        fields["response_format"] = _format(sampling.text.format)
     if sampling.tools:
-        body["tools"] = [tool if "function" in tool else _nested(tool) for tool in sampling.tools]
-    return body
+        fields["tools"] = [tool if "function" in tool else _nested(tool) for tool in sampling.tools]
+    return fields
 
 
 def _messages(source: Sampled, item: dict[str, Any]) -> list[dict[str, Any]]:

@@ -10,28 +10,32 @@ import asyncio
 import json
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from appliance.controller.access.model_access import viewer_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import requests
 from appliance.controller.evals.requests import Jsonl, Sampled, body_of, sample_of
-from appliance.controller.grading.given import MAX_DEPTH, is_deeper
+from appliance.controller.grading.given import MAX_DEPTH
 from appliance.controller.grading.judged import graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
-from appliance.controller.http.strict_json import check_values
+from appliance.controller.http.bodies import check_values
 from appliance.controller.interfaces.errors import ApiError, BadRequest
+from appliance.store.chunks import little_by_little
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.objects import files as file_rows
 from appliance.store.records import keys
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
 from runtime.background_tasks import RunningTasks
+from train.data.formats import is_deeper
 from train.graders.errors import GradingFailed
 from train.graders.graders import Grader, parse
 from train.graders.grading import ModelAnswer
@@ -40,10 +44,13 @@ from train.graders.hosts import GraderHosts
 from train.graders.templates import Sample
 
 WINDOW_S = 24 * 3600.0
+DELETE_WITHIN_S = 5.0
 AT_ONCE = 8
 _CHUNK = 500
 _CHUNK_BYTES = 512 << 10
-"""Of entries that are checked and stored in one go, on a loop with other tasks."""
+"""Of entries that are checked in one go."""
+_STORED = 100
+"""Of entries that are stored in one go, on a loop with other tasks."""
 _CHECK_S = 60.0
 _ERROR_CHARACTERS = 2000
 _Measured = tuple[dict[str, Any], int]
@@ -63,11 +70,25 @@ class EvalRunner:
         self.tasks = RunningTasks()
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._freeing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """After a restart: go on with what has not ended."""
+        """After a restart: go on with what has not ended, and with what was being deleted."""
         for run_id in evals.unfinished_ids(self._db):
             self.begin(run_id)
+        self._free()
+
+    async def delete(self, ids: Iterable[str], within_s: float | None = DELETE_WITHIN_S) -> None:
+        """Evals, which take their runs with them, and runs. Nobody sees them from now on; the disk is freed little by
+        little. It returns when that is done, or after this time, while it goes on."""
+        evals.delete(self._db, ids)
+        await asyncio.wait([self._free()], timeout=within_s)
+
+    def _free(self) -> asyncio.Task[None]:
+        if self._freeing is None or self._freeing.done():
+            freed = partial(little_by_little, partial(evals.delete_some, self._db))
+            self._freeing = self.tasks.add(self._context.background.keep("deletion of evaluations", freed))
+        return self._freeing
 
     def begin(self, run_id: str) -> None:
         task = self.tasks.add(self._context.background.keep(f"evaluation: {run_id}", partial(self._run, run_id)))
@@ -86,11 +107,9 @@ class EvalRunner:
             task.cancel()
 
     async def _run(self, run_id: str) -> None:
-        row = evals.find_run(self._db, run_id)
-        if row is None or row.finished:
+        owner = evals.unfinished_owner(self._db, run_id)
+        if owner is None:
             return
-        owner = row.owner
-        del row  # it may hold all items, and its turn may be far
         async with self._turns[owner]:
             try:
                 await self._judged(run_id)
@@ -107,7 +126,7 @@ class EvalRunner:
         of = evals.find(self._db, row.eval_id, viewer=None) if row is not None else None
         if row is None or of is None or row.finished:
             return
-        source = _SOURCE.validate_python(row.data_source)
+        source = await asyncio.to_thread(_SOURCE.validate_python, row.data_source)
         graders = [parse(criterion) for criterion in of.criteria]
         if row.status == "queued":
             self._check_may_go_on(row)
@@ -140,13 +159,15 @@ class EvalRunner:
     def _end(self, run_id: str, status: str, error: dict[str, str] | None) -> None:
         row = evals.find_run(self._db, run_id)
         if row is not None and not row.finished:
+            kept = requests.without_items(row.data_source)
             evals.update_run(
                 self._db,
                 run_id,
                 status=status,
                 error=error,
                 ended_s=time.time(),
-                data_source=requests.without_items(row.data_source),
+                data_source=kept,
+                bytes=requests.size_of(kept) if row.status == "queued" else row.bytes,
             )
 
     # --- the data
@@ -164,9 +185,10 @@ class EvalRunner:
         if refused:
             told = "; ".join(f"line {place + 1}: {why}" if place >= 0 else why for place, why in refused)
             raise _Failed("invalid_data", f"Items do not follow the eval's item_schema: {told}"[:4000])
-        evals.clear_items(self._db, row.id)
+        # What a preparation that was cut short has left.
+        await little_by_little(partial(evals.clear_some, self._db, row.id))
         now_s, place = time.time(), 0
-        for chunk in chunks:
+        for chunk in _pieces(chunks, _STORED):
             rows = [
                 EvalItemRow(new_id("outputitem_"), row.id, at, now_s, item=entry["item"], sample=entry.get("sample"))
                 for at, (entry, _) in enumerate(chunk, place)
@@ -174,13 +196,14 @@ class EvalRunner:
             evals.insert_items(self._db, rows)
             place += len(rows)
             await asyncio.sleep(0)
+        kept = requests.without_items(row.data_source)
         evals.update_run(
             self._db,
             row.id,
             status="in_progress",
             total=place,
-            bytes=sum(size for chunk in chunks for _, size in chunk),
-            data_source=requests.without_items(row.data_source),
+            bytes=requests.size_of(kept) + sum(size for chunk in chunks for _, size in chunk),
+            data_source=kept,
         )
 
     async def _chunks(self, row: EvalRunRow, source: Jsonl | Sampled) -> list[list[_Measured]]:
@@ -285,8 +308,15 @@ class EvalRunner:
             row.id,
             results={name: dict(of) for name, of in results.items()},
             usage={model: dict(of) for model, of in usage.items()},
+            counts={**row.counts, one["status"]: row.counts.get(one["status"], 0) + 1},
             bytes=row.bytes + len(json.dumps([one["sample"], one["results"]])),
         )
+
+
+def _pieces(chunks: list[list[_Measured]], most: int) -> Iterator[list[_Measured]]:
+    for chunk in chunks:
+        for at in range(0, len(chunk), most):
+            yield chunk[at : at + most]
 
 
 async def _refused(host: GraderHost, schema: dict[str, Any], chunks: list[list[_Measured]]) -> list[tuple[int, str]]:
@@ -364,7 +394,10 @@ def _check_text(number: int, text: bytes) -> None:
 def _entry(number: int, line: bytes) -> dict[str, Any]:
     """Raises _Failed."""
     try:
-        return requests.Entry.model_validate_json(line).model_dump()
+        # By the parser of requests: pydantic's takes NaN, and integers that no engine can be told.
+        return requests.Entry.model_validate(orjson.loads(line)).model_dump()
+    except orjson.JSONDecodeError as error:
+        raise _Failed("invalid_data", f"Line {number} is no JSON: {error}.") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the line"

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from appliance.controller.access.disk import insufficient_storage
 from appliance.controller.context.context import ControllerContext
@@ -28,6 +28,7 @@ from appliance.controller.files import multipart
 from appliance.controller.files import storage as files
 from appliance.controller.http import views
 from appliance.controller.http.routers import make_router
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id
@@ -40,16 +41,12 @@ _COPY_BYTES = 2**20
 _MD5 = re.compile(r"[0-9a-fA-F]{32}\Z")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class ExpiresAfter(_Strict):
+class ExpiresAfter(StrictBody):
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=files.EXPIRY_S.start, lt=files.EXPIRY_S.stop)]
 
 
-class UploadCreate(_Strict):
+class UploadCreate(StrictBody):
     bytes: Annotated[int, Field(ge=0)]
     filename: Annotated[str, StringConstraints(max_length=1024)]
     mime_type: Annotated[str, StringConstraints(min_length=1, max_length=255)]
@@ -57,7 +54,7 @@ class UploadCreate(_Strict):
     expires_after: ExpiresAfter | None = None
 
 
-class UploadComplete(_Strict):
+class UploadComplete(StrictBody):
     part_ids: Annotated[list[Annotated[str, StringConstraints(max_length=256)]], Field(max_length=MAX_PARTS)]
     md5: Annotated[str, StringConstraints(max_length=64)] | None = None
 
@@ -178,7 +175,11 @@ def routes(context: ControllerContext) -> APIRouter:
             kept(row.bytes)  # the file, until it has a row of its own
             try:
                 await _drop_all_but(context, row, set(body.part_ids))
-                sha256, md5 = await context.file_work.run(row.owner, _join, paths, incoming)
+                try:
+                    sha256, md5 = await context.file_work.run(row.owner, _join, paths, incoming)
+                except FileNotFoundError:
+                    _pending(context, upload_id, caller)  # it was cancelled or has expired, and its parts went
+                    raise
                 if body.md5 is not None and body.md5.lower() != md5:
                     raise BadRequest(
                         f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected.",
@@ -221,11 +222,11 @@ def routes(context: ControllerContext) -> APIRouter:
     return router
 
 
-def keep_house(context: ControllerContext, now_s: float) -> None:
+async def keep_house(context: ControllerContext, now_s: float) -> None:
     """End expired uploads, and delete the records of those that ended long ago."""
     for row in upload_rows.overdue(context.db, now_s=now_s):
         _end(context, row, "expired")
-        _remove_bytes(context, row.id)
+        await to_thread.run_sync(_remove_bytes, context, row.id)  # it may have 10,000 parts
     upload_rows.forget_before(context.db, now_s - context.config.idempotency_keep_s - context.config.upload_open_s)
 
 
@@ -242,7 +243,7 @@ def sweep(context: ControllerContext) -> None:
         if folder.name not in pending:
             shutil.rmtree(folder, ignore_errors=True)
             continue
-        known = upload_rows.parts(context.db, folder.name)
+        known = upload_rows.sizes(context.db, folder.name)
         for entry in folder.iterdir():
             if entry.name not in known:
                 entry.unlink(missing_ok=True)
@@ -275,13 +276,13 @@ def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete) ->
             param="md5",
             code="invalid_value",
         )
-    known = upload_rows.parts(context.db, row.id)
+    known = upload_rows.sizes(context.db, row.id)
     unknown = next((part_id for part_id in body.part_ids if part_id not in known), None)
     if unknown is not None:
         raise BadRequest(f"{shown(unknown)} is not a part of {row.id}.", param="part_ids", code="part_not_found")
     if len(set(body.part_ids)) != len(body.part_ids):
         raise BadRequest("A part is named twice in 'part_ids'.", param="part_ids", code="duplicate_part")
-    size = sum(known[part_id].bytes for part_id in body.part_ids)
+    size = sum(known[part_id] for part_id in body.part_ids)
     if size != row.bytes:
         raise BadRequest(
             f"The parts named hold {size} bytes together; {row.bytes} were announced.",
@@ -294,7 +295,7 @@ def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete) ->
 
 async def _drop_all_but(context: ControllerContext, row: UploadRow, part_ids: set[str]) -> None:
     """Drop the parts not named: with them and the file the disk would hold three times the announced size."""
-    unnamed = upload_rows.parts(context.db, row.id).keys() - part_ids
+    unnamed = upload_rows.sizes(context.db, row.id).keys() - part_ids
     with context.db.transaction():
         for part_id in unnamed:
             upload_rows.delete_part(context.db, part_id)

@@ -9,16 +9,18 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.grading.given import MAX_DEPTH, grader_of, is_deeper
+from appliance.controller.grading.given import MAX_DEPTH, grader_of
 from appliance.controller.grading.judged import graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http.presence import while_present
 from appliance.controller.http.routers import make_router
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller
+from train.data.formats import is_deeper
 from train.graders.graders import Grader, judges
 from train.graders.grading import Graded
 from train.graders.host import WorkerBroke
@@ -29,15 +31,11 @@ ANSWER_WITHIN_S = 300.0
 MAX_RUNS_OF_AN_OWNER = 4
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Validate(_Strict):
+class Validate(StrictBody):
     grader: dict[str, Any]
 
 
-class Run(_Strict):
+class Run(StrictBody):
     grader: dict[str, Any]
     model_sample: Annotated[str, Field(max_length=MAX_TEXT)]
     item: Any = None

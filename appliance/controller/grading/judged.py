@@ -1,9 +1,9 @@
-"""Grades one sample, with the answers of models that its grader asks."""
+"""Grades samples, with the answers of models that their grader asks."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from train.graders.graders import Grader, judges
@@ -21,11 +21,21 @@ async def graded_with_answers(
     """Its reward, and what models have answered, in the order of its graders. sample: with its item.
 
     No worker is held while models are asked. Raises WorkerBroke, before any is asked."""
-    asked: dict[str, dict[str, Any]] = {}
+    ((graded, told),) = await all_graded_with_answers(hosts, owner, grader, [sample], ask)
+    return graded, told
+
+
+async def all_graded_with_answers(
+    hosts: GraderHosts, owner: str, grader: Grader, samples: Sequence[tuple[Sample, Any]], ask: Ask
+) -> list[tuple[Graded, list[ModelAnswer]]]:
+    """As `graded_with_answers`, for each of the samples; models are asked for all of them at once."""
+    asked: list[dict[str, dict[str, Any]]] = [{} for _ in samples]
     if judges(grader):
         async with hosts.of(owner) as host:
-            (asked,) = await host.requests(grader, [sample])
-    told = await asyncio.gather(*map(ask, asked.values()))
+            asked = await host.requests(grader, samples)
+    told = await asyncio.gather(*(ask(body) for one in asked for body in one.values()))
+    answers = iter(told)
+    by_sample = [{name: next(answers) for name in one} for one in asked]
     async with hosts.of(owner) as host:
-        (graded,) = await host.grade(grader, [sample], [dict(zip(asked, told, strict=True))])
-    return graded, told
+        graded = await host.grade(grader, samples, by_sample)
+    return [(one, [*given.values()]) for one, given in zip(graded, by_sample, strict=True)]

@@ -33,9 +33,9 @@ MAX_OF_A_KEY = 16
 class ModelAnswers:
     """Invariant: every model in `_asking` has at least one request that waits or is at an engine."""
 
-    def __init__(self, context: ControllerContext):
+    def __init__(self, context: ControllerContext, metering: Metering):
         self._context, self._db = context, context.db
-        self._metering = Metering(context.db, context.publish_keys)
+        self._metering = metering
         self._asking: Counter[str] = Counter()
         self._flying: Counter[str] = Counter()
         self._turns: WeakValueDictionary[tuple[str | None, str], asyncio.Semaphore] = WeakValueDictionary()
@@ -95,7 +95,7 @@ class ModelAnswers:
 
     async def _sent(self, key: KeyRow | None, model: str, body: dict[str, Any]) -> tuple[EngineAnswer, float]:
         """Raises LineReturned."""
-        began_s, sent = time.monotonic(), Sent(URL, body, time.monotonic())
+        began_s, sent = time.monotonic(), Sent(URL, body, len(orjson.dumps(body)), time.monotonic())
         self._flying[model] += 1
         try:
             answer = await self._context.batch_engines.send(model, URL, body, new_id("req_"))

@@ -5,21 +5,26 @@ Not `@app.middleware("http")`: with that, an exception reached clients as a clea
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable
+from weakref import WeakValueDictionary
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BodyTooLarge
+from appliance.controller.interfaces.identity import ADMIN, Identity
 from runtime.logs import REQUEST_ID
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
 _MULTIPART_OVERHEAD_BYTES = 64 * 1024
 # Copies of answered responses, from gateways, which limit how much of them they buffer.
 _COPIES, _COPIES_BYTES = "/internal/responses", 64 * 2**20
+_INTERNAL = "/internal/"
+READS_AT_ONCE = 4
 _UPLOAD_PART = re.compile(r"/v1/uploads/[^/]+/parts\Z")
 
 
@@ -64,6 +69,48 @@ class KnownAtGateways:
             await send(message)
 
         await self._app(scope, receive, send_when_known)
+
+
+class ReadsInTurns:
+    """Few reads and deletions of one owner are at work at once, the others wait until one of them is answered: what
+    they cost is no matter of how many there are in a minute. Administrators, and what gateways ask for a response that
+    somebody waits for, are not held up.
+
+    owner_of: the owner of a key's id."""
+
+    def __init__(self, app: ASGIApp, owner_of: Callable[[str], str], at_once: int = READS_AT_ONCE):
+        self._app, self._owner_of, self._at_once = app, owner_of, at_once
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        identity = scope.get("state", {}).get("identity")
+        if (
+            scope["type"] != "http"
+            or scope["method"] not in ("GET", "HEAD", "DELETE")
+            or not isinstance(identity, Identity)
+            or identity.key_id is None
+            or ADMIN in identity.scopes
+            or scope["path"].startswith(_INTERNAL)
+        ):
+            await self._app(scope, receive, send)
+            return
+        owner = self._owner_of(identity.key_id)
+        turn = self._turns.setdefault(owner, asyncio.Semaphore(self._at_once))
+        await turn.acquire()
+        held = True
+
+        async def send_and_give_turn(message: Message) -> None:
+            nonlocal held
+            if held and message["type"] == "http.response.start":
+                held = False  # the rest takes as long as its client: a download, events
+                turn.release()
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_give_turn)
+        finally:
+            if held:
+                turn.release()
 
 
 class BodyLimits:

@@ -11,41 +11,48 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import orjson
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope
 
 from appliance.controller.http.audited import audited
-from appliance.controller.interfaces.errors import BadRequest
-from appliance.gateway.core import errors as gateway_errors
-from appliance.gateway.payload.body_weight import check_weight
-
-# As for inference requests: a list or object counts as 12, a string as 4, any other value as 1.
-JSON_WEIGHT = 1 << 19
-
-
-def check_values(text: bytes, most: int = JSON_WEIGHT) -> None:
-    """Raises BadRequest for JSON with more values than may be parsed on a loop with other tasks."""
-    try:
-        check_weight(text, most)
-    except gateway_errors.HttpError as error:
-        raise BadRequest(error.message, code=error.code) from None
+from appliance.controller.http.bodies import Bound, bound_of, parsed
+from appliance.controller.interfaces.errors import BodyTooLarge
 
 
 class StrictRequest(Request):
+    """`body` and `json` are bounded; a route that takes a file reads `stream`, whose bound BodyLimits keeps."""
+
+    def __init__(self, scope: Scope, receive: Receive, bound: Bound):
+        super().__init__(scope, receive)
+        self._bound = bound
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            most = self._bound.nbytes
+            announced = self.headers.get("content-length", "0")
+            if announced.isdigit() and int(announced[:20]) > most:
+                raise BodyTooLarge(most)
+            chunks, size = [], 0
+            async for chunk in self.stream():
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > most:
+                    raise BodyTooLarge(most)
+            self._body = b"".join(chunks)
+        return self._body
+
     async def json(self) -> Any:
         # JSONDecodeError of orjson is one of json's, which FastAPI turns into a RequestValidationError.
-        body = await self.body()
-        check_values(body)
-        return orjson.loads(body)
+        return await parsed(await self.body(), self._bound.weight)
 
 
 class StrictRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+        handle, bound = super().get_route_handler(), bound_of(self.path)
 
         async def strict(request: Request) -> Response:
-            return await handle(StrictRequest(request.scope, request.receive))
+            return await handle(StrictRequest(request.scope, request.receive, bound))
 
         (method,) = self.methods
         return audited(strict, method, self.path)

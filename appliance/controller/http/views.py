@@ -83,7 +83,10 @@ def hyperparameters(row: JobRow) -> dict[str, Any]:
     return values
 
 
-def job_object(row: JobRow, organization: str, caller: Principal) -> dict[str, Any]:
+def job_object(
+    row: JobRow, organization: str, caller: Principal, grader: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """grader: of a job that has one."""
     succeeded = row.phase == "succeeded"
     return {
         "id": row.id,
@@ -105,7 +108,10 @@ def job_object(row: JobRow, organization: str, caller: Principal) -> dict[str, A
         "estimated_finish": None if row.eta_s is None or row.finished else int(time.time() + row.eta_s),
         "integrations": row.integrations or [],
         "metadata": row.metadata,
-        "method": {"type": row.method, row.method: {"hyperparameters": hyperparameters(row)}},
+        "method": {
+            "type": row.method,
+            row.method: ({} if grader is None else {"grader": grader}) | {"hyperparameters": hyperparameters(row)},
+        },
     } | whose(row, caller)
 
 

@@ -145,10 +145,12 @@ Report = Callable[[Progress], None]
 
 
 class AdapterFound(NamedTuple):
-    """name: what it would be called. base: what it says it was trained on, "" if it does not say."""
+    """name: what it would be called. base: what it says it was trained on, "" if it does not say.
+    revision: its commit, for one on a hub."""
 
     name: str
     base: str
+    revision: str | None = None
 
 
 class AdapterBase(NamedTuple):
@@ -179,11 +181,15 @@ class ModelOps(Protocol):
         """Import a checkpoint directory or hub repository `source`, checked, as a new version. `name` None: derive it
         from the source."""
 
-    async def find_adapter(self, source: str, *, name: str | None) -> AdapterFound | None:
-        """What the directory `source` says of itself if it is a LoRA adapter's; None for everything else."""
+    async def find_adapter(self, source: str, *, name: str | None, revision: str | None) -> AdapterFound | None:
+        """What the directory or hub repository `source` says of itself if it is a LoRA adapter's; None for everything
+        else."""
 
-    async def import_adapter(self, source: str, *, name: str, base: AdapterBase, report: Report) -> ModelStats:
-        """Import an adapter as a new version of `name`, checked against the base that it is to be served on."""
+    async def import_adapter(
+        self, source: str, *, found: AdapterFound, base: AdapterBase, report: Report
+    ) -> ModelStats:
+        """Import the adapter that `find_adapter` found as a new version of its name, checked against the base that it
+        is to be served on."""
 
     async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
         """Pretrain the small model named `starter`."""

@@ -163,15 +163,19 @@ class JobEvents:
             changes["trained_tokens"] = int(event["trained_tokens"])
         jobs.update(db, row.id, **changes)
         loss = event.get("loss")
-        text = f"Step {step}/{total}: training loss={_shown(loss)}"
+        reward = event.get("train_mean_reward")
+        told = f"training loss={_shown(loss)}" if reward is None else f"mean reward={_shown(reward)}"
+        text = f"Step {step}/{total}: {told}"
         data = {key: value for key, value in event.items() if key not in ("event", "loss")} | {"train_loss": loss}
         _add_event(db, row.id, "metrics", text, "info", data)
 
     def _validation(self, row: JobRow, event: dict[str, Any]) -> None:
-        db, step, loss = self._db, int(event["step"]), event["loss"]
+        db, step, loss = self._db, int(event["step"]), event.get("loss")
         job_records.upsert_metric(db, JobMetricRow(job_id=row.id, step=step, created_s=time.time(), valid_loss=loss))
         jobs.update(db, row.id, valid_loss=loss)
-        text = f"Step {step}/{row.total_steps}: validation loss={_shown(loss)}"
+        reward = event.get("mean_reward")
+        told = f"validation loss={_shown(loss)}" if reward is None else f"validation mean reward={_shown(reward)}"
+        text = f"Step {step}/{row.total_steps}: {told}"
         known = ("event", "step", "total_steps")
         data = {"step": step, "total_steps": row.total_steps}
         data |= {f"valid_{key}": value for key, value in event.items() if key not in known}

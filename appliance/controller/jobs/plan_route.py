@@ -6,12 +6,14 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from appliance.controller.access.model_access import absent_model
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
-from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
+from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.fit import box_facts
@@ -26,19 +28,15 @@ from train.plan.errors import InvalidHyperparameter
 Count = Annotated[int, Field(ge=1, le=65536)]
 
 
-class ServePlan(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ServePlan(StrictBody):
     model: Name
     replicas: Count = 1
     tensor_parallel: Count = 1
 
 
-class JobPlan(BaseModel):
+class JobPlan(StrictBody):
     """training_file: whose tokens are counted; else `examples` of typical length are assumed, on which "auto" depends.
     devices: the most that it may have."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: Name
     hyperparameters: Hyperparameters = Field(default_factory=dict)
@@ -48,9 +46,7 @@ class JobPlan(BaseModel):
     method: Literal[tuple(METHODS)] = DEFAULT.name  # type: ignore[valid-type]
 
 
-class PlanRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class PlanRequest(StrictBody):
     serve: ServePlan | None = None
     job: JobPlan | None = None
 
@@ -68,11 +64,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 def _known(context: ControllerContext, name: str) -> Resolved:
     base = resolve(context.db, name)
     if base is None:
-        raise NotFound(
-            f"The model {shown(name)} does not exist on this box; `appliance model list` shows those that do.",
-            param="model",
-            code="model_not_found",
-        )
+        raise absent_model(name)
     return base
 
 

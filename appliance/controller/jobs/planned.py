@@ -134,15 +134,15 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def memory_bytes_of(device_kind: str) -> int:
+def memory_bytes_of(accelerator: str) -> int:
     """Of one GPU by its name, or by its size ("48gb"). Raises BadShape."""
-    name = device_kind.lower().replace("_", "-").replace(" ", "-")
+    name = accelerator.lower().replace("_", "-").replace(" ", "-")
     if name in MEMORY_BYTES:
         return MEMORY_BYTES[name]
     if name.endswith("gb") and name[:-2].isdigit() and int(name[:-2]):
         return int(name[:-2]) * GIB
     raise BadShape(
-        f"the device kind {device_kind!r} is not known; expected one of {', '.join(MEMORY_BYTES)}, or a size such as "
+        f"the accelerator {accelerator!r} is not known; expected one of {', '.join(MEMORY_BYTES)}, or a size such as "
         "48gb"
     )
 
@@ -152,13 +152,13 @@ def plan_imagined(
     given: dict[str, Any],
     *,
     devices: int,
-    device_kind: str,
+    accelerator: str,
     examples: int | None = None,
     method: str = DEFAULT.name,
 ) -> dict[str, Any]:
     """A job on one machine with so many GPUs of a kind, with a box's usual settings; its host memory counts as ample.
     model: see `imagine`. Raises BadShape."""
-    imagined, kind, each = imagine(model), hardware_first()[0].name, memory_bytes_of(device_kind)
+    imagined, kind, each = imagine(model), hardware_first()[0].name, memory_bytes_of(accelerator)
     box = BoxFacts(devices, kind, each, None, 1 << 62, devices)
     rank = adapter_rank_limit(EngineConfig(), task="generate", arch=imagined.arch)
     stats = settings.of_shape(imagined.shape, imagined.context_tokens, kind, rank, computes_bf16=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import ConfigDict, Field, StringConstraints, ValidationError
 
 from appliance.controller.access.naming import SUFFIX_RULE, is_suffix
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.controller.jobs import devices
 from train.methods.method import Method
@@ -24,15 +25,11 @@ MOST_BYTES = 16_384
 Hyperparameters = dict[Annotated[str, StringConstraints(max_length=64)], Any]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class MethodBlock(_Strict):
+class MethodBlock(StrictBody):
     hyperparameters: Hyperparameters | None = None
 
 
-class MethodChoice(_Strict):
+class MethodChoice(StrictBody):
     """Accepts blocks of the methods not chosen without reading them, as OpenAI does. The declared names are OpenAI's;
     train.methods.methods lists which of them the box has, and its own (`check` refuses any others)."""
 
@@ -44,7 +41,7 @@ class MethodChoice(_Strict):
     reinforcement: dict[str, Any] | None = None
 
 
-class Wandb(_Strict):
+class Wandb(StrictBody):
     """Same limits as W&B: names of 128 characters, tags of 64."""
 
     project: Annotated[str, StringConstraints(min_length=1, max_length=128)]
@@ -53,12 +50,12 @@ class Wandb(_Strict):
     tags: Annotated[list[Annotated[str, StringConstraints(max_length=64)]], Field(max_length=32)] | None = None
 
 
-class Integration(_Strict):
+class Integration(StrictBody):
     type: Literal["wandb"]
     wandb: Wandb
 
 
-class JobCreate(_Strict):
+class JobCreate(StrictBody):
     """OpenAI's request plus our own fields (`extra_body` in the SDK) for how the job may use the box's devices.
 
     deadline_s: seconds since 1970. allowed_sizes: numbers of devices. held: stays in the queue until it is released.
@@ -146,7 +143,7 @@ def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
     block = getattr(request.method, name_of_method, None)
     if isinstance(block, dict):
         try:
-            block = MethodBlock.model_validate(block)
+            block = MethodBlock.model_validate({k: v for k, v in block.items() if k not in method(request).takes})
         except ValidationError as error:
             raise BadRequest(
                 f"Invalid value for 'method.{name_of_method}': {shown(block)} was given, expected "
@@ -172,6 +169,13 @@ def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
             code="invalid_hyperparameters",
         )
     return both, where
+
+
+def beside_hyperparameters(request: JobCreate) -> dict[str, Any]:
+    """What is said of the requested method beside its hyperparameters (`Method.takes`)."""
+    chosen = method(request)
+    block = getattr(request.method, chosen.name, None)
+    return {k: v for k, v in block.items() if k in chosen.takes} if isinstance(block, dict) else {}
 
 
 def method(request: JobCreate) -> Method:

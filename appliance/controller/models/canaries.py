@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
+from appliance.controller.access.model_access import stored_model
 from appliance.controller.bus.load import VersionLoad
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
@@ -49,13 +50,13 @@ class Canaries:
             self._leaving.discard(name)
 
     async def _look_at(self, model: str, now_s: float) -> None:
-        row, active = self._running(model), self._model(model).active_version
+        row, active = self._running(model), stored_model(self._context.db, model).active_version
         decision, caller = self.decision(row, now_s), Principal(None, frozenset({ADMIN}), new_id("req_"), "")
         if active == row.version:
             # Published by another caller, or the process ended between the swap and this. A promotion in progress ends
             # it itself, or reverts the version.
             async with self._ending:
-                if self._model(model).active_version == self._running(model).version:
+                if stored_model(self._context.db, model).active_version == self._running(model).version:
                     self._end(row, "promoted", f"{active} answers all requests", self.compared(row))
         elif active != row.before or (row.auto and decision.verdict == "roll back"):
             await self.roll_back(model, caller, decision.reason)
@@ -68,7 +69,7 @@ class Canaries:
     def begin(self, row: CanaryRow, caller: Principal) -> None:
         """Raises NotFound, Conflict, BadRequest."""
         db = self._context.db
-        model = self._model(row.model)
+        model = stored_model(self._context.db, row.model)
         version = models.find_version(db, row.model, row.version)
         if version is None:
             have = ", ".join(known.version for known in models.list_versions(db, row.model))
@@ -113,7 +114,7 @@ class Canaries:
         """Make the canary the active version. Raises Conflict if there is none, or if the swap failed; it then stays a
         canary."""
         async with self._ending:
-            row, found = self._running(model), self._model(model)
+            row, found = self._running(model), stored_model(self._context.db, model)
             compared = self.compared(row)
             try:
                 measured = await switch(self._context, found, row.version, f"{row.name} is promoted: {reason}")
@@ -137,7 +138,7 @@ class Canaries:
     async def roll_back(self, model: str, caller: Principal, reason: str = "asked for") -> dict[str, Any]:
         """Send all requests to the previous version again. Raises Conflict: there is no canary."""
         async with self._ending:
-            row, found = self._running(model), self._model(model)
+            row, found = self._running(model), stored_model(self._context.db, model)
             self._end(row, "rolled_back", reason, self.compared(row))
             record(
                 self._context,
@@ -173,7 +174,7 @@ class Canaries:
         }
 
     def decision(self, row: CanaryRow, now_s: float) -> Decision:
-        active = self._model(row.model).active_version
+        active = stored_model(self._context.db, row.model).active_version
         if active == row.version:
             return Decision("promote", f"{active} becomes the active version")
         if active != row.before:
@@ -272,13 +273,5 @@ class Canaries:
         if row is None:
             raise Conflict(
                 f"{shown(model)} has no canary; `appliance model canary` begins one.", param="model", code="no_canary"
-            )
-        return row
-
-    def _model(self, name: str) -> ModelRow:
-        row = models.find(self._context.db, name)
-        if row is None:
-            raise NotFound(
-                f"The model {shown(name)} does not exist on this box.", param="model", code="model_not_found"
             )
         return row

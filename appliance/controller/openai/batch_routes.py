@@ -6,7 +6,7 @@ import time
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from appliance.controller.batches.input_lines import ENDPOINTS
 from appliance.controller.batches.runner import BatchRunner
@@ -15,6 +15,7 @@ from appliance.controller.files import storage as files
 from appliance.controller.http import idempotency, views
 from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller, Principal
 from appliance.controller.jobs.requests import check_metadata
@@ -27,16 +28,12 @@ WINDOW_S = 24 * 3600.0
 _MOMENTS = ("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class OutputExpiresAfter(_Strict):
+class OutputExpiresAfter(StrictBody):
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=files.EXPIRY_S.start, lt=files.EXPIRY_S.stop)]
 
 
-class BatchCreate(_Strict):
+class BatchCreate(StrictBody):
     completion_window: Literal["24h"]
     endpoint: Annotated[str, StringConstraints(max_length=128)]
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=256)]

@@ -10,13 +10,14 @@ import time
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from appliance.controller.access.naming import resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import views
 from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN
 from appliance.store.errors import RowNotFound
@@ -25,9 +26,7 @@ from appliance.store.objects import job_records
 from appliance.store.rows import PermissionRow
 
 
-class PermissionCreate(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class PermissionCreate(StrictBody):
     project_ids: Annotated[
         list[Annotated[str, StringConstraints(min_length=1, max_length=128)]], Field(min_length=1, max_length=100)
     ]

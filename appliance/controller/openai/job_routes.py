@@ -11,15 +11,16 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from appliance.controller.access.model_access import caller_may_use
+from appliance.controller.access.model_access import absent_model, caller_may_use
 from appliance.controller.access.naming import fine_tuned_name, resolve, root_base
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
 from appliance.controller.files import storage
+from appliance.controller.grading.given import grader_of
 from appliance.controller.http import idempotency, views
 from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs import claims, data, devices, requests, settings
 from appliance.controller.jobs.events import add_message
@@ -28,8 +29,9 @@ from appliance.controller.jobs.validation import JobValidation, lines_of
 from appliance.controller.jobs.wanted import ask, known_job
 from appliance.store.ids import new_id
 from appliance.store.objects import files, job_records, jobs
-from appliance.store.rows import FileRow, JobRow
+from appliance.store.rows import FileRow, JobGraderRow, JobRow
 from train.data.check import DataReport
+from train.methods.methods import METHODS
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 
@@ -43,7 +45,8 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
     db, organization = context.db, context.config.organization
 
     def shown_job(row: JobRow, caller: Principal) -> dict[str, Any]:
-        return views.job_object(row, organization, caller)
+        found = job_records.find_grader(db, row.id) if METHODS[row.method].rolls_out else None
+        return views.job_object(row, organization, caller, found.grader if found else None)
 
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
@@ -56,8 +59,11 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
             context.quotas.check_job(caller)
             claims.check(db, body, caller)
             row = _new_job(context, body, caller)
+            grader = _grader(context, body, caller)
             data.check(context, row, caller)
             jobs.insert(db, row)
+            if grader is not None:
+                job_records.insert_grader(db, JobGraderRow(row.id, grader))
             add_message(db, row.id, f"Created fine-tuning job: {row.id}")
             if body.integrations:
                 add_message(
@@ -121,11 +127,7 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     requests.check(body)
     base = resolve(context.db, body.model) if caller_may_use(context.db, caller, body.model) else None
     if base is None:
-        raise NotFound(
-            f"The model {shown(body.model)} does not exist on this box; `appliance model list` shows those that do.",
-            param="model",
-            code="model_not_found",
-        )
+        raise absent_model(body.model)
     if base.model.task != "generate":
         raise BadRequest(
             f"The model {shown(body.model)} makes embeddings; only text-generating models can be tuned.",
@@ -178,6 +180,28 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
         created_s=time.time(),
         reason="the training file is being validated",
     )
+
+
+def _grader(context: ControllerContext, body: JobCreate, caller: Principal) -> dict[str, Any] | None:
+    """That of a method which learns from rewards. Raises BadRequest and NotFound."""
+    method = requests.method(body)
+    if not method.rolls_out:
+        return None
+    said, where = requests.beside_hyperparameters(body), f"method.{method.name}"
+    if said.get("response_format") not in (None, {"type": "text"}):
+        raise BadRequest(
+            f"'{where}.response_format' must be {{'type': 'text'}}: answers are sampled without a grammar while a "
+            "model trains, so that every token is its own choice; let the grader reward the form.",
+            param=f"{where}.response_format",
+            code="unsupported_value",
+        )
+    if "grader" not in said:
+        raise BadRequest(
+            f"Missing required parameter: '{where}.grader', which gives an answer its reward.",
+            param=f"{where}.grader",
+            code="missing_required_parameter",
+        )
+    return grader_of(context, said["grader"], caller, f"{where}.grader").model_dump(mode="json", exclude_unset=True)
 
 
 def _seen(file: FileRow) -> auto.DatasetStats:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from appliance.gateway.access.allowance import KeyUse
 from appliance.gateway.access.spans import Spans
+from appliance.gateway.answers.usage import NO_TOKENS, TokenRequest, Tokens
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind, Route
-from appliance.gateway.payload.usage import NO_TOKENS, TokenRequest, Tokens
 from appliance.gateway.routing.table import Caller
 
 Headers = Mapping[bytes, bytes]

@@ -9,11 +9,11 @@ from typing import Final
 
 from appliance.gateway.access.allowance import Allowance, Bucket, KeyUse
 from appliance.gateway.access.request import Request
+from appliance.gateway.answers.usage import Meter
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import ADMIN
 from appliance.gateway.payload.request_check import Checked
-from appliance.gateway.payload.usage import Meter
 from appliance.gateway.routing.table import Caller
 
 # Assumed tokens per second of one request, until a rate of its model has been measured.

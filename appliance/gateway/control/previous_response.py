@@ -7,6 +7,7 @@ from collections.abc import Callable
 from urllib.parse import quote
 
 from appliance.gateway.access.request import Request
+from appliance.gateway.answers.transcript import joined
 from appliance.gateway.control.controller_call import ControllerCall
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
@@ -15,7 +16,6 @@ from appliance.gateway.http.client import Client
 from appliance.gateway.http.handler import Handler
 from appliance.gateway.http.upstream import UpstreamConnection
 from appliance.gateway.payload.request_check import Checked, check_body
-from appliance.gateway.payload.transcript import joined
 from appliance.gateway.state.state import State
 
 

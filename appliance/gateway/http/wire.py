@@ -85,8 +85,10 @@ def accepted_trace(headers: Headers) -> bytes:
     return value if value is not None and _TRACE.match(value) else b""
 
 
-def engine_request(path: bytes, request_id: bytes, body: bytes, trace: bytes = b"") -> bytes:
-    """A whole inference request for an engine."""
+def engine_request(path: bytes, request_id: bytes, body: bytes, trace: bytes = b"", owner: bytes = b"") -> bytes:
+    """A whole inference request for an engine. owner: what owners take turns by in its queue (serve.api.fair_order)."""
+    if owner:
+        request_id = b"%b\r\nx-appliance-owner: %b" % (request_id, owner)
     if trace:
         request_id = b"%b\r\ntraceparent: %b" % (request_id, trace)
     return b"".join((b"POST ", path, _ENGINE_HEAD, request_id, _LENGTH, digits(len(body)), b"\r\n\r\n", body))

@@ -12,11 +12,11 @@ from typing import Final
 import orjson
 
 from appliance.gateway.access.request import Pairs, Request
+from appliance.gateway.answers.usage import FINISHED, with_fingerprint, without_usage_event
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import error_shapes, wire
 from appliance.gateway.http.client import Client
-from appliance.gateway.payload.usage import FINISHED, with_fingerprint, without_usage_event
 
 SSE: Final = b"text/event-stream; charset=utf-8"
 ERROR_EVENT: Final = b'data: {"error"'

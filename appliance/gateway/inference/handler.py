@@ -14,6 +14,8 @@ import logging
 import time
 from typing import Final
 
+from appliance.gateway.answers.continuation import RESUME_PATH, Continuation
+from appliance.gateway.answers.transcript import Transcript
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
@@ -21,9 +23,7 @@ from appliance.gateway.http.upstream import UpstreamConnection
 from appliance.gateway.inference.answer import ERROR_EVENT, error_event_code, event_error
 from appliance.gateway.inference.placement import Placement
 from appliance.gateway.inference.retry import TRIAL_S, Verdict, is_suspect, may_retry
-from appliance.gateway.payload.continuation import RESUME_PATH, Continuation
 from appliance.gateway.payload.request_check import with_fields
-from appliance.gateway.payload.transcript import Transcript
 from appliance.gateway.routing.router import Model
 
 log = logging.getLogger("appliance.gateway")

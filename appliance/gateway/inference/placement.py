@@ -9,6 +9,8 @@ import time
 from typing import Final
 
 from appliance.gateway.access.request import Request
+from appliance.gateway.answers.continuation import ASK_FOR_TOKEN_IDS, CHAT, COMPLETIONS
+from appliance.gateway.answers.usage import ASK_FOR_USAGE
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
@@ -17,9 +19,7 @@ from appliance.gateway.http.upstream import UpstreamConnection, cancel
 from appliance.gateway.inference.answer import Answer
 from appliance.gateway.inference.attempt import Attempt
 from appliance.gateway.inference.response_copies import ResponseCopies
-from appliance.gateway.payload.continuation import ASK_FOR_TOKEN_IDS, CHAT, COMPLETIONS
 from appliance.gateway.payload.request_check import Checked, with_fields, with_model
-from appliance.gateway.payload.usage import ASK_FOR_USAGE
 from appliance.gateway.routing.holds import Refusal
 from appliance.gateway.routing.router import Choice
 from appliance.gateway.routing.table import cache_salt
@@ -49,6 +49,8 @@ class Placement(Placeable):
         self.answer = Answer(client, request, hides_usage=asks)
         # The body is a checked object; of two fields with one name the engine takes the last.
         added = self._salt = self._salt_field()
+        if checked.ending:
+            added = b"%b%b" % (added, checked.ending)
         if asks:
             added = b"%b%b" % (added, ASK_FOR_USAGE)
         if checked.continuation is not None:
@@ -198,7 +200,9 @@ class Placement(Placeable):
         elif row != self.checked.model:
             body = with_model(body, row)
         trace = request.trace if request.spans is None else request.spans.attempt()
-        conn.start(self, wire.engine_request(attempt.path, engine_id, body, trace))
+        caller = request.caller
+        owner = b"" if caller is None else caller.cache_salt
+        conn.start(self, wire.engine_request(attempt.path, engine_id, body, trace, owner))
         client = self.answer.client
         if client is not None and client.write_paused:
             conn.pause_reading()
@@ -214,7 +218,13 @@ class Placement(Placeable):
             self.hold_refused(Refusal.TROUBLE)
             return
         result = state.holds.add(
-            self.checked.model, self, len(attempt.body), attempt.hold_deadline_s, now, alone=attempt.alone
+            self.checked.model,
+            self,
+            len(attempt.body),
+            attempt.hold_deadline_s,
+            now,
+            alone=attempt.alone,
+            owner=self.request.caller.owner if self.request.caller is not None else "",
         )
         if isinstance(result, Refusal):
             self.hold_refused(result)

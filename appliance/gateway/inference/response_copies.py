@@ -21,7 +21,7 @@ from appliance.gateway.state.state import State
 log = logging.getLogger("appliance.gateway")
 
 PATH = b"/internal/responses"
-BATCH_BYTES = 4 << 20
+BATCH_BYTES = 1 << 20
 RETRY_S = 0.5
 SILENCE_S = 30.0
 # A controller that answers a copy with an error would do so again.

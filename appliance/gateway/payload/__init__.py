@@ -1,4 +1,4 @@
-"""Weighs, checks and counts the bodies of requests and answers. Pure functions over bytes.
+"""Weighs and checks the bodies of requests. Pure functions over bytes.
 
 Never: It opens no socket, reads no clock and holds no state.
 Begin with request_check.py.

@@ -14,12 +14,14 @@ from typing import Any, Final
 
 import orjson
 
+from appliance.gateway.answers.continuation import CHAT, Continuation, continuation_of
+from appliance.gateway.answers.transcript import Transcript, transcript_of
+from appliance.gateway.answers.usage import TokenRequest
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, MESSAGES, RESPONSES, Route
 from appliance.gateway.payload.body_weight import check_weight
-from appliance.gateway.payload.continuation import CHAT, Continuation, continuation_of
 from appliance.gateway.payload.fields import check_fields
 from appliance.gateway.payload.nesting import walk
 from appliance.gateway.payload.shapes import (
@@ -33,8 +35,6 @@ from appliance.gateway.payload.shapes import (
     same_kind,
 )
 from appliance.gateway.payload.structure import check_structure
-from appliance.gateway.payload.transcript import Transcript, transcript_of
-from appliance.gateway.payload.usage import TokenRequest
 from weights.format.legacy_functions import LegacyRefused, as_tools, is_legacy
 
 MODEL_NAME_CHARS: Final = 512
@@ -54,6 +54,9 @@ class Checked:
 
     asks_usage: bool = False
     transcript: Transcript | None = None
+
+    # To be added to the body: an answer with log-probabilities of its tokens ends where they are too many.
+    ending: bytes = b""
 
     # Owner of the prefix cache entries it uses: equal prompts of different owners do not share a prefix.
     owner: bytes = b""
@@ -175,11 +178,12 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
             param="n",
         )
     _prompt_logprobs(data, body_bytes)
+    ending = b"" if stream else _answer_logprobs(route, data, completion, sequences)
     continuation = continuation_of(route.name, data) if stream else None
     beginning = data.get("messages") or data.get("prompt") or data.get("input") or ""
     asks_usage = stream is True and _asks_usage(data)
     checked = Checked(model, bool(stream), completion, sequences, body_bytes // 4, beginning)
-    checked.asks_usage, checked.continuation = asks_usage, continuation
+    checked.asks_usage, checked.continuation, checked.ending = asks_usage, continuation, ending
     checked.cache_salt = _cache_salt(data.get("cache_salt"))
     if route.task == "embed" or route.name in (INPUT_TOKENS, COUNT_TOKENS):
         checked.asked.completion_tokens = 0
@@ -414,6 +418,40 @@ def _prompt_logprobs(data: dict[str, Any], body_bytes: int) -> None:
             param="prompt_logprobs" if data.get("prompt_logprobs") is not None else "logprobs",
             code="too_many_values",
         )
+
+
+# As of prompts. A stream has them event by event.
+_ANSWER_LOGPROBS: Final = 1 << 16
+# An answer whose request does not say how long it may be gets room for so many tokens at the least.
+_LEAST_TOKENS: Final = 1024
+_LENGTH_OF: Final = {CHAT: "max_completion_tokens", RESPONSES: "max_output_tokens"}
+
+
+def _answer_logprobs(route: Route, data: dict[str, Any], completion: int, sequences: int) -> bytes:
+    """The field that ends an answer where its log-probabilities are too many to be made and written in one go; empty
+    if the request says itself how long its answer may be, or wants none. Raises HttpError 400."""
+    each = 0
+    if route.name == "completions":
+        each = data["logprobs"] + 1 if data.get("logprobs") is not None else 0
+    elif route.name == CHAT and data.get("logprobs") or route.name == RESPONSES and data.get("top_logprobs"):
+        each = (data.get("top_logprobs") or 0) + 1
+    if not each:
+        return b""
+    named = data.get("logprob_token_ids")
+    each = max(each, len(named) if isinstance(named, list) else 0)
+    most = _ANSWER_LOGPROBS // (each * sequences)
+    name = _LENGTH_OF.get(route.name, "max_tokens")
+    if completion > most or (not completion and most < _LEAST_TOKENS and route.name != "completions"):
+        long = f"of up to {completion} tokens" if completion else "of any length"
+        raise errors.bad_request(
+            f"The request asks for {each} log-probabilities of each token of {sequences} answers {long}; at most "
+            f"{_ANSWER_LOGPROBS} altogether are written at once, so {most} tokens each. Set `{name}`, ask for fewer of "
+            "each token or for fewer answers, or stream.",
+            param=name,
+            code="too_many_values",
+        )
+    # Of completions an engine writes 16 tokens unless it is told otherwise.
+    return b"" if completion or route.name == "completions" else b',"%b":%d' % (name.encode(), most)
 
 
 def _cache_salt(salt: Any) -> str:

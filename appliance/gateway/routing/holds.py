@@ -1,4 +1,5 @@
-"""Holds requests while no replica of their model can take them. Pure state: bounded, first in first out by model.
+"""Holds requests while no replica of their model can take them. Pure state: bounded; the owners who wait for a model
+take turns, each with its longest waiting request.
 
 The caller passes the time and owns the held requests; this file only decides which may wait, which is next and which
 has timed out.
@@ -37,7 +38,7 @@ class Bounds:
 @dataclass(slots=True, eq=False)
 class Ticket(Generic[T]):
     """A place in a model's queue; hand it to `Holds.remove` if its owner goes away. alone: in that of those who wait
-    for a replica where no other request stands trial (inference/retry.py)."""
+    for a replica where no other request stands trial (inference/retry.py). owner: of the key that asks."""
 
     model: str
     item: T
@@ -45,21 +46,31 @@ class Ticket(Generic[T]):
     deadline_s: float
     serial: int
     alone: bool
+    owner: str
 
 
 class Holds(Generic[T]):
-    """The queues, two for each model, so that those who must go alone keep nobody else waiting. Invariant: count and
-    body_bytes equal the sums over all queues."""
+    """The queues, two for each owner and model, so that those who must go alone keep nobody else waiting. Invariant:
+    count and body_bytes equal the sums over all queues; no queue is empty."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self.count = 0
         self.body_bytes = 0
         self._serial = 0
-        self._queues: dict[tuple[str, bool], OrderedDict[int, Ticket[T]]] = {}
+        # By owner, the one whose turn it is first; each owner's by serial.
+        self._queues: dict[tuple[str, bool], OrderedDict[str, OrderedDict[int, Ticket[T]]]] = {}
 
     def add(
-        self, model: str, item: T, body_bytes: int, deadline_s: float, now_s: float, *, alone: bool = False
+        self,
+        model: str,
+        item: T,
+        body_bytes: int,
+        deadline_s: float,
+        now_s: float,
+        *,
+        alone: bool = False,
+        owner: str = "",
     ) -> Ticket[T] | Refusal:
         """Queue `item` until `deadline_s`, or return why not."""
         if deadline_s <= now_s:
@@ -71,27 +82,43 @@ class Holds(Generic[T]):
         if self.body_bytes + body_bytes > self.bounds.body_bytes:
             return Refusal.BYTES
         self._serial += 1
-        ticket = Ticket(model, item, body_bytes, deadline_s, self._serial, alone)
-        self._queues.setdefault((model, alone), OrderedDict())[ticket.serial] = ticket
+        ticket = Ticket(model, item, body_bytes, deadline_s, self._serial, alone, owner)
+        owners = self._queues.setdefault((model, alone), OrderedDict())
+        owners.setdefault(owner, OrderedDict())[ticket.serial] = ticket
         self.count += 1
         self.body_bytes += body_bytes
         return ticket
 
     def remove(self, ticket: Ticket[T]) -> bool:
-        """Remove a ticket; False if it was not (or no longer) queued."""
-        queue = self._queues.get((ticket.model, ticket.alone))
-        if queue is None or queue.pop(ticket.serial, None) is None:
+        """Remove a ticket; False if it was not (or no longer) queued. If it was its owner's turn, the next one's is."""
+        owners = self._queues.get((ticket.model, ticket.alone))
+        queue = None if owners is None else owners.get(ticket.owner)
+        if owners is None or queue is None or ticket.serial not in queue:
             return False
-        self._forget(ticket, queue)
+        was_first = next(iter(owners)) == ticket.owner and next(iter(queue)) == ticket.serial
+        del queue[ticket.serial]
+        self.count -= 1
+        self.body_bytes -= ticket.body_bytes
+        if not queue:
+            del owners[ticket.owner]
+        elif was_first:
+            owners.move_to_end(ticket.owner)
+        if not owners:
+            del self._queues[ticket.model, ticket.alone]
         return True
 
     def first(self, model: str, *, alone: bool = False) -> Ticket[T] | None:
-        """The longest waiting ticket of one of a model's queues; it stays queued."""
-        queue = self._queues.get((model, alone))
-        return next(iter(queue.values())) if queue else None
+        """The longest waiting ticket of the owner whose turn it is; it stays queued."""
+        owners = self._queues.get((model, alone))
+        return next(iter(next(iter(owners.values())).values())) if owners else None
 
     def held(self, model: str) -> int:
-        return sum(len(self._queues.get((model, alone), ())) for alone in (False, True))
+        return sum(
+            len(queue)
+            for alone in (False, True)
+            if (owners := self._queues.get((model, alone))) is not None
+            for queue in owners.values()
+        )
 
     def models(self) -> list[str]:
         """Models with waiting requests."""
@@ -105,11 +132,6 @@ class Holds(Generic[T]):
         return late
 
     def __iter__(self) -> Iterator[Ticket[T]]:
-        for queue in list(self._queues.values()):
-            yield from list(queue.values())
-
-    def _forget(self, ticket: Ticket[T], queue: OrderedDict[int, Ticket[T]]) -> None:
-        self.count -= 1
-        self.body_bytes -= ticket.body_bytes
-        if not queue:
-            del self._queues[ticket.model, ticket.alone]
+        for owners in list(self._queues.values()):
+            for queue in list(owners.values()):
+                yield from list(queue.values())

@@ -1,10 +1,18 @@
-"""What a job leaves behind: events, metrics, checkpoints, and who may use a checkpoint."""
+"""What belongs to a job: its grader, events, metrics, checkpoints, and who may use a checkpoint."""
 
 from __future__ import annotations
 
 from appliance.store.database import Database, Page
 from appliance.store.errors import RowNotFound
-from appliance.store.rows import CheckpointRow, JobEventRow, JobMetricRow, PermissionRow
+from appliance.store.rows import CheckpointRow, JobEventRow, JobGraderRow, JobMetricRow, PermissionRow
+
+
+def insert_grader(db: Database, row: JobGraderRow) -> None:
+    db.insert("job_graders", row, name=row.job_id)
+
+
+def find_grader(db: Database, job_id: str) -> JobGraderRow | None:
+    return db.one(JobGraderRow, "SELECT * FROM job_graders WHERE job_id = ?", [job_id])
 
 
 def insert_event(db: Database, row: JobEventRow) -> None:

@@ -51,6 +51,16 @@ def visible(db: Database, viewer: str | None) -> set[str]:
     return {row["id"] for row in db.execute(_VISIBLE, [viewer])}
 
 
+def callable_names(db: Database, viewer: str | None) -> list[str]:
+    """What this owner may call, None: an admin, all: models, oldest first, then their checkpoints."""
+    seen, given = ("SELECT id FROM models", []) if viewer is None else (_VISIBLE, [viewer])
+    found = db.execute(
+        f"SELECT id FROM models WHERE active_version IS NOT NULL AND id IN ({seen}) ORDER BY seq", given
+    ).fetchall()
+    found += db.execute(f"SELECT name FROM checkpoints WHERE model IN ({seen}) ORDER BY seq", given).fetchall()
+    return [name for (name,) in found]
+
+
 def audiences(db: Database) -> dict[str, list[str] | None]:
     """The owners who see each model; None if everybody does. An admin sees all of them anyway."""
     found: dict[str, set[str]] = {

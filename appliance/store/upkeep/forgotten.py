@@ -76,7 +76,8 @@ def pseudonymise(db: Database, owner: str, pseudonym: str) -> None:
     mine = {row.id for row in known}
     with db.transaction():
         job_ids = ids(db, "jobs", owner)
-        db.many("DELETE FROM job_events WHERE job_id = ?", [[job_id] for job_id in job_ids])
+        for table in ("job_events", "job_graders"):
+            db.many(f"DELETE FROM {table} WHERE job_id = ?", [[job_id] for job_id in job_ids])
         for job_id in job_ids:
             row = jobs.get(db, job_id)
             error = {**row.error, "message": NAMELESS} if row.error else None

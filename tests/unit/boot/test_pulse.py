@@ -48,3 +48,25 @@ async def test_only_a_long_silence_kills(tmp_path: Path, monkeypatch):
     now_s += HUNG_S + 1
     await asked.look()  # and one that is being started is its keeper's
     assert process.restarted == 1
+
+
+async def test_one_that_starts_slowly_gets_twice_the_time_of_the_last(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(liveness, "PATIENCE_S", 0.01)
+    now_s, said, process = 0.0, [], Process()
+    asked = Pulse(process, "http://box", "/", str(tmp_path / "s"), said.append, lambda: now_s)
+    waited = []
+    for _ in range(6):
+        began_s, before = now_s, process.restarted
+        while process.restarted == before:
+            await asked.look()
+            now_s += HUNG_S / 2
+        waited.append((now_s - began_s) // HUNG_S)
+    assert waited == [1, 2, 4, 8, 8, 8], "a start that takes ten minutes comes to its end"
+
+    async def answers():
+        return True
+
+    monkeypatch.setattr(asked, "_answers", answers)
+    await asked.look()
+    await asked.look()
+    assert asked._hung_s == HUNG_S, "whoever answers has proved that the time is enough"

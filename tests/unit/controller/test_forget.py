@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from appliance.controller.admin import forget
+from appliance.controller.admin.owners import forget
 from appliance.store.objects import jobs, models, responses
 from appliance.store.records import audit, deployments, keys, usage
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model

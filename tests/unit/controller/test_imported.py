@@ -43,6 +43,15 @@ async def test_an_adapter_is_served_on_the_base_that_it_or_the_user_names(roomy:
     assert again["result"]["name"] == "adapter-of-starter"
 
 
+async def test_a_model_out_of_a_package_says_which_and_not_a_path_that_is_gone(roomy: Control):
+    body = {"source": "/tmp/x/m.gguf", "name": "tiny", "origin": "package tiny==1.0"}
+    await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
+    shown = await ask(roomy, "GET", "/models/tiny")
+    assert [shown["source"], *(version["source"] for version in shown["versions"])] == ["package tiny==1.0"] * 2
+    error = await ask(roomy, "POST", "/models/import", 400, json={"source": "/x", "origin": "a\nb"})
+    assert error["error"]["param"] == "origin"
+
+
 async def test_an_adapter_of_a_private_base_is_private_too(roomy: Control):
     models.unshare(roomy.db, "starter", "*")
     models.share(roomy.db, "starter", "ann")
@@ -84,3 +93,19 @@ async def test_a_base_that_goes_during_the_import_fails_it_and_leaves_no_bytes(r
     done = await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
     assert done["state"] == "failed" and "was deleted" in done["error"]["message"]
     assert [name for name, _ in roomy.context.model_ops.removed] == ["orphan"]
+
+
+async def test_what_an_adapter_never_uses_of_a_deployment_is_refused(roomy: Control):
+    """`idle_sleep_s` of an adapter was kept, shown, and used by nobody."""
+    await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json={"source": "/data/adapter-of-starter"}))
+    path = "/models/adapter-of-starter"
+    for field, value in (("idle_sleep_s", 60), ("tensor_parallel", 2), ("max_replicas", 1), ("ttft_p95_s", 2)):
+        error = (await ask(roomy, "PATCH", f"{path}/deployment", 400, json={"pinned": True, field: value}))["error"]
+        assert error["param"] == field and f"engines of starter: set {field} of starter" in error["message"]
+    made = await ask(
+        roomy, "PATCH", f"{path}/deployment", json={"pinned": True, "min_replicas": 1, "idle_sleep_s": None}
+    )
+    assert (made["pinned"], made["min_replicas"], made["idle_sleep_s"]) == (True, 1, None)
+    assert (await ask(roomy, "GET", f"{path}/settings"))["settings"] == {}, "`model deploy` shows them beside it"
+    error = (await ask(roomy, "PATCH", f"{path}/settings", 400, json={"set": {"max_num_seqs": 2}}))["error"]
+    assert "set starter up" in error["message"]

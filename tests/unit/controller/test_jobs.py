@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from appliance.controller.app import create_app
+from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import files, jobs
 from appliance.store.records import keys
 from tests.unit.controller.conftest import Control, chat_lines, insert_model
@@ -433,3 +434,109 @@ async def test_a_wandb_integration_is_recorded_and_said_not_to_be_contacted(cont
     assert made.integrations[0].wandb.project == "p"
     assert any("not contacted" in text for text in await control.messages(made.id))
     await control.settle()
+
+
+GRADER: Any = {
+    "type": "string_check",
+    "name": "same",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "eq",
+}
+PROMPT = {"messages": [{"role": "user", "content": "2 and 2?"}], "answer": "4"}
+
+
+def prompts(count: int = 12) -> bytes:
+    return (json.dumps(PROMPT) + "\n").encode() * count
+
+
+async def test_a_job_of_rewards_is_validated_and_shows_its_grader(control: Control):
+    hyperparameters = {
+        "compute_multiplier": 0.5,
+        "eval_samples": "auto",
+        "batch_size": 4,
+        "reasoning_effort": "default",
+    }
+    job_id = await control.job(
+        training_file=await control.upload(prompts()),
+        validation_file=await control.upload(prompts(3)),
+        method={"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": hyperparameters}},
+    )
+    row = jobs.get(control.db, job_id)
+    assert row.phase == "queued", row.reason
+    assert row.resolved["batch_size"] == 4 and row.resolved["options"]["group"] == 4
+    lines = (control.context.jobs_dir / job_id / "train.jsonl").read_text().splitlines()
+    assert len(lines) == 12 and json.loads(lines[0])["item"] == {"answer": "4"}
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert job.method.type == "reinforcement" and job.method.reinforcement.grader.name == "same"
+    shown = job.method.reinforcement.hyperparameters
+    assert (shown.compute_multiplier, shown.eval_samples, shown.batch_size) == (0.5, 1, 4)
+    listed = await control.sdk.fine_tuning.jobs.list()
+    assert listed.data[0].method.reinforcement.grader.reference == "{{item.answer}}"
+
+
+@pytest.mark.parametrize(
+    "block, param, says",
+    [
+        ({}, "method.reinforcement.grader", "Missing required parameter"),
+        ({"grader": GRADER | {"operation": "is"}}, "method.reinforcement.grader.operation", "Invalid"),
+        ({"grader": GRADER | {"input": "{{ answer }}"}}, "method.reinforcement.grader.input", "begins with neither"),
+        (
+            {"grader": GRADER, "response_format": {"type": "json_object"}},
+            "method.reinforcement.response_format",
+            "let the grader reward the form",
+        ),
+        (
+            {"grader": GRADER, "hyperparameters": {"reasoning_effort": "high"}},
+            "method.reinforcement.hyperparameters.reasoning_effort",
+            "'default'",
+        ),
+        ({"grader": GRADER, "beta": 1}, "method.reinforcement", "expected {'hyperparameters'"),
+    ],
+)
+async def test_what_a_job_of_rewards_cannot_be_is_named(control: Control, block: Any, param: str, says: str):
+    with pytest.raises(openai.BadRequestError, match=says) as refused:
+        await control.sdk.fine_tuning.jobs.create(
+            model="starter",
+            training_file=await control.upload(prompts()),
+            method={"type": "reinforcement", "reinforcement": block},
+        )
+    assert refused.value.param == param
+    assert jobs.list_unfinished(control.db) == []
+
+
+async def test_conversations_with_answers_are_not_for_rewards(control: Control):
+    job_id = await control.job(method={"type": "reinforcement", "reinforcement": {"grader": GRADER}})
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert job.status == "failed" and "conversations that end with the user" in job.error.message
+    supervised = await control.job(training_file=await control.upload(prompts()))
+    job = await control.sdk.fine_tuning.jobs.retrieve(supervised)
+    assert "ends with a message from the user" in job.error.message
+
+
+async def test_answers_of_a_job_are_graded_by_its_grader(control: Control):
+    key_id = control.as_key("ann", owner="ann")
+    method = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
+    job_id = await control.job(training_file=await control.upload(prompts()), method=method)
+    grade = control.app.state.rollouts.grade
+    samples = [{"text": text, "item": {"answer": "4"}} for text in ("4", "5")] + [{"text": "4", "item": {}}]
+    told = await grade(job_id, samples)
+    assert told["rewards"] == [1.0, 0.0, 0.0]
+    assert told["errors"][:2] == ["", ""] and "answer" in told["errors"][2]
+    keys.revoke(control.db, key_id)
+    assert "revoked" in (await grade(job_id, samples))["failed"]
+    assert "deleted" in (await grade("ftjob-none", samples))["failed"]
+
+
+async def test_the_events_of_a_job_of_rewards_say_them(control: Control):
+    method = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
+    job_id = await control.job(training_file=await control.upload(prompts()), method=method)
+    ingest = JobEvents(control.db, control.context.files_dir, "box").ingest
+    step = {"event": "metrics", "step": 1, "total_steps": 4, "loss": 0.0, "train_mean_reward": 0.25}
+    ingest(job_id, step | {"timing": {"step": {"sampling": 1.0, "training": 2.0}}})
+    ingest(job_id, {"event": "validation", "step": 1, "total_steps": 4, "mean_reward": 0.5})
+    events = (await control.sdk.fine_tuning.jobs.list_events(job_id)).data
+    validation, metrics = events[:2]
+    assert metrics.message == "Step 1/4: mean reward=0.2500" and metrics.data["timing"]["step"]["sampling"] == 1.0
+    assert validation.message == "Step 1/4: validation mean reward=0.5000"
+    assert validation.data["valid_mean_reward"] == 0.5 and metrics.data["train_mean_reward"] == 0.25

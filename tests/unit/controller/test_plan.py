@@ -73,9 +73,9 @@ def test_shapes_have_as_many_parameters_as_their_publishers_say(name: str, billi
 
 
 def test_seventy_billion_on_eight_gpus_without_one():
-    full = planned.plan_imagined("70b", {"full": True}, devices=8, device_kind="h100")
+    full = planned.plan_imagined("70b", {"full": True}, devices=8, accelerator="h100")
     assert not full["fits"] and any("LoRA" in text for text in full["instead"])
-    lora = planned.plan_imagined("70b", {"lora_rank": 16}, devices=8, device_kind="h100")
+    lora = planned.plan_imagined("70b", {"lora_rank": 16}, devices=8, accelerator="h100")
     assert lora["fits"] and lora["sizes"][-1] == 8
     host = lora["numbers"]["host"]
     assert host["version_bytes"] < BILLION, "what a LoRA job publishes is an adapter"
@@ -84,7 +84,7 @@ def test_seventy_billion_on_eight_gpus_without_one():
 def test_a_config_may_be_a_file_or_its_directory(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2.5-7b"]))
     for given in (tmp_path, tmp_path / "config.json"):
-        plan = planned.plan_imagined(str(given), {}, devices=2, device_kind="80gb")
+        plan = planned.plan_imagined(str(given), {}, devices=2, accelerator="80gb")
         assert plan["fits"] and not plan["hyperparameters"]["full"]
 
 
@@ -103,7 +103,7 @@ def test_what_is_not_known_is_named_with_what_is(tmp_path: Path, config: str, ki
         (tmp_path / "config.json").write_text(config)
         config = str(tmp_path)
     with pytest.raises(planned.BadShape, match=said):
-        planned.plan_imagined(config, {}, devices=8, device_kind=kind)
+        planned.plan_imagined(config, {}, devices=8, accelerator=kind)
 
 
 async def test_the_automatic_batch_follows_the_devices_that_were_asked_for(control: Control):

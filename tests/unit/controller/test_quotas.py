@@ -15,10 +15,12 @@ import pytest
 
 from appliance.controller import retention
 from appliance.controller.access.disk import GIB, Disk, floor_of
+from appliance.controller.admin.owners.keys import KeyBounds
 from appliance.controller.app import create_app, keep_house
 from appliance.controller.bus.bus import Bus
 from appliance.controller.files import multipart
 from appliance.controller.http.peers import FromBox
+from appliance.controller.interfaces.config import OwnerBounds
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.database import Database
@@ -210,11 +212,11 @@ async def test_the_input_of_a_batch_outlasts_its_expiry_until_the_batch_has_ende
     body = {"completion_window": "24h", "endpoint": "/v1/chat/completions", "input_file_id": given}
     batch = (await control.http.post("/v1/batches", headers=ADMIN, json=body)).json()["id"]
     later_s = time.time() + 31 * 86400
-    keep_house(control.context, later_s)
+    await keep_house(control.context, later_s)
     assert (control.context.files_dir / given).exists()
     await control.http.post(f"/v1/batches/{batch}/cancel", headers=ADMIN)
     await control.app.state.batches.tasks.idle()
-    keep_house(control.context, later_s)
+    await keep_house(control.context, later_s)
     assert not (control.context.files_dir / given).exists()
 
 
@@ -493,3 +495,7 @@ async def test_who_fills_the_gateways_table_leaves_the_others_their_part(tmp_pat
     bus.keys_changed({"ab": {"owner": "carl", "models": ["m" * 200] * 400}})
     assert refused("carl") and not refused("dora")
     context.quotas.check_names(Principal(None, frozenset({"admin"}), "req_1", ""))
+
+
+def test_an_admin_can_give_a_key_every_bound_that_a_refusal_names() -> None:
+    assert set(KeyBounds.model_fields) == set(OwnerBounds.model_fields)

@@ -861,3 +861,35 @@ def test_log_probabilities_as_evaluations_ask_for_them_pass() -> None:
         {"prompt": "x", "prompt_logprobs": 20},
     ):
         check_body(COMPLETIONS, orjson.dumps({**ASKED, **more}), LIMITS)
+
+
+PLAIN_CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}], "logprobs": True}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        (CHAT, {**PLAIN_CHAT, "top_logprobs": 20, "n": 64, "max_tokens": 8192}, "max_completion_tokens"),
+        (CHAT, {**PLAIN_CHAT, "top_logprobs": 20, "n": 64}, "max_completion_tokens"),
+        (CHAT, {**PLAIN_CHAT, "top_logprobs": 20, "max_completion_tokens": 4000}, "max_completion_tokens"),
+        (COMPLETIONS, {"model": "m", "prompt": ["x"] * 64, "logprobs": 20, "max_tokens": 2000}, "max_tokens"),
+        (RESPONSES, {"model": "m", "input": "x", "top_logprobs": 20, "max_output_tokens": 9999}, "max_output_tokens"),
+    ],
+)
+def test_log_probabilities_of_answers_are_bounded_altogether(route: Any, body: dict[str, Any], param: str) -> None:
+    """An engine makes and writes those of a plain answer in one go: 200 bytes asked for ten million."""
+    error = refusal(route, body)
+    assert (error.param, error.code) == (param, "too_many_values")
+    check_body(route, orjson.dumps({**body, "stream": True}), LIMITS)  # it has them event by event
+
+
+def test_an_answer_whose_length_nobody_says_ends_where_they_are_too_many() -> None:
+    def ending(route: Any, **more: Any) -> bytes:
+        return check_body(route, orjson.dumps(more), LIMITS).ending
+
+    assert ending(CHAT, **PLAIN_CHAT, top_logprobs=5) == b',"max_completion_tokens":%d' % (65536 // 6)
+    assert ending(RESPONSES, model="m", input="x", top_logprobs=5) == b',"max_output_tokens":%d' % (65536 // 6)
+    assert ending(CHAT, **PLAIN_CHAT, top_logprobs=5, max_tokens=900) == b""
+    assert ending(CHAT, **PLAIN_CHAT, top_logprobs=5, stream=True) == b""
+    assert ending(CHAT, **{**PLAIN_CHAT, "logprobs": False}) == b""
+    assert ending(COMPLETIONS, model="m", prompt="x", logprobs=5) == b""  # an engine writes 16 tokens then

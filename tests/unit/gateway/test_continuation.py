@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from appliance.gateway.payload.continuation import continuation_of
+from appliance.gateway.answers.continuation import continuation_of
 
 from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest

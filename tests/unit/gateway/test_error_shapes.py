@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from openai.types.responses import ResponseErrorEvent
 
+from appliance.gateway.answers.usage import Tokens
 from appliance.gateway.core.errors import from_upstream
-from appliance.gateway.payload.usage import Tokens
 
 from .conftest import Box, Response, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest

@@ -21,6 +21,27 @@ def test_first_in_first_out_by_model_and_removal_is_idempotent() -> None:
     assert holds.models() == ["m"] and holds.held("m") == 2
 
 
+def test_owners_take_turns_and_each_ones_longest_waiting_is_next() -> None:
+    holds: Holds[str] = Holds(Bounds(requests=20, requests_per_model=20, body_bytes=100))
+    for item in ("a1", "a2", "a3", "b1", "a4", "c1", "b2"):
+        assert isinstance(holds.add("m", item, 1, 10.0, 0.0, owner=item[0]), Ticket)
+    assert holds.held("m") == 7 and len(list(holds)) == 7
+    taken = []
+    while (ticket := holds.first("m")) is not None:
+        assert holds.first("m") is ticket, "it stays first until it is removed"
+        assert holds.remove(ticket)
+        taken.append(ticket.item)
+    assert taken == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
+    assert holds.count == holds.held("m") == 0 and holds.models() == []
+
+
+def test_who_gives_up_further_back_costs_his_owner_no_turn() -> None:
+    holds: Holds[str] = Holds(BOUNDS)
+    first, second, other = (holds.add("m", item, 1, 10.0, 0.0, owner=item[0]) for item in ("a1", "a2", "b1"))
+    assert isinstance(second, Ticket) and holds.remove(second) and holds.first("m") is first
+    assert isinstance(first, Ticket) and holds.remove(first) and holds.first("m") is other
+
+
 def test_every_bound_has_its_own_refusal() -> None:
     holds: Holds[int] = Holds(BOUNDS)
     assert holds.add("m", 0, 1, 5.0, 5.0) is Refusal.DEADLINE

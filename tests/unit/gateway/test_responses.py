@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from appliance.gateway.answers.transcript import Transcript, joined, transcript_of
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.payload.transcript import Transcript, joined, transcript_of
 from appliance.gateway.routing.table import cache_salt
 
 from .conftest import Box, Start, request_bytes

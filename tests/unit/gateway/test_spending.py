@@ -15,10 +15,10 @@ import pytest
 from appliance.gateway.access.allowance import Allowance, duration
 from appliance.gateway.access.request import Request
 from appliance.gateway.access.spending import Spending
+from appliance.gateway.answers.usage import TokenRequest, Tokens, with_fingerprint, without_usage_event
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import check_body
-from appliance.gateway.payload.usage import TokenRequest, Tokens, with_fingerprint, without_usage_event
 from appliance.gateway.routing.table import Caller
 
 from .conftest import KEY, Box, Start, chat, request_bytes

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from appliance.models.errors import AdapterRefused, CheckpointRefused, NotACheckpoint, PickleRefused
+from appliance.models.errors import (
+    AdapterRefused,
+    CheckpointRefused,
+    HubDisallowed,
+    NotACheckpoint,
+    PickleRefused,
+    SourceNotFound,
+)
 from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
 from tests.unit.models.checkpoints import HIDDEN
@@ -44,17 +51,20 @@ def take(library: ModelLibrary, tmp_path: Path):
 
     def take(directory: Path, rank_limit: int = 32):
         named = {"base": "source", "base_version": "v1", "base_path": base.path, "rank_limit": rank_limit}
-        return library.import_adapter(directory, name="mine", **named)
+        return library.import_adapter(str(directory), name="mine", **named)
 
     return take
 
 
 def test_an_adapter_is_found_by_its_files_and_names_its_base(library, tmp_path):
     directory = write(tmp_path / "my lora")
-    assert library.find_adapter(str(directory)) == ("my-lora", "org/source")
-    assert library.find_adapter(str(directory), name="x") == ("x", "org/source")
+    assert library.find_adapter(str(directory)) == ("my-lora", "org/source", None)
+    assert library.find_adapter(str(directory), name="x") == ("x", "org/source", None)
     assert library.find_adapter(str(checkpoints.write(tmp_path / "whole"))) is None
-    assert library.find_adapter("org/some-hub-id") is None
+    with pytest.raises(HubDisallowed):
+        library.find_adapter("org/some-hub-id")
+    with pytest.raises(SourceNotFound, match="revision"):
+        library.find_adapter(str(directory), revision="v1")
     with pytest.raises(NotACheckpoint, match="beside its base"):
         library.import_path(directory)
 

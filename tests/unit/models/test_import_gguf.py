@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -66,7 +67,10 @@ def test_a_file_and_a_directory_with_one_are_imported(library, tmp_path):
     made = library.import_model(str(file), report=lambda done, total, unit, message: seen.append(message))
     assert (made.name, made.version, made.arch, made.task) == ("tiny.Q8", "v1", "LlamaForCausalLM", "generate")
     assert made.max_model_len == 128 and made.source == str(file) and "dequantising" in seen
-    assert library.import_model(str(folder), name="other").name == "other"
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.2, "eos_token_id": 77}')
+    other = library.import_model(str(folder), name="other")
+    sampling, own = (json.loads((one.path / "generation_config.json").read_text()) for one in (other, made))
+    assert other.name == "other" and sampling == {**own, "do_sample": True, "temperature": 0.2}
     (folder / "second.gguf").write_bytes(file.read_bytes())
     with pytest.raises(SourceNotFound, match="second.gguf, tiny.Q8.gguf"):
         library.import_model(str(folder))
@@ -136,4 +140,27 @@ def test_a_header_that_claims_more_than_there_are_tensors_is_refused(tmp_path, k
     setattr(made.config, field, 3_000_000)
     file = gguf_files.write(tmp_path / "m.gguf", made, "llama", blocks=names)
     with pytest.raises(convert._Refused, match=f"claims {key} 3000000, its tensors have {honest}"):
+        convert._parameters(file)
+
+
+@pytest.mark.parametrize("field", ["split.count", "llama.block_count", "llama.expert_count", "llama.vocab_size"])
+def test_text_where_a_number_belongs_is_refused_by_name(tmp_path, field):
+    file = gguf_files.write(tmp_path / "m.gguf", gguf_files.model("llama"), "llama", **{field: "many"})
+    with pytest.raises(convert._Refused, match="no sound GGUF file"):
+        convert._parameters(file)
+
+
+def test_lists_in_lists_without_end_are_refused_by_name(tmp_path):
+    """The library reads them by recursion."""
+
+    def text(value: bytes) -> bytes:
+        return len(value).to_bytes(8, "little") + value
+
+    def number(value: int, size: int) -> bytes:
+        return value.to_bytes(size, "little")
+
+    inner = (number(9, 4) + number(1, 8)) * 50_000 + number(0, 4) + number(1, 8) + b"\0"
+    file = tmp_path / "deep.gguf"
+    file.write_bytes(b"GGUF" + number(3, 4) + number(0, 8) + number(1, 8) + text(b"a") + number(9, 4) + inner)
+    with pytest.raises(convert._Refused, match="no sound GGUF file: RecursionError"):
         convert._parameters(file)

@@ -19,6 +19,7 @@ from appliance.models.errors import (
 from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
 from tests.unit.models.hub_server import COMMIT, Hub, Server
+from tests.unit.models.test_import_adapter import write as write_adapter
 
 REPOSITORY = "org/tiny"
 
@@ -226,11 +227,48 @@ def test_pickles_are_refused_before_they_are_downloaded(tmp_path, served):
     assert not any("/resolve/" in path for _, path, _ in state.requests)
 
 
-def test_an_adapter_is_refused_before_it_is_downloaded_with_the_way_to_import_it(tmp_path):
-    served = Hub(REPOSITORY, {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x" * 100})
-    with Server(served) as endpoint, pytest.raises(NotACheckpoint, match="model import DIR --base"):
-        library_at(tmp_path, endpoint).import_model(REPOSITORY)
+def adapter_on_hub(tmp_path: Path, **more: bytes) -> Hub:
+    directory = write_adapter(tmp_path / "adapter")
+    return Hub(REPOSITORY, {path.name: path.read_bytes() for path in directory.iterdir()} | more)
+
+
+def test_an_adapter_is_found_by_its_configuration_alone_and_comes_in_at_that_commit(tmp_path):
+    served = adapter_on_hub(tmp_path, **{"README.md": b"#", "tokenizer.json": b"{}", "adapter_model.bin": b"\x80"})
+    base = ModelLibrary(tmp_path / "models").import_path(checkpoints.write(tmp_path / "source"))
+    with Server(served) as endpoint:
+        library = library_at(tmp_path, endpoint)
+        assert library.find_adapter(REPOSITORY) == (REPOSITORY, "org/source", COMMIT)
+        assert {path.rpartition("/")[2] for _, path, _ in served.requests if "/resolve/" in path} == {
+            "adapter_config.json"
+        }
+        assert library.find_adapter(REPOSITORY, name="mine", revision=COMMIT) == ("mine", "org/source", COMMIT)
+        based_on = {"base": "source", "base_version": "v1", "base_path": base.path, "rank_limit": 32}
+        taken = library.import_adapter(REPOSITORY, name="mine", revision=COMMIT, **based_on)
+        with pytest.raises(NotACheckpoint):  # what imports whole models does not take it for one
+            library.import_model(REPOSITORY)
+    assert sorted(path.name for path in taken.path.iterdir()) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "manifest.json",
+    ]
+    assert taken.source == f"{REPOSITORY}@{COMMIT}" and library.verify(taken.path)["tensors"] == 2
+    for name in ("tokenizer.json", "adapter_model.bin"):
+        assert gets(served, name) == []
+
+
+def test_an_adapter_of_pickles_is_refused_before_it_is_downloaded(tmp_path):
+    served = Hub(REPOSITORY, {"adapter_config.json": b"{}", "adapter_model.bin": b"\x80"})
+    with Server(served) as endpoint, pytest.raises(PickleRefused, match="safetensors"):
+        library_at(tmp_path, endpoint).find_adapter(REPOSITORY)
     assert not any("/resolve/" in path for _, path, _ in served.requests)
+
+
+def test_a_whole_model_on_a_hub_is_no_adapter(tmp_path, served):
+    state, endpoint = served
+    state.files["adapter_config.json"] = b"{}"  # left there by whoever trained it
+    assert library_at(tmp_path, endpoint).find_adapter(REPOSITORY) is None
+    assert library_at(tmp_path, endpoint).import_model(REPOSITORY).version == "v1"
 
 
 @pytest.mark.parametrize("source", ["org/../../etc", "a/b/c", "http://x/y", "x y", "org/a..b", "@x", "-rf"])

@@ -341,7 +341,7 @@ class FakeStore:
         if job_id in self.jobs:
             self.jobs[job_id] = replace(self.jobs[job_id], phase="running")
 
-    def job_waiting(self, job_id: str, reason: str, suspended: bool) -> None:
+    def job_waiting(self, job_id: str, reason: str) -> None:
         self.reasons[job_id] = reason
         if job_id in self.jobs and self.jobs[job_id].phase == "running":
             self.jobs[job_id] = replace(self.jobs[job_id], phase="suspended")

@@ -763,8 +763,8 @@ def test_a_cold_engine_does_not_wait_for_a_wake_that_memory_refuses() -> None:
     wakes = take("r1", "wake_replica", "m")
     cold = take("r2", "start_replica", "n", frozenset({wakes.holder}))
     both = handover.Handover(1, take=(wakes, cold))
-    assert handover.only_admitted(both, lambda model, node: True) is both
-    left = handover.only_admitted(both, lambda model, node: model != "m")
+    assert handover.only_with_room(both, lambda model, node: True) is both
+    left = handover.only_with_room(both, lambda model, node: model != "m")
     assert [(chain.holder.id, chain.after) for chain in left.take] == [("r2", frozenset())]
-    left = handover.only_admitted(both, lambda model, node: node != "n2")
+    left = handover.only_with_room(both, lambda model, node: node != "n2")
     assert [chain.holder.id for chain in left.take] == ["r1"], "asked is the node where it would start"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import Seen, StandbyLearner, levels, standby_costs
+from scheduler.autoscale.shadow import Seen, standby_costs
+from scheduler.autoscale.standby import StandbyLearner, levels
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, Standby
 
@@ -187,3 +189,51 @@ def test_a_choice_is_left_only_for_one_that_pays_for_the_stop() -> None:
         changes += last is not None and best != last
         last = best
     assert changes <= 6
+
+
+def test_late_requests_after_a_change_count_against_no_constant_that_would_have_had_more_before() -> None:
+    found = learner()
+    for look in range(4 * 600):
+        # One replica drowns every minute; the second, awake by then, finds what it left.
+        second = look % 240 > 20
+        found.seen(look * LOOK_S, Seen([0.05], late=3 * (look % 240 == 30), awake=1 + second))
+    late = {shadow.choice.replicas: shadow.late for shadow in found._constants}
+    assert late[1] > 10 and late[2] == 0
+
+
+def test_a_constant_that_failed_is_tried_ever_less_often() -> None:
+    found, tries = learner(), []
+    found._shadows = found._constants
+    for look in range(4 * 3600 * 4):
+        now_s, n = look * LOOK_S, found.best.replicas
+        # The queues see nothing: requests are late for another reason whenever fewer than three are awake.
+        found.seen(now_s, Seen([0.05], late=int(n < 3 and look % 8 == 0), awake=n))
+        if n < 3 and (not tries or now_s - tries[-1] > 120):
+            tries.append(now_s)
+    assert tries and len(tries) <= 8, "after five minutes, ten, twenty, ..."
+    assert tries[-1] - tries[-2] > tries[2] - tries[1]
+
+
+def test_moving_that_cost_more_than_the_least_constant_in_time_is_barred() -> None:
+    found, moved_s = learner(), 0.0
+    for look in range(4 * 3600):
+        now_s, moving = look * LOOK_S, not found.best.fixed
+        # Two would do, and three are awake half of the time whenever the number may move.
+        awake = 2 + int(now_s / 20) % 2 if moving else found.best.replicas
+        late = int(awake < 2 and look % 4 == 0)
+        found.seen(now_s, Seen([0.2] if look % 2 else [], late=late, awake=awake))
+        moved_s += moving * LOOK_S
+    assert found.best.fixed and found.best.replicas == 2
+    assert moved_s < 600, "an hour, of which most stood still"
+
+
+def test_what_was_learned_goes_into_the_state_and_out_of_it() -> None:
+    before, _ = lived(lambda t: 8.0 if t % 60 < 2 else 0.1, 10)
+    after = learner()
+    after.restore(json.loads(json.dumps(before.state())), 5000.0, 0.0)
+    assert after.best == before.best and after.state() == before.state() | {"bars": after.state()["bars"]}
+    old = learner()
+    old.restore(before.state(), 5000.0, 4 * 3600.0)
+    assert old.state()["sums"]["_requests"] < 0.01 * before.state()["sums"]["_requests"], "faded meanwhile"
+    with pytest.raises(KeyError):
+        learner().restore({}, 0.0, 0.0)

@@ -7,8 +7,9 @@ import pytest
 
 from serve.core import segments
 from serve.core.errors import InvalidReplicaSpec
+from serve.core.parsers import reasoning_parser, tool_parser
 from serve.core.spec import ReplicaSpec
-from serve.vllm.arguments import engine_arguments, engine_environment, reasoning_parser, tool_parser
+from serve.vllm.arguments import engine_arguments, engine_environment
 
 GOOD = {
     "replica_id": "r1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 
 import numpy as np
 import orjson
@@ -22,7 +23,7 @@ from train.data.check import check_training_file
 from train.data.formats import BadRecord, to_chat
 from train.data.token_set import open_token_set
 from train.methods.method import Method, Option
-from train.methods.methods import DEFAULT, METHODS, convert, method_of
+from train.methods.methods import DEFAULT, METHODS, convert, method_of, table
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
@@ -138,6 +139,41 @@ def test_commands_have_its_options(echo):
         made("box", method="dpo", **given | {"strength": "0.5"})
     with pytest.raises(BadUsage, match="--method is 'ehco'; expected one of supervised.*, echo"):
         made("box", method="ehco", **given)
+
+
+def test_two_methods_may_name_an_option_alike(monkeypatch):
+    """The second one's numbers stood in the first one's place, and the first method refused its own option."""
+
+    class Nearer(Echoing):
+        name = "nearer"
+        options = (Option("beta", 0, 5, 3.0, "how near"),)
+
+    monkeypatch.setitem(METHODS, "nearer", Nearer())
+    told = []
+
+    def command(session, training=None):
+        told.append((training.method, training.options))
+
+    made = with_training(command)
+    given = dict.fromkeys(list(inspect.signature(made).parameters)[2:])
+    for method in ("dpo", "nearer"):
+        made("box", method=method, **given | {"beta": "1"})
+    assert told == [("dpo", {"beta": 1}), ("nearer", {"beta": 1})]
+    with pytest.raises(BadUsage, match="--beta belongs to --method dpo and nearer; --method is supervised"):
+        made("box", method="supervised", **given | {"beta": "1"})
+    (option,) = inspect.signature(made).parameters["beta"].annotation.__metadata__
+    assert re.search(r"Of --method dpo: how closely.*0\.1.*; Of --method nearer: how near.*\(3\)", option.help)
+
+
+@pytest.mark.parametrize("name", ["n_epochs", "lora_rank", "publish", "strength"])
+def test_an_option_that_would_hide_another_is_refused_at_import(name):
+    class Hiding(Echoing):
+        options = (*Echoing.options, Option(name, 0, 1, 0.5, "of nothing"))
+
+    with pytest.raises(ValueError, match=f"option '{name}' of method 'echo'"):
+        table(DEFAULT, Hiding())
+    with pytest.raises(ValueError, match="two methods are called 'echo'"):
+        table(Echoing(), Echoing())
 
 
 def test_its_memory_is_planned_with(echo):

@@ -9,7 +9,7 @@ import pytest
 from appliance.controller.bus.arrivals import Arrivals
 from appliance.controller.bus.demand_learning import LOOK_S, DemandLearning
 from appliance.controller.bus.load import Load, Report, parse_report, total
-from appliance.store.records import deployments
+from appliance.store.records import deployments, standby
 from appliance.wiring.routing_table import BusRouting
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from scheduler.core.config import SchedulerConfig
@@ -40,13 +40,19 @@ class Box:
     """Gateway workers on one side, the scheduler's view of the store on the other, a clock in between."""
 
     def __init__(self, db, events, rate: float | None = RATE):
-        self.now_s, self.rate = 1.0, rate
+        self.now_s, self.rate, self._db, self._events = 1.0, rate, db, events
+        self.begin()
+
+    def begin(self) -> None:
+        """As a box that has just started."""
         self.bus = ReportedBus()
-        routing = BusRouting(self.bus, db, 60.0)
+        routing = BusRouting(self.bus, self._db, 60.0)
         routing.refresh()
-        self.standbys = DemandLearning(routing.traffic, SchedulerConfig(), 8, lambda: self.now_s)
+        self.standbys = DemandLearning(
+            routing.traffic, SchedulerConfig(), 8, lambda: self.now_s, self._db, lambda: 1e9 + self.now_s
+        )
         self._states = SqliteStateStore(
-            db, events, BoxSize(1, 8, 8), Live(routing.demand, bounded=self.standbys.learned), lambda: None
+            self._db, self._events, BoxSize(1, 8, 8), Live(routing.demand, bounded=self.standbys.learned), lambda: None
         )
         self._counts: dict[str, int] = {}
         self._began_s: dict[str, float] = {}
@@ -180,3 +186,30 @@ def test_a_rise_over_all_workers_is_told_without_a_rate_too(box):
     for worker in ("g-0", "g-1"):
         box.report(worker, inflight=0)
     assert box.seen().demand.expected == 0.0
+
+
+def test_a_restarted_controller_goes_on_with_what_was_learned(box):
+    assert box.live(3, bursts).standby.replicas >= 4
+    box.begin()
+    box.now_s += 5
+    box.report("g-0")
+    assert box.seen().standby.replicas >= 4, "what was stored within the last minute"
+
+
+def test_what_was_learned_with_another_target_or_cannot_be_read_is_learned_anew(box, db, caplog):
+    assert box.live(3, bursts).standby.replicas >= 4
+    deployments.update(db, "starter", ttft_p95_s=3.0)
+    assert box.seen().standby.replicas <= 1
+    deployments.update(db, "starter", ttft_p95_s=2.0)
+    db.execute("UPDATE standby SET state = '{}'")
+    box.begin()
+    box.report("g-0")
+    assert box.seen().standby.replicas <= 1
+    assert "learned anew" in caplog.text
+
+
+def test_what_was_learned_goes_with_the_deployment(box, db):
+    box.live(2, flat)
+    assert standby.find(db, "starter") is not None
+    deployments.delete(db, "starter")
+    assert standby.find(db, "starter") is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from appliance.admission.host_memory import STARTING_FOR_S, WANTED_FOR_S, HostMemory, Means, StoredHere
+from appliance.memory.host_memory import STARTING_FOR_S, WANTED_FOR_S, HostMemory, Means, StoredHere
 from appliance.store.objects import jobs
 from appliance.store.records import audit
 from scheduler.core.workload import DeploymentView
@@ -174,23 +174,23 @@ async def test_a_job_is_admitted_against_what_other_programs_leave(host, world, 
 
 async def test_engines_that_start_count_before_their_memory_shows(host, world):
     await looks(host, world, 6 * GB, 0.5)
-    assert host.admits("chat") and host.admits("code") and not host.admits("third")
+    assert host.has_room_for("chat") and host.has_room_for("code") and not host.has_room_for("third")
     world.now_s += STARTING_FOR_S
     await looks(host, world, 3 * GB, 0.5)
-    assert host.admits("third")
+    assert host.has_room_for("third")
 
 
 async def test_a_model_without_an_engine_takes_memory_from_training_a_further_engine_does_not(host, world):
     world.replicas = [{"model": "chat", "state": "open", "devices": ["n0/0"]}]
     world.jobs = [{"id": "ftjob-1", "devices": ["n0/0"], "phase": "running"}]
     await looks(host, world, 2 * GB, 0.5)
-    assert not host.admits("chat") and await looks(host, world, 2 * GB, 3) == []
-    assert not host.admits("code")
+    assert not host.has_room_for("chat") and await looks(host, world, 2 * GB, 3) == []
+    assert not host.has_room_for("code")
     assert await looks(host, world, 2 * GB, 1) == ["-job"]
     assert host.status()["waiting_models"] == ["code"] and "code waits for an engine" in host.notes()[0]
     await looks(host, world, 6 * GB, 0.5)
-    assert host.admits("code") and host.status()["waiting_models"] == []
-    assert host.admits("other") and not host.admits("third"), "what starts counts before its memory shows"
+    assert host.has_room_for("code") and host.status()["waiting_models"] == []
+    assert host.has_room_for("other") and not host.has_room_for("third"), "what starts counts before its memory shows"
     world.now_s += WANTED_FOR_S
     await looks(host, world, 6 * GB, 0.5)
     assert host.status()["waiting_models"] == [], "nobody asks for it any more"
@@ -198,9 +198,9 @@ async def test_a_model_without_an_engine_takes_memory_from_training_a_further_en
 
 async def test_when_nothing_is_left_to_give_half_of_the_reserve_is(host, world):
     await looks(host, world, 2 * GB + GB // 2, 0.5)
-    assert not host.admits("code")
+    assert not host.has_room_for("code")
     await looks(host, world, 2 * GB + GB // 2, 1)
-    assert host.admits("code"), "requests wait for nothing else than that"
+    assert host.has_room_for("code"), "requests wait for nothing else than that"
 
 
 async def test_versions_that_nobody_reads_go_before_anybody_has_to_wait(host, world, store):

@@ -67,11 +67,11 @@ def test_phases_follow_the_loop(states, add_job, db):
     add_job()
     states.job_running("ftjob-1", ("n0/0", "n0/1"))
     assert (jobs.get(db, "ftjob-1").phase, jobs.get(db, "ftjob-1").devices) == ("running", ["n0/0", "n0/1"])
-    states.job_waiting("ftjob-1", "serving needs the devices", suspended=True)
+    states.job_waiting("ftjob-1", "serving needs the devices")
     assert jobs.get(db, "ftjob-1").phase == "queued", "no snapshot was made, so it begins anew"
     jobs.update(db, "ftjob-1", snapshot={"step": 4, "path": "/s"})
     states.job_running("ftjob-1", ("n0/0",))
-    states.job_waiting("ftjob-1", "serving needs the devices", suspended=True)
+    states.job_waiting("ftjob-1", "serving needs the devices")
     row = jobs.get(db, "ftjob-1")
     assert (row.phase, row.step, row.reason) == ("suspended", 4, "serving needs the devices")
     states.job_ended("ftjob-1", "failed", "rank 3 died")
@@ -134,7 +134,7 @@ def test_what_people_say_of_jobs_models_and_hours_reaches_the_planner(states, ad
 def test_the_work_a_job_has_left_is_remembered_while_it_waits(states, add_job, db):
     add_job(phase="running", devices=["n0/0", "n0/1"], eta_s=30.0)
     assert states.load().jobs[0].remaining_device_s == 60.0
-    states.job_waiting("ftjob-1", "serving needs the devices", suspended=True)
+    states.job_waiting("ftjob-1", "serving needs the devices")
     assert states.load().jobs[0].remaining_device_s == 60.0
 
 

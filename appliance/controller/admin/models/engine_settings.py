@@ -7,11 +7,13 @@ import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from appliance.controller.access.model_access import absent_model, stored_model
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
+from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.interfaces.errors import BadRequest, NotFound
 from appliance.controller.interfaces.principal import Caller
 from appliance.models.errors import TemplateRefused
 from appliance.models.template_trial import try_template
@@ -23,11 +25,9 @@ from serve.core.system_prompt import with_system_prompt
 from weights.format.tool_template import with_tools
 
 
-class Change(BaseModel):
+class Change(StrictBody):
     """set: settings that change; null removes one, engine_args and sampling change by name. number: take over the
     settings of this version instead. Nothing restarts before vLLM itself has accepted them."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     set: dict[str, Any] = Field(default_factory=dict)
     number: Annotated[int, Field(ge=0, le=1 << 53)] | None = None
@@ -41,9 +41,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         model = models.find(db, name)
         version = models.find_version(db, name, model.active_version) if model and model.active_version else None
         if model is None or version is None:
-            raise NotFound(
-                f"The model {shown(name)} does not exist on this box.", param="model", code="model_not_found"
-            )
+            raise absent_model(name)
         if version.meta.get("adapter"):
             base = version.meta["adapter"]["base"]
             raise BadRequest(
@@ -67,7 +65,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/models/{name:path}/settings")
     async def show_settings(name: str) -> dict[str, Any]:
-        known(name)
+        """Of an adapter there are none: a command that shows a deployment shows them beside it."""
+        stored_model(db, name)
         return view(name)
 
     @router.patch("/models/{name:path}/settings")

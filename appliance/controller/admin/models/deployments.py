@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import ConfigDict, Field
 
+from appliance.controller.access.model_access import stored_model
 from appliance.controller.admin import views
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
-from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import Caller
-from appliance.store.objects import models
+from appliance.store.objects import adapters
 from appliance.store.records import deployments
 from appliance.store.rows import DeploymentRow
 from scheduler.core.idle import IdleSettings
@@ -38,6 +39,8 @@ class Deploy(IdleSettings):
 
 
 _NEVER_NULL = ("min_replicas", "tensor_parallel", "pinned")
+# Of an adapter: its host's engines are kept for it. Everything else is a matter of those engines.
+_OF_ADAPTERS = ("min_replicas", "pinned")
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
@@ -45,10 +48,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
     def known(name: str) -> DeploymentRow:
-        if models.find(db, name) is None:
-            raise NotFound(
-                f"The model {shown(name)} does not exist on this box.", param="model", code="model_not_found"
-            )
+        stored_model(db, name)
         return deployments.find(db, name) or DeploymentRow(model=name, created_s=time.time())
 
     @router.get("/models/{name:path}/deployment")
@@ -62,6 +62,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         for field in _NEVER_NULL:
             if field in changes and changes[field] is None:
                 raise BadRequest(f"{field} cannot be null.", param=field, code="invalid_value")
+        _refuse_of_adapter(context, name, changes)
         told = dict(changes)
         if "pinned" in changes:
             changes["pinned"] = int(changes["pinned"])
@@ -78,6 +79,20 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         context.scheduler.reset_failures(name)  # what failed with the old settings may work with the new ones
         context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
         return views.deployment(wanted, context.scheduler.status())
+
+
+def _refuse_of_adapter(context: ControllerContext, name: str, changes: Mapping[str, Any]) -> None:
+    """Raises BadRequest for what an adapter, which has no engines, would never use. Null is taken: it removes what was
+    set while the name had whole weights."""
+    base = adapters.base_of_model(context.db, name)
+    field = next((field for field, value in changes.items() if field not in _OF_ADAPTERS and value is not None), None)
+    if base is not None and field is not None:
+        raise BadRequest(
+            f"{name} is an adapter and is served by the engines of {base}: set {field} of {base}. "
+            f"An adapter's own are {' and '.join(_OF_ADAPTERS)}.",
+            param=field,
+            code="invalid_value",
+        )
 
 
 def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[str]) -> None:

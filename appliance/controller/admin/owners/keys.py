@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
 from appliance.controller.admin import views
@@ -15,6 +15,7 @@ from appliance.controller.batches.background_responses import BackgroundResponse
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, needs
 from appliance.controller.jobs import claims, pauses
@@ -35,10 +36,8 @@ Jobs = Annotated[int, Field(ge=0, le=10**6)]
 _LIMITS_OF_NEW = {field.name: field.default for field in fields(KeyRow) if field.name in claims.LIMITS}
 
 
-class KeyBounds(BaseModel):
+class KeyBounds(StrictBody):
     """Limits on what the key's owner may keep, where they differ from the box's own (`[controller.bounds]`)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     files: Amount | None = None
     file_bytes: Amount | None = None
@@ -46,18 +45,21 @@ class KeyBounds(BaseModel):
     downloads: Amount | None = None
     batches: Amount | None = None
     jobs: Amount | None = None
+    models: Amount | None = None
+    model_bytes: Amount | None = None
     background: Amount | None = None
+    evals: Amount | None = None
+    eval_runs: Amount | None = None
+    eval_bytes: Amount | None = None
     responses: Amount | None = None
     responses_bytes: Amount | None = None
 
 
-class KeyLimits(BaseModel):
+class KeyLimits(StrictBody):
     """What a key may use and spend; null lifts a limit. models: names of models, in addition to those its owner's jobs
     create. Token quotas count prompts and completions; days and months are in UTC. max_priority: of its jobs;
     max_non_preemptible, max_deadlines, max_held: how many of its unfinished jobs may be so; null: a new key's default.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     models: Annotated[list[CallableName], Field(max_length=1000)] | None = None
     requests_per_minute: Limit | None = None

@@ -6,9 +6,10 @@ import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import NotFound, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.models.canaries import Canaries
@@ -17,10 +18,8 @@ from appliance.store.records import canaries
 from appliance.store.rows import CanaryRow
 
 
-class Canary(BaseModel):
+class Canary(StrictBody):
     """share: fraction of the requests, 0.1 for one in ten. watch_s: how long it is watched, in seconds."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     version: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
     share: Annotated[float, Field(gt=0, le=0.9)] = 0.1

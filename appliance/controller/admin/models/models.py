@@ -6,21 +6,24 @@ Names contain ":" and may contain "/": clients send them percent-encoded in one 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
+from appliance.controller.access.model_access import stored_model
 from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name
 from appliance.controller.admin import views
 from appliance.controller.context import operations
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, OperationFailed, SwapFailed, shown
 from appliance.controller.interfaces.model_states import ModelStates
-from appliance.controller.interfaces.ports import AdapterBase, Report
+from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, Report
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.models.activation import switch
 from appliance.controller.models.canaries import Canaries
@@ -35,41 +38,30 @@ from appliance.store.rows import ModelRow, OperationRow
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Import(_Strict):
+class Import(StrictBody):
     source: Text
+    origin: Text | None = None  # where a path's files came from, kept as the model's source
     name: Text | None = None
     base: Text | None = None
     revision: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,255}$")] | None = None
 
 
-class Starter(_Strict):
+class Starter(StrictBody):
     minutes: Annotated[float, Field(gt=0, le=24 * 60)] | None = None
 
 
-class Pin(_Strict):
+class Pin(StrictBody):
     version: Text
     pinned: bool
 
 
-class Rollback(_Strict):
+class Rollback(StrictBody):
     version: Text | None = None
 
 
 def routes(context: ControllerContext, router: APIRouter, running: Operations, compared: Canaries) -> None:
     """Add the routes to the admin router."""
     db = context.db
-
-    def known(name: str) -> ModelRow:
-        row = models.find(db, name)
-        if row is None:
-            raise NotFound(
-                f"The model {shown(name)} does not exist on this box.", param="model", code="model_not_found"
-            )
-        return row
 
     def start(kind: str, target: str, work: operations.Work) -> JSONResponse:
         twin = running.running(kind, target)
@@ -90,8 +82,9 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
     @router.post("/models/import", status_code=202)
     async def import_model(body: Import, caller: Caller) -> JSONResponse:
-        if "\0" in body.source or not body.source.isprintable():
-            raise BadRequest("The source contains control characters.", param="source", code="invalid_value")
+        for field, text in (("source", body.source), ("origin", body.origin or "")):
+            if not text.isprintable():
+                raise BadRequest(f"The {field} contains control characters.", param=field, code="invalid_value")
         if body.name is not None:
             _check_new_name(db, body.name)
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
@@ -99,12 +92,14 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
         async def work(report: Report) -> dict[str, Any]:
             if adapter is not None:
-                name, base = adapter
-                made = await context.model_ops.import_adapter(body.source, name=name, base=base, report=report)
+                found, base = adapter
+                made = await context.model_ops.import_adapter(body.source, found=found, base=base, report=report)
                 return await register_adapter(context, made, base, caller)
             stats = await context.model_ops.import_model(
                 body.source, name=body.name, revision=body.revision, report=report
             )
+            if body.origin is not None:
+                stats = replace(stats, source=body.origin)
             return register(context, stats, caller)
 
         answer = start("import", body.name or body.source, work)
@@ -125,7 +120,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
     @router.post("/models/{name:path}/verify", status_code=202)
     async def verify(name: str, caller: Caller) -> JSONResponse:
-        row = known(name)
+        row = stored_model(db, name)
         paths = [paths_of(version) for version in models.list_versions(db, row.id)]
 
         async def work(report: Report) -> dict[str, Any]:
@@ -143,7 +138,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
     @router.post("/models/{name:path}/rollback")
     async def rollback(name: str, caller: Caller, body: Rollback | None = None) -> dict[str, Any]:
-        row, asked = known(name), body.version if body else None
+        row, asked = stored_model(db, name), body.version if body else None
         if asked is None and canaries.find_running(db, row.id) is not None:
             return await compared.roll_back(row.id, caller)
         before, target = row.active_version, _rollback_target(db, row, asked)
@@ -157,7 +152,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
     @router.post("/models/{name:path}/pin")
     async def pin(name: str, body: Pin, caller: Caller) -> dict[str, Any]:
-        row = known(name)
+        row = stored_model(db, name)
         if models.find_version(db, row.id, body.version) is None:
             raise _no_version(db, row, body.version)
         models.update_version(db, row.id, body.version, pinned=int(body.pinned))
@@ -170,8 +165,8 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
         """`canary`: the most recent one, running or ended."""
         last = canaries.find(db, name)
         shown_canary = compared.view(last, time.time()) if last else None
-        status = context.scheduler.status()
-        shown_model = views.model(db, known(name), status, ModelStates(db, status), context.tiers, context.sizes)
+        row, status = stored_model(db, name), context.scheduler.status()
+        shown_model = views.model(db, row, status, ModelStates(db, status), context.tiers, context.sizes)
         return shown_model | {"canary": shown_canary}
 
     @router.delete("/models/{name:path}")
@@ -211,17 +206,17 @@ def _check_new_name(db: Database, name: str) -> None:
         )
 
 
-async def _adapter(context: ControllerContext, body: Import) -> tuple[str, AdapterBase] | None:
-    """Name and base of the adapter that is to be imported; None for a whole model. Raises BadRequest, Conflict."""
+async def _adapter(context: ControllerContext, body: Import) -> tuple[AdapterFound, AdapterBase] | None:
+    """The adapter that is to be imported, and its base; None for a whole model. Raises BadRequest, Conflict."""
     try:
-        found = await context.model_ops.find_adapter(body.source, name=body.name)
+        found = await context.model_ops.find_adapter(body.source, name=body.name, revision=body.revision)
     except OperationFailed as error:
         raise BadRequest(str(error), param="source", code=error.code) from error
     if found is not None:
-        return found.name, adapter_base(context, found, body.base)
+        return found, adapter_base(context, found, body.base)
     if body.base is not None:
         raise BadRequest(
-            f"A base belongs to an adapter's directory (adapter_config.json), and {shown(body.source)} is none.",
+            f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is none.",
             param="base",
             code="invalid_value",
         )

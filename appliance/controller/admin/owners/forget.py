@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from anyio import to_thread
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import StringConstraints
 
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.runner import BatchRunner
@@ -24,6 +24,7 @@ from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import storage as files
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs.wanted import ask
@@ -41,11 +42,9 @@ _SHOWN = 10
 _MENTIONED = 100
 
 
-class Forget(BaseModel):
+class Forget(StrictBody):
     """owner: as in keys. cancel: cancel unfinished work; without it, unfinished work makes the request fail.
     models: also delete those trained on the owner's files."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     owner: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     cancel: bool = False
@@ -165,7 +164,9 @@ def routes(
             await asyncio.sleep(0)
         for upload_id in forgotten.ids(db, "uploads", owner):
             await to_thread.run_sync(shutil.rmtree, context.uploads_dir / upload_id, True)
-        for table in ("uploads", "batches", "responses", "idempotency", "eval_runs", "evals"):
+        gone = [one for table in ("eval_runs", "evals") for one in forgotten.ids(db, table, owner)]
+        await evaluations.delete(gone, within_s=None)
+        for table in ("uploads", "batches", "responses", "idempotency"):
             while forgotten.delete(db, owner, table, _CHUNK) == _CHUNK:
                 await asyncio.sleep(0)
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from scheduler.core.inventory import Device
-from scheduler.plan.placement import FreeDevices
+from scheduler.plan.free_devices import FreeDevices
 from tests.unit.scheduler.fakes import box_of
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from appliance.admission.host_memory import HostMemory, Means
+from appliance.memory.host_memory import HostMemory, Means
 from appliance.store.database import Database
 from appliance.store.rows import JobRow
 from scheduler.core.errors import EffectFailed
@@ -110,10 +110,10 @@ class BoxMemory:
         bounds = {name: host.max_asleep() for name, host in self._hosts().items()}
         return {name: bound for name, bound in bounds.items() if bound is not None}
 
-    def admits(self, model: str, node: str) -> bool:
+    def has_room_for(self, model: str, node: str) -> bool:
         """Whether the memory of this node's host allows one more engine of the model."""
         host = self._hosts().get(node)
-        return host is None or host.admits(model)
+        return host is None or host.has_room_for(model)
 
     # --- one pass ---------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 reports. `box_memory` has one of these per node.
 
 This module itself frees what can go at once (freed segments, versions that nobody reads, parked ranks). The scheduler
-loop controls engines and jobs: it asks here for limits (`lacks`, `bounded`, `max_asleep`, `admits`) and is nudged.
+loop controls engines and jobs: it asks here for limits (`lacks`, `bounded`, `max_asleep`, `has_room_for`) and
+is nudged.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class HostMemory:
         """How many sleeping engines may stay as processes; None: the configured number."""
         return self._state.sleepers
 
-    def admits(self, model: str) -> bool:
+    def has_room_for(self, model: str) -> bool:
         """Whether memory allows one more engine of the model, waking or new. For a model without an awake engine the
         box gives up other memory; a further engine waits."""
         needed = self._means.engine_bytes(model)

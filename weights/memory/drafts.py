@@ -14,7 +14,7 @@ from weights.memory.pool import Pool
 from weights.memory.removal import dismantle_unheld
 
 
-class Staging:
+class Drafts:
     """The drafts of one store root, within the bounds of `evictor`."""
 
     def __init__(self, evictor: Evictor) -> None:

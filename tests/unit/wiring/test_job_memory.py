@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.admission.job_admission import JobAdmission
 from appliance.controller.models.capacity import BoxFacts
+from appliance.memory.job_memory import JobMemory
 from appliance.store.objects import jobs
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from scheduler.core.workload import Demand
@@ -31,7 +31,7 @@ def hold(store, nbytes):
 def test_it_waits_with_the_numbers_and_begins_when_room_is_given_back(db, events, store, add_model, add_job):
     add_model(params=1_000_000)  # 2 MB of result and 12 MB of snapshot
     add_job("ftjob-new", resolved=RESOLVED)
-    room = JobAdmission(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
+    room = JobMemory(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
     states = SqliteStateStore(db, events, BoxSize(1, 8, 1), Live(lambda model: Demand(), room.waits_for), lambda: None)
     served = hold(store, 10 * MB)
     (view,) = states.load().jobs
@@ -46,7 +46,7 @@ def test_it_waits_with_the_numbers_and_begins_when_room_is_given_back(db, events
 def test_what_may_be_evicted_counts_as_room(db, store, add_model, add_job):
     add_model(params=1_000_000)
     add_job("ftjob-new", resolved=RESOLVED)
-    room = JobAdmission(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
+    room = JobMemory(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
     store.unpin(hold(store, 10 * MB))
     assert room.waits_for(jobs.get(db, "ftjob-new")) == ""
 
@@ -55,7 +55,7 @@ def test_a_job_that_has_begun_is_never_sent_back(db, store, add_model, add_job):
     add_model(params=1_000_000)
     add_job("ftjob-runs", phase="running", resolved=RESOLVED)
     add_job("ftjob-moved", phase="suspended", resolved=RESOLVED, snapshot={"step": 3, "path": "/p"})
-    room = JobAdmission(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
+    room = JobMemory(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
     hold(store, 19 * MB)
     assert [room.waits_for(jobs.get(db, job_id)) for job_id in ("ftjob-runs", "ftjob-moved")] == ["", ""]
 
@@ -64,7 +64,7 @@ def test_what_a_job_takes_of_the_host_depends_on_where_its_tensors_lie(db, store
     add_model(params=1_000_000)
     add_job("ftjob-new", resolved=RESOLVED)
     row = jobs.get(db, "ftjob-new")
-    on_cpu = JobAdmission(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB)).host_bytes(row)
-    on_gpu = JobAdmission(db, store, BoxFacts(8, "cuda", 80 * 10**9, store.budget_bytes, 20 * MB)).host_bytes(row)
+    on_cpu = JobMemory(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB)).host_bytes(row)
+    on_gpu = JobMemory(db, store, BoxFacts(8, "cuda", 80 * 10**9, store.budget_bytes, 20 * MB)).host_bytes(row)
     assert 14 * MB + 8 * 200 * MB < on_cpu < 14 * MB + 8 * 230 * MB  # what is stored, and eight ranks
     assert on_gpu == 14 * MB + 8 * 2 * 2**30

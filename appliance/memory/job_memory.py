@@ -17,7 +17,7 @@ CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
 context and pinned buffers."""
 
 
-class JobAdmission:
+class JobMemory:
     """The loop calls `waits_for` in every round, so a job's constant values are computed once."""
 
     def __init__(self, db: Database, store: WeightStore, facts: BoxFacts):

@@ -1,0 +1,59 @@
+"""Grades what a reinforcement job's model answers while it trains, by the job's grader and on behalf of its key."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.grading.judged import all_graded_with_answers
+from appliance.controller.grading.model_answers import ModelAnswers
+from appliance.store.objects import job_records, jobs
+from appliance.store.records import keys
+from train.graders.errors import GradingErrors
+from train.graders.graders import parse
+from train.graders.grading import Graded
+from train.graders.host import WorkerBroke
+from train.graders.hosts import GraderHosts
+from train.graders.templates import Sample
+
+ANSWER_WITHIN_S = 300.0
+"""For a judge: meanwhile the job's devices stand still."""
+
+
+class RolloutGrading:
+    def __init__(self, context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers):
+        self._db, self._hosts, self._answers = context.db, hosts, answers
+
+    async def grade(self, job_id: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """{"rewards", "errors"} of samples {"text", "item"}, in their order. One that the box could not grade has None;
+        one that the grader failed at has 0. An answer that is no JSON where JSON is read is no error, but what the
+        model has to learn. {"failed"}, in words, where the job cannot go on."""
+        row, found = jobs.find(self._db, job_id), job_records.find_grader(self._db, job_id)
+        if row is None or found is None:
+            return {"failed": "the grader of the job was deleted"}
+        if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
+            return {"failed": "the API key of the job was revoked, and its answers are graded on behalf of it"}
+        asked = [(Sample(one["text"]), one["item"]) for one in samples]
+        ask = partial(self._answers.ask, row.key_id, within_s=ANSWER_WITHIN_S)
+        try:
+            told = await all_graded_with_answers(self._hosts, row.owner, parse(found.grader), asked, ask)
+        except WorkerBroke as error:
+            return {"rewards": [None] * len(samples), "errors": [str(error)] * len(samples)}
+        return {
+            "rewards": [_reward(graded) for graded, _ in told],
+            "errors": ["; ".join(graded.messages) if _is_fault(graded.errors) else "" for graded, _ in told],
+        }
+
+
+def _reward(graded: Graded) -> float | None:
+    errors = graded.errors
+    ours = errors.model_grader_server_error or errors.python_grader_server_error or errors.other_error
+    return None if ours else graded.reward
+
+
+def _is_fault(errors: GradingErrors) -> bool:
+    """Of the grader or of the box, not of the answer."""
+    return bool(errors) and errors != GradingErrors(
+        sample_parse_error=True, truncated_observation_error=errors.truncated_observation_error
+    )

@@ -1,0 +1,78 @@
+"""What a body of JSON may cost: how long it may be and how many values it may hold, for each route; how it is read.
+
+Everything that a route does with its body runs on the controller's loop: parsing, checking, writing it to the store.
+Each takes its time for a byte and for a value, so that a bound of both, per route, is a bound of the time: 50 ms. Large
+bodies are parsed beside the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from appliance.controller.interfaces.errors import BadRequest
+from appliance.gateway.core import errors as gateway_errors
+from appliance.gateway.payload.body_weight import check_weight
+
+KIB, MIB = 1 << 10, 1 << 20
+_PARSED_HERE = 64 * KIB
+"""As much takes less than a change of threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """weight: a list or object counts as 12, a string as 4, any other value as 1, as for inference requests."""
+
+    nbytes: int
+    weight: int
+
+
+MOST = Bound(256 * KIB, 1 << 15)
+"""Of a route that is not named below."""
+_GRADER = Bound(3 * MIB, 1 << 16)
+"""Its graders have 2 MiB at most (train.graders)."""
+BOUNDS: Mapping[str, Bound] = {
+    "/v1/fine_tuning/jobs": _GRADER,
+    "/v1/fine_tuning/alpha/graders/validate": _GRADER,
+    "/v1/fine_tuning/alpha/graders/run": _GRADER,
+    "/v1/evals": _GRADER,
+    # More items than these come as a file, which is read line by line.
+    "/v1/evals/{eval_id}/runs": Bound(3 * MIB, 1 << 17),
+    # Names of 10,000 parts.
+    "/v1/uploads/{upload_id}/complete": Bound(MIB, 1 << 16),
+    # A whole request of inference, in background.
+    "/v1/responses": Bound(2 * MIB, 1 << 17),
+    # A gateway's copies of answers: as a request of inference and its answer may be.
+    "/internal/responses": Bound(64 * MIB, 1 << 22),
+    # A chat template.
+    "/admin/v1/models/{name:path}/settings": Bound(MIB, 1 << 15),
+}
+
+
+def bound_of(path: str) -> Bound:
+    """path: the route's, with its parameters' names."""
+    return BOUNDS.get(path, MOST)
+
+
+def check_values(text: bytes, most: int) -> None:
+    """Raises BadRequest for JSON with more values than `most` allows."""
+    try:
+        check_weight(text, most)
+    except gateway_errors.HttpError as error:
+        raise BadRequest(error.message, code=error.code) from None
+
+
+async def parsed(text: bytes, weight: int) -> Any:
+    """Raises BadRequest for too many values, orjson.JSONDecodeError for what is no JSON."""
+    if len(text) <= _PARSED_HERE:
+        return _parsed(text, weight)
+    return await asyncio.to_thread(_parsed, text, weight)
+
+
+def _parsed(text: bytes, weight: int) -> Any:
+    check_values(text, weight)
+    return orjson.loads(text)

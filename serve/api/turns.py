@@ -1,0 +1,31 @@
+"""Start-time fair queueing: which of several owners' requests is next. Pure: no clock, its time is tokens served."""
+
+from __future__ import annotations
+
+
+class Turns:
+    """Invariant: an owner is in `_ends` only while its requests end later than what is being served."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._ends: dict[str, int] = {}
+
+    def enter(self, owner: str, tokens: int) -> int:
+        """The place of a request with so many tokens; smaller ones are served first."""
+        place = max(self._now, self._ends.get(owner, 0))
+        self._ends[owner] = place + tokens
+        return place
+
+    def served(self, place: int) -> None:
+        """The first request at this place is being served."""
+        if place > self._now:
+            self._now = place
+            self._ends = {owner: end for owner, end in self._ends.items() if end > place}
+
+    def left(self, owner: str, tokens: int) -> None:
+        """A request has ended, and took so many tokens more than it entered with; less than 0 if it was not served."""
+        end = max(self._now, self._ends.get(owner, 0)) + tokens
+        if end > self._now:
+            self._ends[owner] = end
+        else:
+            self._ends.pop(owner, None)

@@ -1,0 +1,65 @@
+"""`appliance eval`: models side by side at a suite of prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from appliance.cli.jobs.eval import interval
+from appliance.controller.interfaces.ports import EngineAnswer
+from tests.unit.cli.conftest import ControlledBox
+
+GRADER = {
+    "type": "string_check",
+    "name": "right",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "eq",
+}
+
+
+def written(tmp_path: Path, *answers: str) -> list[str]:
+    suite, grader = tmp_path / "sums.jsonl", tmp_path / "grader.json"
+    rows = [{"messages": [{"role": "user", "content": "2 and 2?"}], "answer": answer} for answer in answers]
+    suite.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    grader.write_text(json.dumps(GRADER))
+    return ["--suite", str(suite), "--grader", str(grader)]
+
+
+def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp_path: Path):
+    async def four(body):
+        choice = {"index": 0, "message": {"role": "assistant", "content": "4"}}
+        return EngineAnswer(200, {"choices": [choice], "usage": {}}, "v1")
+
+    box.context.batch_engines.rule = four
+    made = box.json("eval", "run", "starter", *written(tmp_path, "4", "4", "5", "4"), "--wait")
+    (run,) = made["runs"]
+    assert run["status"] == "completed" and run["model"] == "starter"
+    assert run["result_counts"] == {"total": 4, "passed": 3, "failed": 1, "errored": 0}
+    again = written(tmp_path, "4")[:2]
+    assert len(box.json("eval", "run", "starter", *again, "--eval", made["id"], "--wait")["runs"]) == 2
+    told = box.run("eval", "show", made["id"]).stdout
+    assert "75.0% (30.1% to 95.4%)" in told and "RIGHT" in told
+    assert "sums" in box.run("eval", "list").stdout
+
+
+def test_bad_suites_and_graders_are_named(box: ControlledBox, tmp_path: Path):
+    suite, path, *grader = written(tmp_path, "4")
+    Path(path).write_text('{"messages": []}\n{"question": "x"}\n')
+    refused = box.run("eval", "run", "starter", suite, path, *grader)
+    assert refused.exit_code == 2 and "line 2: expected an object with 'messages'" in refused.output
+    assert "give either --grader" in box.run("eval", "run", "starter", suite, path).output
+    Path(grader[1]).write_text("{")
+    Path(path).write_text('{"messages": []}\n')
+    assert "is no JSON" in box.run("eval", "run", "starter", suite, path, *grader).output
+    unknown = box.run("eval", "run", "absent", *written(tmp_path, "4"))
+    assert unknown.exit_code == 3 and "absent" in unknown.output
+
+
+@pytest.mark.parametrize(
+    "passed, judged, low, high", [(0, 0, 0, 1), (0, 10, 0, 0.2775), (75, 100, 0.6569, 0.8246), (10, 10, 0.7225, 1)]
+)
+def test_the_interval_is_wilsons(passed, judged, low, high):
+    assert interval(passed, judged) == pytest.approx((low, high), abs=1e-4)

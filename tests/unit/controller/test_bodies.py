@@ -1,0 +1,106 @@
+"""No body of a control route costs the loop more than its route is worth: it has bounds, and is read beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import orjson
+import pytest
+from fastapi.routing import APIRoute
+
+from appliance.controller.evals.requests import MAX_CRITERIA_BYTES, MAX_SCHEMA_BYTES
+from appliance.controller.http import bodies
+from appliance.controller.interfaces.errors import BadRequest
+from tests.unit.controller.conftest import ADMIN, Control
+from train.graders.graders import MAX_BYTES
+
+GRADER: Any = {"type": "string_check", "name": "s", "input": "a", "reference": "a", "operation": "eq"}
+
+
+@pytest.fixture
+def control(control: Control) -> Control:
+    """With the bounds of a real box: the routes' own are smaller than the one of all."""
+    control.context.config = control.context.config.model_copy(update={"json_body_bytes": 8 << 20})
+    for layer in control.app.user_middleware:
+        if "config" in layer.kwargs:
+            layer.kwargs["config"] = control.context.config
+    control.app.middleware_stack = control.app.build_middleware_stack()
+    return control
+
+
+def padded(body: dict[str, Any], size: int) -> bytes:
+    text = orjson.dumps(body)
+    return text + b" " * (size - len(text))
+
+
+def test_each_bound_is_of_a_route(control: Control) -> None:
+    routes = {route.path for route in control.app.routes if isinstance(route, APIRoute)}
+    assert set(bodies.BOUNDS) <= routes
+
+
+def test_what_a_route_takes_fits_its_bound() -> None:
+    assert bodies.bound_of("/v1/evals").nbytes >= MAX_SCHEMA_BYTES + MAX_CRITERIA_BYTES
+    for path in ("/v1/fine_tuning/jobs", "/v1/fine_tuning/alpha/graders/run"):
+        assert bodies.bound_of(path).nbytes > MAX_BYTES
+
+
+async def test_every_route_refuses_what_is_longer_announced_or_not(control: Control) -> None:
+    """All routes that read JSON; what takes files has bounds of its own (test_files, test_uploads)."""
+    tried = 0
+    for route in control.app.routes:
+        if not isinstance(route, APIRoute) or not route.body_field or route.path.startswith("/internal"):
+            continue
+        bound, (method,) = bodies.bound_of(route.path), route.methods
+        path = route.path.replace(":path", "").replace("{", "").replace("}", "")
+        for announced in (True, False):
+            text = padded({"x": 1}, bound.nbytes + 1)
+            content = text if announced else _in_pieces(text)
+            answer = await control.http.request(
+                method, path, content=content, headers={**ADMIN, "content-type": "application/json"}
+            )
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large"), route.path
+        heavy = padded({"x": [1] * bound.weight}, 2 * bound.weight + 20)
+        if len(heavy) <= bound.nbytes:
+            answer = await control.http.request(
+                method, path, content=heavy, headers={**ADMIN, "content-type": "application/json"}
+            )
+            assert answer.json()["error"]["code"] == "too_many_values", route.path
+        tried += 1
+    assert tried > 20
+
+
+async def _in_pieces(text: bytes) -> Any:
+    for at in range(0, len(text), 1 << 18):
+        yield text[at : at + (1 << 18)]
+
+
+async def test_a_large_body_is_parsed_beside_the_loop(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    parsed = bodies._parsed
+
+    def noted(text: bytes, weight: int) -> Any:
+        threads.append(threading.get_ident())
+        return parsed(text, weight)
+
+    monkeypatch.setattr(bodies, "_parsed", noted)
+    headers = {"content-type": "application/json"}
+    for size in (1000, 100_000):
+        answer = await control.http.post(
+            "/v1/fine_tuning/alpha/graders/validate", content=padded({"grader": GRADER}, size), headers=headers
+        )
+        assert answer.status_code == 200, answer.text
+    assert threads[0] == threading.get_ident() != threads[1]
+
+
+async def test_a_response_in_background_is_counted_before_it_is_parsed(control: Control) -> None:
+    text = padded({"model": "starter", "background": True, "input": [[]] * 20_000}, 200_000)
+    answer = await control.http.post("/v1/responses", content=text, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_values")
+
+
+def test_what_is_no_json_is_said_from_beside_the_loop() -> None:
+    for text, error in ((b"[" + b" " * 100_000, orjson.JSONDecodeError), (b"[[]" + b",[]" * 50_000 + b"]", BadRequest)):
+        with pytest.raises(error):
+            asyncio.run(bodies.parsed(text, 1 << 16))

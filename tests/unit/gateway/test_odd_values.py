@@ -1,0 +1,32 @@
+"""Whatever stands in whatever place of a request, the gateway's checks take or refuse it; nothing else escapes them."""
+
+from __future__ import annotations
+
+import random
+
+import orjson
+import pytest
+
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.routes import resolve
+from appliance.gateway.payload.fields import FIELDS
+from appliance.gateway.payload.request_check import check_body
+from tests.e2e.request_fuzz import REQUESTS, changes
+
+PLAIN = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "n"}], "seed": 1}
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_a_check_raises_nothing_but_a_refusal(path: str) -> None:
+    chance, route, limits = random.Random(path), resolve(b"POST", path.encode()), Limits()
+    requests = (PLAIN, *REQUESTS[path]) if path == "/v1/chat/completions" else REQUESTS[path]
+    for body in requests:
+        # Every place of a small one; of the others a share, as the whole scan belongs to `make soak`.
+        share = 1 if body is PLAIN else 0.05
+        for one in changes(body, sorted(FIELDS[route.name]), chance, share, pairs=20):
+            text = orjson.dumps({"model": "m", **one})
+            try:
+                check_body(route, text, limits)
+            except HttpError as error:
+                assert error.status in (400, 404), text

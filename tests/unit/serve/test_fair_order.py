@@ -1,0 +1,94 @@
+"""What vLLM is told of a request's place in its queue."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serve.api import answer_version, fair_order
+
+
+class Engine:
+    """Stands for vLLM's AsyncLLM; notes the numbers that it is given."""
+
+    def __init__(self, policy: str = "priority") -> None:
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy=policy))
+        self.places: list[int | None] = []
+        self.closed = 0
+
+    async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any]:
+        self.places.append(more.get("priority"))
+        try:
+            for token in range(3):
+                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[token])])
+        finally:
+            self.closed += 1
+
+    async def encode(self, prompt: Any, pooling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any]:
+        self.places.append(more.get("priority"))
+        yield SimpleNamespace(outputs=SimpleNamespace(data=1.0))
+
+
+GENERATE, ENCODE = fair_order._in_turn(Engine.generate), fair_order._in_turn(Engine.encode)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return Engine()
+
+
+def prompt(tokens: int) -> dict[str, Any]:
+    return {"prompt_token_ids": [1] * tokens}
+
+
+async def ask(engine: Engine, owner: str, tokens: int) -> list[Any]:
+    answer_version._ANSWER.set(answer_version.Answer(owner=owner))
+    return [one async for one in GENERATE(engine, prompt(tokens), None, "r")]
+
+
+async def test_each_owner_stands_behind_what_he_has_asked_and_had(engine: Engine) -> None:
+    assert len(await ask(engine, "a", 100)) == 3
+    await ask(engine, "a", 100)
+    await ask(engine, "b", 5)
+    # 100 of the prompt and 3 that were written; then b, behind what was being served.
+    assert engine.places == [0, 103, 103] and engine.closed == 3
+
+
+async def test_who_leaves_before_he_was_served_owes_nothing(engine: Engine) -> None:
+    answer_version._ANSWER.set(answer_version.Answer(owner="a"))
+    waiting = GENERATE(engine, prompt(1000), None, "r")
+    turn = waiting.asend(None)
+    assert (await turn).outputs[0].token_ids == [0]
+    await waiting.aclose()
+    assert engine.closed == 1
+    await ask(engine, "a", 1)
+    assert engine.places == [0, 1001]
+
+
+async def test_embeddings_take_their_turn_as_vllm_calls_for_them(engine: Engine) -> None:
+    answer_version._ANSWER.set(answer_version.Answer(owner="a"))
+    for _ in range(2):
+        found = [one async for one in ENCODE(engine, request_id="r", prompt=prompt(7), pooling_params=None, priority=0)]
+        assert len(found) == 1
+    assert engine.places == [0, 7]
+
+
+async def test_a_deployment_may_have_another_order(engine: Engine) -> None:
+    engine = Engine("fcfs")
+    assert len([one async for one in GENERATE(engine, prompt(7), None, "r")]) == 3 and engine.places == [None]
+
+
+async def test_the_owner_is_what_the_gateway_says() -> None:
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        current = answer_version.current()
+        assert current is not None
+        seen.append(current.owner)
+
+    for headers in ([(b"x-appliance-owner", b"abc")], []):
+        await answer_version.AnswerVersions(app)({"type": "http", "headers": headers}, None, None)
+    assert seen == ["abc", ""]

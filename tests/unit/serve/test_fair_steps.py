@@ -1,0 +1,148 @@
+"""What a neighbour of many long prompts waits for: vLLM's scheduler, paced and in turns by owner, on an engine whose
+time is computed, each step as long as one of SmolLM2-135M on one core."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.api.turns import Turns
+from serve.cpu import finishing_scheduler
+from serve.cpu.finishing_scheduler import FinishingScheduler
+
+STEP_S, TOKEN_S = 0.03, 1 / 130
+PROMPTS, LONG = 8, 1700
+BLOCK = 16
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Engine:
+    """One scheduler, and the times at which each request got its tokens. paced: as this project has it, or as vLLM."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, *, paced: bool) -> None:
+        import torch
+        from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        self.clock, self.turns, self.paced = Clock(), Turns(), paced
+        monkeypatch.setattr(finishing_scheduler, "time", self.clock)
+        (root / "config.json").write_text(
+            json.dumps(
+                {
+                    "architectures": ["LlamaForCausalLM"],
+                    "model_type": "llama",
+                    "hidden_size": 64,
+                    "intermediate_size": 128,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 2,
+                    "vocab_size": 512,
+                    "max_position_embeddings": 4096,
+                    "torch_dtype": "float32",
+                }
+            )
+        )
+        config = VllmConfig(
+            model_config=ModelConfig(model=str(root), skip_tokenizer_init=True, dtype="float32", max_model_len=4096),
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=False),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=64,
+                max_num_batched_tokens=2048,
+                max_model_len=4096,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                policy="priority" if paced else "fcfs",
+            ),
+        )
+        config.cache_config.num_gpu_blocks = 4000
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        blocks = KVCacheConfig(
+            num_blocks=4000, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+        )
+        made = FinishingScheduler if paced else Scheduler
+        self.scheduler = made(
+            vllm_config=config,
+            kv_cache_config=blocks,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=False,
+        )
+        self.tokens: dict[str, list[float]] = {}
+        self.places: dict[str, int] = {}
+
+    def ask(self, owner: str, name: str, prompt: int, most: int) -> None:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        self.places[name] = self.turns.enter(owner, prompt) if self.paced else 0
+        params = SamplingParams(max_tokens=most, ignore_eos=True)
+        self.tokens[name] = []
+        self.scheduler.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=[1] * prompt,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=self.clock.now_s,
+                priority=self.places[name],
+            )
+        )
+
+    def step(self) -> None:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        output = self.scheduler.schedule()
+        self.clock.now_s += STEP_S + TOKEN_S * output.total_num_scheduled_tokens
+        names = list(output.num_scheduled_tokens)
+        requests = self.scheduler.requests
+        done = [requests[name].num_computed_tokens >= requests[name].num_tokens for name in names]
+        for name, whole in zip(names, done, strict=True):
+            if whole:
+                if not self.tokens[name]:
+                    self.turns.served(self.places[name])
+                self.tokens[name].append(self.clock.now_s)
+        made: dict[str, Any] = {
+            "req_ids": names,
+            "req_id_to_index": {name: place for place, name in enumerate(names)},
+            "sampled_token_ids": [[7] if whole else [] for whole in done],
+        }
+        self.scheduler.update_from_output(output, ModelRunnerOutput(**made))
+
+
+def neighbour(engine: Engine) -> tuple[float, float, float]:
+    """(longest wait for a token of a stream, first token of a short request, prompt tokens a second) while another
+    owner's long prompts are computed."""
+    engine.ask("neighbour", "stream", 20, 4000)
+    while len(engine.tokens["stream"]) < 10:
+        engine.step()
+    began_s = engine.clock.now_s
+    for number in range(PROMPTS):
+        engine.ask("many", f"long {number}", LONG, 2)
+    engine.ask("neighbour", "short", 20, 2)
+    while not all(len(engine.tokens[f"long {number}"]) == 2 for number in range(PROMPTS)):
+        engine.step()
+    took_s = engine.clock.now_s - began_s
+    seen = [at for at in engine.tokens["stream"] if at >= began_s - 1]
+    gap_s = max(end - start for start, end in zip(seen, seen[1:], strict=False))
+    return gap_s, engine.tokens["short"][0] - began_s, PROMPTS * LONG / took_s
+
+
+def test_a_neighbour_of_many_long_prompts_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before_s, first_before_s, rate_before = neighbour(Engine(tmp_path, monkeypatch, paced=False))
+    gap_s, first_s, rate = neighbour(Engine(tmp_path, monkeypatch, paced=True))
+    assert before_s > 12 and first_before_s > 90, "as it was"
+    assert gap_s < 1 and first_s < 1.5, (gap_s, first_s)
+    # The stream goes on meanwhile, and its tokens are computed too.
+    assert rate > 0.95 * rate_before, (rate, rate_before)

@@ -1,0 +1,388 @@
+"""Reinforcement: its schema and data, its loss against a plain computation, and runs that learn from rewards."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train_support.tiny import make_model_dir, write_prompt_file
+from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
+from train.control.progress import ControlSignals, Progress
+from train.data.chat import ChatEncoder
+from train.data.check import check_training_file
+from train.data.formats import BadRecord
+from train.data.packing import RolloutRow, build_row
+from train.methods.methods import convert, method_of
+from train.methods.packed_objective import PackedObjective
+from train.methods.reinforcement import GROUP, RATE_SHARE
+from train.methods.reinforcement import METHOD as REINFORCEMENT
+from train.methods.reinforcement_objective import CLIP_HIGH, CLIP_LOW, TRUNCATED_AT, ReinforcementObjective, to_batch
+from train.model.model import load_model, load_tokenizer
+from train.plan import auto, estimate
+from train.plan.errors import InvalidHyperparameter, InvalidTrainingData, NothingGraded
+from train.plan.spec import TrainSpec
+from train.run import sampler
+from train.run.prepare import prepare
+from train.run.rollouts import ASKED_AT_ONCE, FILE, advantages
+from train.run.sampler import sample
+
+DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512)
+OPTIONS = {
+    "compute_multiplier": 1.0,
+    "eval_interval": 0,
+    "eval_samples": 1,
+    "max_completion_tokens": 16,
+    "group": 8,
+    "rows": 2,
+}
+
+
+# --- the schema
+
+
+def test_its_hyperparameters_are_openais():
+    given = {"compute_multiplier": 2, "eval_interval": 5, "eval_samples": 3, "reasoning_effort": "default"}
+    fields = REINFORCEMENT.resolve(
+        {**given, "n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 3}, DATASET, MODEL, 2
+    )
+    made = REINFORCEMENT.samples(fields["options"])
+    assert (made.group, made.valid, made.every, made.room) == (2 * GROUP, 3, 5, 256)
+    assert (fields["batch_size"], fields["micro_batch"], fields["packing"], fields["n_epochs"]) == (4, 1, False, 2)
+    # The longest prompt, which may be an estimate, and the answer.
+    assert fields["max_length"] == 64 + 256 and REINFORCEMENT.data_length(320, fields["options"]) == 64
+    assert made.group / made.rows * fields["max_length"] <= 1024
+    plain = auto.resolve({"batch_size": 4, "n_epochs": 2, "packing": False, "max_length": 320}, DATASET, MODEL, 2)
+    assert fields["learning_rate"] == pytest.approx(3 * RATE_SHARE * plain["learning_rate"], rel=0.2)
+    assert json.loads(json.dumps(fields["options"])) == fields["options"]
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"reasoning_effort": "low"}, "'reasoning_effort' is 'low'; expected 'default'"),
+        ({"compute_multiplier": 11}, "'compute_multiplier' is 11; expected 'auto' or a number"),
+        ({"compute_multiplier": 0}, "'compute_multiplier'"),
+        ({"eval_samples": 0}, "'eval_samples'"),
+        ({"max_completion_tokens": 512}, "less than the 512 tokens"),
+        ({"max_completion_tokens": 64, "max_length": 64}, "less than max_length 64"),
+        ({"packing": True}, "the answers to one prompt are learnt together"),
+        ({"micro_batch": 2}, "the answers to one prompt are learnt together"),
+        ({"beta": 0.1}, "'beta'"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(given, expected):
+    with pytest.raises(InvalidHyperparameter, match=expected):
+        REINFORCEMENT.resolve(given, DATASET, MODEL, 1)
+
+
+def test_a_given_length_leaves_the_answer_half_of_it():
+    fields = REINFORCEMENT.resolve({"max_length": 64}, DATASET, MODEL, 1)
+    assert fields["options"]["max_completion_tokens"] == 32
+
+
+def test_memory_counts_the_answers_of_a_row_and_what_sampling_takes():
+    shape = estimate.ModelShape(10**7, 256, 4, 4, 64, 1024, 1000)
+    few, many = (REINFORCEMENT.resolve({"compute_multiplier": n}, DATASET, MODEL, 1) for n in (1, 4))
+    assert REINFORCEMENT.rank_memory(shape, few, 1).activations_bytes >= estimate.SAMPLING_BYTES
+    big = replace(shape, hidden=4096, layers=32, ffn=11008)
+    one = REINFORCEMENT.rank_memory(big, few, 1).activations_bytes
+    # More answers are more rows, not larger ones.
+    assert REINFORCEMENT.rank_memory(big, many, 1).activations_bytes == one
+
+
+# --- the data
+
+
+def asked(**more):
+    return {"messages": [{"role": "user", "content": "2 and 2?"}], "answer": "4", **more}
+
+
+def test_a_file_of_prompts_is_checked_by_line(tmp_path):
+    source, written = tmp_path / "p.jsonl", tmp_path / "train.jsonl"
+    source.write_text("".join(json.dumps(asked(n=n)) + "\n" for n in range(12)))
+    report = check_training_file(source, chat_path=written, convert=REINFORCEMENT.convert)
+    assert report.ok and report.shape == "prompt" and not report.warnings
+    record = json.loads(written.read_bytes().splitlines()[3])
+    assert record == {"messages": [{"role": "user", "content": "2 and 2?"}], "item": {"answer": "4", "n": 3}}
+    assert check_training_file(source, convert=convert).ok, "at the upload no job says which method"
+    said = asked()
+    said["messages"] = [*said["messages"], {"role": "assistant", "content": "4"}]
+    source.write_text("".join(json.dumps(one) + "\n" for one in (asked(), said)))
+    (line, reason), *_ = check_training_file(source, convert=REINFORCEMENT.convert).errors
+    assert line == 2 and "'chat', but the file began with 'prompt'" in reason
+    assert "ends with a message from the user" in method_of("supervised").refuses("prompt")
+    assert "wants pairs" in method_of("dpo").refuses("prompt")
+    assert "conversations that end with the user" in REINFORCEMENT.refuses("chat")
+    with pytest.raises(BadRecord, match="expected an object|is a string"):
+        REINFORCEMENT.convert({"messages": ["x"]}, "prompt")
+
+
+def test_a_supervised_file_with_one_question_names_its_line(tmp_path):
+    source = tmp_path / "t.jsonl"
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    source.write_text(f"{json.dumps(chat)}\n{json.dumps({'messages': chat['messages'][:1]})}\n")
+    (line, reason), *_ = check_training_file(source, convert=convert).errors
+    assert line == 2 and "has no assistant message" in reason
+
+
+def test_a_prompt_is_encoded_up_to_where_the_assistant_answers(tmp_path):
+    tokenizer = load_tokenizer(str(make_model_dir(tmp_path / "base")))
+    ((ids, learnt),) = REINFORCEMENT.encode(ChatEncoder(tokenizer), asked())
+    assert tokenizer.decode(ids).endswith("2 and 2?<|im_end|>\n<|im_start|>assistant\n") and not learnt.any()
+    with pytest.raises(BadRecord, match=f"has {len(ids)} tokens, and 5 are left"):
+        REINFORCEMENT.cut([(ids, learnt)], 5)
+
+
+# --- the loss
+
+
+def test_advantages_are_rewards_less_the_mean_of_their_group():
+    found = advantages([1.0, 0.0, 0.5, 0.5, None, 3.0, 1.0, 2.0, None, 1.0, None, None], 4)
+    assert found.tolist() == [0.5, -0.5, 0.0, 0.0, 0.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert advantages([0.3] * 8, 8).tolist() == [0.0] * 8, "equal rewards teach nothing"
+
+
+def rollout_row(vocabulary=384, sequences=5, seed=0):
+    draw = np.random.default_rng(seed)
+    made = []
+    for _ in range(sequences):
+        prompt, answer = draw.integers(4, 9), draw.integers(1, 9)
+        ids = draw.integers(3, vocabulary, prompt + answer)
+        made.append((ids, np.arange(len(ids)) >= prompt))
+    row = build_row([made], 0, 0, packing=False)
+    return made, RolloutRow(
+        **{name: getattr(row, name) for name in row.__dataclass_fields__},
+        advantages=draw.normal(size=sequences).astype(np.float32),
+        sampled=draw.uniform(-7, -5, sum(row.sequence_sizes)).astype(np.float32),
+    )
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_loss_and_gradients_are_those_of_a_plain_computation(tmp_path, monkeypatch, fused):
+    spec = TrainSpec("j", str(make_model_dir(tmp_path / "b", dtype=torch.float32)), "", "", "", "o", precision="fp32")
+    made, row = rollout_row()
+    objective = ReinforcementObjective(load_model(spec))
+    objective._fused = fused
+    loss = objective(to_batch(row, 0.25, "cpu"))
+    loss.backward()
+
+    plain = load_model(spec)
+    plain.set_attn_implementation("eager")
+    total, place = torch.zeros(()), 0
+    for (ids, learnt), advantage in zip(made, row.advantages, strict=True):
+        log_probs = plain(input_ids=torch.tensor(ids)[None]).logits[0].float().log_softmax(-1)
+        at = np.flatnonzero(learnt)
+        now = log_probs[at - 1, torch.tensor(ids[at])]
+        ratio = (now - torch.tensor(row.sampled[place : place + len(at)])).exp()
+        place += len(at)
+        for one in ratio:
+            # TRL 1.16's GRPOTrainer with epsilon 0.2, epsilon_high 0.28, delta 3.0 and loss_type "dapo".
+            capped = torch.clamp(one, max=TRUNCATED_AT) if advantage < 0 else one
+            total = total - torch.min(capped * advantage, torch.clamp(one, 1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
+    (total * 0.25).backward()
+    assert loss.item() == pytest.approx(total.item() * 0.25, rel=1e-5)
+    for (name, ours), theirs in zip(objective.model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-6, rtol=1e-4), name
+    # What the code of its `_compute_loss` gives for these numbers, over 21 tokens.
+    assert loss.item() / 0.25 / 21 == pytest.approx(-0.0407224, abs=1e-6)
+    norm = torch.sqrt(sum(one.grad.square().sum() for one in objective.model.parameters())).item()
+    assert norm / 0.25 / 21 == pytest.approx(1.8867627, rel=1e-5)
+    mismatch, clipped = objective.take_metrics()
+    assert mismatch > 0 and 0 < clipped < len(row.labels) and objective.take_metrics() == [0.0, 0.0]
+
+
+def test_the_head_computes_in_float32_whatever_the_weights_are(tmp_path):
+    spec = TrainSpec("j", str(make_model_dir(tmp_path / "b")), "", "", "", "o", precision="bf16")
+    _, row = rollout_row()
+    objective = ReinforcementObjective(load_model(spec))
+    batch = to_batch(row, 1.0, "cpu")
+    log_probs = objective.log_probs(batch)
+    hidden = objective.model.get_decoder()(
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], segments=batch["segments"], use_cache=False
+    ).last_hidden_state[0, batch["predict_at"]]
+    weight = objective.model.get_output_embeddings().weight
+    expected = (hidden.float() @ weight.float().t()).log_softmax(-1).gather(1, batch["labels"][:, None])[:, 0]
+    assert hidden.dtype == torch.bfloat16 and torch.allclose(log_probs, expected, atol=1e-6)
+    objective(batch).backward()
+    assert weight.grad.dtype == torch.bfloat16
+    assert isinstance(objective, PackedObjective)
+
+
+# --- the sampler
+
+
+def sampled(model, prompts, chances, **more):
+    return sample(model, prompts, chances, [2], 64, torch.device("cpu"), lambda going: (False, going), **more)
+
+
+def test_sampled_log_probabilities_are_those_that_the_loss_computes(tmp_path, monkeypatch):
+    spec = TrainSpec("j", str(make_model_dir(tmp_path / "b", dtype=torch.float32)), "", "", "", "o", precision="fp32")
+    objective = ReinforcementObjective(load_model(spec))
+    draw = np.random.default_rng(1)
+    prompts = [draw.integers(3, 384, 5)] * 3 + [draw.integers(3, 384, 9)] * 3
+    chances = draw.random((6, 12))
+    made = sampled(objective.model, prompts, chances)
+    assert made.sizes.min() >= 1 and made.sizes.max() == 12
+    pairs = [(p, made.ids[n, : made.sizes[n]].numpy()) for n, p in enumerate(prompts)]
+    whole = [(np.concatenate([p, ids]), np.arange(len(p) + len(ids)) >= len(p)) for p, ids in pairs]
+    row = build_row([whole], 0, 0, packing=False)
+    log_probs = np.concatenate([made.log_probs[n, : made.sizes[n]].numpy() for n in range(6)])
+    found = RolloutRow(
+        **{name: getattr(row, name) for name in row.__dataclass_fields__},
+        advantages=np.ones(6, np.float32),
+        sampled=log_probs,
+    )
+    assert objective.log_probs(to_batch(found, 1.0, "cpu")).detach().numpy() == pytest.approx(log_probs, abs=1e-4)
+    # An answer depends on its own numbers alone: not on who is sampled beside it, nor on how many fit the memory.
+    alone = sampled(objective.model, prompts[4:5], chances[4:5])
+    assert torch.equal(alone.ids[0], made.ids[4])
+    monkeypatch.setattr(sampler, "SAMPLING_BYTES", 1)
+    assert torch.equal(sampled(objective.model, prompts, chances).ids, made.ids)
+    objective(to_batch(found, 1.0, "cpu"))
+    mismatch, clipped = objective.take_metrics()
+    assert abs(mismatch) < 1e-6 and clipped == 0
+
+
+def test_tokens_come_by_their_probability(tmp_path):
+    spec = TrainSpec("j", str(make_model_dir(tmp_path / "b", dtype=torch.float32)), "", "", "", "o", precision="fp32")
+    model = load_model(spec)
+    prompt = np.arange(3, 9)
+    whole = load_model(spec)
+    whole.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = whole(input_ids=torch.tensor(prompt)[None]).logits[0, -1].softmax(-1).numpy()
+    n = 4000
+    made = sampled(model, [prompt] * n, (np.arange(n)[:, None] + 0.5) / n)
+    assert np.bincount(made.ids[:, 0].numpy(), minlength=384) / n == pytest.approx(expected, abs=1.5 / n)
+
+
+# --- a run
+
+
+def run_spec(tmp_path, **fields):
+    base = tmp_path / "base"
+    defaults = {
+        "job_id": "j",
+        "base_path": str(base if base.exists() else make_model_dir(base, dtype=torch.float32)),
+        "train_path": str(write_prompt_file(tmp_path / "train.jsonl", 24)),
+        "run_dir": str(tmp_path / "run"),
+        "shm_root": str(tmp_path / "store"),
+        "output_model": "m",
+        "method": "reinforcement",
+        "options": OPTIONS,
+        "batch_size": 4,
+        "max_length": 96,
+        "packing": False,
+        "learning_rate": 3e-3,
+        "warmup_ratio": 0.0,
+        "precision": "fp32",
+    }
+    return TrainSpec(**(defaults | fields))
+
+
+class Box:
+    """Whoever runs the job: hears its events, and grades. `grade`: text and item to (reward, error)."""
+
+    def __init__(self, grade):
+        self.told, self.questions, self.grade = [], [], grade
+        self.signals = ControlSignals()
+
+    def __call__(self, event, **data):
+        if event != "ask":
+            self.told.append({"event": event, **data})
+            return
+        self.questions.append((data["question"], [sample["text"] for sample in data["samples"]]))
+        self.answer(data)
+
+    def answer(self, data):
+        told = [self.grade(sample["text"], sample["item"]) for sample in data["samples"]]
+        rewards, errors = ([one[part] for one in told] for part in (0, 1))
+        self.signals.answer(data["question"], {"rewards": rewards, "errors": errors})
+
+    def of(self, kind):
+        return [event for event in self.told if event["event"] == kind]
+
+    def run(self, spec, snapshot=None):
+        run = prepare(spec, self, self.signals, Progress(), snapshot)
+        outcome = run.run()
+        run.close()
+        return outcome
+
+
+def letters(text, item):
+    """More of the letter a."""
+    return text.count("a") / max(1, len(text)), ""
+
+
+def test_a_run_learns_what_is_rewarded(tmp_path):
+    box = Box(letters)
+    spec = run_spec(tmp_path, valid_path=str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1)), n_epochs=4)
+    assert box.run(spec)["outcome"] == "succeeded"
+    steps = box.of("metrics")
+    assert [step["step"] for step in steps] == list(range(1, 25))
+    rewards = [step["train_mean_reward"] for step in steps]
+    assert np.mean(rewards[-4:]) > 3 * np.mean(rewards[:4]), rewards
+    first, *_, last = [event["mean_reward"] for event in box.of("validation")]
+    assert last > first
+    # Synchronous: what is learnt from is the policy's own.
+    assert max(abs(step["mismatch_kl"]) for step in steps) < 1e-5 and all(step["clipped"] == 0 for step in steps)
+    assert {"sampling", "grading", "training", "full_iteration"} == steps[0]["timing"]["step"].keys()
+    item = json.loads((tmp_path / "train.jsonl").read_bytes().splitlines()[0])["item"]
+    assert item.keys() == {"answer"}
+    train = [texts for name, texts in box.questions if name.startswith("train")]
+    assert len(train) == 24 and all(len(texts) == 32 <= ASKED_AT_ONCE for texts in train)
+    assert [event["version"] for event in box.of("published")] == ["step-24"]
+
+
+def test_equal_rewards_change_nothing_and_a_silent_grader_ends_the_job(tmp_path):
+    box = Box(lambda text, item: (0.5, ""))
+    spec = run_spec(tmp_path)
+    assert box.run(spec)["outcome"] == "succeeded"
+    assert all(
+        step["loss"] == 0 and step["grad_norm"] == 0 and step["equal_rewards"] == 1 for step in box.of("metrics")
+    )
+    broken = Box(lambda text, item: (0.0, "grade() raised NameError: x"))
+    with pytest.raises(NothingGraded, match="any of 32 answers: grade.. raised NameError"):
+        broken.run(replace(spec, run_dir=str(tmp_path / "broken")))
+    # A judge that was not there is no verdict.
+    absent = iter(range(10**6))
+    half = Box(lambda text, item: (None, "the model did not answer") if next(absent) % 2 else letters(text, item))
+    assert half.run(replace(spec, run_dir=str(tmp_path / "half"), job_id="h"))["outcome"] == "succeeded"
+    assert all(step["mean_unresponsive_rewards"] == 0.5 for step in half.of("metrics"))
+
+
+def test_a_prompt_too_long_for_its_answer_is_refused_by_line(tmp_path):
+    with pytest.raises(InvalidTrainingData, match="line 1: the prompt has .* and 8 are left"):
+        Box(letters).run(run_spec(tmp_path, max_length=24))
+
+
+class Impatient(Box):
+    """Wants the devices when it is asked for the third step's rewards, and answers nothing more."""
+
+    def answer(self, data):
+        if data["question"] == "train-2-0":
+            self.signals.ask("suspend")
+        else:
+            super().answer(data)
+
+
+def test_a_step_that_is_broken_off_goes_on_with_the_same_samples(tmp_path):
+    spec = run_spec(tmp_path)
+    whole = Box(letters)
+    whole.run(spec)
+    spec = replace(spec, run_dir=str(tmp_path / "other"), job_id="k")
+    first, second = Impatient(letters), Box(letters)
+    outcome = first.run(spec)
+    assert outcome["outcome"] == "suspended" and outcome["step"] == 2
+    assert (tmp_path / "other" / FILE).exists()
+    assert second.run(spec, outcome["snapshot_path"])["outcome"] == "succeeded"
+    assert [step["step"] for box in (first, second) for step in box.of("metrics")] == list(range(1, 7))
+    assert first.questions[-1] == second.questions[0], "sampled once, graded when somebody answers"
+    asked = [question for box in (first, second) for question in box.questions[: -1 if box is first else None]]
+    assert asked == whole.questions, "no sample is lost, none counts twice"
+    losses = [step["loss"] for box in (first, second) for step in box.of("metrics")]
+    assert losses == [step["loss"] for step in whole.of("metrics")]

@@ -1,0 +1,29 @@
+"""Converts the records of reinforcement tuning: a conversation that ends with the user, and what a grader compares the
+model's answer with.
+
+OpenAI     {"messages": [..., {"role": "user", "content": ...}], "tools"?, "reference_answer": ..., any other field}
+"""
+
+from __future__ import annotations
+
+from train.data.formats import BadRecord, Record, check_messages, tools_in
+
+_OF_THE_REQUEST = ("messages", "tools", "functions", "parallel_tool_calls")
+
+
+def prompt(record: Record) -> Record:
+    """{"messages", "tools"?, "item"}: checked messages, and all further fields as `item`, which a grader sees with the
+    messages. Raises BadRecord with the reason."""
+    messages = check_messages(record)
+    if messages[-1]["role"] != "user":
+        raise BadRecord(
+            f"the last message is from {messages[-1]['role']!r}; expected 'user': the model answers while it trains, "
+            "and what its answer is compared with stands in fields beside 'messages'"
+        )
+    if any("weight" in message for message in messages):
+        raise BadRecord("has a message with a 'weight'; of a prompt nothing is learnt")
+    return {
+        "messages": messages,
+        **tools_in(record),
+        "item": {name: value for name, value in record.items() if name not in _OF_THE_REQUEST},
+    }

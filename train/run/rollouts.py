@@ -1,0 +1,364 @@
+"""The samples of a step of reinforcement: answers of the model to the step's prompts, their rewards, and the rows that
+are learnt from.
+
+    sampled by all ranks, each its share -> graded by whoever runs the job -> advantages -> rows, the same on every rank
+
+A step's prompts, and the random numbers by which their answers are chosen, follow from its number, and every rank holds
+all samples: so a step is the same on any number of ranks, and no sample is lost or counted twice, whatever ends the
+run. What has been sampled, and what has been graded, is kept beside the run until the next step, so that one that is
+broken off before its update goes on with the same samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zipfile
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed import comm
+
+from train.control.progress import ControlSignals, Events, Progress
+from train.control.rank_messages import told_by_first
+from train.data.packing import RolloutRow, StepPlan, build_row
+from train.data.token_set import TokenSet
+from train.methods.method import Method
+from train.model.model import load_tokenizer
+from train.plan.errors import NothingGraded
+from train.plan.spec import TrainSpec
+from train.run.sampler import Answers, sample
+from train.state.fragments import Grid
+
+FILE = "rollouts.npz"
+ASKED_AT_ONCE = 64
+"""Samples in one question to whoever grades."""
+_ASK_AGAIN_S = 10.0
+_LOOK_EVERY_S = 0.01
+_SAME = 1e-8
+"""Rewards that differ by no more are the same."""
+_TRAINING, _VALIDATION = 0, 1
+
+
+class Rollouts:
+    """One rank's part. All of its methods that say so are collective."""
+
+    def __init__(
+        self,
+        spec: TrainSpec,
+        method: Method,
+        engine: Any,
+        grid: Grid,
+        plan: StepPlan,
+        sets: tuple[TokenSet, TokenSet | None],
+        emit: Events,
+        signals: ControlSignals,
+        progress: Progress,
+    ):
+        self._spec, self._engine, self._grid, self._plan = spec, engine, grid, plan
+        self._train, self._valid = sets
+        self._emit, self._signals, self._progress = emit, signals, progress
+        self._samples = method.samples(spec.options)
+        self._file = Path(spec.run_dir) / FILE
+        self._step = -1
+        self._made = Answers.empty(0, 0, engine.device)
+        self._verdict: dict[str, Any] = {}
+        self._advantages = np.zeros(0, np.float32)
+        self.seconds: dict[str, float] = {}
+
+    # --- a step
+
+    def ready(self, step: int) -> bool:
+        """Collective: the samples of this step are there and graded; False if the devices were wanted before."""
+        if step == self._step:
+            return True
+        prompts = self._plan.packs_of_step(step).repeat(self._samples.group)
+        began_s = time.perf_counter()
+        made, verdict = self._taken_up(step, len(prompts))
+        if made is None:
+            made = self._sampled(self._train, prompts, (_TRAINING, step))
+            if made is None:
+                return False
+            self._keep(step, made, None)
+        sampled_s = time.perf_counter()
+        if verdict is None:
+            verdict = self._graded(f"train-{step}", self._spec.train_path, prompts, made)
+            if verdict is None:
+                return False
+            self._keep(step, made, verdict)
+        self._step, self._made, self._verdict = step, made, verdict
+        self._advantages = advantages(verdict["rewards"], self._samples.group)
+        graded_s = time.perf_counter()
+        self.seconds = {"sampling": sampled_s - began_s, "grading": graded_s - sampled_s}
+        return True
+
+    def denominator(self) -> int:
+        """The tokens of the step's answers, of prompts whose answers differ in reward."""
+        told = self._advantages.reshape(-1, self._samples.group).any(axis=1).repeat(self._samples.group)
+        return max(1, int(self._sizes[told].sum()))
+
+    def tokens(self) -> int:
+        """Of the step's prompts and answers."""
+        return int(self._sizes.sum()) + self._samples.group * self._train.tokens_in(
+            self._plan.packs_of_step(self._step)
+        )
+
+    def rows(self) -> list[tuple[int, RolloutRow]]:
+        """(number within the step, row) of the micro-batches of this rank."""
+        samples, packs = self._samples, self._plan.packs_of_step(self._step)
+        found = []
+        for prompt in range(self._grid.data_rank, len(packs), self._grid.data_size):
+            group = np.arange(prompt * samples.group, (prompt + 1) * samples.group)
+            for number, members in enumerate(np.array_split(group, samples.rows)):
+                found.append(
+                    (prompt * samples.rows + number, self._row(self._prompt(self._train, packs[prompt]), members))
+                )
+        return found
+
+    def told(self) -> dict[str, Any]:
+        """For the step's event, by OpenAI's names where it has them."""
+        rewards = self._verdict["rewards"]
+        scored = [reward for reward in rewards if reward is not None]
+        groups = self._advantages.reshape(-1, self._samples.group)
+        mean = float(np.mean(scored)) if scored else 0.0
+        return {
+            "train_mean_reward": mean,
+            "completion_tokens_mean": float(self._sizes.mean()),
+            "mean_unresponsive_rewards": 1 - len(scored) / len(rewards),
+            "equal_rewards": float((~groups.any(axis=1)).mean()),
+            "cut_answers": float((~self._ended).mean()),
+            "grader_errors": sum(map(bool, self._verdict["errors"])) / len(rewards),
+        }
+
+    def _row(self, prompt: np.ndarray, members: np.ndarray) -> RolloutRow:
+        # Those without an advantage move nothing; but every rank runs equally many forwards.
+        learnt = [m for m in members if self._advantages[m]]
+        sizes = {m: int(self._sizes[m]) for m in learnt} or {members[0]: 1}
+        sequences = []
+        for member, size in sizes.items():
+            ids = np.concatenate([prompt, self._ids[member, :size]])
+            sequences.append((ids, np.arange(len(ids)) >= len(prompt)))
+        row = build_row([sequences], 0, 0, packing=False)
+        return RolloutRow(
+            **{name: getattr(row, name) for name in row.__dataclass_fields__},
+            advantages=self._advantages[list(sizes)],
+            sampled=np.concatenate([self._log_probs[member, :size] for member, size in sizes.items()]),
+        )
+
+    @property
+    def _ids(self) -> np.ndarray:
+        return self._made.ids.cpu().numpy()
+
+    @property
+    def _log_probs(self) -> np.ndarray:
+        return self._made.log_probs.cpu().numpy()
+
+    @property
+    def _sizes(self) -> np.ndarray:
+        return self._made.sizes.cpu().numpy()
+
+    @property
+    def _ended(self) -> np.ndarray:
+        last = self._ids[np.arange(len(self._sizes)), self._sizes - 1]
+        return np.isin(last, self._ends)
+
+    # --- validation
+
+    def validate(self, step: int) -> dict[str, float] | None:
+        """Collective: what the model's answers to the validation prompts get; None if the devices were wanted."""
+        assert self._valid is not None
+        packs = np.arange(len(self._valid.packs))
+        if self._spec.validation_batches:
+            packs = packs[: self._spec.validation_batches]
+        prompts = packs.repeat(self._samples.valid)
+        made = self._sampled(self._valid, prompts, (_VALIDATION, 0))  # by the same numbers each time
+        if made is None:
+            return None
+        path = self._spec.valid_path
+        assert path is not None
+        verdict = self._graded(f"valid-{step}", path, prompts, made)
+        if verdict is None:
+            return None
+        scored = [reward for reward in verdict["rewards"] if reward is not None]
+        return {
+            "mean_reward": float(np.mean(scored)) if scored else 0.0,
+            "completion_tokens_mean": float(made.sizes.float().mean()),
+        }
+
+    # --- how
+
+    def _sampled(self, tokens: TokenSet, prompts: np.ndarray, stream: tuple[int, int]) -> Answers | None:
+        """Collective: an answer to each of these prompts, on every rank."""
+        self._progress.enter("sampling")
+        grid, room, device = self._grid, self._samples.room, self._engine.device
+        share = -(-len(prompts) // grid.data_size)
+        first = min(grid.data_rank * share, len(prompts) - 1)
+        mine = np.minimum(np.arange(first, first + share), len(prompts) - 1)  # equally many everywhere
+        chances = np.stack([_chances(self._spec.seed, stream, int(place), room) for place in mine])
+        found = sample(
+            self._engine.module.model,
+            [self._prompt(tokens, prompts[place]) for place in mine],
+            chances,
+            self._ends,
+            self._spec.max_length,
+            device,
+            self._agreed,
+        )
+        if found is None:
+            return None
+        made = Answers.empty(len(prompts), room, device)
+        own = max(0, min(share, len(prompts) - grid.data_rank * share))
+        if grid.tensor_rank == 0:
+            for into, part in ((made.ids, found.ids), (made.log_probs, found.log_probs), (made.sizes, found.sizes)):
+                into[first : first + own] = part[:own]
+        for part in (made.ids, made.log_probs, made.sizes):
+            comm.all_reduce(part)
+        return made
+
+    def _graded(self, name: str, path: str, prompts: np.ndarray, made: Answers) -> dict[str, Any] | None:
+        """Collective: {"rewards": [number or None], "errors": [text]} of the answers, None if the devices were wanted.
+        Raises NothingGraded, on every rank."""
+        self._progress.enter("grading")
+        verdict: dict[str, Any] = {"rewards": [], "errors": []}
+        for start in range(0, len(prompts), ASKED_AT_ONCE):
+            part = slice(start, start + ASKED_AT_ONCE)
+            asked = self._asked(path, prompts[part], made, start) if self._grid.rank == 0 else []
+            told = self._answer(f"{name}-{start}", asked)
+            if told is None:
+                return None
+            if told.get("failed"):
+                raise NothingGraded(told["failed"])
+            verdict = {key: [*have, *told[key]] for key, have in verdict.items()}
+        if all(verdict["errors"]) and not any(verdict["rewards"]):
+            raise NothingGraded(f"the grader gave no reward for any of {len(prompts)} answers: {verdict['errors'][0]}")
+        return verdict
+
+    def _asked(self, path: str, prompts: np.ndarray, made: Answers, start: int) -> list[dict[str, Any]]:
+        lines = self._lines(path)
+        samples = []
+        for place, prompt in enumerate(prompts, start):
+            ids = made.ids[place, : int(made.sizes[place])].tolist()
+            text = self._tokenizer.decode(ids[:-1] if ids[-1] in self._ends else ids, skip_special_tokens=True)
+            record = json.loads(lines[prompt])
+            samples.append({"text": text, "item": {**record["item"], "messages": record["messages"]}})
+        return samples
+
+    def _answer(self, question: str, samples: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """Collective: what is answered to rank 0, on every rank; None if the devices were wanted."""
+        asked_s, answer = -_ASK_AGAIN_S, None
+        while True:
+            if self._grid.rank == 0:
+                answer = self._signals.take_answer(question)
+                if answer is None and time.monotonic() - asked_s > _ASK_AGAIN_S:
+                    # Again: who was asked may have gone, and another come.
+                    asked_s = time.monotonic()
+                    self._emit("ask", question=question, kind="grade", samples=samples)
+                    answer = self._signals.take_answer(question)
+            wanted, waiting = self._agreed(self._grid.rank == 0 and answer is None)
+            if wanted:
+                return None
+            if not waiting:
+                return told_by_first(answer)
+            time.sleep(_LOOK_EVERY_S)
+
+    def _agreed(self, going: bool) -> tuple[bool, bool]:
+        """Collective: whether the devices are wanted, and whether any rank goes on."""
+        self._progress.enter(self._progress.phase)
+        signals = self._signals
+        message = torch.tensor([float(signals.suspend or signals.cancel), float(going)], device=self._engine.device)
+        comm.all_reduce(message)
+        wanted, others = message.tolist()
+        return wanted > 0, others > 0
+
+    def _prompt(self, tokens: TokenSet, pack: int) -> np.ndarray:
+        (index,) = tokens.packs[pack]
+        return tokens.tokens_of(int(index))
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._spec.base_path)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Tokens that end an answer."""
+        end = getattr(self._engine.module.model.generation_config, "eos_token_id", None)
+        found = end if isinstance(end, list) else [end]
+        return sorted({int(one) for one in [*found, self._tokenizer.eos_token_id] if one is not None})
+
+    def _lines(self, path: str) -> Sequence[bytes]:
+        if path not in self._read:
+            self._read[path] = Path(path).read_bytes().splitlines()
+        return self._read[path]
+
+    @cached_property
+    def _read(self) -> dict[str, list[bytes]]:
+        return {}
+
+    # --- what is kept of the step under way
+
+    def _keep(self, step: int, made: Answers, verdict: dict[str, Any] | None) -> None:
+        if self._grid.rank != 0:
+            return
+        partial = self._file.with_suffix(".partial")
+        with open(partial, "wb") as file:
+            np.savez(
+                file,
+                step=step,
+                ids=made.ids.cpu().numpy().astype(np.int32),
+                log_probs=made.log_probs.cpu().numpy(),
+                sizes=made.sizes.cpu().numpy(),
+                verdict=np.frombuffer(json.dumps(verdict).encode(), np.uint8),
+            )
+        os.rename(partial, self._file)
+
+    def _taken_up(self, step: int, n: int) -> tuple[Answers | None, dict[str, Any] | None]:
+        """Collective: what an earlier world has sampled and graded for this step."""
+        shape, device = (n, self._samples.room), self._engine.device
+        kept = _read(self._file, step, shape) if self._grid.rank == 0 else None
+        there = told_by_first(kept is not None)
+        if not there:
+            return None, None
+        made = Answers.empty(*shape, device)
+        if kept is not None:
+            made = Answers(*(torch.from_numpy(kept[name]).to(device) for name in ("ids", "log_probs", "sizes")))
+        for part in (made.ids, made.log_probs, made.sizes):
+            comm.broadcast(part, src=0)
+        return made, told_by_first(kept and kept["verdict"])
+
+
+def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:
+    """(n,) float32: each reward less the mean of its group, whose members follow each other. 0 for a sample without a
+    reward, which does not count in the mean, and for a group whose rewards are all the same."""
+    found = np.zeros(len(rewards), np.float32)
+    for start in range(0, len(rewards), group):
+        told = [place for place in range(start, start + group) if rewards[place] is not None]
+        values = np.array([rewards[place] for place in told], np.float64)
+        if len(told) > 1 and np.ptp(values) > _SAME:
+            found[told] = values - values.mean()
+    return found
+
+
+def _chances(seed: int, stream: tuple[int, int], place: int, room: int) -> np.ndarray:
+    """(room,) in [0, 1), of one sample; `stream`: what it is for, and its step."""
+    purpose, step = stream
+    key = np.array([seed, (purpose << 63) | (step << 32) | place], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).random(room)
+
+
+def _read(path: Path, step: int, shape: tuple[int, int]) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        with np.load(path) as file:
+            kept = {name: file[name] for name in file.files}
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return None  # a crash of the machine: it is sampled anew
+    if int(kept["step"]) != step or kept["ids"].shape != shape:
+        return None
+    verdict = json.loads(kept["verdict"].tobytes())
+    return {**kept, "ids": kept["ids"].astype(np.int64), "verdict": verdict}

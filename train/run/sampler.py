@@ -1,0 +1,168 @@
+"""Samples answers from the model as it stands in a rank: token by token, with a cache of keys and values, at
+temperature 1 and from the whole vocabulary, so that the recorded log-probabilities are the policy's own.
+
+In the ranks, because there the weights of this very step are, whatever is trained and however it is shared out. What is
+random is given from outside, one number for each token, so that an answer depends on nothing but the weights and these.
+The number of forward passes is the same on every rank: under ZeRO-3 and tensor parallelism each is a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from train.plan.estimate import SAMPLING_BYTES, ModelShape
+
+_ATTENTION = "sdpa"  # packed rows know no cache
+
+
+@dataclass(frozen=True)
+class Answers:
+    """ids (n, room) int64, 0 after the end; log_probs (n, room) float32; sizes (n,) int64, with the token that ends."""
+
+    ids: torch.Tensor
+    log_probs: torch.Tensor
+    sizes: torch.Tensor
+
+    @classmethod
+    def empty(cls, n: int, room: int, device: torch.device) -> Answers:
+        return cls(
+            torch.zeros(n, room, dtype=torch.int64, device=device),
+            torch.zeros(n, room, dtype=torch.float32, device=device),
+            torch.zeros(n, dtype=torch.int64, device=device),
+        )
+
+
+def sample(
+    model: Any,
+    prompts: Sequence[np.ndarray],
+    chances: np.ndarray,
+    ends: Sequence[int],
+    longest: int,
+    device: torch.device,
+    agreed: Callable[[bool], tuple[bool, bool]],
+) -> Answers | None:
+    """An answer to each prompt; equal ones that follow each other go through the model once.
+
+    chances: (n, room) in [0, 1), by which the tokens are chosen. ends: tokens that end an answer. longest: the most
+    tokens of a prompt with its answer, the same on every rank, as the number of prompts is. agreed: collective; it
+    takes whether this rank has unfinished answers, and tells whether the devices are wanted, and whether any rank has;
+    None is returned when they are wanted.
+    """
+    n, room = chances.shape
+    made = Answers.empty(n, room, device)
+    training, attention = model.training, model.config._attn_implementation
+    model.eval()
+    model.set_attn_implementation(_ATTENTION)
+    try:
+        with torch.no_grad():
+            wave = _together(model, longest)
+            for start in range(0, n, wave):
+                part = slice(start, min(n, start + wave))
+                into = Answers(made.ids[part], made.log_probs[part], made.sizes[part])
+                if not _wave(model, prompts[part], chances[part], ends, device, agreed, into):
+                    return None
+    finally:
+        model.set_attn_implementation(attention)
+        model.train(training)
+    return made
+
+
+def _together(model: Any, tokens: int) -> int:
+    """Sequences of so many tokens whose keys and values fit the memory that is planned for them."""
+    shape = ModelShape.from_config(model.config.to_dict(), 0)
+    each = shape.kv_bytes_per_token * model.dtype.itemsize // 2 * tokens
+    return max(1, SAMPLING_BYTES // max(1, each))
+
+
+def _wave(
+    model: Any,
+    prompts: Sequence[np.ndarray],
+    chances: np.ndarray,
+    ends: Sequence[int],
+    device: torch.device,
+    agreed: Callable[[bool], tuple[bool, bool]],
+    made: Answers,
+) -> bool:
+    """Fill `made`; False if the devices were wanted."""
+    chance = torch.from_numpy(chances).to(device)
+    ending = torch.tensor(list(ends), device=device)
+    cache = DynamicCache(config=model.config.get_text_config())
+    different, of = _different(prompts)
+    ids, mask = _padded(different, device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = _forward(model, cache, ids, mask, positions)
+    # From here on a row is an answer; `rows` says which.
+    which = torch.tensor(of, device=device)
+    cache.batch_select_indices(which)
+    logits, mask, positions = logits[which], mask[which], positions[which][:, -1:]
+    rows = torch.arange(len(prompts), device=device)
+    alive = torch.ones(len(rows), dtype=torch.bool, device=device)
+    for place in range(chances.shape[1]):
+        log_probs = logits.log_softmax(-1)
+        chosen = _choose(log_probs, chance[rows, place])
+        at = rows[alive]
+        made.ids[at, place] = chosen[alive]
+        made.log_probs[at, place] = log_probs.gather(1, chosen[:, None])[alive, 0]
+        made.sizes[at] += 1
+        alive = alive & ~torch.isin(chosen, ending)
+        last = place + 1 == chances.shape[1]
+        wanted, going = agreed(bool(alive.any()) and not last)
+        if wanted or not going:
+            return not wanted
+        if 2 * int(alive.sum()) <= len(rows) > 1:  # the others are computed for nothing
+            kept = torch.nonzero(alive)[:, 0] if alive.any() else rows.new_zeros(1)
+            cache.batch_select_indices(kept)
+            rows, mask, positions, chosen, alive = (part[kept] for part in (rows, mask, positions, chosen, alive))
+        positions = positions + 1
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        logits = _forward(model, cache, chosen[:, None], mask, positions)
+    return True
+
+
+def _forward(model: Any, cache: DynamicCache, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> Any:
+    """Logits of the token after the last one, (rows, vocabulary) float32."""
+    return (
+        model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        .logits[:, -1]
+        .float()
+    )
+
+
+def _choose(log_probs: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
+    """(rows,) int64: the token at which the cumulated probability passes `chance`, in [0, 1)."""
+    reached = log_probs.double().exp().cumsum(-1)
+    # 1 - chance is never 0, so that no token of probability 0 is chosen.
+    return (reached < (1 - chance)[:, None] * reached[:, -1:]).sum(-1).clamp(max=log_probs.shape[-1] - 1)
+
+
+def _different(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[int]]:
+    """Prompts that differ from the one before, and for each prompt which of them it is."""
+    found: list[np.ndarray] = []
+    of = []
+    for prompt in prompts:
+        if not found or not np.array_equal(found[-1], prompt):
+            found.append(prompt)
+        of.append(len(found) - 1)
+    return found, of
+
+
+def _padded(rows: Sequence[np.ndarray], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask, (rows, longest) int64, filled up on the left."""
+    longest = max(map(len, rows))
+    ids, mask = np.zeros((len(rows), longest), np.int64), np.zeros((len(rows), longest), np.int64)
+    for row, tokens in enumerate(rows):
+        ids[row, longest - len(tokens) :], mask[row, longest - len(tokens) :] = tokens, 1
+    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
