@@ -83,9 +83,11 @@ class SocketEngines:
             await asyncio.sleep(0)
             content = orjson.dumps(body)
             try:
-                content = self._checked(url, content)
+                ending = self._check(url, content)
             except gateway_errors.HttpError as error:
                 return EngineAnswer(error.status, orjson.loads(error.body()))
+        if ending:
+            content = with_fields(content, ending)
         replica_id, socket = self._least_loaded(model)
         if not alone:
             return await self._ask(model, replica_id, socket, url, content, request_id)
@@ -100,8 +102,8 @@ class SocketEngines:
             self._kept_for_one.discard(replica_id)
             self._changed.set()
 
-    def _checked(self, url: str, content: bytes) -> bytes:
-        """The body as an engine gets it. Raises HttpError."""
+    def _check(self, url: str, content: bytes) -> bytes:
+        """What is added to its fields. Raises HttpError."""
         if len(content) > self._limits.inference_body_bytes:
             # Conversations of background responses are assembled behind the gateways, which enforce the size limit.
             raise gateway_errors.body_too_large(self._limits.inference_body_bytes)
@@ -113,7 +115,7 @@ class SocketEngines:
                 param="previous_response_id" if transcript.previous_id else "background",
                 code="unsupported_parameter",
             )
-        return with_fields(content, checked.ending) if checked.ending else content
+        return checked.ending
 
     async def _ask(
         self, model: str, replica_id: str, socket: str, url: str, content: bytes, request_id: str

@@ -126,11 +126,11 @@ async def test_the_loop_is_free_between_two_checks(lines, monkeypatch):
             turn += 1
             await asyncio.sleep(0)
 
-    def check(url: str, content: bytes) -> None:
+    def check(url: str, content: bytes) -> bytes:
         checked_in.append(turn)
         raise gateway_errors.bad_request("no", param="n")
 
-    monkeypatch.setattr(lines, "_checked", check)
+    monkeypatch.setattr(lines, "_check", check)
     counting = asyncio.create_task(count())
     await asyncio.gather(*(lines.send("starter", URL, BODY, f"req_{number}") for number in range(8)))
     counting.cancel()
