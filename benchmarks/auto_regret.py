@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._claims import at_least, record
 from scheduler.simulator.regret import Row, measured
-from scheduler.simulator.traffic import KINDS, Traffic, at_scale, drawn
+from scheduler.simulator.traffic import KINDS, SEVERAL, Traffic, at_scale, drawn
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def mapped(processes: int) -> Iterator[Callable[..., Iterator[Row]]]:
 
 
 def show(row: Row) -> str:
-    text = f"{row.kind:30}{row.seed:4}{row.requests:8}{row.handovers_per_hour:8.1f}"
+    text = f"{row.kind:40}{row.seed:4}{row.requests:8}{row.handovers_per_hour:8.1f}"
     for part in (row.first, row.after):
         if part is not None:
             ratio = "" if part.ratio is None else f"{part.ratio:.3f}"
@@ -55,9 +55,9 @@ def show(row: Row) -> str:
     return text
 
 
-def _one(job: tuple[str, Traffic, int], devices: int) -> Row:
-    name, kind, seed = job
-    return measured(kind, devices, name, seed)
+def _one(job: tuple[str, list[Traffic], int], devices: int) -> Row:
+    name, models, seed = job
+    return measured(models, devices, name, seed)
 
 
 def main() -> None:
@@ -71,18 +71,20 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     kinds = {
-        name: at_scale(kind, args.devices)
-        for name, kind in KINDS.items()
+        name: [at_scale(KINDS[one], args.devices) for one in names]
+        for name, names in ({name: (name,) for name in KINDS} | SEVERAL).items()
         if not args.only or any(word in name for word in args.only)
     }
     for n in range(args.drawn):
-        kinds[f"drawn {n}"] = drawn(random.Random(args.seeds[0] * 1_000_003 + n), args.devices)
+        kinds[f"drawn {n}"] = [drawn(random.Random(args.seeds[0] * 1_000_003 + n), args.devices)]
     jobs = [
-        (name, replace(kind, seconds=args.hours * 3600), seed) for name, kind in kinds.items() for seed in args.seeds
+        (name, [replace(kind, seconds=args.hours * 3600) for kind in models], seed)
+        for name, models in kinds.items()
+        for seed in args.seeds
     ]
     part = f"  |{'in time':>8}{'hours':>7}{'best':>5}{'in time':>9}{'hours':>7}{'ratio':>7}"
-    print(f"{'':50}  |{'first half hour':43}  |after it")
-    print(f"{'kind':30}{'seed':>4}{'requests':>8}{'moves/h':>8}{part}{part}")
+    print(f"{'':60}  |{'first half hour':43}  |after it")
+    print(f"{'kind':40}{'seed':>4}{'requests':>8}{'moves/h':>8}{part}{part}")
     rows = []
     with mapped(args.processes) as run:
         for row in run(partial(_one, devices=args.devices), jobs):

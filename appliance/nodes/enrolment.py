@@ -48,9 +48,8 @@ log = logging.getLogger("appliance.nodes.enrolment")
 TOKEN_LIFE_S = 900.0
 TALK_TIMEOUT_S = 15.0
 LINE_BYTES = 16384
-TALKS_AT_ONCE = 16
 TALKS_OF_ONE = 4
-"""Of one address: who says nothing keeps no other machine out."""
+"""Of one address. Of all together `runtime.newcomers` bounds them: who says nothing keeps no other machine out."""
 NODE_NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 _PREFIX, _ID_BYTES, _SECRET_BYTES = "join-", 8, 24
 _SHARED, _RENEWAL = "ray.token", "certificate"
@@ -149,7 +148,7 @@ class EnrolmentServer:
         who = str((writer.get_extra_info("peername") or ("",))[0])
         self._talks[who] += 1
         try:
-            if self._talks.total() > TALKS_AT_ONCE or self._talks[who] > TALKS_OF_ONE:
+            if self._talks[who] > TALKS_OF_ONE:
                 raise NotEnrolled("too many ask at once; try again")
             async with asyncio.timeout(TALK_TIMEOUT_S):
                 await self._talk(reader, writer)

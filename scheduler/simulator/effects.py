@@ -1,4 +1,4 @@
-"""Simulated effects and store: the scheduler's own loop moves simulated engines and jobs.
+"""Simulated effects and store: the scheduler's own loop moves simulated engines of one or more models, and jobs.
 
 Decides nothing. Verbs take the times of `VerbTimes` and act on the `Cluster` (requests) and the groups (training).
 """
@@ -19,6 +19,7 @@ from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.trace import TraceJob
 
 MODEL = "model"
+"""The first model; further ones have the names that the set-up gives them."""
 REPORT_S = 0.25
 """How often a gateway reports its load."""
 
@@ -69,35 +70,42 @@ class _Replica:
     state: ReplicaState = "ready"
 
 
-class SimStore:
-    """The workload: jobs as they are submitted, and one model with the cluster's demand."""
+class SimModel:
+    """One model: its requests at the engines, and what is known of them."""
 
-    def __init__(
-        self, cluster: Cluster, policy: Policy, jobs: list[SimJob], deployment: DeploymentView, next_answer_s: float
-    ):
-        self._cluster, self.policy, self._deployment = cluster, policy, deployment
-        self.warm_until_s = 0.0
-        """Until then the store keeps one replica regardless of the deployment, as if the trace followed earlier use."""
-        self.jobs = {j.view.id: j for j in jobs}
+    def __init__(self, cluster: Cluster, deployment: DeploymentView, next_answer_s: float):
+        self.cluster, self._deployment = cluster, deployment
         self.standby: Standby | None = None
         self._forecast = DemandForecast(next_answer_s)
 
     def requests_seen(self, now_s: float) -> None:
         """Processes a load report. Call it as often as gateways report."""
-        self._forecast.seen(now_s, self._cluster.inflight_total + len(self._cluster.held), self._cluster.arrived)
+        c = self.cluster
+        self._forecast.seen(now_s, c.inflight_total + len(c.held), c.arrived)
 
-    def deployment(self) -> DeploymentView:
-        c, d = self._cluster, self._deployment
+    def deployment(self, least: int = 0) -> DeploymentView:
+        """least: replicas that are kept whatever the demand."""
+        c, d = self.cluster, self._deployment
         demand = Demand(
             c.inflight_total, len(c.held), c.waiting_tokens, c.last_request_s, expected=self._forecast.expected
         )
-        least = max(d.min_replicas, 1) if c.now_s < self.warm_until_s else d.min_replicas
-        return replace(d, demand=demand, standby=self.standby, min_replicas=least)
+        return replace(d, demand=demand, standby=self.standby, min_replicas=max(d.min_replicas, least))
+
+
+class SimStore:
+    """The workload: jobs as they are submitted, and the models with their demand."""
+
+    def __init__(self, models: dict[str, SimModel], policy: Policy, jobs: list[SimJob]):
+        self._models, self.policy = models, policy
+        self.warm_until_s = 0.0
+        """Until then the store keeps one replica of each model, as if the trace followed earlier use."""
+        self.jobs = {j.view.id: j for j in jobs}
 
     def load(self) -> Workload:
-        now_s = self._cluster.now_s
+        now_s = max(model.cluster.now_s for model in self._models.values())
         jobs = tuple(j.view for j in self.jobs.values() if j.view.submitted_s <= now_s)
-        return Workload(self.policy, jobs, (self.deployment(),))
+        least = int(now_s < self.warm_until_s)
+        return Workload(self.policy, jobs, tuple(model.deployment(least) for model in self._models.values()))
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
         pass
@@ -115,8 +123,11 @@ class SimStore:
 class SimEffects:
     """The verbs in virtual time."""
 
-    def __init__(self, cluster: Cluster, devices: tuple[Device, ...], jobs: dict[str, SimJob], times: VerbTimes):
-        self._cluster, self._devices, self._jobs, self._times = cluster, devices, jobs, times
+    def __init__(
+        self, models: dict[str, SimModel], devices: tuple[Device, ...], jobs: dict[str, SimJob], times: VerbTimes
+    ):
+        self._clusters = {name: model.cluster for name, model in models.items()}
+        self._devices, self._jobs, self._times = devices, jobs, times
         self._leases: dict[str, Lease] = {}
         self._replicas: dict[str, _Replica] = {}
         self._groups: dict[str, _Group] = {}
@@ -132,8 +143,12 @@ class SimEffects:
 
     def _now(self) -> float:
         now_s = asyncio.get_running_loop().time()
-        self._cluster.advance(now_s)
+        for cluster in self._clusters.values():
+            cluster.advance(now_s)
         return now_s
+
+    def _cluster(self, replica_id: str) -> Cluster:
+        return self._clusters[self._replicas[replica_id].order.model]
 
     async def _take(self, seconds: float) -> None:
         self._now()
@@ -162,23 +177,24 @@ class SimEffects:
     async def start_replica(self, order: ReplicaOrder, lease_id: str) -> None:
         await self._take(self._times.start_s)
         self._replicas[order.id] = _Replica(order)
-        self._cluster.start(order.id)
+        self._clusters[order.model].start(order.id)
 
     async def stop_replica(self, replica_id: str) -> None:
         await self._take(self._times.stop_s)
-        self._replicas.pop(replica_id, None)
-        self._cluster.stop(replica_id)
+        if replica_id in self._replicas:
+            self._cluster(replica_id).stop(replica_id)
+            del self._replicas[replica_id]
 
     async def open_replica(self, replica_id: str) -> None:
         await self._take(self._times.open_s)
         self._replicas[replica_id].state = "open"
-        self._cluster.open(replica_id)
+        self._cluster(replica_id).open(replica_id)
 
     async def drain_replica(self, replica_id: str) -> None:
         self._now()
-        self._cluster.close(replica_id)
+        self._cluster(replica_id).close(replica_id)
         self._replicas[replica_id].state = "draining"
-        while self._cluster.inflight(replica_id):
+        while self._cluster(replica_id).inflight(replica_id):
             await self._take(REPORT_S)
 
     async def sleep_replica(self, replica_id: str) -> None:

@@ -9,7 +9,7 @@ in both parts: a number in a configuration file stays.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from scheduler.core.workload import Policy
@@ -58,13 +58,27 @@ class Row:
 
 
 def window(
-    requests: Requests, auto: Figures, split: Callable[[int], Figures], devices: int, ends: range, at_least: int = 1
+    traces: dict[str, Requests],
+    auto: Figures,
+    split: Callable[[int], Figures],
+    devices: int,
+    ends: range,
+    at_least: int = 1,
 ) -> Window:
     """split: the run with so many devices in serving. ends: seconds. at_least: devices that earlier requests needed."""
-    first, last = bisect_left(requests.arrival_s, ends.start), bisect_left(requests.arrival_s, ends.stop)
+    edges = {
+        name: (bisect_left(requests.arrival_s, ends.start), bisect_left(requests.arrival_s, ends.stop))
+        for name, requests in traces.items()
+    }
 
     def in_time(figures: Figures) -> float:
-        return sum(figures.within[first:last]) / max(last - first, 1)
+        """Of the model that fares worst."""
+        shares = [
+            sum(figures.within[name][first:last]) / (last - first)
+            for name, (first, last) in edges.items()
+            if last > first
+        ]
+        return min(shares, default=1.0)
 
     def least(share: float) -> int | None:
         """Devices in serving: fewer are in time no more often, and train more."""
@@ -79,14 +93,17 @@ def window(
     if serving is None:
         serving = least(min(possible, IN_TIME))
     best = split(devices if serving is None else serving)
+    least_requests = min(last - first for first, last in edges.values())
     trained_s = best.trained_device_s(ends.start, ends.stop)
     auto_s = auto.trained_device_s(ends.start, ends.stop)
-    return Window(last - first, in_time(auto), auto_s / 3600, serving, in_time(best), trained_s / 3600)
+    return Window(least_requests, in_time(auto), auto_s / 3600, serving, in_time(best), trained_s / 3600)
 
 
-def measured(kind: Traffic, devices: int, name: str, seed: int) -> Row:
-    requests = made(kind, seed)
-    setup = Setup(requests, gpus_per_node=devices)
+def measured(kinds: Sequence[Traffic], devices: int, name: str, seed: int) -> Row:
+    """kinds: one for each model. They share the devices; what counts is the model with most requests late."""
+    first_requests, *others = [made(kind, seed + 7919 * n) for n, kind in enumerate(kinds)]
+    setup = Setup(first_requests, {f"model {n + 2}": one for n, one in enumerate(others)}, gpus_per_node=devices)
+    traces = setup.named()
     auto = run_policy(setup, Policy("auto"))
     runs: dict[int, Figures] = {}
 
@@ -95,11 +112,11 @@ def measured(kind: Traffic, devices: int, name: str, seed: int) -> Row:
             runs[serving] = run_policy(setup, Policy("split", devices - serving))
         return runs[serving]
 
-    end = int(requests.horizon_s) + 1
+    end = int(setup.horizon_s) + 1
     learned = min(int(LEARNING_S), end)
-    first = window(requests, auto, split, devices, range(learned))
+    first = window(traces, auto, split, devices, range(learned))
     after = None
     if end > 1.2 * learned:
-        after = window(requests, auto, split, devices, range(learned, end), first.best_serving or devices)
-    handovers_per_hour = 3600 * auto.handovers / max(requests.horizon_s, 1.0)
-    return Row(name, seed, len(requests), handovers_per_hour, first, after)
+        after = window(traces, auto, split, devices, range(learned, end), first.best_serving or devices)
+    handovers_per_hour = 3600 * auto.handovers / max(setup.horizon_s, 1.0)
+    return Row(name, seed, sum(map(len, traces.values())), handovers_per_hour, first, after)

@@ -27,10 +27,10 @@ from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.simulator import oracle, virtual_time
 from scheduler.simulator.cluster import Cluster
-from scheduler.simulator.effects import MODEL, SimEffects, SimJob, SimStore, VerbTimes, elastic_job, job_of
+from scheduler.simulator.effects import MODEL, SimEffects, SimJob, SimModel, SimStore, VerbTimes, elastic_job, job_of
 from scheduler.simulator.engine import EngineModel
-from scheduler.simulator.gateway import Gateway, Sample
-from scheduler.simulator.trace import Requests, TraceJob
+from scheduler.simulator.gateway import Gateway, Reports, Sample
+from scheduler.simulator.trace import Requests, TraceJob, merged
 
 UP_S = 16.0
 """The box runs this long before the first request, with the elastic job running and engines open, because a trace does
@@ -44,9 +44,11 @@ _LOOK_EVERY_S = 3600.0
 @dataclass(frozen=True)
 class Setup:
     """The simulation's inputs. A request meets its targets if its first token comes within `slo_ttft_s` and its further
-    tokens take at most `slo_tpot_s` each on average."""
+    tokens take at most `slo_tpot_s` each on average. also: the requests of further models on the same devices, by name;
+    each engine serves one model."""
 
     requests: Requests
+    also: dict[str, Requests] = field(default_factory=dict)
     jobs: list[TraceJob] | None = None
     nodes: int = 1
     gpus_per_node: int = 8
@@ -68,6 +70,15 @@ class Setup:
     def devices(self) -> int:
         return self.nodes * self.gpus_per_node
 
+    @property
+    def horizon_s(self) -> float:
+        """From the first arrival to the last, of any model."""
+        return max(requests.horizon_s for requests in self.named().values())
+
+    def named(self) -> dict[str, Requests]:
+        """Each model's requests, the first one's first."""
+        return {MODEL: self.requests, **self.also}
+
     def inventory(self) -> tuple[Device, ...]:
         per = self.gpus_per_node
         return tuple(
@@ -85,13 +96,14 @@ class Setup:
             for i in range(per)
         )
 
-    def deployment(self) -> DeploymentView:
-        count = len(self.requests)
-        prompt, output = sum(self.requests.prompt) / count, sum(self.requests.output) / count
+    def deployment(self, name: str = MODEL) -> DeploymentView:
+        requests = self.named()[name]
+        count = len(requests)
+        prompt, output = sum(requests.prompt) / count, sum(requests.output) / count
         target = self.engine.target_inflight(tpot_s=self.slo_tpot_s, prompt=prompt, output=output)
         chunk = self.engine.chunk_tokens
         return DeploymentView(
-            MODEL,
+            name,
             "v1",
             min_replicas=self.min_replicas,
             max_replicas=self.devices,
@@ -128,8 +140,8 @@ class Figures:
     """For the plot: (arrival, time to first token) of up to 5,000 requests."""
     trained: list[tuple[float, float, int]] = field(default_factory=list, compare=False)
     """From, until, on how many devices."""
-    within: bytearray = field(default_factory=bytearray, compare=False)
-    """For each request in the order of arrival: 1 if it met its targets."""
+    within: dict[str, bytearray] = field(default_factory=dict, compare=False)
+    """By model, for each request in the order of arrival: 1 if it met its targets."""
 
     def trained_device_s(self, from_s: float, until_s: float) -> float:
         """Device seconds of training between these times of the trace."""
@@ -144,24 +156,30 @@ def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = l
 
     passed: called some thousand times with the share of the trace that is done.
     """
-    requests = setup.requests.later(UP_S)
-    cluster = Cluster(requests, setup.engine, hold_s=setup.hold_s, seed=setup.seed)
+    auto = policy.kind == "auto"
+    models: dict[str, SimModel] = {}
+    for n, (name, requests) in enumerate(setup.named().items()):
+        cluster = Cluster(requests.later(UP_S), setup.engine, hold_s=setup.hold_s, seed=setup.seed + n)
+        models[name] = SimModel(cluster, setup.deployment(name), setup.config.next_answer_s)
+    until_s = UP_S + setup.horizon_s
     jobs: list[SimJob]
     if setup.jobs is None:
         jobs = [elastic_job(setup.devices)]
     else:
         jobs = [job_of(replace(j, at_s=j.at_s + UP_S)) for j in setup.jobs]
-    store = SimStore(cluster, policy, jobs, setup.deployment(), setup.config.next_answer_s)
+    store = SimStore(models, policy, jobs)
     store.warm_until_s = UP_S
-    effects = SimEffects(cluster, setup.inventory(), store.jobs, setup.times)
-    effects.counted_s = (UP_S, requests.horizon_s)
+    effects = SimEffects(models, setup.inventory(), store.jobs, setup.times)
+    effects.counted_s = (UP_S, until_s)
     journal = MemoryJournal()
-    learner = setup.learner() if policy.kind == "auto" else None
-    gateway = Gateway(cluster, store, effects, setup.config, max(setup.requests.horizon_s / 1000, 1.0), learner)
-    gateway.passed = lambda now_s: passed(min(now_s / requests.horizon_s, 1.0))
+    reports = [Reports(model, setup.config, setup.learner() if auto else None) for model in models.values()]
+    # One model alone has what a fixed split leaves to serving, whatever its demand; several share it.
+    listens = auto or len(models) > 1
+    gateway = Gateway(reports, effects, setup.config, max(setup.horizon_s / 1000, 1.0), listens)
+    gateway.passed = lambda now_s: passed(min(now_s / until_s, 1.0))
     handovers_before = 0
     # If nobody listens to the demand, only job submissions and ends happen, and the loop is notified of those.
-    config = setup.config if learner else setup.config.model_copy(update={"observe_every_s": _LOOK_EVERY_S})
+    config = setup.config if listens else setup.config.model_copy(update={"observe_every_s": _LOOK_EVERY_S})
 
     async def life() -> None:
         nonlocal handovers_before
@@ -172,7 +190,7 @@ def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = l
             await asyncio.sleep(max(left_s, virtual_time.RESOLUTION_S))
         handovers_before = journal.last_id()
         watching = asyncio.create_task(
-            gateway.run(loop, requests.horizon_s, sorted(j.view.submitted_s for j in store.jobs.values()))
+            gateway.run(loop, until_s, sorted(j.view.submitted_s for j in store.jobs.values()))
         )
         await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
         effects.close_books()
@@ -182,24 +200,29 @@ def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = l
         await running
 
     virtual_time.run(life())
-    return _figures(setup, cluster, effects, journal.last_id() - handovers_before, gateway.samples)
+    return _figures(setup, models, effects, journal.last_id() - handovers_before, gateway.samples)
 
 
-def _figures(setup: Setup, cluster: Cluster, effects: SimEffects, handovers: int, samples: list[Sample]) -> Figures:
-    requests, served = cluster.requests, cluster.served
-    ttft, ended, within = [], 0, bytearray(len(requests))
+def _figures(
+    setup: Setup, models: dict[str, SimModel], effects: SimEffects, handovers: int, samples: list[Sample]
+) -> Figures:
+    ttft, ended = [], 0
     points: list[tuple[float, float]] = []
-    every = len(requests) // 5000 + 1
-    for n, arrival_s in enumerate(requests.arrival_s):
-        first_s, end_s = served.first_token_s[n], served.end_s[n]
-        if first_s >= 0:
-            ttft.append(first_s - arrival_s)
-            if n % every == 0:
-                points.append((arrival_s - UP_S, first_s - arrival_s))
-        if end_s >= 0:
-            ended += 1
-            tpot_s = (end_s - first_s) / max(requests.output[n] - 1, 1)
-            within[n] = first_s - arrival_s <= setup.slo_ttft_s and tpot_s <= setup.slo_tpot_s
+    within: dict[str, bytearray] = {}
+    every = sum(len(model.cluster.requests) for model in models.values()) // 5000 + 1
+    for name, model in models.items():
+        requests, served = model.cluster.requests, model.cluster.served
+        good = within[name] = bytearray(len(requests))
+        for n, arrival_s in enumerate(requests.arrival_s):
+            first_s, end_s = served.first_token_s[n], served.end_s[n]
+            if first_s >= 0:
+                ttft.append(first_s - arrival_s)
+                if n % every == 0:
+                    points.append((arrival_s - UP_S, first_s - arrival_s))
+            if end_s >= 0:
+                ended += 1
+                tpot_s = (end_s - first_s) / max(requests.output[n] - 1, 1)
+                good[n] = first_s - arrival_s <= setup.slo_ttft_s and tpot_s <= setup.slo_tpot_s
     ttft.sort()
 
     def percentile(q: float) -> float | None:
@@ -207,7 +230,7 @@ def _figures(setup: Setup, cluster: Cluster, effects: SimEffects, handovers: int
 
     return Figures(
         requests_served=ended,
-        slo_attainment=sum(within) / len(requests),
+        slo_attainment=sum(map(sum, within.values())) / sum(map(len, within.values())),
         ttft_p50_s=percentile(0.5),
         ttft_p95_s=percentile(0.95),
         training_gpu_hours=effects.training_device_s / 3600,
@@ -233,14 +256,14 @@ def simulate(
     """
 
     def progress_of(name: str) -> Callable[[float], None]:
-        return lambda share: progress(f"{name}, {100 * share:.0f} % of {setup.requests.horizon_s / 3600:.1f} h")
+        return lambda share: progress(f"{name}, {100 * share:.0f} % of {setup.horizon_s / 3600:.1f} h")
 
     shares = static_shares(setup.devices) if static else []
     with _running_splits(setup, shares, processes, progress_of) as split:
         figures = run_policy(setup, policy, progress_of(f"policy {policy.kind}"))
         progress("oracle")
         bound_s = oracle.training_device_s(
-            setup.requests,
+            merged(setup.named().values()),
             setup.engine,
             setup.times,
             devices=setup.devices,
@@ -256,8 +279,8 @@ def simulate(
     result = {
         "policy": policy.kind,
         "devices": setup.devices,
-        "requests": len(setup.requests),
-        "horizon_s": setup.requests.horizon_s,
+        "requests": sum(map(len, setup.named().values())),
+        "horizon_s": setup.horizon_s,
         "slo": {"ttft_s": setup.slo_ttft_s, "tpot_s": setup.slo_tpot_s},
         **figures.to_json(),
         "oracle_training_gpu_hours": bound_s / 3600,

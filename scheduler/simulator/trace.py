@@ -7,7 +7,7 @@ import gzip
 import math
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -78,6 +78,16 @@ class Requests:
     def later(self, by_s: float) -> Requests:
         """The same requests, each `by_s` seconds later; the tokens are shared."""
         return Requests(array("d", (at_s + by_s for at_s in self.arrival_s)), self.prompt, self.output, self.began_s)
+
+
+def merged(traces: Iterable[Requests]) -> Requests:
+    """All of their requests as one trace. One trace alone is itself."""
+    several = list(traces)
+    if len(several) == 1:
+        return several[0]
+    rows = sorted(row for one in several for row in zip(one.arrival_s, one.prompt, one.output, strict=True))
+    columns = list(zip(*rows, strict=True))
+    return Requests(array("d", columns[0]), array("l", columns[1]), array("l", columns[2]), several[0].began_s)
 
 
 @dataclass(frozen=True, slots=True)

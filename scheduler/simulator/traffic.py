@@ -153,6 +153,13 @@ KINDS: dict[str, Traffic] = {
 }
 """Kinds for eight devices; `at_scale` makes them fit others."""
 
+SEVERAL: dict[str, tuple[str, ...]] = {
+    "2 models: code and reasoning": ("code, short answers", "reasoning"),
+    "3 models: chat in bursts, light, sparse": ("chat, few clients on and off", "light", "sparse"),
+    "2 models: tides and batches": ("quick tides", "batches by the minute"),
+}
+"""Kinds whose models share the devices, each with the load of the kind that it names."""
+
 
 def at_scale(kind: Traffic, devices: int) -> Traffic:
     """The same kind with the load that belongs to this many devices instead of eight."""

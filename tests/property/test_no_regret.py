@@ -23,7 +23,7 @@ START_UP_S = 120.0
 
 def held(seed: int, most_requests: int, seconds: float) -> Row:
     kind, devices = drawn_box(seed, most_requests, seconds)
-    return measured(kind, devices, f"seed {seed}", seed)
+    return measured([kind], devices, f"seed {seed}", seed)
 
 
 def wrong(row: Row) -> str:

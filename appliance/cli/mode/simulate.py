@@ -1,16 +1,17 @@
-"""`appliance simulate`: what the scheduler would do with a trace, on devices we do not own. Needs no box."""
+"""`appliance simulate`: what the scheduler would do with a trace, on devices we do not own. Needs no box, unless one is
+asked for its costs."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from appliance.cli import output
-from appliance.cli.command import OUTPUT, Format, examples, group
+from appliance.cli.command import API_KEY, DATA_DIR, OUTPUT, URL, Format, examples, group, open_session
 from appliance.cli.errors import BadUsage
 
 app = group("What the scheduler would do with a trace.")
@@ -22,9 +23,11 @@ app = group("What the scheduler would do with a trace.")
         "appliance simulate --trace conv.csv --scale 3 --plot day.svg",
         "appliance simulate --trace conv.csv --jobs philly_jobs.csv.gz --nodes 4 -o json",
         "appliance simulate --trace conv.csv --policy split --train 6 --no-static",
+        "appliance simulate --trace conv.csv --from-box      hand-overs cost what they cost on this box",
     )
 )
 def simulate(
+    ctx: typer.Context,
     trace: Annotated[Path, typer.Option(metavar="FILE", help="CSV: TIMESTAMP, ContextTokens, GeneratedTokens.")],
     jobs: Annotated[
         Path | None,
@@ -47,6 +50,12 @@ def simulate(
     static: Annotated[bool, typer.Option("--static/--no-static", help="Also run every static split.")] = True,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the run, .png or .svg.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0)] = 0,
+    from_box: Annotated[
+        bool, typer.Option("--from-box", help="Verbs take what they took in the box's last 1,000 hand-overs.")
+    ] = False,
+    url: URL = None,
+    api_key: API_KEY = None,
+    data_dir: DATA_DIR = None,
     output_format: OUTPUT = "table",
 ) -> None:
     """Run the box's own scheduler on a trace in virtual time, beside an oracle and every static split.
@@ -54,9 +63,11 @@ def simulate(
     Engines and jobs are simulated; plan, steps and loop are the ones that run a box.
     """
     # Fenced: the scheduler and its settings would double the time of every other command's `--help`.
+    from scheduler.core.config import SchedulerConfig
     from scheduler.core.errors import SchedulerError
     from scheduler.core.workload import Policy
     from scheduler.simulator.engine import EngineModel
+    from scheduler.simulator.recorded import recorded
     from scheduler.simulator.simulate import Setup, run_policy
     from scheduler.simulator.simulate import simulate as run
     from scheduler.simulator.trace import read_jobs, read_requests
@@ -67,6 +78,11 @@ def simulate(
     if plot is not None and not plot.parent.is_dir():
         raise BadUsage(f"--plot is {plot}; its folder {plot.parent} does not exist")
     _check_devices(policy, nodes * gpus_per_node, {"--train": train, "--floor": floor, "--min-replicas": min_replicas})
+    handovers: list[dict[str, Any]] = []
+    if from_box:
+        session = open_session(ctx, url, api_key, data_dir, output_format)
+        handovers = session.client.get("/admin/v1/handovers", limit=1000)["data"]
+    costs = recorded(handovers)
     try:
         wanted = Policy(policy, train, floor)
         stamped = read_requests(trace, scale=scale, seed=seed)
@@ -84,6 +100,8 @@ def simulate(
             min_replicas=min_replicas,
             engine=EngineModel() if profile is None else EngineModel.from_profile(profile),
             seed=seed,
+            times=costs.times,
+            config=costs.config(SchedulerConfig()),
         )
         with output.progress("simulating") as meter:
             # A process takes half a second to start, as long as some thousand requests.
@@ -92,6 +110,8 @@ def simulate(
                 setup, wanted, static=static, processes=min(processes, 9), progress=lambda text: meter.update(text)
             )
             result["clock_s"] = stamped.clock_s
+            if from_box:
+                result["verb_times_s"], result["verb_times_from_steps"] = asdict(costs.times), dict(costs.steps)
             if stamped.clock_s:
                 raw = run_policy(replace(setup, requests=stamped), wanted, lambda share: meter.update("as stamped"))
                 result["as_stamped"] = raw.to_json()
@@ -140,6 +160,16 @@ def _show(result: dict[str, Any], output_format: Format) -> None:
             "The row `as stamped` has them where the trace does."
         )
         rows.append(row(f"mode {result['policy']}, as stamped", result["as_stamped"], None))
+    if "verb_times_s" in result:
+        output.say(_costs(result))
     for split in result["static"]:
         rows.append(row(f"static {split['serve_devices']} serve / {split['train_devices']} train", split, None))
     output.draw(output.table(columns, rows, empty="nothing"))
+
+
+def _costs(result: dict[str, Any]) -> str:
+    times, steps = result["verb_times_s"], result["verb_times_from_steps"]
+    if not steps:
+        return "The box has recorded too few hand-overs; the times are the defaults."
+    found = ", ".join(f"{name.removesuffix('_s')} {times[name]:.2g} s ({count} steps)" for name, count in steps.items())
+    return f"From the box: {found}. Other times are the defaults."

@@ -67,18 +67,37 @@ async def test_a_token_makes_one_machine_a_node_and_no_second(home, mine, tmp_pa
     assert not (tmp_path / "second").exists(), "nor is a key made for nothing"
 
 
-async def test_a_stranger_who_says_nothing_keeps_nobody_out(home, mine):
+async def silent_at(box, *addresses):
+    """Connections of a stranger who shakes hands and then says nothing."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    silent = [
-        await asyncio.open_connection(*home.box, ssl=context, local_addr=("127.0.0.9", 0))
-        for _ in range(enrolment.TALKS_AT_ONCE)
-    ]
+    return [await asyncio.open_connection(*box, ssl=context, local_addr=(one, 0)) for one in addresses]
+
+
+async def test_a_stranger_who_says_nothing_keeps_nobody_out(home, mine):
+    silent = await silent_at(home.box, *["127.0.0.9"] * 16)
     told = [json.loads(await reader.readline()) for reader, _ in silent[enrolment.TALKS_OF_ONE :]]
     assert {line["error"] for line in told} == {"too many ask at once; try again"}
     assert await enrol(mine, home.box, home.token().text(), "n1", "127.0.0.2") == RAY_TOKEN
     for _, writer in silent:
         writer.close()
+
+
+async def test_nor_does_one_who_has_many_addresses(home, mine):
+    """Four, and sixteen connections, were enough."""
+    many = [f"127.0.1.{n}" for n in range(1, 9)]
+    silent = await silent_at(home.box, *many * enrolment.TALKS_OF_ONE)
+    assert await enrol(mine, home.box, home.token().text(), "n1", "127.0.0.2") == RAY_TOKEN
+    for _, writer in silent:
+        writer.close()
+
+
+async def test_a_line_of_nothing_but_brackets_is_unreadable_and_no_more(home, caplog):
+    ((reader, writer),) = await silent_at(home.box, "127.0.0.9")
+    writer.write(b"[" * 16000 + b"\n")
+    assert json.loads(await reader.readline()) == {"error": "unreadable"}
+    assert not [record for record in caplog.records if record.exc_info]
+    writer.close()
 
 
 async def test_of_two_who_show_the_same_token_at_once_one_becomes_a_node(home, tmp_path):

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from scheduler.core.config import SchedulerConfig
+from scheduler.simulator.effects import VerbTimes
+from scheduler.simulator.recorded import recorded
 from tests.unit.cli.conftest import run
 
 KEYS = {
@@ -55,3 +60,32 @@ def test_what_the_devices_cannot_be_is_refused_before_the_trace_is_read(tmp_path
     ):
         refused = run(*trace, *options)
         assert refused.exit_code == 2 and said in refused.stderr, refused.stderr
+
+
+def test_verbs_take_what_they_took_on_the_box(prepared, tmp_path):
+    step = {"target": "x", "state": "done"}
+    told = [
+        {"steps": [{**step, "verb": "wake_replica", "seconds": 4.0}, {**step, "verb": "start_group", "seconds": 9.0}]}
+        for _ in range(3)
+    ]
+    told[0]["steps"] += [
+        {**step, "verb": "wake_replica", "seconds": 99.0, "state": "failed"},
+        {**step, "verb": "swap_replica", "seconds": 99.0},
+        {**step, "verb": "sleep_replica", "seconds": 99.0},
+    ]
+    prepared.prepare("GET", "/admin/v1/handovers", (200, {"data": told}))
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,200,20\n")
+    asked = ("simulate", "--trace", str(trace), "--gpus-per-node", "2", "--no-static", "--from-box")
+    result = json.loads(prepared.run(*asked, "-o", "json").stdout)
+    assert result["verb_times_from_steps"] == {"start_group_s": 3, "wake_s": 3}
+    assert (result["verb_times_s"]["wake_s"], result["verb_times_s"]["start_group_s"]) == (4.0, 9.0)
+    assert result["verb_times_s"]["sleep_s"] == VerbTimes().sleep_s, "once is not enough"
+    assert "wake 4 s (3 steps)" in prepared.run(*asked).output
+
+
+def test_what_auto_reckons_with_moves_with_what_verbs_take():
+    usual = SchedulerConfig()
+    costs = recorded([{"steps": [{"verb": "start_group", "state": "done", "seconds": 12.0}] * 3}]).config(usual)
+    assert costs.job_pause_s == pytest.approx(usual.job_pause_s + 10.0) and costs.reaction_s == usual.reaction_s
+    assert recorded([]).config(usual) == usual

@@ -26,7 +26,10 @@ FROZEN = {
     "audit": [*BOX, "--limit"],
     "chat": [*BOX, "--max-tokens", "--system", "--temperature", "MODEL", "PROMPT"],
     "simulate": [
+        "--api-key",
+        "--data-dir",
         "--floor",
+        "--from-box",
         "--gpus-per-node",
         "--help",
         "--jobs",
@@ -43,6 +46,7 @@ FROZEN = {
         "--static",
         "--trace",
         "--train",
+        "--url",
     ],
     "node list": [*BOX],
     "node remove": ["--data-dir", "--help", "--output", "NODE"],

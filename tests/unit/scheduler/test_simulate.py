@@ -18,7 +18,7 @@ from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.effects import VerbTimes
 from scheduler.simulator.engine import EngineModel
 from scheduler.simulator.simulate import Setup, run_policy, simulate
-from scheduler.simulator.trace import Requests, TraceJob, read_jobs, read_requests
+from scheduler.simulator.trace import Requests, TraceJob, merged, read_jobs, read_requests
 
 DATA = Path(os.environ.get("APPLIANCE_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
 
@@ -384,3 +384,22 @@ def test_the_plot(tmp_path: Path) -> None:
     assert "<svg" in drawn[:2000] and "time (UTC)" in drawn and "2023-Nov-14" in drawn, "dated as the trace is"
     with pytest.raises(TraceError, match="png or .svg"):
         plot(setup, figures, "a day", tmp_path / "day.bmp")
+
+
+def test_models_share_the_devices_and_each_has_its_own_engines_and_demand() -> None:
+    setup = Setup(steady(2, 120), {"second": steady(0.2, 110), "third": burst(60.0, 200, 90.0)})
+    auto = run_policy(setup, Policy("auto"))
+    assert {name: len(within) for name, within in auto.within.items()} == {"model": 240, "second": 22, "third": 290}
+    assert auto.requests_served == 552 and 0 < auto.training_gpu_hours < 8 * setup.horizon_s / 3600
+    assert min(sum(within) / len(within) for within in auto.within.values()) > 0.5
+    split = run_policy(setup, Policy("split", 5))
+    assert split.requests_served == 552, "one device for each, by its demand"
+    result, _ = simulate(setup, Policy("auto"), static=False)
+    assert result["requests"] == 552 and 0 < result["oracle_ratio"] <= 1
+
+
+def test_merged_traces_are_in_order_and_one_alone_is_itself() -> None:
+    one, two = steady(1, 3, prompt=5), steady(2, 2, prompt=7)
+    assert merged([one]) is one
+    both = merged([one, two])
+    assert list(both.arrival_s) == [0.0, 0.0, 0.5, 1.0, 1.0, 1.5, 2.0] and sorted(both.prompt) == [5] * 3 + [7] * 4
