@@ -148,7 +148,7 @@ async def _keep_house(context: ControllerContext, stored: StoredResponses, backg
     with context.background.guard("housekeeping of what was kept long enough"):
         await retention.keep_house(context, now_s)
     with context.background.guard("housekeeping of stored responses"):
-        stored.keep_house(now_s)
+        await stored.keep_house(now_s)
     with context.background.guard("housekeeping of background responses"):
         background.keep_house(now_s)
 

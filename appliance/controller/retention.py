@@ -19,8 +19,9 @@ from appliance.controller.files import storage
 from appliance.controller.interfaces.config import RetentionSettings
 from appliance.controller.interfaces.identity import ADMIN
 from appliance.controller.jobs import data
+from appliance.store.chunks import little_by_little
+from appliance.store.objects import evals, jobs
 from appliance.store.objects import files as file_rows
-from appliance.store.objects import jobs
 from appliance.store.records import keys
 from appliance.store.upkeep import retention
 
@@ -55,6 +56,9 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
         while left and retention.batches_past(db, owner, kept.batches_per_owner, CHUNK) == CHUNK:
             left -= 1
             await asyncio.sleep(0)
+    for owner in retention.owners(db, "eval_runs"):
+        retention.eval_runs_past(db, owner, kept.eval_runs_per_owner)
+    await little_by_little(partial(evals.delete_some, db))
     for key in keys.list_all(db):
         # An admin's audit trail has no limit: nobody should be able to push out their own earlier actions.
         while ADMIN not in key.scopes and left and retention.audit_past(db, key.id, kept.audit_rows_per_key, CHUNK):

@@ -421,8 +421,9 @@ class EvalRow:
 
 @dataclass(frozen=True, slots=True)
 class EvalRunRow:
-    """One run of an evaluation over its data. results: {criterion: {"passed", "failed"}}, usage: {model: counters};
-    both as of the last item. bytes: of its items, with samples and results."""
+    """One run of an evaluation over its data. results: {criterion: {"passed", "failed"}}, usage: {model: counters},
+    counts: judged items by status; all as of the last item. bytes: of its data source and its items, with samples and
+    results."""
 
     id: str
     eval_id: str
@@ -440,6 +441,7 @@ class EvalRunRow:
     error: dict[str, str] | None = json_column(default=None)
     ended_s: float | None = None
     bytes: int = 0
+    counts: dict[str, int] = json_column(default_factory=dict)
 
     @property
     def finished(self) -> bool:

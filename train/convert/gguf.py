@@ -27,6 +27,11 @@ _HEADER_BYTES = 4 << 30  # for reading what is in the file: names, vocabulary, s
 _AVAILABLE_SHARE = 0.9
 _HEADER_CPU_S, _PARAMETERS_PER_CPU_S = 300, 1_000_000  # converting takes 0.1 s for as many
 _MOST_SIZE = 1 << 20
+# What reading a file raises whose bytes are not what they say they are: of another type, length, depth or count.
+_UNSOUND = (
+    *(ValueError, LookupError, ArithmeticError, MemoryError, TypeError, AttributeError, AssertionError),
+    *(NotImplementedError, RuntimeError),
+)
 
 
 class _Refused(Exception):
@@ -64,15 +69,19 @@ def main(file: Path, out: Path) -> None:
 
 
 def _parameters(file: Path) -> int:
+    """How many the model has. Raises _Refused."""
     try:
-        reader = _reader(file)
-        parts = reader.get_field("split.count")
-        architecture = reader.get_field("general.architecture")
-        kind = reader.get_field("general.type")
-        found = [str(field.contents()) if field else "" for field in (architecture, kind)]
-        count = sum(int(tensor.n_elements) for tensor in reader.tensors)
-    except (ValueError, KeyError, IndexError, OverflowError, MemoryError, TypeError, UnicodeDecodeError) as error:
+        return _counted(_reader(file))
+    except _UNSOUND as error:
         raise _Refused(f"is no sound GGUF file: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _counted(reader: Any) -> int:
+    parts = reader.get_field("split.count")
+    architecture = reader.get_field("general.architecture")
+    kind = reader.get_field("general.type")
+    found = [str(field.contents()) if field else "" for field in (architecture, kind)]
+    count = sum(int(tensor.n_elements) for tensor in reader.tensors)
     if parts is not None and int(parts.contents()) > 1:
         raise _Refused(
             f"is one of {int(parts.contents())} parts; join them (`llama-gguf-split --merge`) and import the whole"
@@ -137,7 +146,7 @@ def _convert(file: Path, out: Path) -> dict[str, Any]:
             output_loading_info=True,
             trust_remote_code=False,
         )
-    except (ValueError, KeyError, IndexError, NotImplementedError, RuntimeError, TypeError) as error:
+    except _UNSOUND as error:
         raise _Refused(f"cannot be read by transformers: {type(error).__name__}: {str(error)[:300]}") from error
     if wrong := sorted({*loaded["missing_keys"], *map(str, loaded["mismatched_keys"])}):
         raise _Refused(f"has no fitting tensor for {', '.join(wrong[:3])} ({len(wrong)} in all); is it damaged?")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+_LONGEST = 500
+
 
 class InvalidGrader(ValueError):
-    """`param` is the path within the grader (`graders.0.input`), `message` says what was expected."""
+    """`param` is the path within the grader (`graders.0.input`), `message` says what was expected; both are cut, since
+    they may name what was given, which has megabytes."""
 
     def __init__(self, param: str, message: str):
+        param, message = (text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…" for text in (param, message))
         super().__init__(f"{param}: {message}" if param else message)
         self.param, self.message = param, message
 

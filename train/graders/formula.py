@@ -46,8 +46,7 @@ def value(formula: str, rewards: Mapping[str, float]) -> float:
     """Raises GradingFailed when it has no value for these rewards (a division by zero, a root of a negative number)."""
     try:
         found = _value(_parsed(formula, "calculate_output"), rewards)
-        # A power of a negative number may be complex.
-        if isinstance(found, complex) or not math.isfinite(found):
+        if not math.isfinite(found):
             raise ValueError(f"it is {found}")
         return float(found)
     except (ArithmeticError, ValueError) as error:
@@ -102,7 +101,10 @@ def _value(node: ast.expr, rewards: Mapping[str, float]) -> float:
             found = _value(inner, rewards)
             return -found if isinstance(op, ast.USub) else found
         case ast.BinOp(left=left, op=op, right=right):
-            return _BINARY[type(op)](_value(left, rewards), _value(right, rewards))
+            found = _BINARY[type(op)](_value(left, rewards), _value(right, rewards))
+            if isinstance(found, complex):  # a power of a negative number, which no function takes
+                raise ValueError(f"{ast.unparse(node)} is no real number")
+            return found
         case ast.Call(func=ast.Name(id=name), args=given):
             return _FUNCTIONS[name](*(_value(one, rewards) for one in given))
     raise ValueError(f"{ast.unparse(node)!r} is no arithmetic")

@@ -144,6 +144,12 @@ class _ModelGrader(_Grader):
     def schema_of_answer(self) -> dict[str, Any]:
         raise NotImplementedError
 
+    @property
+    def answers_by(self) -> dict[str, Any]:
+        """The `response_format` of its chat completion."""
+        form = {"name": "grade", "schema": self.schema_of_answer, "strict": True}
+        return {"type": "json_schema", "json_schema": form}
+
     def request(self, sample: templates.Sample, item: Any) -> dict[str, Any]:
         """The body of a chat completion. Raises GradingFailed when the data lacks a variable, or makes it too long."""
         contents = ["\n".join(templates.fill(text, sample, item) for text in message.parts) for message in self.input]
@@ -161,10 +167,7 @@ class _ModelGrader(_Grader):
                 for message, content in zip(self.input, contents, strict=True)
             ],
             "max_completion_tokens": most,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "grade", "schema": self.schema_of_answer, "strict": True},
-            },
+            "response_format": self.answers_by,
         }
         given = {name: getattr(sampling, name) for name in ("reasoning_effort", "seed", "temperature", "top_p")}
         return body | {name: number for name, number in given.items() if number is not None}

@@ -18,6 +18,7 @@ MAX_TEXT = 1 << 20
 MAX_STEPS = 16
 """Of a variable: 400,000 took the controller's loop 0.3 s."""
 _SHOWN = 200
+_PLACE = re.compile(r"[0-9]{1,9}")
 _STEP = re.compile(r"""\s*(?:\.?([^\s.\[\]{}'"]+)|\[\s*(?:(\d+)|'([^']*)'|"([^"]*)")\s*\])""")
 
 
@@ -112,15 +113,15 @@ def value(path: str, sample: Sample, item: Any) -> Any:
     namespace, *steps = _steps(path, "")
     found: Any = item
     if namespace == "sample":
-        found, steps = getattr(sample, str(steps[0])), steps[1:]
+        found, steps = getattr(sample, steps[0]), steps[1:]
     for step in steps:
-        if isinstance(found, Mapping) and str(step) in found:
-            found = found[str(step)]
-        elif isinstance(found, list) and str(step).isdigit() and int(step) < len(found):
+        if isinstance(found, Mapping) and step in found:
+            found = found[step]
+        elif isinstance(found, list) and _PLACE.fullmatch(step) and int(step) < len(found):
             found = found[int(step)]
         else:
             raise GradingFailed(
-                f"the variable {_shown(path)} has no value: {str(step)[:_SHOWN]!r} is not there",
+                f"the variable {_shown(path)} has no value: {step[:_SHOWN]!r} is not there",
                 GradingErrors(invalid_variable_error=True),
             )
     return found

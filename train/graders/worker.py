@@ -72,7 +72,8 @@ def _answer() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         (length,) = LENGTH.unpack(_read(LENGTH.size))
         asked = json.loads(_read(length))
-        written = json.dumps(answer(asked)).encode()
+        # Half of a sign, which JSON and users' code may hold, is no text that anybody could be told.
+        written = json.dumps(answer(asked), ensure_ascii=False).encode(errors="replace")
         _write(RESULT + LENGTH.pack(len(written)) + written)
         status = 0
     finally:

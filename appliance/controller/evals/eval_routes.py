@@ -12,6 +12,7 @@ from appliance.controller.access.model_access import caller_may_use, unknown_mod
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import views
 from appliance.controller.evals.requests import (
+    ROW_BYTES,
     CustomConfig,
     EvalCreate,
     EvalUpdate,
@@ -22,10 +23,12 @@ from appliance.controller.evals.requests import (
     check_eval,
     check_sampled,
     check_source,
+    fields_of,
+    size_of,
 )
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import storage
-from appliance.controller.grading.given import grader_of
+from appliance.controller.grading.given import check_asked, grader_of
 from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
@@ -57,7 +60,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         return row
 
     def shown_run(row: EvalRunRow, caller: Principal) -> dict[str, Any]:
-        return views.run_object(row, evals.counts(db, row.id), url, caller)
+        return views.run_object(row, url, caller)
 
     @router.post("", status_code=201)
     async def create(body: EvalCreate, caller: Caller) -> dict[str, Any]:
@@ -118,8 +121,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
     async def delete(eval_id: str, caller: Caller) -> dict[str, Any]:
         known(eval_id, caller)
         for run_id in evals.unfinished_ids(db, eval_id=eval_id):
-            runner.let_go(run_id)
-        evals.delete(db, eval_id)
+            runner.cancel(run_id)
+        await runner.delete([eval_id])
         return {"object": "eval.deleted", "deleted": True, "eval_id": eval_id}
 
     @router.post("/{eval_id}/runs", status_code=201)
@@ -144,6 +147,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
             model=getattr(body.data_source, "model", None) or "",
             data_source=data_source,
             metadata=body.metadata,
+            bytes=size_of(data_source) + ROW_BYTES,
         )
         evals.insert_run(db, row)
         runner.begin(row.id)
@@ -177,8 +181,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
     @router.delete("/{eval_id}/runs/{run_id}")
     async def delete_run(eval_id: str, run_id: str, caller: Caller) -> dict[str, Any]:
         known_run(eval_id, run_id, caller)
-        runner.let_go(run_id)
-        evals.delete_run(db, run_id)
+        runner.cancel(run_id)
+        await runner.delete([run_id])
         return {"object": "eval.run.deleted", "deleted": True, "run_id": run_id}
 
     @router.get("/{eval_id}/runs/{run_id}/output_items")
@@ -244,5 +248,6 @@ def _check_source(context: ControllerContext, body: RunCreate, caller: Principal
                 param=f"data_source.{error.param}",
                 code="invalid_value",
             ) from None
+        check_asked(fields_of(given), "data_source.sampling_params")
         if not caller_may_use(context.db, caller, str(given.model)):
             raise unknown_model(str(given.model))

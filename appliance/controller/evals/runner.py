@@ -10,12 +10,13 @@ import asyncio
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from appliance.controller.access.model_access import viewer_of
@@ -27,6 +28,7 @@ from appliance.controller.grading.judged import graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http.bodies import check_values
 from appliance.controller.interfaces.errors import ApiError, BadRequest
+from appliance.store.chunks import little_by_little
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.objects import files as file_rows
@@ -42,16 +44,16 @@ from train.graders.hosts import GraderHosts
 from train.graders.templates import Sample
 
 WINDOW_S = 24 * 3600.0
+DELETE_WITHIN_S = 5.0
 AT_ONCE = 8
-_CHUNK = 500
-_CHUNK_BYTES = 512 << 10
-"""Of entries that are checked in one go."""
-_STORED = 100
-"""Of entries that are stored in one go, on a loop with other tasks."""
+_CHUNK, _CHUNK_BYTES, _CHUNK_OBJECTS = 200, 512 << 10, 30_000
 _CHECK_S = 60.0
 _ERROR_CHARACTERS = 2000
 _Measured = tuple[dict[str, Any], int]
 """An entry, and its bytes as JSON."""
+_Entries = Generator[tuple[int, dict[str, Any], bytes], None, None]
+"""Each with its line's number, and its text."""
+_Chunks = Generator[list[_Measured], None, None]
 _SOURCE: TypeAdapter[Jsonl | Sampled] = TypeAdapter(Jsonl | Sampled)
 
 
@@ -67,11 +69,25 @@ class EvalRunner:
         self.tasks = RunningTasks()
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._freeing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """After a restart: go on with what has not ended."""
+        """After a restart: go on with what has not ended, and with what was being deleted."""
         for run_id in evals.unfinished_ids(self._db):
             self.begin(run_id)
+        self._free()
+
+    async def delete(self, ids: Iterable[str], within_s: float | None = DELETE_WITHIN_S) -> None:
+        """Evals, which take their runs with them, and runs. Nobody sees them from now on; the disk is freed little by
+        little. It returns when that is done, or after this time, while it goes on."""
+        evals.delete(self._db, ids)
+        await asyncio.wait([self._free()], timeout=within_s)
+
+    def _free(self) -> asyncio.Task[None]:
+        if self._freeing is None or self._freeing.done():
+            freed = partial(little_by_little, partial(evals.delete_some, self._db))
+            self._freeing = self.tasks.add(self._context.background.keep("deletion of evaluations", freed))
+        return self._freeing
 
     def begin(self, run_id: str) -> None:
         task = self.tasks.add(self._context.background.keep(f"evaluation: {run_id}", partial(self._run, run_id)))
@@ -142,53 +158,67 @@ class EvalRunner:
     def _end(self, run_id: str, status: str, error: dict[str, str] | None) -> None:
         row = evals.find_run(self._db, run_id)
         if row is not None and not row.finished:
+            kept, has_items = requests.without_items(row.data_source), evals.has_items(self._db, run_id)
             evals.update_run(
                 self._db,
                 run_id,
                 status=status,
                 error=error,
                 ended_s=time.time(),
-                data_source=requests.without_items(row.data_source),
+                data_source=kept,
+                total=row.total if has_items else 0,
+                bytes=row.bytes if has_items else requests.own_bytes(kept),
             )
 
     # --- the data
 
     async def _prepare(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> None:
-        """Put its items into the store, checked by the schema. Raises _Failed."""
-        chunks = await self._chunks(row, source)
+        """Put its items into the store, checked by the schema, some at a time: all of a file as objects are 20 times
+        its size. Raises _Failed."""
+        clear = partial(little_by_little, partial(evals.clear_some, self._db, row.id))
+        await clear()  # what a preparation that was cut short has left
         try:
+            chunks = self._chunks(row, source)
             async with self._hosts.of(row.owner) as host:
-                refused = await _refused(host, of.item_schema, chunks)
-        except WorkerBroke as error:
-            raise _Failed(
-                "invalid_data", f"The items could not be checked by the eval's item_schema: {error}"
-            ) from None
-        if refused:
-            told = "; ".join(f"line {place + 1}: {why}" if place >= 0 else why for place, why in refused)
-            raise _Failed("invalid_data", f"Items do not follow the eval's item_schema: {told}"[:4000])
-        evals.clear_items(self._db, row.id)
-        now_s, place = time.time(), 0
-        for chunk in _pieces(chunks, _STORED):
+                await self._take(row, of.item_schema, chunks, host)
+        except _Failed:
+            await clear()
+            raise
+
+    async def _take(self, row: EvalRunRow, schema: dict[str, Any], chunks: _Chunks, host: GraderHost) -> None:
+        """Raises _Failed."""
+        kept = requests.without_items(row.data_source)
+        place, size, checked_s = 0, requests.own_bytes(kept), 0.0
+        while chunk := await asyncio.to_thread(next, chunks, None):
+            self._check_may_go_on(row)
+            began_s = time.monotonic()
+            try:
+                if checked_s > _CHECK_S:
+                    raise WorkerBroke(f"checking took longer than {_CHECK_S:.0f} s")
+                refused = await host.refused_items(schema, [entry["item"] for entry, _ in chunk])
+            except WorkerBroke as error:
+                raise _Failed(
+                    "invalid_data", f"The items could not be checked by the eval's item_schema: {error}"
+                ) from None
+            if refused:
+                told = "; ".join(f"line {at + place + 1}: {why}" if at >= 0 else why for at, why in refused)
+                raise _Failed("invalid_data", f"Items do not follow the eval's item_schema: {told}"[:4000])
+            checked_s += time.monotonic() - began_s
+            now_s = time.time()
             rows = [
                 EvalItemRow(new_id("outputitem_"), row.id, at, now_s, item=entry["item"], sample=entry.get("sample"))
                 for at, (entry, _) in enumerate(chunk, place)
             ]
-            evals.insert_items(self._db, rows)
-            place += len(rows)
-            await asyncio.sleep(0)
-        evals.update_run(
-            self._db,
-            row.id,
-            status="in_progress",
-            total=place,
-            bytes=sum(size for chunk in chunks for _, size in chunk),
-            data_source=requests.without_items(row.data_source),
-        )
+            place, size = place + len(rows), size + sum(length + requests.ITEM_BYTES for _, length in chunk)
+            with self._db.transaction():  # what is there counts, whenever the run ends
+                evals.insert_items(self._db, rows)
+                evals.update_run(self._db, row.id, total=place, bytes=size)
+        evals.update_run(self._db, row.id, status="in_progress", data_source=kept)
 
-    async def _chunks(self, row: EvalRunRow, source: Jsonl | Sampled) -> list[list[_Measured]]:
-        """Raises _Failed."""
+    def _chunks(self, row: EvalRunRow, source: Jsonl | Sampled) -> _Chunks:
+        """Raises _Failed, also while they are read."""
         if source.source.type == "file_content":
-            return await asyncio.to_thread(_given, source.source)
+            return _in_chunks(_given(source.source))
         file_id = str(getattr(source.source, "id", ""))
         viewer = viewer_of(self._db, row.key_id) if row.key_id else None
         file = file_rows.find(self._db, file_id, viewer=viewer, now_s=time.time())
@@ -198,7 +228,7 @@ class EvalRunner:
             raise _Failed(
                 "file_too_large", f"The file has {file.bytes} bytes; a run reads {requests.MAX_DATA_BYTES} at most."
             )
-        return await asyncio.to_thread(_read, self._context.files_dir / file_id)
+        return _in_chunks(_read(self._context.files_dir / file_id))
 
     # --- an item
 
@@ -287,43 +317,23 @@ class EvalRunner:
             row.id,
             results={name: dict(of) for name, of in results.items()},
             usage={model: dict(of) for model, of in usage.items()},
+            counts={**row.counts, one["status"]: row.counts.get(one["status"], 0) + 1},
             bytes=row.bytes + len(json.dumps([one["sample"], one["results"]])),
         )
 
 
-def _pieces(chunks: list[list[_Measured]], most: int) -> Iterator[list[_Measured]]:
-    for chunk in chunks:
-        for at in range(0, len(chunk), most):
-            yield chunk[at : at + most]
-
-
-async def _refused(host: GraderHost, schema: dict[str, Any], chunks: list[list[_Measured]]) -> list[tuple[int, str]]:
-    """(place, why) of the items that the schema refuses, of the first chunk with any. Raises WorkerBroke."""
-    began_s, first = time.monotonic(), 0
-    for chunk in chunks:
-        if time.monotonic() - began_s > _CHECK_S:
-            raise WorkerBroke(f"checking took longer than {_CHECK_S:.0f} s")
-        refused = await host.refused_items(schema, [entry["item"] for entry, _ in chunk])
-        if refused:
-            return [(place + first if place >= 0 else place, why) for place, why in refused]
-        first += len(chunk)
-    return []
-
-
-def _given(source: requests.FileContent) -> list[list[_Measured]]:
+def _given(source: requests.FileContent) -> _Entries:
     """Entries of a request. Raises _Failed."""
-    chunks = _Chunks()
     for number, given in enumerate(source.content, 1):
         entry = given.model_dump()
         text = json.dumps(entry).encode()
         _check_text(number, text)
-        chunks.add(number, entry, len(text))
-    return chunks.found
+        yield number, entry, text
 
 
-def _read(path: Path) -> list[list[_Measured]]:
+def _read(path: Path) -> _Entries:
     """Entries of a JSONL file. Raises _Failed."""
-    chunks, number = _Chunks(), 0
+    number = 0
     try:
         with open(path, "rb") as source:
             while line := source.readline(requests.MAX_ENTRY_BYTES + 1):
@@ -332,31 +342,29 @@ def _read(path: Path) -> list[list[_Measured]]:
                     raise _Failed("invalid_data", f"The file has more than {2 * requests.MAX_ITEMS} lines.")
                 if line.strip():
                     _check_text(number, line)
-                    chunks.add(number, _entry(number, line), len(line))
+                    yield number, _entry(number, line), line
     except OSError as error:
         raise _Failed("file_unreadable", f"The file could not be read: {error}") from None
-    if not chunks.found:
-        raise _Failed("invalid_data", "The file has no items.")
-    return chunks.found
 
 
-class _Chunks:
-    def __init__(self) -> None:
-        self.found: list[list[_Measured]] = []
-        self._number = self._bytes = 0
-
-    def add(self, number: int, entry: dict[str, Any], size: int) -> None:
-        """size: of its text, which `_check_text` has taken. Raises _Failed."""
+def _in_chunks(entries: _Entries) -> _Chunks:
+    """What is checked and stored in one go, on a loop with other tasks. Raises _Failed."""
+    chunk: list[_Measured] = []
+    count, size, objects = 0, 0, 0
+    for number, entry, text in entries:
         if is_deeper(entry, MAX_DEPTH):
             raise _Failed("invalid_data", f"Line {number} is nested deeper than {MAX_DEPTH} levels.")
-        self._number += 1
-        if self._number > requests.MAX_ITEMS:
+        if (count := count + 1) > requests.MAX_ITEMS:
             raise _Failed("invalid_data", f"The file has more than {requests.MAX_ITEMS} items.")
-        self._bytes += size
-        if not self.found or len(self.found[-1]) == _CHUNK or self._bytes > _CHUNK_BYTES:
-            self.found.append([])
-            self._bytes = size
-        self.found[-1].append((entry, size))
+        more = text.count(b"[") + text.count(b"{")
+        if chunk and (len(chunk) == _CHUNK or size + len(text) > _CHUNK_BYTES or objects + more > _CHUNK_OBJECTS):
+            yield chunk
+            chunk, size, objects = [], 0, 0
+        size, objects = size + len(text), objects + more
+        chunk.append((entry, len(text)))
+    if not chunk:
+        raise _Failed("invalid_data", "The file has no items.")
+    yield chunk
 
 
 def _check_text(number: int, text: bytes) -> None:
@@ -372,7 +380,10 @@ def _check_text(number: int, text: bytes) -> None:
 def _entry(number: int, line: bytes) -> dict[str, Any]:
     """Raises _Failed."""
     try:
-        return requests.Entry.model_validate_json(line).model_dump()
+        # By the parser of requests: pydantic's takes NaN, and integers that no engine can be told.
+        return requests.Entry.model_validate(orjson.loads(line)).model_dump()
+    except orjson.JSONDecodeError as error:
+        raise _Failed("invalid_data", f"Line {number} is no JSON: {error}.") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the line"

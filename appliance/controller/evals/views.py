@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from appliance.controller.evals.requests import without_items
+from appliance.controller.evals.requests import JSONL, sample_of, without_items
 from appliance.controller.http.views import whose
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
@@ -40,8 +40,7 @@ def eval_object(row: EvalRow, caller: Principal) -> dict[str, Any]:
     } | whose(row, caller)
 
 
-def run_object(row: EvalRunRow, counts: dict[str, int], url: str, caller: Principal) -> dict[str, Any]:
-    """counts: items by status."""
+def run_object(row: EvalRunRow, url: str, caller: Principal) -> dict[str, Any]:
     return {
         "id": row.id,
         "object": "eval.run",
@@ -56,9 +55,9 @@ def run_object(row: EvalRunRow, counts: dict[str, int], url: str, caller: Princi
         "report_url": f"{url}/evals/{row.eval_id}/runs/{row.id}/output_items",
         "result_counts": {
             "total": row.total,
-            "passed": counts.get("pass", 0),
-            "failed": counts.get("fail", 0),
-            "errored": counts.get("error", 0),
+            "passed": row.counts.get("pass", 0),
+            "failed": row.counts.get("fail", 0),
+            "errored": row.counts.get("error", 0),
         },
         "per_testing_criteria_results": [
             {"testing_criteria": name, "passed": of.get("passed", 0), "failed": of.get("failed", 0)}
@@ -94,16 +93,17 @@ def item_object(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
 
 
 def _sample(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
-    given = row.sample or {}
-    answer = given.get("answer") or {}
+    # What the data has may have any shape; what a model was asked has the runner's.
+    asked = (row.sample or {}) if run.data_source.get("type") != JSONL else {}
+    answer = asked.get("answer") or {}
     sampling = run.data_source.get("sampling_params") or {}
-    text = answer.get("text", given.get("output_text"))
+    text = answer.get("text") if asked else sample_of(row.sample).output_text or None
     prompt, completion = answer.get("prompt_tokens", 0), answer.get("completion_tokens", 0)
     failed = answer.get("error")
     return {
         "input": [
             {"role": str(message.get("role", "")), "content": _text(message.get("content"))}
-            for message in given.get("input", [])
+            for message in asked.get("input", [])
         ],
         "output": [] if text is None else [{"role": "assistant", "content": _text(text)}],
         "finish_reason": answer.get("finish_reason", ""),

@@ -175,7 +175,11 @@ def routes(context: ControllerContext) -> APIRouter:
             kept(row.bytes)  # the file, until it has a row of its own
             try:
                 await _drop_all_but(context, row, set(body.part_ids))
-                sha256, md5 = await context.file_work.run(row.owner, _join, paths, incoming)
+                try:
+                    sha256, md5 = await context.file_work.run(row.owner, _join, paths, incoming)
+                except FileNotFoundError:
+                    _pending(context, upload_id, caller)  # it was cancelled or has expired, and its parts went
+                    raise
                 if body.md5 is not None and body.md5.lower() != md5:
                     raise BadRequest(
                         f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected.",

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
 from appliance.controller.access.model_access import caller_may_use, unknown_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import Principal
+from appliance.gateway.core import errors as gateway_errors
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.routes import resolve
+from appliance.gateway.payload.request_check import check_body
 from train.graders import sandbox
 from train.graders.errors import InvalidGrader
 from train.graders.graders import Grader, LabelModel, Python, ScoreModel, leaves, parse
 
 MAX_DEPTH = 128
 """Levels of an item: it is written and read again by recursion."""
+
+_LIMITS, _CHAT = Limits(), resolve(b"POST", b"/v1/chat/completions")
 
 
 def grader_of(context: ControllerContext, given: Any, caller: Principal, param: str = "grader") -> Grader:
@@ -29,4 +37,16 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
             raise BadRequest(f"{why[:1].upper()}{why[1:]}.", param=param, code="python_graders_unavailable")
         if isinstance(leaf, ScoreModel | LabelModel) and not caller_may_use(context.db, caller, leaf.model):
             raise unknown_model(leaf.model)
+        if isinstance(leaf, ScoreModel | LabelModel):
+            check_asked({"response_format": leaf.answers_by}, param)
     return grader
+
+
+def check_asked(fields: dict[str, Any], param: str) -> None:
+    """Whether an engine takes a chat completion with these fields: told once, and not for each of 10,000 items, whose
+    check takes up to 50 ms. Raises BadRequest."""
+    body = {"model": "m", "messages": [{"role": "user", "content": ""}], **fields}
+    try:
+        check_body(_CHAT, orjson.dumps(body), _LIMITS)
+    except gateway_errors.HttpError as error:
+        raise BadRequest(f"Invalid '{param}': {error.message}", param=param, code=error.code) from None

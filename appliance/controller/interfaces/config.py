@@ -40,7 +40,7 @@ class OwnerBounds(BaseModel):
     eval_runs: int = Field(32, ge=0)
     """Runs of evaluations that have not ended."""
     eval_bytes: int = Field(4 * GIB, ge=0)
-    """Of all items of runs of evaluations, with samples and results; past it no run begins or goes on."""
+    """Of all runs of evaluations, with their items, samples and results; past it no run begins or goes on."""
     responses: int = Field(50_000, ge=0)
     """Stored responses; beyond it, the owner's least recently used are deleted."""
     responses_bytes: int = Field(1024 * MIB, ge=0)
@@ -62,6 +62,8 @@ class RetentionSettings(BaseModel):
     """Batches that have ended, of all keys of one owner; beyond it the oldest are deleted."""
     eval_runs_days: float | None = Field(None, gt=0)
     """Runs of evaluations that have ended, with their items."""
+    eval_runs_per_owner: int = Field(10_000, ge=1)
+    """Runs of evaluations that have ended, of all keys of one owner; beyond it the oldest are deleted."""
     jobs_per_owner: int = Field(2_000, ge=1)
     """Jobs that have ended, of all keys of one owner; beyond it the oldest are deleted, with their folders, events and
     steps. A job stays as long as a model that it made, or as usage records of its devices."""

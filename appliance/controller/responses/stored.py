@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import orjson
@@ -18,6 +19,7 @@ import orjson
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFound, shown
 from appliance.controller.responses.items import Item, items_of, turn_items
+from appliance.store.chunks import little_by_little
 from appliance.store.objects import responses
 from appliance.store.records import keys
 from appliance.store.rows import ResponseRow
@@ -31,6 +33,8 @@ MAX_TURNS = 2000
 CONVERSATION_BYTES = 64 << 20
 # After this many bytes of a key (each row counts at least _ROW_BYTES) its owner's limits are checked.
 _LOOK_AFTER_BYTES, _ROW_BYTES = 4 << 20, 16 << 10
+# More than are added before the next look; freeing 1 MiB takes SQLite some 20 ms.
+_AT_ONCE_BYTES = 2 * _LOOK_AFTER_BYTES
 _TOUCH_EVERY_S = 3600.0
 # Per owner: this many callers may wait for an answer that has not arrived; further ones get NotFound at once.
 _MOST_EXPECTED = 100
@@ -83,8 +87,7 @@ class StoredResponses:
                     )
         for key_id in {row.key_id for row in rows if self._unchecked[row.key_id] > _LOOK_AFTER_BYTES}:
             self._keep_bounds(key_id)
-        if self._bytes > self._config.responses_bytes:
-            self._shrink()
+        self._shrink()
         for row in rows:
             self.tell(row.id)
         return new
@@ -179,29 +182,35 @@ class StoredResponses:
 
     # --- time
 
-    def keep_house(self, now_s: float) -> None:
-        with self._db.transaction():
-            responses.delete_of_revoked_keys(self._db)
-            responses.delete_unused(self._db, now_s - self._config.responses_kept_days * DAY_S)
+    async def keep_house(self, now_s: float) -> None:
+        await little_by_little(partial(responses.delete_of_revoked_keys, self._db))
+        before_s = now_s - self._config.responses_kept_days * DAY_S
+        await little_by_little(partial(responses.delete_unused, self._db, before_s))
         for key_id in list(self._unchecked):
-            self._keep_bounds(key_id)
+            await little_by_little(partial(self._keep_bounds, key_id))
         self._bytes = responses.totals(self._db)[1]
-        if self._bytes > self._config.responses_bytes:
-            self._shrink()
+        await little_by_little(self._shrink)
 
-    def _keep_bounds(self, key_id: str) -> None:
-        """Delete the least recently used responses of this key's owner beyond the limits."""
-        del self._unchecked[key_id]
+    def _keep_bounds(self, key_id: str) -> bool:
+        """Delete the least recently used responses of this key's owner beyond the limits, as many as may go at once.
+        False: none is beyond them."""
+        self._unchecked.pop(key_id, None)
         bounds = self._quotas.bounds(key_id)
-        if holdings.shrink_responses(self._db, key_id, bounds.responses, bounds.responses_bytes):
+        gone = holdings.shrink_responses(self._db, key_id, bounds.responses, bounds.responses_bytes, _AT_ONCE_BYTES)
+        if gone:
             self._bytes = responses.totals(self._db)[1]
+        return gone > 0
 
-    def _shrink(self) -> None:
+    def _shrink(self) -> bool:
+        """Make room as far as may be done at once; False: there is enough, or the rest is being answered."""
+        if self._bytes <= self._config.responses_bytes:
+            return False
         # Delete to below the limit, or the next response would have to make room again.
         with self._db.transaction():
-            deleted = responses.shrink(self._db, int(self._config.responses_bytes * 0.95))
+            deleted = responses.shrink(self._db, int(self._config.responses_bytes * 0.95), _AT_ONCE_BYTES)
         self._bytes = responses.totals(self._db)[1]
         log.info("responses_bytes is reached: deleted the %d least recently used", deleted)
+        return deleted > 0
 
     async def _arrived(self, response_id: str, viewer: str | None) -> ResponseRow | None:
         row = self._visible(response_id, viewer)

@@ -1,6 +1,7 @@
 """Evaluations, their runs, and the items of each run.
 
-viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself.
+viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself. What is deleted is seen
+by nobody from then on, and leaves the disk a few items at a time (`delete_some`).
 """
 
 from __future__ import annotations
@@ -8,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from appliance.store import chunks
 from appliance.store.database import Database, Page, owned_by, sql_list
 from appliance.store.rows import UNFINISHED_EVAL_RUN, EvalItemRow, EvalRow, EvalRunRow
 
 _UNFINISHED = sql_list(UNFINISHED_EVAL_RUN)
 _MINE = "(?2 IS NULL OR owner = ?2)"
+_THERE = "id NOT IN (SELECT id FROM eval_deletions)"
+_RUN_THERE = f"{_THERE} AND eval_id NOT IN (SELECT id FROM eval_deletions)"
+_ITEM_BYTES = "length(item) + coalesce(length(sample), 0) + coalesce(length(results), 0)"
 
 
 def insert(db: Database, row: EvalRow) -> None:
@@ -20,7 +25,7 @@ def insert(db: Database, row: EvalRow) -> None:
 
 
 def find(db: Database, eval_id: str, *, viewer: str | None) -> EvalRow | None:
-    return db.one(EvalRow, f"SELECT * FROM evals WHERE id = ?1 AND {_MINE}", [eval_id, viewer])
+    return db.one(EvalRow, f"SELECT * FROM evals WHERE id = ?1 AND {_MINE} AND {_THERE}", [eval_id, viewer])
 
 
 def update(db: Database, eval_id: str, **changes: Any) -> None:
@@ -29,12 +34,9 @@ def update(db: Database, eval_id: str, **changes: Any) -> None:
 
 
 def page(db: Database, *, viewer: str | None, after: str | None, limit: int, descending: bool) -> Page[EvalRow]:
-    return db.page(EvalRow, "evals", scope=owned_by(viewer), after=after, limit=limit, descending=descending)
-
-
-def delete(db: Database, eval_id: str) -> None:
-    """With its runs."""
-    db.execute("DELETE FROM evals WHERE id = ?", [eval_id])
+    return db.page(
+        EvalRow, "evals", scope=owned_by(viewer), where=_THERE, after=after, limit=limit, descending=descending
+    )
 
 
 def insert_run(db: Database, row: EvalRunRow) -> None:
@@ -44,7 +46,7 @@ def insert_run(db: Database, row: EvalRunRow) -> None:
 def find_run(db: Database, run_id: str, *, viewer: str | None = None, eval_id: str | None = None) -> EvalRunRow | None:
     return db.one(
         EvalRunRow,
-        f"SELECT * FROM eval_runs WHERE id = ?1 AND {_MINE} AND (?3 IS NULL OR eval_id = ?3)",
+        f"SELECT * FROM eval_runs WHERE id = ?1 AND {_MINE} AND (?3 IS NULL OR eval_id = ?3) AND {_RUN_THERE}",
         [run_id, viewer, eval_id],
     )
 
@@ -61,7 +63,7 @@ def page_runs(
         EvalRunRow,
         "eval_runs",
         scope={"eval_id": eval_id},
-        where="? IS NULL OR status = ?",
+        where=f"(? IS NULL OR status = ?) AND {_RUN_THERE}",
         parameters=[status, status],
         after=after,
         limit=limit,
@@ -73,21 +75,37 @@ def unfinished_ids(db: Database, *, eval_id: str | None = None, owner: str | Non
     """Of runs, oldest first. Their rows may hold megabytes each."""
     rows = db.execute(
         f"SELECT id FROM eval_runs WHERE status IN ({_UNFINISHED}) AND (?1 IS NULL OR eval_id = ?1) "
-        "AND (?2 IS NULL OR owner = ?2) ORDER BY seq",
+        f"AND (?2 IS NULL OR owner = ?2) AND {_RUN_THERE} ORDER BY seq",
         [eval_id, owner],
     )
     return [row["id"] for row in rows]
+
+
+def delete(db: Database, ids: Iterable[str]) -> None:
+    """Of evals, which take their runs with them, and of runs."""
+    db.many("INSERT OR IGNORE INTO eval_deletions VALUES (?)", [[one] for one in ids])
+
+
+def delete_some(db: Database) -> bool:
+    """Free the disk of a few items of what is deleted, then of it; False when nothing is left to be freed."""
+    first = db.execute("SELECT id FROM eval_deletions LIMIT 1").fetchone()
+    if first is None:
+        return False
+    run = db.execute("SELECT id FROM eval_runs WHERE id = ?1 OR eval_id = ?1 LIMIT 1", [first["id"]]).fetchone()
+    if run is None or not clear_some(db, run["id"]):
+        with db.transaction():
+            if run is not None:
+                db.execute("DELETE FROM eval_runs WHERE id = ?", [run["id"]])
+            if run is None or run["id"] == first["id"]:
+                db.execute("DELETE FROM evals WHERE id = ?", [first["id"]])
+                db.execute("DELETE FROM eval_deletions WHERE id = ?", [first["id"]])
+    return True
 
 
 def unfinished_owner(db: Database, run_id: str) -> str | None:
     """None if there is no such run, or it has ended. Its row is not read: it may hold megabytes."""
     rows = list(db.execute(f"SELECT owner FROM eval_runs WHERE id = ? AND status IN ({_UNFINISHED})", [run_id]))
     return str(rows[0]["owner"]) if rows else None
-
-
-def delete_run(db: Database, run_id: str) -> None:
-    """With its items."""
-    db.execute("DELETE FROM eval_runs WHERE id = ?", [run_id])
 
 
 def insert_items(db: Database, rows: Iterable[EvalItemRow]) -> None:
@@ -129,12 +147,10 @@ def page_items(
     )
 
 
-def counts(db: Database, run_id: str) -> dict[str, int]:
-    """Number of items by status."""
-    rows = db.execute("SELECT status, count(*) AS number FROM eval_items WHERE run_id = ? GROUP BY status", [run_id])
-    return {row["status"]: row["number"] for row in rows}
+def has_items(db: Database, run_id: str) -> bool:
+    return db.execute("SELECT 1 FROM eval_items WHERE run_id = ? LIMIT 1", [run_id]).fetchone() is not None
 
 
-def clear_items(db: Database, run_id: str) -> None:
-    """What a preparation that was cut short has left."""
-    db.execute("DELETE FROM eval_items WHERE run_id = ?", [run_id])
+def clear_some(db: Database, run_id: str) -> bool:
+    """Delete a few items of the run; False: it has none."""
+    return chunks.delete_some(db, "eval_items", "run_id = ?", [run_id], _ITEM_BYTES)

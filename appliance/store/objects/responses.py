@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow
 
@@ -82,23 +83,26 @@ def totals(db: Database) -> tuple[int, int]:
     return row["number"], row["bytes"]
 
 
-def delete_unused(db: Database, before_s: float) -> int:
-    """Deletes those neither made nor continued since; unfinished ones stay."""
-    return db.execute(f"DELETE FROM responses WHERE used_s < ? AND status NOT IN ({_UNFINISHED})", [before_s]).rowcount
+def delete_unused(db: Database, before_s: float) -> bool:
+    """Deletes a few of those neither made nor continued since; unfinished ones stay. False: none was left."""
+    where = f"used_s < ? AND status NOT IN ({_UNFINISHED})"
+    return chunks.delete_some(db, "responses", where, [before_s], "bytes")
 
 
-def delete_of_revoked_keys(db: Database) -> int:
-    """Deletes those whose owner has no live key left."""
-    return db.execute(
-        "DELETE FROM responses WHERE key_id IN (SELECT id FROM keys WHERE revoked_s IS NOT NULL)"
+def delete_of_revoked_keys(db: Database) -> bool:
+    """Deletes a few of those whose owner has no live key left. False: none was left."""
+    where = (
+        "key_id IN (SELECT id FROM keys WHERE revoked_s IS NOT NULL)"
         " AND owner NOT IN (SELECT owner FROM keys WHERE revoked_s IS NULL)"
-    ).rowcount
+    )
+    return chunks.delete_some(db, "responses", where, [], "bytes")
 
 
-def shrink(db: Database, to_bytes: int) -> int:
-    """Delete the longest unused responses of the key that holds most, until `to_bytes` are left; returns how many
-    went."""
+def shrink(db: Database, to_bytes: int, most_bytes: int) -> int:
+    """Delete the longest unused responses of the key that holds most, until `to_bytes` are left or this many have gone;
+    returns how many went."""
     deleted, (_, left) = 0, totals(db)
+    to_bytes = max(to_bytes, left - most_bytes)
     while left > to_bytes:
         rows = db.execute(
             f"SELECT id, bytes FROM responses WHERE status NOT IN ({_UNFINISHED}) AND key_id = (SELECT key_id FROM "

@@ -37,10 +37,11 @@ def background(db: Database, key_id: str) -> tuple[int, int]:
     return _number_and_bytes(db, f"responses WHERE status IN ({sql_list(UNFINISHED_RESPONSE)}) AND {_OF}", key_id)
 
 
-def shrink_responses(db: Database, key_id: str, number: int, size: int) -> int:
-    """Delete the longest unused until at most `number` are left with at most `size` bytes; returns how many went.
-    Unanswered ones stay."""
+def shrink_responses(db: Database, key_id: str, number: int, size: int, most_bytes: int) -> int:
+    """Delete the longest unused until at most `number` are left with at most `size` bytes, or `most_bytes` have gone;
+    returns how many went. Unanswered ones stay."""
     have, have_bytes = responses(db, key_id)
+    until_bytes = have_bytes - most_bytes
     gone = []
     if have > number or have_bytes > size:
         rows = db.execute(
@@ -49,7 +50,7 @@ def shrink_responses(db: Database, key_id: str, number: int, size: int) -> int:
             [key_id],
         )
         for row in rows:
-            if have <= number and have_bytes <= size:
+            if (have <= number and have_bytes <= size) or have_bytes <= until_bytes:
                 break
             have, have_bytes = have - 1, have_bytes - row["bytes"]
             gone.append([row["id"]])
@@ -63,7 +64,7 @@ def batches(db: Database, key_id: str) -> int:
 
 
 def evals(db: Database, key_id: str) -> int:
-    return _number(db, f"evals WHERE {_OF}", key_id)
+    return _number(db, f"evals WHERE id NOT IN (SELECT id FROM eval_deletions) AND {_OF}", key_id)
 
 
 def eval_runs(db: Database, key_id: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from appliance.store.database import Database, sql_list
-from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH
+from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_EVAL_RUN
 
 # (db, before_s, limit) -> how many went. Fewer than `limit` means that nothing more is that old.
 Drop = Callable[[Database, float, int], int]
@@ -35,7 +35,6 @@ audit = _oldest("audit", "created_s")
 handovers = _oldest("handovers", "ended_s")
 operations = _oldest("operations", "ended_s", "state != 'running'")
 device_time = _oldest("device_time", "to_s")
-eval_runs = _oldest("eval_runs", "ended_s")
 batches = _oldest("batches", "created_s", f"status NOT IN ({_LIVE})")
 
 
@@ -50,6 +49,24 @@ def batches_past(db: Database, owner: str, keep: int, limit: int) -> int:
         f" WHERE owner = ?1 AND status NOT IN ({_LIVE}) ORDER BY seq DESC LIMIT ?3 OFFSET ?2)",
         [owner, keep, limit],
     ).rowcount
+
+
+def eval_runs(db: Database, before_s: float, limit: int) -> int:
+    """Runs of evaluations; their rows and items go by `objects.evals.delete_some`."""
+    return db.execute(
+        "INSERT INTO eval_deletions SELECT id FROM eval_runs WHERE ended_s < ? AND id NOT IN (SELECT id FROM"
+        " eval_deletions) ORDER BY ended_s LIMIT ?",
+        [before_s, limit],
+    ).rowcount
+
+
+def eval_runs_past(db: Database, owner: str, keep: int) -> None:
+    """Ended runs of an owner's beyond the newest `keep`; they go as those of `eval_runs` do."""
+    db.execute(
+        "INSERT OR IGNORE INTO eval_deletions SELECT id FROM eval_runs"
+        f" WHERE owner = ?1 AND status NOT IN ({sql_list(UNFINISHED_EVAL_RUN)}) ORDER BY seq DESC LIMIT -1 OFFSET ?2",
+        [owner, keep],
+    )
 
 
 def audit_past(db: Database, key_id: str, keep: int, limit: int) -> int:

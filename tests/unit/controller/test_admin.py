@@ -245,7 +245,11 @@ async def test_housekeeping_and_canaries_outlive_what_they_stumble_over(control:
         raise OSError("Read-only file system")
 
     monkeypatch.setattr("appliance.controller.app.keep_house", fails)
-    monkeypatch.setattr(control.app.state.responses, "keep_house", lambda now_s: looked.append("responses"))
+
+    async def works(now_s: float) -> None:
+        looked.append("responses")
+
+    monkeypatch.setattr(control.app.state.responses, "keep_house", works)
     await _keep_house(control.context, control.app.state.responses, control.app.state.background)
     await _keep_house(control.context, control.app.state.responses, control.app.state.background)
     assert looked == ["files", "responses"] * 2

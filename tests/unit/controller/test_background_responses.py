@@ -281,7 +281,7 @@ async def test_one_that_waits_for_a_day_fails_and_one_of_a_revoked_key_goes(cont
     body = {"model": "starter", "input": "x", "background": True}
     other = (await control.http.post("/v1/responses", json=body, headers=theirs)).json()
     keys.revoke(control.db, row.id)
-    control.app.state.responses.keep_house(time.time())
+    await control.app.state.responses.keep_house(time.time())
     control.app.state.background.keep_house(time.time() + 86401)
     found = await control.sdk.responses.retrieve(made.id)
     assert found.status == "failed" and found.error is not None and "24 hours" in found.error.message

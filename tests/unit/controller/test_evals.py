@@ -9,18 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import orjson
 import pytest
 
 from appliance.controller.evals import requests, runner
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.grading import model_answers
+from appliance.controller.grading.given import grader_of
+from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.interfaces.principal import FINE_TUNING, Principal
 from appliance.store.objects import evals
 from appliance.store.records import keys
 from appliance.store.upkeep import retention
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import ADMIN, Control
 from train.graders.errors import GradingFailed
+from train.graders.host import GraderHost
 
 CHECK: Any = {
     "type": "string_check",
@@ -190,7 +195,7 @@ async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     control.context.batch_engines.lines = 0
     eval_id = await made(control)
     run = await control.sdk.evals.runs.create(eval_id, data_source=asked())
-    while evals.counts(control.db, run.id) != {"queued": 2}:
+    while len(evals.queued_items(control.db, run.id, 9)) != 2:
         await asyncio.sleep(0.001)
     cancelled = await control.sdk.evals.runs.cancel(run.id, eval_id=eval_id)
     assert cancelled.status == "canceled" and cancelled.result_counts.total == 2
@@ -212,7 +217,8 @@ async def test_after_a_restart_the_rest_is_judged_once(control: Control, monkeyp
     monkeypatch.setattr(EvalRunner, "_store", once)
     run = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a"), ("b", "b"), ("c", "d")))
     await control.app.state.evaluations.tasks.idle()
-    assert evals.counts(control.db, run.id) == {"pass": 1, "queued": 2}
+    kept = evals.find_run(control.db, run.id)
+    assert kept is not None and kept.counts == {"pass": 1} and len(evals.queued_items(control.db, run.id, 9)) == 2
     monkeypatch.setattr(EvalRunner, "_store", stored)
     control.app.state.evaluations.start()
     await control.app.state.evaluations.tasks.idle()
@@ -247,7 +253,7 @@ async def test_a_key_that_is_revoked_while_an_item_is_judged_has_no_more_of_it_j
     await control.app.state.evaluations.tasks.idle()
     found = evals.find_run(control.db, run.id)
     assert found is not None and (found.status, found.results) == ("failed", {})
-    assert evals.counts(control.db, run.id) == {"queued": 2}
+    assert len(evals.queued_items(control.db, run.id, 9)) == 2
 
 
 REFUSED = {
@@ -286,6 +292,26 @@ async def test_what_is_no_run_is_refused_by_name(control: Control, source: Any, 
     assert caught.value.param == param
 
 
+async def test_what_no_engine_takes_is_refused_with_the_run_and_not_with_each_item(control: Control):
+    control.as_key("carol")
+    eval_id = await made(control)
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "string", "pattern": "[]a"}}}
+    with pytest.raises(openai.BadRequestError, match="class that begins") as caught:
+        source = asked(sampling_params={"response_format": form})
+        await control.sdk.evals.runs.create(eval_id, data_source=source)
+    assert caught.value.param == "data_source.sampling_params"
+
+
+async def test_a_judge_that_no_engine_takes_is_refused_with_its_grader(control: Control):
+    labels = [str(number) * 2500 for number in range(10, 20)]
+    message = {"role": "user", "content": "x"}
+    judge = {"type": "label_model", "name": "n", "model": "starter", "input": [message]}
+    caller = Principal("key_carol", frozenset({FINE_TUNING}), "req_1", "carol")
+    grader_of(control.context, {**judge, "labels": labels[:1], "passing_labels": labels[:1]}, caller)
+    with pytest.raises(BadRequest, match="too complex"):
+        grader_of(control.context, {**judge, "labels": labels, "passing_labels": labels[:1]}, caller)
+
+
 async def test_models_and_files_that_are_not_ones_own_do_not_exist(control: Control):
     eval_id = await made(control)
     with pytest.raises(openai.NotFoundError, match="model"):
@@ -311,7 +337,7 @@ async def test_runs_are_forgotten_by_age_and_with_their_owner(control: Control):
     run = await ended(control, eval_id, given(("a", "a")))
     assert retention.eval_runs(control.db, time.time() - 60, 10) == 0
     assert retention.eval_runs(control.db, time.time() + 60, 10) == 1
-    assert evals.find_run(control.db, run.id) is None and evals.counts(control.db, run.id) == {}
+    assert evals.find_run(control.db, run.id) is None
     await ended(control, eval_id, given(("a", "a")))
     control.http.headers.update(ADMIN)
     told = await control.http.post("/admin/v1/forget", json={"owner": "carol", "cancel": True})
@@ -324,6 +350,10 @@ ODD_SAMPLES: dict[str, Any] = {
     "a choice is a text": {"choices": ["x"]},
     "a message is a text": {"choices": [{"message": "x"}]},
     "tools are a number": {"output_tools": 5},
+    "an answer as the runner keeps them": {"answer": {"prompt_tokens": "x", "error": {"a": 1}}},
+    "an answer that is a text": {"answer": "x"},
+    "messages that are none": {"input": [1]},
+    "messages that are a number": {"input": 5},
 }
 
 
@@ -334,6 +364,11 @@ async def test_a_sample_of_another_shape_fails_alone(control: Control, sample: A
         control, await made(control), {"type": "jsonl", "source": {"type": "file_content", "content": content}}
     )
     assert run.status == "completed" and run.result_counts.passed == 1
+    shown = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=run.eval_id)).data
+    assert [item.status for item in shown] == ["fail", "pass"]
+    assert (
+        shown[0].sample.input == [] and shown[0].sample.error.message == "" and not shown[0].sample.usage.total_tokens
+    )
     assert control.context.background.degraded() == []
 
 
@@ -358,8 +393,8 @@ async def test_a_run_keeps_its_items_once(control: Control):
 
 async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
-    control.as_key("carol", bounds={"eval_bytes": 300})
-    answers(control, "long " * 100)
+    control.as_key("carol", bounds={"eval_bytes": 6000})
+    answers(control, "long " * 500)
     run = await ended(control, await made(control), asked())
     assert (run.status, run.error.code) == ("failed", "limit_reached") and run.result_counts.failed == 1
 
@@ -393,6 +428,7 @@ DEAR = {
     "deep": b'{"item": {"answer": "", "x": ' + b"[" * 200 + b"]" * 200 + b"}}",
     "no text": b'{"item": {"answer": "\xff"}}',
     "empty lines": b"\n" * 20_002,
+    "no number": b'{"item": {"answer": NaN}}',
 }
 
 
@@ -400,14 +436,62 @@ DEAR = {
 def test_a_line_that_is_dear_to_parse_is_refused(tmp_path: Path, line: bytes):
     (tmp_path / "f").write_bytes(line)
     with pytest.raises(runner._Failed):
-        runner._read(tmp_path / "f")
+        list(runner._in_chunks(runner._read(tmp_path / "f")))
+
+
+def test_a_file_is_read_as_a_request_is(tmp_path: Path):
+    """An integer of 31 digits ended the run: no engine can be told it."""
+    (tmp_path / "f").write_bytes(b'{"item": {"turns": [{"role": "user", "content": 1' + b"0" * 30 + b"}]}}")
+    (((entry, _),),) = list(runner._in_chunks(runner._read(tmp_path / "f")))
+    assert orjson.loads(orjson.dumps(entry["item"])) == {"turns": [{"role": "user", "content": 1e30}]}
 
 
 def test_entries_come_in_chunks_that_block_no_loop(tmp_path: Path):
     line = json.dumps({"item": {"answer": "x" * 100_000}}) + "\n"
     (tmp_path / "f").write_text(line * 40)
-    chunks = runner._read(tmp_path / "f")
+    chunks = list(runner._in_chunks(runner._read(tmp_path / "f")))
     assert sum(map(len, chunks)) == 40 and max(sum(size for _, size in one) for one in chunks) <= runner._CHUNK_BYTES
+    (tmp_path / "f").write_text(json.dumps({"item": {"answer": [[]] * 1200}}) + "\n")
+    many = (tmp_path / "f").read_bytes() * 60
+    (tmp_path / "f").write_bytes(many)
+    chunks = list(runner._in_chunks(runner._read(tmp_path / "f")))
+    assert sum(map(len, chunks)) == 60 and max(map(len, chunks)) * 1200 <= runner._CHUNK_OBJECTS
+
+
+async def test_a_file_is_checked_and_stored_some_at_a_time(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """All of it as objects was 20 times its size. What is there counts, when the run is cancelled meanwhile, too."""
+    monkeypatch.setattr(runner, "_CHUNK", 2)
+    checking, go_on = asyncio.Event(), asyncio.Event()
+    checked: list[int] = []
+
+    def there(run_id: str) -> int:
+        return int(control.db.execute("SELECT count(*) FROM eval_items WHERE run_id = ?", [run_id]).fetchone()[0])
+
+    async def refused_items(host: Any, schema: Any, items: list[Any]) -> list[tuple[int, str]]:
+        checked.append(len(items))
+        if len(checked) == 2:
+            checking.set()
+            await go_on.wait()
+        return []
+
+    monkeypatch.setattr(GraderHost, "refused_items", refused_items)
+    control.as_key("carol")
+    eval_id = await made(control)
+    file_id = await control.upload(b'{"item": {"answer": "a"}}\n' * 5 + b"{}\n", purpose="user_data")
+    source: Any = {"type": "jsonl", "source": {"type": "file_id", "id": file_id}}
+    run = await control.sdk.evals.runs.create(eval_id, data_source=source)
+    await checking.wait()
+    assert there(run.id) == 2 and checked == [2, 2]
+    await control.sdk.evals.runs.cancel(run.id, eval_id=eval_id)
+    await control.app.state.evaluations.tasks.idle()
+    row = evals.find_run(control.db, run.id)
+    assert row is not None and row.total == 2
+    assert row.bytes == requests.own_bytes(row.data_source) + 2 * (26 + requests.ITEM_BYTES)
+    go_on.set()
+    failed = await ended(control, eval_id, source)  # its last line is no item
+    row = evals.find_run(control.db, failed.id)
+    assert failed.error.code == "invalid_data" and there(failed.id) == 0
+    assert row is not None and (row.total, row.bytes) == (0, requests.own_bytes(row.data_source))
 
 
 TOO_LARGE = {"MAX_SCHEMA_BYTES": "data_source_config.item_schema", "MAX_CRITERIA_BYTES": "testing_criteria"}

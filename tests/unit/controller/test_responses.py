@@ -289,19 +289,19 @@ async def test_what_is_gone_on_from_is_kept_as_long_as_what_needs_it(control: Co
     old_s = time.time() - 29 * day_s
     control.db.execute("UPDATE responses SET used_s = ?", [old_s])
     await send(control, copy(4, previous=3))
-    stored.keep_house(time.time() + 2 * day_s)
+    await stored.keep_house(time.time() + 2 * day_s)
     assert [responses.find(control.db, name(n)) is not None for n in (1, 2, 3, 4)] == [True, False, True, True]
-    stored.keep_house(time.time() + 31 * day_s)
+    await stored.keep_house(time.time() + 31 * day_s)
     assert responses.totals(control.db) == (0, 0)
 
 
 async def test_responses_of_a_revoked_key_go(control: Control):
     row, _ = keys.create(control.db, "laptop", ["inference"])
     await send(control, copy(1, key=row.id), copy(2))
-    control.app.state.responses.keep_house(time.time())
+    await control.app.state.responses.keep_house(time.time())
     assert responses.totals(control.db)[0] == 2
     keys.revoke(control.db, row.id)
-    control.app.state.responses.keep_house(time.time())
+    await control.app.state.responses.keep_house(time.time())
     assert responses.find(control.db, name(1)) is None and responses.find(control.db, name(2)) is not None
 
 

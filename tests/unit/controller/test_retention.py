@@ -245,6 +245,7 @@ def test_by_default_only_copies_and_reports_of_long_work_go():
         "events_per_job",
         "jobs_per_owner",
         "batches_per_owner",
+        "eval_runs_per_owner",
         "audit_rows_per_key",
     }
 

@@ -160,6 +160,24 @@ async def test_the_disk_holds_at_most_twice_what_was_announced_while_it_is_compl
     assert held == [20_000]
 
 
+async def test_an_upload_that_is_cancelled_while_it_is_completed_says_so(control: Control, monkeypatch):
+    """Its parts had gone under the hand that joined them: a 500."""
+    join = upload_routes._join
+
+    def cancelled_meanwhile(parts: list[Path], target: Path) -> tuple[str, str]:
+        cancelling = asyncio.run_coroutine_threadsafe(control.sdk.uploads.cancel(made.id), loop)
+        cancelling.result(timeout=10)
+        return join(parts, target)
+
+    loop = asyncio.get_running_loop()
+    made = await control.sdk.uploads.create(bytes=4, filename="a", mime_type="text/plain", purpose="user_data")
+    part = await control.sdk.uploads.parts.create(made.id, data=b"abcd")
+    monkeypatch.setattr(upload_routes, "_join", cancelled_meanwhile)
+    with pytest.raises(openai.BadRequestError, match="is cancelled"):
+        await control.sdk.uploads.complete(made.id, part_ids=[part.id])
+    assert not list(control.context.files_dir.iterdir()) and not list(control.context.uploads_dir.iterdir())
+
+
 async def test_a_part_that_is_not_there_is_named_without_a_look_at_all_that_are(control: Control, monkeypatch):
     """Ten thousand as rows took the loop of all others 70 ms, for a request of thirty bytes."""
     upload_id = await begun(control)

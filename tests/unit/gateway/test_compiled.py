@@ -50,7 +50,7 @@ def copy(tmp_path: Path) -> Path:
 def test_an_edited_file_is_never_hidden(copy: Path) -> None:
     assert says_form(copy) == gateway.FORM
     assert says_form(copy, "-X", "gateway=interpreted") == "interpreted"
-    edited = copy / "appliance" / "gateway" / "payload" / "usage.py"
+    edited = copy / "appliance" / "gateway" / "answers" / "usage.py"
     edited.write_text(edited.read_text() + "\n")
     assert says_form(copy) == "interpreted"
 

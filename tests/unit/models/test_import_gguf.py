@@ -141,3 +141,26 @@ def test_a_header_that_claims_more_than_there_are_tensors_is_refused(tmp_path, k
     file = gguf_files.write(tmp_path / "m.gguf", made, "llama", blocks=names)
     with pytest.raises(convert._Refused, match=f"claims {key} 3000000, its tensors have {honest}"):
         convert._parameters(file)
+
+
+@pytest.mark.parametrize("field", ["split.count", "llama.block_count", "llama.expert_count", "llama.vocab_size"])
+def test_text_where_a_number_belongs_is_refused_by_name(tmp_path, field):
+    file = gguf_files.write(tmp_path / "m.gguf", gguf_files.model("llama"), "llama", **{field: "many"})
+    with pytest.raises(convert._Refused, match="no sound GGUF file"):
+        convert._parameters(file)
+
+
+def test_lists_in_lists_without_end_are_refused_by_name(tmp_path):
+    """The library reads them by recursion."""
+
+    def text(value: bytes) -> bytes:
+        return len(value).to_bytes(8, "little") + value
+
+    def number(value: int, size: int) -> bytes:
+        return value.to_bytes(size, "little")
+
+    inner = (number(9, 4) + number(1, 8)) * 50_000 + number(0, 4) + number(1, 8) + b"\0"
+    file = tmp_path / "deep.gguf"
+    file.write_bytes(b"GGUF" + number(3, 4) + number(0, 8) + number(1, 8) + text(b"a") + number(9, 4) + inner)
+    with pytest.raises(convert._Refused, match="no sound GGUF file: RecursionError"):
+        convert._parameters(file)

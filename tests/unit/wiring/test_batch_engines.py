@@ -12,6 +12,7 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.bus.load import Load, ModelLoad, ReplicaLoad
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.ports import LineReturned
+from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.wiring.batch_engines import SocketEngines
 from scheduler.core.workload import Demand
@@ -112,6 +113,28 @@ async def test_the_gateways_checks_hold(lines):
     lines._bus.set_models(table(("r1", "/nowhere", "open")))
     answer = await lines.send("starter", URL, BODY | {"chat_template": "{{ x }}"}, "req_1")
     assert answer.status == 400 and answer.body["error"]["code"] == "unsupported_parameter"
+
+
+async def test_the_loop_is_free_between_two_checks(lines, monkeypatch):
+    """Sixteen lines whose form takes 50 ms each held up everybody for a second."""
+    lines._bus.set_models(table(("r1", "/nowhere", "open")))
+    turn, checked_in = 0, []
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def check(url: str, content: bytes) -> bytes:
+        checked_in.append(turn)
+        raise gateway_errors.bad_request("no", param="n")
+
+    monkeypatch.setattr(lines, "_check", check)
+    counting = asyncio.create_task(count())
+    await asyncio.gather(*(lines.send("starter", URL, BODY, f"req_{number}") for number in range(8)))
+    counting.cancel()
+    assert len(set(checked_in)) == 8
 
 
 async def test_what_was_put_together_is_no_larger_than_what_a_gateway_reads(lines):

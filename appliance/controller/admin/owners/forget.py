@@ -164,7 +164,9 @@ def routes(
             await asyncio.sleep(0)
         for upload_id in forgotten.ids(db, "uploads", owner):
             await to_thread.run_sync(shutil.rmtree, context.uploads_dir / upload_id, True)
-        for table in ("uploads", "batches", "responses", "idempotency", "eval_runs", "evals"):
+        gone = [one for table in ("eval_runs", "evals") for one in forgotten.ids(db, table, owner)]
+        await evaluations.delete(gone, within_s=None)
+        for table in ("uploads", "batches", "responses", "idempotency"):
             while forgotten.delete(db, owner, table, _CHUNK) == _CHUNK:
                 await asyncio.sleep(0)
 

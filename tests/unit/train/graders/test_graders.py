@@ -77,7 +77,9 @@ def test_templates_reach_into_items_and_samples() -> None:
     assert fill("{{sample.choices.0.message.content}} {not one}", Sample("hi"), None) == "hi {not one}"
 
 
-@pytest.mark.parametrize("variable", ["item.b", "item.a.x", "item.a.9", "sample.choices.1"])
+@pytest.mark.parametrize(
+    "variable", ["item.b", "item.a.x", "item.a.9", "item.a.²", f"item.a.{'9' * 5000}", "sample.choices.1"]
+)
 def test_what_the_item_lacks_is_said(variable: str) -> None:
     with pytest.raises(GradingFailed, match=r"has no value: '\w+' is not there") as failure:
         fill(f"{{{{ {variable} }}}}", Sample(""), {"a": [1]})
@@ -218,13 +220,23 @@ def test_only_arithmetic_is_a_formula(text: str, message: str) -> None:
     assert message in refusal.value.message
 
 
+def test_a_refusal_is_short_however_long_what_it_names_is() -> None:
+    for long in ({**LABEL, "passing_labels": ["x" * 9000]}, {**SCORE, "z" * 9000: 1}):
+        with pytest.raises(InvalidGrader) as refusal:
+            parse(long)
+        assert len(str(refusal.value)) < 1100
+
+
 def test_formulas_know_powers_and_functions() -> None:
     rewards = {"a": 3.0, "b": 0.25}
     assert formula.value("a ^ 2 + sqrt(b) - min(a, b, 9) * floor(2.7) / ceil(0.1)", rewards) == 9.0
     assert formula.value("abs(-a) + exp(0) + log(1) + max(a, b)", rewards) == 7.0
 
 
-@pytest.mark.parametrize("text", ["a / b", "log(b)", "sqrt(0 - a)", "(0 - a) ^ 0.5", "9 ^ 9 ^ 9 ^ 9", "1e308 * 10 * a"])
+@pytest.mark.parametrize(
+    "text",
+    ["a / b", "log(b)", "sqrt(0 - a)", "(0 - a) ^ 0.5", "max((0 - a) ^ 0.5, 1)", "9 ^ 9 ^ 9 ^ 9", "1e308 * 10 * a"],
+)
 def test_a_formula_without_a_value_says_so(text: str) -> None:
     with pytest.raises(GradingFailed, match="has no value for a = 1, b = 0") as failure:
         formula.value(text, {"a": 1.0, "b": 0.0})

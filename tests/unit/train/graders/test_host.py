@@ -82,3 +82,20 @@ async def test_code_is_told_nothing_of_where_the_box_is(host: GraderHost, monkey
     monkeypatch.setenv("APPLIANCE_DATA_DIR", "/srv/box")
     body = "import os\n    return os.readlink('/proc/self/cwd') == '/' and 'APPLIANCE_DATA_DIR' not in os.environ"
     assert (await host.grade(python(body), [(Sample(""), None)]))[0].reward == 1
+
+
+async def test_half_a_sign_is_no_text_that_is_told(host: GraderHost) -> None:
+    """JSON and users' code may hold it; nobody could be answered it, nor a model be asked it."""
+    judge = parse(
+        {
+            "type": "score_model",
+            "name": "j",
+            "model": "m",
+            "input": [{"role": "user", "content": "{{ sample.output_json.a }}é你"}],
+        }
+    )
+    (asked,) = await host.requests(judge, [(Sample('{"a": "\\ud800"}'), None)])
+    assert asked["j"]["messages"][0]["content"] == "?é你"
+    if not sandbox.refusal():
+        (found,) = await host.grade(python("raise ValueError('\\ud800')"), [(Sample(""), None)])
+        assert found.messages == ["p: ValueError: ? (line 2)"]

@@ -1,0 +1,37 @@
+"""Deletes rows that hold many bytes a few at a time.
+
+Freeing a gigabyte of pages takes SQLite half a minute, and the thread that waits for it serves every owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from appliance.store.database import Database
+
+CHUNK_BYTES, CHUNK_ROWS = 256 << 10, 500
+
+
+def delete_some(db: Database, table: str, where: str, parameters: Sequence[Any], size: str) -> bool:
+    """Delete rows until they held CHUNK_BYTES, one at least. size: SQL for the bytes of a row. False: none was left."""
+    found = db.execute(f"SELECT seq, {size} AS size FROM {table} WHERE {where} LIMIT {CHUNK_ROWS}", parameters)
+    chosen, held = [], 0
+    for row in found:
+        chosen.append([row["seq"]])
+        if (held := held + row["size"]) >= CHUNK_BYTES:
+            break
+    found.close()  # it may have more to give, and would keep its snapshot of the store
+    db.many(f"DELETE FROM {table} WHERE seq = ?", chosen)
+    return bool(chosen)
+
+
+async def little_by_little(step: Callable[[], bool]) -> None:
+    """Call it until it says that nothing is left; as long as each call took, the loop is free for others."""
+    while True:
+        began_s = time.monotonic()
+        if not step():
+            return
+        await asyncio.sleep(time.monotonic() - began_s)

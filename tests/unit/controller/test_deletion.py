@@ -1,0 +1,143 @@
+"""What holds much and is deleted: unseen at once, off the disk a few rows at a time, counted until then."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import openai
+import pytest
+
+from appliance.controller import retention
+from appliance.controller.evals import requests
+from appliance.store import chunks
+from appliance.store.database import Database
+from appliance.store.objects import evals, responses
+from appliance.store.records import keys
+from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, ResponseRow
+from appliance.store.upkeep import holdings
+from tests.unit.controller.conftest import Control
+from tests.unit.controller.test_evals import CHECK, ended, given, made
+
+ITEM_BYTES = chunks.CHUNK_BYTES // 2
+
+
+def fill(db: Database, eval_id: str, runs: int, items: int, key_id: str | None = None, owner: str = "") -> list[str]:
+    """Ended runs of items so large that three are more than a step deletes."""
+    if evals.find(db, eval_id, viewer=None) is None:
+        evals.insert(db, EvalRow(eval_id, "n", 0.0, key_id=key_id, owner=owner))
+    ids = [f"evalrun_{number}" for number in range(runs)]
+    for run_id in ids:
+        row = EvalRunRow(run_id, eval_id, "", 0.0, key_id, owner, "completed", ended_s=1.0, bytes=items * ITEM_BYTES)
+        evals.insert_run(db, row)
+        item = {"x": "x" * ITEM_BYTES}
+        evals.insert_items(db, [EvalItemRow(f"{run_id}-{n}", run_id, n, 0.0, "pass", item) for n in range(items)])
+    return ids
+
+
+def rows(db: Database, table: str) -> int:
+    return int(db.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+
+def test_no_step_deletes_more_than_so_many_bytes(tmp_path: Path):
+    """One statement for all held the controller's loop for 29 s at 1 GB."""
+    with Database(tmp_path / "a.db") as db:
+        fill(db, "eval_1", runs=3, items=7)
+        evals.delete(db, ["eval_1"])
+        left, steps = rows(db, "eval_items"), 0
+        while evals.delete_some(db):
+            steps += 1
+            assert left - rows(db, "eval_items") <= 2
+            left = rows(db, "eval_items")
+        assert steps >= 3 * 4
+        assert [rows(db, table) for table in ("evals", "eval_runs", "eval_items", "eval_deletions")] == [0, 0, 0, 0]
+
+
+async def test_what_is_deleted_is_seen_by_nobody_and_counts_until_it_has_left(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    key_id = control.as_key("carol", owner="carol", bounds={"evals": 1, "eval_bytes": 10 * ITEM_BYTES})
+    eval_id = await made(control)
+    fill(control.db, eval_id, runs=3, items=7, key_id=key_id, owner="carol")
+    may_go_on = asyncio.Event()
+    monkeypatch.setattr(asyncio, "sleep", lambda _=0: may_go_on.wait())
+    task = asyncio.create_task(control.sdk.evals.delete(eval_id))
+    while not rows(control.db, "eval_deletions"):
+        await asyncio.wait([task], timeout=0.001)
+    assert rows(control.db, "eval_items") > 15
+    assert await control.sdk.evals.list() and (await control.sdk.evals.list()).data == []
+    for request in (
+        control.sdk.evals.retrieve(eval_id),
+        control.sdk.evals.delete(eval_id),
+        control.sdk.evals.runs.list(eval_id),
+        control.sdk.evals.runs.retrieve("evalrun_1", eval_id=eval_id),
+        control.sdk.evals.runs.output_items.list("evalrun_1", eval_id=eval_id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await request
+    again = await made(control)
+    with pytest.raises(openai.APIStatusError, match="bytes"):
+        await control.sdk.evals.runs.create(again, data_source=given(("a", "a")))
+    may_go_on.set()
+    assert (await task).deleted
+    assert rows(control.db, "eval_items") == rows(control.db, "eval_deletions") == 0
+    run = await ended(control, again, given(("a", "a")))
+    assert run.status == "completed"
+
+
+async def test_a_deletion_goes_on_after_a_restart(control: Control):
+    fill(control.db, "eval_1", runs=1, items=3)
+    evals.delete(control.db, ["eval_1"])
+    control.app.state.evaluations.start()
+    await control.app.state.evaluations.tasks.idle()
+    assert rows(control.db, "eval_items") == rows(control.db, "evals") == 0
+
+
+async def test_a_run_that_is_deleted_under_way_ends(control: Control):
+    control.as_key("carol")
+    eval_id = await made(control, CHECK)
+    run = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a"), ("b", "b")))
+    assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
+    await control.app.state.evaluations.tasks.idle()
+    assert rows(control.db, "eval_runs") == rows(control.db, "eval_items") == 0
+    assert control.context.background.degraded() == []
+
+
+async def test_runs_that_hold_nothing_count_what_they_were_asked_with(control: Control):
+    """What a run says beside its items is up to 256 KiB, which no bound counted: neither for a run that failed."""
+    key_id = control.as_key("carol")
+    eval_id = await made(control)
+    file_id = await control.upload(b"{}\n", purpose="user_data")
+    source = {"type": "jsonl", "source": {"type": "file_id", "id": file_id}}
+    run = await ended(control, eval_id, source)
+    assert run.status == "failed"
+    assert holdings.eval_runs(control.db, key_id)[1] >= len(file_id)
+    kept = evals.find_run(control.db, (await ended(control, eval_id, given(("a" * 1000, "a")))).id)
+    assert kept is not None and 1000 < kept.bytes - requests.ROW_BYTES < 2500
+
+
+async def test_of_ended_runs_each_owner_keeps_the_newest(control: Control):
+    for owner in ("ann", "bob"):
+        evals.insert(control.db, EvalRow(f"eval_{owner}", "n", 0.0, owner=owner))
+        for number in range(4):
+            status = "in_progress" if number == 0 else "completed"
+            row = EvalRunRow(f"{owner}-{number}", f"eval_{owner}", "", 0.0, None, owner, status)  # type: ignore[arg-type]
+            evals.insert_run(control.db, row)
+    kept = control.context.config.retention.model_copy(update={"eval_runs_per_owner": 2})
+    config = control.context.config.model_copy(update={"retention": kept})
+    control.context.config = config
+    await retention.keep_house(control.context, 1e9)
+    left = [row["id"] for row in control.db.execute("SELECT id FROM eval_runs ORDER BY id")]
+    assert left == [f"{owner}-{number}" for owner in ("ann", "bob") for number in (0, 2, 3)]
+
+
+async def test_stored_responses_of_a_revoked_key_go_a_few_at_a_time(control: Control):
+    row, _ = keys.create(control.db, "laptop", ["inference"])
+    text = "x" * ITEM_BYTES
+    for number in range(5):
+        stored = ResponseRow(f"resp_{number}", row.id, "completed", 0.0, 0.0, ITEM_BYTES, text, "{}", owner=row.owner)
+        responses.insert(control.db, stored)
+    keys.revoke(control.db, row.id)
+    assert responses.delete_of_revoked_keys(control.db) and rows(control.db, "responses") == 3
+    await control.app.state.responses.keep_house(0.0)
+    assert rows(control.db, "responses") == 0
