@@ -127,13 +127,20 @@ class Box:
             cwd=REPOSITORY,
             env={**os.environ, **dict(WARM_ENV), "PYTHONPATH": str(REPOSITORY)},
         )
+        try:
+            self._await_parent(began_s)
+        except BaseException:
+            self.close()
+            raise
+        self.warm_s = time.perf_counter() - began_s
+
+    def _await_parent(self, began_s: float) -> None:
         while not self.warm_socket.exists():
             if self._parent.poll() is not None:
                 raise RuntimeError(f"warm parent ended:\n{(self.logs / 'warm.log').read_text()[-4000:]}")
             if time.perf_counter() - began_s > 180:
                 raise RuntimeError("warm parent did not come up")
             time.sleep(0.05)
-        self.warm_s = time.perf_counter() - began_s
 
     @property
     def parent_pid(self) -> int:
