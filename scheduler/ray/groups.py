@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -109,7 +108,7 @@ class Groups:
         hosts = [_Host(host) for host in await self._living_hosts(job_id, lease.device_ids)]
         devices = [self._nodes.device(device_id) for device_id in lease.device_ids]
         coming = self._result_transfer(job_id, node_config)
-        group = Group(self._teller(job_id, coming), on_question=partial(self._jobs.answer, job_id))
+        group = Group(self._teller(job_id, coming), on_question=lambda asked: self._jobs.answer(job_id, asked))
         began_s = time.monotonic()
         try:
             await self._start(job_id, group, spec, hosts, devices, snapshot)
@@ -348,7 +347,7 @@ class Groups:
             log.warning("cannot read the progress made without a controller: %s", error, extra=ids)
         in_order = sorted(statuses, key=lambda device_id: statuses[device_id]["rank"])
         coming = self._result_transfer(job_id, self._nodes.config_of(lease.device_ids, "observe", job_id))
-        group = Group(self._teller(job_id, coming), on_question=partial(self._jobs.answer, job_id))
+        group = Group(self._teller(job_id, coming), on_question=lambda asked: self._jobs.answer(job_id, asked))
         await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in in_order])
         self._attend(job_id, group, lease, in_order, coming)
 

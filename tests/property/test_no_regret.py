@@ -2,8 +2,8 @@
 trains after half an hour is at least 0.99 of what the best split in hindsight trains, at no worse lateness than is
 allowed or possible.
 
-A few seeds here; `make soak` draws as many as `NO_REGRET_RUNS` says (200) from `NO_REGRET_SEED` on (by the clock), and
-prints both.
+Behind `make soak`: a few fixed seeds, and `NO_REGRET_RUNS` (200) of them from `NO_REGRET_SEED` on (by the clock);
+it prints both.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def wrong(row: Row) -> str:
     return ""
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", range(4))
 def test_the_best_split_in_hindsight_trains_no_more(seed: int) -> None:
     assert not wrong(held(seed, 2500, 3000.0))

@@ -43,8 +43,8 @@ LIMITS: dict[str, Any] = {
             "--bound",
             metavar="NAME=N",
             help="Of what the owner may keep, instead of the box's own; repeatable, together the key's: files, "
-            "file_bytes, uploads, downloads, batches, jobs, models, model_bytes, background, evals, eval_runs, eval_bytes, "
-            "responses, responses_bytes.",
+            "file_bytes, uploads, downloads, batches, jobs, models, model_bytes, background, evals, eval_runs, "
+            "eval_bytes, responses, responses_bytes.",
         ),
     ],
 }

@@ -161,13 +161,18 @@ class Metering:
 
 
 def asked_of(url: str, body: dict[str, Any], size: int) -> TokenRequest:
-    """As `check_body(...).asked` of a body of `size` bytes that has passed it."""
+    """As `check_body(...).asked` of a body of `size` bytes that has passed it; of one that has not, no more."""
     prompt = body.get("prompt")
-    several = url == "/v1/completions" and isinstance(prompt, list) and not isinstance(prompt[0], int)
-    sequences = (len(prompt) if several else 1) * max(body.get("n") or 1, body.get("best_of") or 1)
-    named = (body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
-    most = next((tokens for tokens in named if tokens is not None), None) or _UNBOUNDED
+    several = url == "/v1/completions" and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    sequences = (len(prompt) if several else 1) * max(_count(body, "n"), _count(body, "best_of"))
+    named = (_count(body, name, 0) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
+    most = next((tokens for tokens in named if tokens), _UNBOUNDED)
     return TokenRequest(size // BYTES_PER_TOKEN, 0 if url == "/v1/embeddings" else most * sequences, sequences)
+
+
+def _count(body: dict[str, Any], name: str, otherwise: int = 1) -> int:
+    given = body.get(name)
+    return given if type(given) is int and 0 < given <= _UNBOUNDED else otherwise
 
 
 def _answer(error: gateway_errors.HttpError) -> EngineAnswer:

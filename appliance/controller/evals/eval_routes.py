@@ -12,6 +12,7 @@ from appliance.controller.access.model_access import caller_may_use, unknown_mod
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import views
 from appliance.controller.evals.requests import (
+    ROW_BYTES,
     CustomConfig,
     EvalCreate,
     EvalUpdate,
@@ -146,7 +147,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
             model=getattr(body.data_source, "model", None) or "",
             data_source=data_source,
             metadata=body.metadata,
-            bytes=size_of(data_source),
+            bytes=size_of(data_source) + ROW_BYTES,
         )
         evals.insert_run(db, row)
         runner.begin(row.id)

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -46,15 +46,14 @@ from train.graders.templates import Sample
 WINDOW_S = 24 * 3600.0
 DELETE_WITHIN_S = 5.0
 AT_ONCE = 8
-_CHUNK = 500
-_CHUNK_BYTES = 512 << 10
-"""Of entries that are checked in one go."""
-_STORED = 100
-"""Of entries that are stored in one go, on a loop with other tasks."""
+_CHUNK, _CHUNK_BYTES, _CHUNK_OBJECTS = 200, 512 << 10, 30_000
 _CHECK_S = 60.0
 _ERROR_CHARACTERS = 2000
 _Measured = tuple[dict[str, Any], int]
 """An entry, and its bytes as JSON."""
+_Entries = Generator[tuple[int, dict[str, Any], bytes], None, None]
+"""Each with its line's number, and its text."""
+_Chunks = Generator[list[_Measured], None, None]
 _SOURCE: TypeAdapter[Jsonl | Sampled] = TypeAdapter(Jsonl | Sampled)
 
 
@@ -159,7 +158,7 @@ class EvalRunner:
     def _end(self, run_id: str, status: str, error: dict[str, str] | None) -> None:
         row = evals.find_run(self._db, run_id)
         if row is not None and not row.finished:
-            kept = requests.without_items(row.data_source)
+            kept, has_items = requests.without_items(row.data_source), evals.has_items(self._db, run_id)
             evals.update_run(
                 self._db,
                 run_id,
@@ -167,49 +166,59 @@ class EvalRunner:
                 error=error,
                 ended_s=time.time(),
                 data_source=kept,
-                bytes=requests.size_of(kept) if row.status == "queued" else row.bytes,
+                total=row.total if has_items else 0,
+                bytes=row.bytes if has_items else requests.own_bytes(kept),
             )
 
     # --- the data
 
     async def _prepare(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> None:
-        """Put its items into the store, checked by the schema. Raises _Failed."""
-        chunks = await self._chunks(row, source)
+        """Put its items into the store, checked by the schema, some at a time: all of a file as objects are 20 times
+        its size. Raises _Failed."""
+        clear = partial(little_by_little, partial(evals.clear_some, self._db, row.id))
+        await clear()  # what a preparation that was cut short has left
         try:
+            chunks = self._chunks(row, source)
             async with self._hosts.of(row.owner) as host:
-                refused = await _refused(host, of.item_schema, chunks)
-        except WorkerBroke as error:
-            raise _Failed(
-                "invalid_data", f"The items could not be checked by the eval's item_schema: {error}"
-            ) from None
-        if refused:
-            told = "; ".join(f"line {place + 1}: {why}" if place >= 0 else why for place, why in refused)
-            raise _Failed("invalid_data", f"Items do not follow the eval's item_schema: {told}"[:4000])
-        # What a preparation that was cut short has left.
-        await little_by_little(partial(evals.clear_some, self._db, row.id))
-        now_s, place = time.time(), 0
-        for chunk in _pieces(chunks, _STORED):
+                await self._take(row, of.item_schema, chunks, host)
+        except _Failed:
+            await clear()
+            raise
+
+    async def _take(self, row: EvalRunRow, schema: dict[str, Any], chunks: _Chunks, host: GraderHost) -> None:
+        """Raises _Failed."""
+        kept = requests.without_items(row.data_source)
+        place, size, checked_s = 0, requests.own_bytes(kept), 0.0
+        while chunk := await asyncio.to_thread(next, chunks, None):
+            self._check_may_go_on(row)
+            began_s = time.monotonic()
+            try:
+                if checked_s > _CHECK_S:
+                    raise WorkerBroke(f"checking took longer than {_CHECK_S:.0f} s")
+                refused = await host.refused_items(schema, [entry["item"] for entry, _ in chunk])
+            except WorkerBroke as error:
+                raise _Failed(
+                    "invalid_data", f"The items could not be checked by the eval's item_schema: {error}"
+                ) from None
+            if refused:
+                told = "; ".join(f"line {at + place + 1}: {why}" if at >= 0 else why for at, why in refused)
+                raise _Failed("invalid_data", f"Items do not follow the eval's item_schema: {told}"[:4000])
+            checked_s += time.monotonic() - began_s
+            now_s = time.time()
             rows = [
                 EvalItemRow(new_id("outputitem_"), row.id, at, now_s, item=entry["item"], sample=entry.get("sample"))
                 for at, (entry, _) in enumerate(chunk, place)
             ]
-            evals.insert_items(self._db, rows)
-            place += len(rows)
-            await asyncio.sleep(0)
-        kept = requests.without_items(row.data_source)
-        evals.update_run(
-            self._db,
-            row.id,
-            status="in_progress",
-            total=place,
-            bytes=requests.size_of(kept) + sum(size for chunk in chunks for _, size in chunk),
-            data_source=kept,
-        )
+            place, size = place + len(rows), size + sum(length + requests.ITEM_BYTES for _, length in chunk)
+            with self._db.transaction():  # what is there counts, whenever the run ends
+                evals.insert_items(self._db, rows)
+                evals.update_run(self._db, row.id, total=place, bytes=size)
+        evals.update_run(self._db, row.id, status="in_progress", data_source=kept)
 
-    async def _chunks(self, row: EvalRunRow, source: Jsonl | Sampled) -> list[list[_Measured]]:
-        """Raises _Failed."""
+    def _chunks(self, row: EvalRunRow, source: Jsonl | Sampled) -> _Chunks:
+        """Raises _Failed, also while they are read."""
         if source.source.type == "file_content":
-            return await asyncio.to_thread(_given, source.source)
+            return _in_chunks(_given(source.source))
         file_id = str(getattr(source.source, "id", ""))
         viewer = viewer_of(self._db, row.key_id) if row.key_id else None
         file = file_rows.find(self._db, file_id, viewer=viewer, now_s=time.time())
@@ -219,7 +228,7 @@ class EvalRunner:
             raise _Failed(
                 "file_too_large", f"The file has {file.bytes} bytes; a run reads {requests.MAX_DATA_BYTES} at most."
             )
-        return await asyncio.to_thread(_read, self._context.files_dir / file_id)
+        return _in_chunks(_read(self._context.files_dir / file_id))
 
     # --- an item
 
@@ -313,39 +322,18 @@ class EvalRunner:
         )
 
 
-def _pieces(chunks: list[list[_Measured]], most: int) -> Iterator[list[_Measured]]:
-    for chunk in chunks:
-        for at in range(0, len(chunk), most):
-            yield chunk[at : at + most]
-
-
-async def _refused(host: GraderHost, schema: dict[str, Any], chunks: list[list[_Measured]]) -> list[tuple[int, str]]:
-    """(place, why) of the items that the schema refuses, of the first chunk with any. Raises WorkerBroke."""
-    began_s, first = time.monotonic(), 0
-    for chunk in chunks:
-        if time.monotonic() - began_s > _CHECK_S:
-            raise WorkerBroke(f"checking took longer than {_CHECK_S:.0f} s")
-        refused = await host.refused_items(schema, [entry["item"] for entry, _ in chunk])
-        if refused:
-            return [(place + first if place >= 0 else place, why) for place, why in refused]
-        first += len(chunk)
-    return []
-
-
-def _given(source: requests.FileContent) -> list[list[_Measured]]:
+def _given(source: requests.FileContent) -> _Entries:
     """Entries of a request. Raises _Failed."""
-    chunks = _Chunks()
     for number, given in enumerate(source.content, 1):
         entry = given.model_dump()
         text = json.dumps(entry).encode()
         _check_text(number, text)
-        chunks.add(number, entry, len(text))
-    return chunks.found
+        yield number, entry, text
 
 
-def _read(path: Path) -> list[list[_Measured]]:
+def _read(path: Path) -> _Entries:
     """Entries of a JSONL file. Raises _Failed."""
-    chunks, number = _Chunks(), 0
+    number = 0
     try:
         with open(path, "rb") as source:
             while line := source.readline(requests.MAX_ENTRY_BYTES + 1):
@@ -354,31 +342,29 @@ def _read(path: Path) -> list[list[_Measured]]:
                     raise _Failed("invalid_data", f"The file has more than {2 * requests.MAX_ITEMS} lines.")
                 if line.strip():
                     _check_text(number, line)
-                    chunks.add(number, _entry(number, line), len(line))
+                    yield number, _entry(number, line), line
     except OSError as error:
         raise _Failed("file_unreadable", f"The file could not be read: {error}") from None
-    if not chunks.found:
-        raise _Failed("invalid_data", "The file has no items.")
-    return chunks.found
 
 
-class _Chunks:
-    def __init__(self) -> None:
-        self.found: list[list[_Measured]] = []
-        self._number = self._bytes = 0
-
-    def add(self, number: int, entry: dict[str, Any], size: int) -> None:
-        """size: of its text, which `_check_text` has taken. Raises _Failed."""
+def _in_chunks(entries: _Entries) -> _Chunks:
+    """What is checked and stored in one go, on a loop with other tasks. Raises _Failed."""
+    chunk: list[_Measured] = []
+    count, size, objects = 0, 0, 0
+    for number, entry, text in entries:
         if is_deeper(entry, MAX_DEPTH):
             raise _Failed("invalid_data", f"Line {number} is nested deeper than {MAX_DEPTH} levels.")
-        self._number += 1
-        if self._number > requests.MAX_ITEMS:
+        if (count := count + 1) > requests.MAX_ITEMS:
             raise _Failed("invalid_data", f"The file has more than {requests.MAX_ITEMS} items.")
-        self._bytes += size
-        if not self.found or len(self.found[-1]) == _CHUNK or self._bytes > _CHUNK_BYTES:
-            self.found.append([])
-            self._bytes = size
-        self.found[-1].append((entry, size))
+        more = text.count(b"[") + text.count(b"{")
+        if chunk and (len(chunk) == _CHUNK or size + len(text) > _CHUNK_BYTES or objects + more > _CHUNK_OBJECTS):
+            yield chunk
+            chunk, size, objects = [], 0, 0
+        size, objects = size + len(text), objects + more
+        chunk.append((entry, len(text)))
+    if not chunk:
+        raise _Failed("invalid_data", "The file has no items.")
+    yield chunk
 
 
 def _check_text(number: int, text: bytes) -> None:

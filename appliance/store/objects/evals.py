@@ -147,6 +147,10 @@ def page_items(
     )
 
 
+def has_items(db: Database, run_id: str) -> bool:
+    return db.execute("SELECT 1 FROM eval_items WHERE run_id = ? LIMIT 1", [run_id]).fetchone() is not None
+
+
 def clear_some(db: Database, run_id: str) -> bool:
     """Delete a few items of the run; False: it has none."""
     return chunks.delete_some(db, "eval_items", "run_id = ?", [run_id], _ITEM_BYTES)

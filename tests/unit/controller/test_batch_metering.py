@@ -211,3 +211,10 @@ async def test_what_waits_for_one_keys_limits_shares_them(control: Control, monk
     judged = await control.app.state.graders.ask(key_id, {"model": "starter", "messages": []}, within_s=0.05)
     assert "no answer within" in judged.error
     assert (await control.sdk.responses.retrieve(made.id)).status == "queued" and len(engines(control).sent) == 1
+
+
+@pytest.mark.parametrize("odd", [{}, [], "x", None, -1, 10**30, 1.5, True, [{}]])
+def test_a_line_that_was_never_checked_is_told_too(odd: Any) -> None:
+    """It was taken back while it waited for its check."""
+    body = {"model": "m", "prompt": odd, "n": odd, "best_of": odd, "max_tokens": odd}
+    assert asked_of("/v1/completions", body, 40).prompt_tokens == 10

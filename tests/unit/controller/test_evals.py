@@ -25,6 +25,7 @@ from appliance.store.upkeep import retention
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import ADMIN, Control
 from train.graders.errors import GradingFailed
+from train.graders.host import GraderHost
 
 CHECK: Any = {
     "type": "string_check",
@@ -392,7 +393,7 @@ async def test_a_run_keeps_its_items_once(control: Control):
 
 async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
-    control.as_key("carol", bounds={"eval_bytes": 2000})
+    control.as_key("carol", bounds={"eval_bytes": 6000})
     answers(control, "long " * 500)
     run = await ended(control, await made(control), asked())
     assert (run.status, run.error.code) == ("failed", "limit_reached") and run.result_counts.failed == 1
@@ -435,21 +436,62 @@ DEAR = {
 def test_a_line_that_is_dear_to_parse_is_refused(tmp_path: Path, line: bytes):
     (tmp_path / "f").write_bytes(line)
     with pytest.raises(runner._Failed):
-        runner._read(tmp_path / "f")
+        list(runner._in_chunks(runner._read(tmp_path / "f")))
 
 
 def test_a_file_is_read_as_a_request_is(tmp_path: Path):
     """An integer of 31 digits ended the run: no engine can be told it."""
     (tmp_path / "f").write_bytes(b'{"item": {"turns": [{"role": "user", "content": 1' + b"0" * 30 + b"}]}}")
-    (((entry, _),),) = runner._read(tmp_path / "f")
+    (((entry, _),),) = list(runner._in_chunks(runner._read(tmp_path / "f")))
     assert orjson.loads(orjson.dumps(entry["item"])) == {"turns": [{"role": "user", "content": 1e30}]}
 
 
 def test_entries_come_in_chunks_that_block_no_loop(tmp_path: Path):
     line = json.dumps({"item": {"answer": "x" * 100_000}}) + "\n"
     (tmp_path / "f").write_text(line * 40)
-    chunks = runner._read(tmp_path / "f")
+    chunks = list(runner._in_chunks(runner._read(tmp_path / "f")))
     assert sum(map(len, chunks)) == 40 and max(sum(size for _, size in one) for one in chunks) <= runner._CHUNK_BYTES
+    (tmp_path / "f").write_text(json.dumps({"item": {"answer": [[]] * 1200}}) + "\n")
+    many = (tmp_path / "f").read_bytes() * 60
+    (tmp_path / "f").write_bytes(many)
+    chunks = list(runner._in_chunks(runner._read(tmp_path / "f")))
+    assert sum(map(len, chunks)) == 60 and max(map(len, chunks)) * 1200 <= runner._CHUNK_OBJECTS
+
+
+async def test_a_file_is_checked_and_stored_some_at_a_time(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """All of it as objects was 20 times its size. What is there counts, when the run is cancelled meanwhile, too."""
+    monkeypatch.setattr(runner, "_CHUNK", 2)
+    checking, go_on = asyncio.Event(), asyncio.Event()
+    checked: list[int] = []
+
+    def there(run_id: str) -> int:
+        return int(control.db.execute("SELECT count(*) FROM eval_items WHERE run_id = ?", [run_id]).fetchone()[0])
+
+    async def refused_items(host: Any, schema: Any, items: list[Any]) -> list[tuple[int, str]]:
+        checked.append(len(items))
+        if len(checked) == 2:
+            checking.set()
+            await go_on.wait()
+        return []
+
+    monkeypatch.setattr(GraderHost, "refused_items", refused_items)
+    control.as_key("carol")
+    eval_id = await made(control)
+    file_id = await control.upload(b'{"item": {"answer": "a"}}\n' * 5 + b"{}\n", purpose="user_data")
+    source: Any = {"type": "jsonl", "source": {"type": "file_id", "id": file_id}}
+    run = await control.sdk.evals.runs.create(eval_id, data_source=source)
+    await checking.wait()
+    assert there(run.id) == 2 and checked == [2, 2]
+    await control.sdk.evals.runs.cancel(run.id, eval_id=eval_id)
+    await control.app.state.evaluations.tasks.idle()
+    row = evals.find_run(control.db, run.id)
+    assert row is not None and row.total == 2
+    assert row.bytes == requests.own_bytes(row.data_source) + 2 * (26 + requests.ITEM_BYTES)
+    go_on.set()
+    failed = await ended(control, eval_id, source)  # its last line is no item
+    row = evals.find_run(control.db, failed.id)
+    assert failed.error.code == "invalid_data" and there(failed.id) == 0
+    assert row is not None and (row.total, row.bytes) == (0, requests.own_bytes(row.data_source))
 
 
 TOO_LARGE = {"MAX_SCHEMA_BYTES": "data_source_config.item_schema", "MAX_CRITERIA_BYTES": "testing_criteria"}
