@@ -2,7 +2,7 @@
 trains after half an hour is at least 0.99 of what the best split in hindsight trains, at no worse lateness than is
 allowed or possible.
 
-Behind `make soak`: a few fixed seeds, and as many as `NO_REGRET_RUNS` says (200) from `NO_REGRET_SEED` on (by the clock);
+Behind `make soak`: a few fixed seeds, and `NO_REGRET_RUNS` (200) of them from `NO_REGRET_SEED` on (by the clock);
 it prints both.
 """
 
