@@ -173,8 +173,10 @@ async def test_a_job_that_runs_for_long_keeps_its_newest_events(tmp_path: Path, 
             job_records.insert_event(db, JobEventRow(f"e{n}", "long", "info", "message", str(n), time.time()))
         job_records.insert_event(db, JobEventRow("o", "other", "info", "message", "", time.time()))
     await retention.keep_house(simulated_context(tmp_path, db, retention={"events_per_job": 1000}), NOW_S)
-    left = job_records.page_events(db, "long", after=None, limit=2000).data
-    assert [event.message for event in left] == [str(n) for n in range(1299, 299, -1)]
+    newest = job_records.page_events(db, "long", after=None, limit=500).data
+    older = job_records.page_events(db, "long", after=newest[-1].id, limit=500).data
+    assert [event.message for event in [*newest, *older]] == [str(n) for n in range(1299, 299, -1)]
+    assert job_records.page_events(db, "long", after=older[-1].id, limit=500).data == []
     assert len(job_records.page_events(db, "other", after=None, limit=2000).data) == 1
 
 
