@@ -197,8 +197,8 @@ def _below(method: bytes, path: bytes) -> Route:
 
 def _meant(path: bytes) -> bytes:
     """The URL that there is for one with a /v1 too few or too many; empty where neither is the fault."""
-    meant = path[3:] if path.startswith(b"/v1/v1/") else b"/v1" + path
-    known = meant in EXACT or any(meant == route.path or meant.startswith(route.path + b"/") for route in CONTROL)
+    meant = path[3:] if path.startswith(b"/v1/v1/") else b"/v1%b" % path
+    known = meant in EXACT or any(meant == route.path or meant.startswith(b"%b/" % route.path) for route in CONTROL)
     return meant if known and not _UNSAFE_PATH.search(path) else b""
 
 
