@@ -92,7 +92,7 @@ async def test_devices_that_share_a_model_come_in_groups(control: Control):
             "method.dpo.hyperparameters.beta",
             "to 2",
         ),
-        ({"method": {"type": "reinforcement"}}, "method.type", "not supported yet"),
+        ({"method": {"type": "reinforcement"}}, "method.reinforcement.grader", "Missing required parameter"),
         ({"method": {"type": "magic"}}, "method.type", "not supported yet; 'supervised' and"),
         ({"suffix": "<script>"}, "suffix", "letters"),
         ({"suffix": "a" * 65}, "suffix", "64"),
