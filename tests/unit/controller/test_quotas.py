@@ -290,7 +290,7 @@ async def test_stored_responses_of_an_owner_push_out_the_owners_own(control: Con
         )
 
     stored.add([row(ben, 0)] + [row(ann, n) for n in range(5)])
-    stored.keep_house(6.0)
+    await stored.keep_house(6.0)
 
     def left(key_id: str) -> list[str]:
         return [f"resp_{key_id}{n}" for n in range(5) if responses.find(control.db, f"resp_{key_id}{n}")]

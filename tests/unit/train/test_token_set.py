@@ -16,7 +16,7 @@ def refused():
     raise AssertionError("the set is there: nothing to tokenise")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if not method_of(name).rolls_out])
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_set_is_opened_again_without_its_tokenizer(tmp_path, packing, method):
     base = make_model_dir(tmp_path / "base")
@@ -54,3 +54,32 @@ def test_a_set_is_opened_again_without_its_tokenizer(tmp_path, packing, method):
         assert again.tokens_in(np.array([number])) == sum(int(lengths[index]) for index in pack)
     whole = np.arange(len(expected))
     assert again.labels_in(whole) == first.labels_in(whole) > 0
+
+
+def test_prompts_of_which_nothing_is_learnt_are_opened_again_as_they_were(tmp_path):
+    base, method = make_model_dir(tmp_path / "base"), method_of("reinforcement")
+    write, options = METHODS["reinforcement"]
+    data = write(tmp_path / "train.jsonl", 40)
+    encoder = ChatEncoder(load_tokenizer(str(base)))
+
+    def opened(encoder):
+        return open_token_set(
+            data,
+            base,
+            encoder,
+            tmp_path / "tokens",
+            max_length=method.data_length(96, options),
+            packing=False,
+            rank=0,
+            world_size=1,
+            barrier=lambda: None,
+            sequences=method.sequences,
+            encode=method.encode,
+            cut=method.cut,
+            lay_out=method.row,
+        )
+
+    first, again = opened(lambda: encoder), opened(refused)
+    assert first.n_examples == again.n_examples == 40
+    assert [pack.tolist() for pack in again.packs] == [pack.tolist() for pack in first.packs]
+    assert len(again.packs) == 40, "each prompt is a pack of its own"
