@@ -60,7 +60,7 @@ async def test_sleep_waits_for_nobody_to_be_served(engine_box, replicas):
     spec = engine_box.spec("busy", engine_box.version("long-a", seed=1, max_position_embeddings=4096))
     replica = replicas()
     await replica.start(spec)
-    sdk = client(spec)
+    sdk = client(spec).with_options(timeout=240)  # a minute went by on a busy machine
     streams = [
         asyncio.create_task(
             sdk.completions.create(model="starter", prompt="x", max_tokens=3800, extra_body={"ignore_eos": True})
