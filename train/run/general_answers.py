@@ -24,9 +24,9 @@ from train.control.rank_messages import told_by_first
 from train.data.general_questions import LEAST_KNOWN, NEW_TOKENS, QUESTIONS, how_many, is_right
 from train.model.model import load_tokenizer
 from train.plan.spec import TrainSpec
+from train.run.sampler import answering, next_logits, padded
 from train.state.fragments import Grid
 
-_ATTENTION = "sdpa"  # packed rows know no cache
 _TOO_FEW = "general_questions_too_few"  # beside the run: those who cannot answer are asked once
 
 
@@ -117,60 +117,38 @@ def _common(rows: list[list[int]]) -> int:
     return min(same, min(map(len, rows)) - 1)
 
 
-def _padded(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask, (rows, longest) int64, filled up on the left."""
-    longest = max(map(len, rows))
-    ids = [[0] * (longest - len(row)) + row for row in rows]
-    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
 def _greedy(
     model: Any, rows: list[list[int]], common: int, device: torch.device, wanted: Callable[[], bool]
 ) -> torch.Tensor | None:
     """The likeliest next tokens of each row, (rows, NEW_TOKENS) int64; after an end of text it is repeated. None if the
     devices were wanted meanwhile. common: so many tokens are the same in all rows, and go through the model once."""
-    training, attention = model.training, model.config._attn_implementation
     end = getattr(model.generation_config, "eos_token_id", None)
     ends = torch.tensor(end if isinstance(end, list) else [-1 if end is None else end], device=device)
-    model.eval()
-    model.set_attn_implementation(_ATTENTION)
-    try:
-        with torch.no_grad():
-            config = model.config.get_text_config()
-            cache, said = DynamicCache(config=config), []
-            window = getattr(config, "sliding_window", None)
-            if window and window < max(map(len, rows)) + NEW_TOKENS:
-                common = 0  # what rows are filled up with would stand inside the window, behind the common tokens
-            if common:
-                model(
-                    input_ids=torch.tensor([rows[0][:common]], device=device),
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                )
-                cache.batch_repeat_interleave(len(rows))
-            ids, mask = _padded([row[common:] for row in rows], device)
-            mask = torch.cat([mask.new_ones(len(rows), common), mask], dim=1)
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, common:]
-            ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-            for _ in range(NEW_TOKENS):
-                if wanted():
-                    return None
-                logits = model(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                ).logits[:, -1]
-                best = torch.where(ended, ends[0], logits.argmax(-1))
-                ended |= torch.isin(best, ends)
-                said.append(best)
-                ids, positions = best[:, None], positions[:, -1:] + 1
-                mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            return torch.stack(said, dim=1)
-    finally:
-        model.set_attn_implementation(attention)
-        model.train(training)
+    with answering(model):
+        config = model.config.get_text_config()
+        cache, said = DynamicCache(config=config), []
+        window = getattr(config, "sliding_window", None)
+        if window and window < max(map(len, rows)) + NEW_TOKENS:
+            common = 0  # what rows are filled up with would stand inside the window, behind the common tokens
+        if common:
+            model(
+                input_ids=torch.tensor([rows[0][:common]], device=device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache.batch_repeat_interleave(len(rows))
+        ids, mask = padded([row[common:] for row in rows], device)
+        mask = torch.cat([mask.new_ones(len(rows), common), mask], dim=1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, common:]
+        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        for _ in range(NEW_TOKENS):
+            if wanted():
+                return None
+            logits = next_logits(model, cache, ids, mask, positions)
+            best = torch.where(ended, ends[0], logits.argmax(-1))
+            ended |= torch.isin(best, ends)
+            said.append(best)
+            ids, positions = best[:, None], positions[:, -1:] + 1
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        return torch.stack(said, dim=1)

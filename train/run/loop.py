@@ -29,7 +29,7 @@ from train.model.learning_rate import learning_rate
 from train.plan.errors import TrainingDiverged
 from train.plan.spec import TrainSpec
 from train.run.event_log import EventLog
-from train.run.feed import DataFeed, Feed, RolloutFeed
+from train.run.feed import DataFeed, Feed
 from train.run.general_answers import GeneralQuestions
 from train.run.leave_step import Leaving, StepLeft
 from train.run.reference import Reference
@@ -79,7 +79,7 @@ class Run:
             self.rollouts = Rollouts(
                 spec, self.method, engine, self.grid, self.plan, (train, valid), emit, signals, progress
             )
-            self.feed = RolloutFeed(self.rollouts)
+            self.feed = self.rollouts
         self.saving = Saving(spec, store, engine, self.plan, len(train.packs), self.emit, signals, progress)
         self._first_step = 0
         stop = StopPoint(Path(spec.run_dir), self.rank, self.world_size)
@@ -165,13 +165,13 @@ class Run:
     def _one_step(self, total: int) -> dict[str, Any]:
         started = time.perf_counter()
         spec, step = self.spec, self.step
-        scale = 1.0 / self.feed.denominator(step)
+        scale = 1.0 / self.feed.denominator()
         rate = learning_rate(step, total, peak=spec.learning_rate, warmup_ratio=spec.warmup_ratio)
         for group in self.engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
 
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
-        rows = self.feed.rows(step)
+        rows = self.feed.rows()
         self.method.metrics(self.engine.module)  # of a step that was left
         self.leaving.begin()
         for turn, (number, row) in enumerate(rows, 1):
@@ -194,7 +194,7 @@ class Run:
         self.step += 1
         self.leaving.end()
         self._pace_s = _PACED_SHARE * (time.perf_counter() - started)
-        return self._agree_and_report(loss, rate, step, total, started)
+        return self._agree_and_report(loss, rate, total, started)
 
     def _leave_step(self) -> dict[str, Any]:
         """Collective: leave the current step; return the requested signal."""
@@ -211,16 +211,14 @@ class Run:
         agreed, self.boundary_s = self._agreed(), time.monotonic()
         return agreed
 
-    def _agree_and_report(
-        self, loss: torch.Tensor, rate: float, step: int, total: int, started: float
-    ) -> dict[str, Any]:
+    def _agree_and_report(self, loss: torch.Tensor, rate: float, total: int, started: float) -> dict[str, Any]:
         self.saving.foresee(self.step)
         agreed = self._agreed(loss)
         grad_norm = float(self.engine.get_global_grad_norm() or 0.0)
         if not (math.isfinite(agreed["loss"]) and math.isfinite(grad_norm)):
             raise TrainingDiverged(self.step, agreed["loss"], grad_norm)
         if self.rank == 0:
-            tokens, seconds = self.feed.tokens(step), self.feed.seconds(step)
+            tokens, seconds = self.feed.tokens(), self.feed.seconds()
             training_s = time.perf_counter() - started
             timing = {**seconds, "training": training_s, "full_iteration": training_s + sum(seconds.values())}
             metrics = {
@@ -229,7 +227,7 @@ class Run:
                 "learning_rate": rate,
                 "tokens_per_s": tokens / timing["full_iteration"],
                 **agreed["metrics"],
-                **self.feed.told(step),
+                **self.feed.told(),
             }
             self._board.write("train", self.step, metrics)
             self.emit(

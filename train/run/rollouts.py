@@ -26,7 +26,7 @@ from deepspeed import comm
 
 from train.control.progress import ControlSignals, Events, Progress
 from train.control.rank_messages import told_by_first
-from train.data.packing import RolloutRow, StepPlan, build_row
+from train.data.packing import RolloutRow, Row, StepPlan, build_row
 from train.data.token_set import TokenSet
 from train.methods.method import Method
 from train.model.model import load_tokenizer
@@ -46,7 +46,7 @@ _TRAINING, _VALIDATION = 0, 1
 
 
 class Rollouts:
-    """One rank's part. All of its methods that say so are collective."""
+    """One rank's part, as a Feed (train.run.feed). All of its methods that say so are collective."""
 
     def __init__(
         self,
@@ -65,11 +65,13 @@ class Rollouts:
         self._emit, self._signals, self._progress = emit, signals, progress
         self._samples = method.samples(spec.options)
         self._file = Path(spec.run_dir) / FILE
+        self._lines: dict[str, list[bytes]] = {}
+        # Of the step that is ready, as `Answers` has them, on the host: each look at a device waits for it.
         self._step = -1
-        self._made = Answers.empty(0, 0, engine.device)
+        self._ids, self._log_probs, self._sizes = np.zeros((0, 0), np.int64), np.zeros((0, 0)), np.zeros(0, np.int64)
         self._verdict: dict[str, Any] = {}
         self._advantages = np.zeros(0, np.float32)
-        self.seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
 
     # --- a step
 
@@ -91,11 +93,17 @@ class Rollouts:
             if verdict is None:
                 return False
             self._keep(step, made, verdict)
-        self._step, self._made, self._verdict = step, made, verdict
+        self._ids, self._log_probs, self._sizes = (
+            part.cpu().numpy() for part in (made.ids, made.log_probs, made.sizes)
+        )
+        self._step, self._verdict = step, verdict
         self._advantages = advantages(verdict["rewards"], self._samples.group)
         graded_s = time.perf_counter()
-        self.seconds = {"sampling": sampled_s - began_s, "grading": graded_s - sampled_s}
+        self._seconds = {"sampling": sampled_s - began_s, "grading": graded_s - sampled_s}
         return True
+
+    def seconds(self) -> dict[str, float]:
+        return self._seconds
 
     def denominator(self) -> int:
         """The tokens of the step's answers, of prompts whose answers differ in reward."""
@@ -108,30 +116,28 @@ class Rollouts:
             self._plan.packs_of_step(self._step)
         )
 
-    def rows(self) -> list[tuple[int, RolloutRow]]:
+    def rows(self) -> list[tuple[int, Row]]:
         """(number within the step, row) of the micro-batches of this rank."""
         samples, packs = self._samples, self._plan.packs_of_step(self._step)
-        found = []
+        found: list[tuple[int, Row]] = []
         for prompt in range(self._grid.data_rank, len(packs), self._grid.data_size):
+            tokens = self._prompt(self._train, packs[prompt])
             group = np.arange(prompt * samples.group, (prompt + 1) * samples.group)
             for number, members in enumerate(np.array_split(group, samples.rows)):
-                found.append(
-                    (prompt * samples.rows + number, self._row(self._prompt(self._train, packs[prompt]), members))
-                )
+                found.append((prompt * samples.rows + number, self._row(tokens, members)))
         return found
 
     def told(self) -> dict[str, Any]:
         """For the step's event, by OpenAI's names where it has them."""
         rewards = self._verdict["rewards"]
-        scored = [reward for reward in rewards if reward is not None]
         groups = self._advantages.reshape(-1, self._samples.group)
-        mean = float(np.mean(scored)) if scored else 0.0
+        last = self._ids[np.arange(len(self._sizes)), self._sizes - 1]
         return {
-            "train_mean_reward": mean,
+            "train_mean_reward": _mean(rewards),
             "completion_tokens_mean": float(self._sizes.mean()),
-            "mean_unresponsive_rewards": 1 - len(scored) / len(rewards),
+            "mean_unresponsive_rewards": rewards.count(None) / len(rewards),
             "equal_rewards": float((~groups.any(axis=1)).mean()),
-            "cut_answers": float((~self._ended).mean()),
+            "cut_answers": float((~np.isin(last, self._ends)).mean()),
             "grader_errors": sum(map(bool, self._verdict["errors"])) / len(rewards),
         }
 
@@ -150,23 +156,6 @@ class Rollouts:
             sampled=np.concatenate([self._log_probs[member, :size] for member, size in sizes.items()]),
         )
 
-    @property
-    def _ids(self) -> np.ndarray:
-        return self._made.ids.cpu().numpy()
-
-    @property
-    def _log_probs(self) -> np.ndarray:
-        return self._made.log_probs.cpu().numpy()
-
-    @property
-    def _sizes(self) -> np.ndarray:
-        return self._made.sizes.cpu().numpy()
-
-    @property
-    def _ended(self) -> np.ndarray:
-        last = self._ids[np.arange(len(self._sizes)), self._sizes - 1]
-        return np.isin(last, self._ends)
-
     # --- validation
 
     def validate(self, step: int) -> dict[str, float] | None:
@@ -184,9 +173,8 @@ class Rollouts:
         verdict = self._graded(f"valid-{step}", path, prompts, made)
         if verdict is None:
             return None
-        scored = [reward for reward in verdict["rewards"] if reward is not None]
         return {
-            "mean_reward": float(np.mean(scored)) if scored else 0.0,
+            "mean_reward": _mean(verdict["rewards"]),
             "completion_tokens_mean": float(made.sizes.float().mean()),
         }
 
@@ -239,8 +227,9 @@ class Rollouts:
         return verdict
 
     def _asked(self, path: str, prompts: np.ndarray, made: Answers, start: int) -> list[dict[str, Any]]:
-        lines = self._lines(path)
-        samples = []
+        if path not in self._lines:
+            self._lines[path] = Path(path).read_bytes().splitlines()
+        lines, samples = self._lines[path], []
         for place, prompt in enumerate(prompts, start):
             ids = made.ids[place, : int(made.sizes[place])].tolist()
             text = self._tokenizer.decode(ids[:-1] if ids[-1] in self._ends else ids, skip_special_tokens=True)
@@ -290,15 +279,6 @@ class Rollouts:
         found = end if isinstance(end, list) else [end]
         return sorted({int(one) for one in [*found, self._tokenizer.eos_token_id] if one is not None})
 
-    def _lines(self, path: str) -> Sequence[bytes]:
-        if path not in self._read:
-            self._read[path] = Path(path).read_bytes().splitlines()
-        return self._read[path]
-
-    @cached_property
-    def _read(self) -> dict[str, list[bytes]]:
-        return {}
-
     # --- what is kept of the step under way
 
     def _keep(self, step: int, made: Answers, verdict: dict[str, Any] | None) -> None:
@@ -341,6 +321,12 @@ def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:
         if len(told) > 1 and np.ptp(values) > _SAME:
             found[told] = values - values.mean()
     return found
+
+
+def _mean(rewards: Sequence[float | None]) -> float:
+    """Of the samples that have one; 0 if none has."""
+    scored = [reward for reward in rewards if reward is not None]
+    return float(np.mean(scored)) if scored else 0.0
 
 
 def _chances(seed: int, stream: tuple[int, int], place: int, room: int) -> np.ndarray:

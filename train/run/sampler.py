@@ -8,7 +8,8 @@ The number of forward passes is the same on every rank: under ZeRO-3 and tensor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,21 +57,28 @@ def sample(
     """
     n, room = chances.shape
     made = Answers.empty(n, room, device)
+    with answering(model):
+        wave = _together(model, longest)
+        for start in range(0, n, wave):
+            part = slice(start, min(n, start + wave))
+            into = Answers(made.ids[part], made.log_probs[part], made.sizes[part])
+            if not _wave(model, prompts[part], chances[part], ends, device, agreed, into):
+                return None
+    return made
+
+
+@contextmanager
+def answering(model: Any) -> Iterator[None]:
+    """Within it a model that is being trained answers with a cache: without dropout, gradients and packed rows."""
     training, attention = model.training, model.config._attn_implementation
     model.eval()
     model.set_attn_implementation(_ATTENTION)
     try:
         with torch.no_grad():
-            wave = _together(model, longest)
-            for start in range(0, n, wave):
-                part = slice(start, min(n, start + wave))
-                into = Answers(made.ids[part], made.log_probs[part], made.sizes[part])
-                if not _wave(model, prompts[part], chances[part], ends, device, agreed, into):
-                    return None
+            yield
     finally:
         model.set_attn_implementation(attention)
         model.train(training)
-    return made
 
 
 def _together(model: Any, tokens: int) -> int:
@@ -94,9 +102,9 @@ def _wave(
     ending = torch.tensor(list(ends), device=device)
     cache = DynamicCache(config=model.config.get_text_config())
     different, of = _different(prompts)
-    ids, mask = _padded(different, device)
+    ids, mask = padded(different, device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits = _forward(model, cache, ids, mask, positions)
+    logits = next_logits(model, cache, ids, mask, positions)
     # From here on a row is an answer; `rows` says which.
     which = torch.tensor(of, device=device)
     cache.batch_select_indices(which)
@@ -121,11 +129,13 @@ def _wave(
             rows, mask, positions, chosen, alive = (part[kept] for part in (rows, mask, positions, chosen, alive))
         positions = positions + 1
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        logits = _forward(model, cache, chosen[:, None], mask, positions)
+        logits = next_logits(model, cache, chosen[:, None], mask, positions)
     return True
 
 
-def _forward(model: Any, cache: DynamicCache, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> Any:
+def next_logits(
+    model: Any, cache: DynamicCache, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
     """Logits of the token after the last one, (rows, vocabulary) float32."""
     return (
         model(
@@ -159,7 +169,7 @@ def _different(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[in
     return found, of
 
 
-def _padded(rows: Sequence[np.ndarray], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(rows: Sequence[Sequence[int] | np.ndarray], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and mask, (rows, longest) int64, filled up on the left."""
     longest = max(map(len, rows))
     ids, mask = np.zeros((len(rows), longest), np.int64), np.zeros((len(rows), longest), np.int64)

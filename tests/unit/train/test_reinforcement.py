@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.train_support.tiny import make_model_dir, write_prompt_file
+from tests.train_support.world import SAMPLES
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.progress import ControlSignals, Progress
 from train.data.chat import ChatEncoder
@@ -31,14 +32,6 @@ from train.run.rollouts import ASKED_AT_ONCE, FILE, advantages
 from train.run.sampler import sample
 
 DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512)
-OPTIONS = {
-    "compute_multiplier": 1.0,
-    "eval_interval": 0,
-    "eval_samples": 1,
-    "max_completion_tokens": 16,
-    "group": 8,
-    "rows": 2,
-}
 
 
 # --- the schema
@@ -273,7 +266,7 @@ def run_spec(tmp_path, **fields):
         "shm_root": str(tmp_path / "store"),
         "output_model": "m",
         "method": "reinforcement",
-        "options": OPTIONS,
+        "options": SAMPLES,
         "batch_size": 4,
         "max_length": 96,
         "packing": False,
