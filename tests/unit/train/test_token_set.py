@@ -16,6 +16,29 @@ def refused():
     raise AssertionError("the set is there: nothing to tokenise")
 
 
+def opener(tmp_path, data, max_length, packing, method):
+    """Opens the set again and again; `encoder` is what makes the encoder, if it is asked."""
+
+    def opened(encoder):
+        return open_token_set(
+            data,
+            tmp_path / "base",
+            encoder,
+            tmp_path / "tokens",
+            max_length=max_length,
+            packing=packing,
+            rank=0,
+            world_size=1,
+            barrier=lambda: None,
+            sequences=method.sequences,
+            encode=method.encode,
+            cut=method.cut,
+            lay_out=method.row,
+        )
+
+    return opened
+
+
 @pytest.mark.parametrize("method", [name for name in METHODS if not method_of(name).rolls_out])
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_set_is_opened_again_without_its_tokenizer(tmp_path, packing, method):
@@ -23,22 +46,7 @@ def test_a_set_is_opened_again_without_its_tokenizer(tmp_path, packing, method):
     data = METHODS[method][0](tmp_path / "train.jsonl", 40)
     sides = method_of(method).sequences
     encoder = ChatEncoder(load_tokenizer(str(base)))
-
-    def opened(encoder):
-        return open_token_set(
-            data,
-            base,
-            encoder,
-            tmp_path / "tokens",
-            max_length=64,
-            packing=packing,
-            rank=0,
-            world_size=1,
-            barrier=lambda: None,
-            sequences=sides,
-            encode=method_of(method).encode,
-        )
-
+    opened = opener(tmp_path, data, 64, packing, method_of(method))
     first, again = opened(lambda: encoder), opened(refused)
     lengths = np.diff(first._offsets).reshape(-1, sides).sum(1)
     assert first.n_examples == len(lengths)
@@ -62,23 +70,7 @@ def test_prompts_of_which_nothing_is_learnt_are_opened_again_as_they_were(tmp_pa
     data = write(tmp_path / "train.jsonl", 40)
     encoder = ChatEncoder(load_tokenizer(str(base)))
 
-    def opened(encoder):
-        return open_token_set(
-            data,
-            base,
-            encoder,
-            tmp_path / "tokens",
-            max_length=method.data_length(96, options),
-            packing=False,
-            rank=0,
-            world_size=1,
-            barrier=lambda: None,
-            sequences=method.sequences,
-            encode=method.encode,
-            cut=method.cut,
-            lay_out=method.row,
-        )
-
+    opened = opener(tmp_path, data, method.data_length(96, options), False, method)
     first, again = opened(lambda: encoder), opened(refused)
     assert first.n_examples == again.n_examples == 40
     assert [pack.tolist() for pack in again.packs] == [pack.tolist() for pack in first.packs]
