@@ -95,9 +95,7 @@ class Newcomers:
             {} if self._context is None else {"ssl": self._context, "ssl_handshake_timeout": self._handshake_s}
         )
         try:
-            transport, _ = await loop.connect_accepted_socket(
-                lambda: protocol, connection, **(secure if self._context is not None else {})
-            )
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, **secure)
         except OSError as error:
             log.info("a connection ended before it was one: %s", error)
             return

@@ -82,7 +82,7 @@ def run(
 @box_command(app, "appliance eval list", name="list")
 def list_evals(session: Session) -> None:
     """Every evaluation, the newest first."""
-    session.show(session.client.get("/v1/evals", limit=100, order="desc"), _table)
+    session.show(session.client.listed("/v1/evals", most=100, order="desc"), _table)
 
 
 @box_command(app, "appliance eval show eval_abc123", "appliance eval show eval_abc123 -o json | jq .runs")
@@ -116,7 +116,7 @@ def _sent(session: Session, suite: Path) -> str:
 
 
 def _runs(session: Session, eval_id: str) -> list[dict[str, Any]]:
-    return session.client.get(f"{paths.evaluation(eval_id)}/runs", limit=_RUNS_SHOWN, order="desc")["data"]
+    return session.client.listed(f"{paths.evaluation(eval_id)}/runs", most=_RUNS_SHOWN, order="desc")["data"]
 
 
 def _wait(session: Session, eval_id: str, timeout_s: float | None) -> None:

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from appliance.controller.http.bodies import bound_of
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BodyTooLarge
 from appliance.controller.interfaces.identity import ADMIN, Identity
@@ -22,7 +23,7 @@ from runtime.logs import REQUEST_ID
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
 _MULTIPART_OVERHEAD_BYTES = 64 * 1024
 # Copies of answered responses, from gateways, which limit how much of them they buffer.
-_COPIES, _COPIES_BYTES = "/internal/responses", 64 * 2**20
+_COPIES = "/internal/responses"
 _INTERNAL = "/internal/"
 READS_AT_ONCE = 4
 _UPLOAD_PART = re.compile(r"/v1/uploads/[^/]+/parts\Z")
@@ -149,5 +150,5 @@ class BodyLimits:
         if scope["method"] == "POST" and _UPLOAD_PART.match(scope["path"]):
             return self._config.upload_part_bytes + _MULTIPART_OVERHEAD_BYTES
         if scope["path"] == _COPIES:
-            return _COPIES_BYTES
+            return bound_of(_COPIES).nbytes
         return self._config.json_body_bytes
