@@ -59,7 +59,6 @@ _WRITTEN: Final = 4096
 _DIGITS: Final = [b"%d" % number for number in range(_WRITTEN)]
 _HEX_LINES: Final = [b"%x\r\n" % number for number in range(_WRITTEN)]
 _ENGINE_HEAD: Final = b" HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\nx-request-id: "
-_LENGTH: Final = b"\r\ncontent-length: "
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
@@ -76,7 +75,7 @@ def digits(number: int) -> bytes:
 
 def chunk(data: bytes) -> bytes:
     size = len(data)
-    return b"".join((_HEX_LINES[size] if size < _WRITTEN else b"%x\r\n" % size, data, b"\r\n"))
+    return b"%b%b\r\n" % (_HEX_LINES[size] if size < _WRITTEN else b"%x\r\n" % size, data)
 
 
 def accepted_trace(headers: Headers) -> bytes:
@@ -87,11 +86,18 @@ def accepted_trace(headers: Headers) -> bytes:
 
 def engine_request(path: bytes, request_id: bytes, body: bytes, trace: bytes = b"", owner: bytes = b"") -> bytes:
     """A whole inference request for an engine. owner: what owners take turns by in its queue (serve.api.fair_order)."""
-    if owner:
-        request_id = b"%b\r\nx-appliance-owner: %b" % (request_id, owner)
+    lines = b"\r\nx-appliance-owner: %b" % owner if owner else b""
     if trace:
-        request_id = b"%b\r\ntraceparent: %b" % (request_id, trace)
-    return b"".join((b"POST ", path, _ENGINE_HEAD, request_id, _LENGTH, digits(len(body)), b"\r\n\r\n", body))
+        lines = b"%b\r\ntraceparent: %b" % (lines, trace)
+    # A format costs less than a join once it is compiled.
+    return b"POST %b%b%b%b\r\ncontent-length: %b\r\n\r\n%b" % (
+        path,
+        _ENGINE_HEAD,
+        request_id,
+        lines,
+        digits(len(body)),
+        body,
+    )
 
 
 def asked_head(path: bytes, request: Request, token: bytes) -> bytes:
@@ -195,21 +201,19 @@ def whole_response(
     close: bool,
 ) -> bytes:
     """A complete engine answer: `response_head` and body in one call, the common case."""
-    parts = [
-        STATUS_LINE.get(status) or b"HTTP/1.1 %d Status\r\n" % status,
-        b"x-request-id: ",
-        request_id,
-        b"\r\ncontent-type: ",
-        content_type,
-        b"\r\n",
-    ]
-    if version is not None:
-        parts += (b"x-appliance-model-version: ", version, b"\r\n")
+    lines = b"" if version is None else b"x-appliance-model-version: %b\r\n" % version
     for name, value in extra:
-        parts += (name, b": ", value, b"\r\n")
-    parts += (b"openai-processing-ms: ", digits(int(processing_s * 1000)), _LENGTH, digits(len(body)))
-    parts += (b"\r\nconnection: close\r\n\r\n" if close else b"\r\n\r\n", body)
-    return b"".join(parts)
+        lines = b"%b%b: %b\r\n" % (lines, name, value)
+    return b"%bx-request-id: %b\r\ncontent-type: %b\r\n%bopenai-processing-ms: %b\r\ncontent-length: %b%b%b" % (
+        STATUS_LINE.get(status) or b"HTTP/1.1 %d Status\r\n" % status,
+        request_id,
+        content_type,
+        lines,
+        digits(int(processing_s * 1000)),
+        digits(len(body)),
+        b"\r\nconnection: close\r\n\r\n" if close else b"\r\n\r\n",
+        body,
+    )
 
 
 def error_headers(error: HttpError) -> list[tuple[bytes, bytes]]:

@@ -22,7 +22,7 @@ from appliance.gateway.inference.response_copies import ResponseCopies
 from appliance.gateway.payload.request_check import Checked, with_fields, with_model
 from appliance.gateway.routing.holds import Refusal
 from appliance.gateway.routing.router import Choice
-from appliance.gateway.routing.table import cache_salt
+from appliance.gateway.routing.table import cache_salt, salt_field
 from appliance.gateway.state.placeable import Placeable
 from appliance.gateway.state.state import State
 
@@ -63,8 +63,9 @@ class Placement(Placeable):
         caller, checked = self.request.caller, self.checked
         if caller is None or self.state.config.prefix_cache_shared:
             return b""
-        own, checked.owner = checked.cache_salt, caller.cache_salt
-        return b',"cache_salt":"%b"' % (cache_salt(caller.owner, own).encode() if own else checked.owner)
+        checked.owner = caller.cache_salt
+        own = checked.cache_salt
+        return salt_field(cache_salt(caller.owner, own).encode()) if own else caller.salt_field
 
     @property
     def row(self) -> str:

@@ -178,7 +178,9 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
             param="n",
         )
     _prompt_logprobs(data, body_bytes)
-    ending = b"" if stream else _answer_logprobs(route, data, completion, sequences)
+    ending = b""
+    if not stream and ("logprobs" in data or "top_logprobs" in data):
+        ending = _answer_logprobs(route, data, completion, sequences)
     continuation = continuation_of(route.name, data) if stream else None
     beginning = data.get("messages") or data.get("prompt") or data.get("input") or ""
     asks_usage = stream is True and _asks_usage(data)

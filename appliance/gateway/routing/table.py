@@ -26,7 +26,7 @@ class Caller:
     owner: of the key; all keys of a person have the same. models: the only ones it may call, None for all.
     requests_per_minute, tokens_per_minute: None for no limit. spent_until_s: Unix time at which its used-up quota
     renews, None while quota is left. cache_salt: separates its owner's prefixes from other owners' in an engine's
-    cache.
+    cache; salt_field: the same as a field of a request's body.
     """
 
     id: str
@@ -39,6 +39,7 @@ class Caller:
     spent_until_s: float | None = None
     owner: str = ""
     cache_salt: bytes = b""
+    salt_field: bytes = b""
 
     def sees(self, model: Model) -> bool:
         """Whether the model exists for this key; if not, the answer is the same as for a nonexistent model."""
@@ -221,6 +222,7 @@ def _caller(digest: str, row: Any) -> Caller:
     id = row.get("id")
     if not isinstance(id, str) or not _KEY_ID.match(id):
         raise TableInvalid(f"{where}.id: {id!r} given, expected letters, digits and _ . : -")
+    salt = cache_salt(owner).encode()
     return Caller(
         id,
         str(_given(row, "name", "")),
@@ -231,13 +233,19 @@ def _caller(digest: str, row: Any) -> Caller:
         _limit(row.get("tokens_per_minute"), f"{where}.tokens_per_minute"),
         _moment(row.get("spent_until_s"), f"{where}.spent_until_s"),
         owner,
-        cache_salt(owner).encode(),
+        salt,
+        salt_field(salt),
     )
 
 
 def cache_salt(owner: str, own: str = "") -> str:
     """The `cache_salt` of an owner's requests. own: the request's own salt, which separates it further."""
     return hashlib.sha256(f"{len(owner)} {owner} {own}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def salt_field(salt: bytes) -> bytes:
+    """A `cache_salt` as a field to be added to a body (request_check.with_fields)."""
+    return b',"cache_salt":"%b"' % salt
 
 
 def _models(value: Any, where: str) -> frozenset[str] | None:
