@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
-from collections.abc import Iterator
+from pathlib import Path
 
 
-@contextlib.contextmanager
-def owner_only() -> Iterator[None]:
-    """Sockets bound inside have mode 0600 from the start; a later chmod would leave a gap."""
-    before = os.umask(0o177)
+def private_socket(path: str | Path) -> socket.socket:
+    """A stream socket bound to `path`, of mode 0600 from the start: a later chmod would leave a gap. Raises OSError.
+
+    It does not change the umask: that is the process's, and a folder that another thread made meanwhile could not be
+    entered by anybody. Linux gives the file the mode that the socket has before it is bound.
+    """
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        yield
-    finally:
-        os.umask(before)
+        os.fchmod(made.fileno(), 0o600)
+        made.bind(str(path))
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def check_free(host: str, port: int) -> None:
