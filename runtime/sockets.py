@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
-from collections.abc import Iterator
+from pathlib import Path
 
 
-@contextlib.contextmanager
-def owner_only() -> Iterator[None]:
-    """Sockets bound inside have mode 0600 from the start; a later chmod would leave a gap."""
-    before = os.umask(0o177)
+def bind_owner_only(path: str | Path) -> socket.socket:
+    """A Unix stream socket bound at this path, whose file has mode 0600 from the start. Raises OSError.
+
+    A later chmod would leave a gap, and a umask is the whole process's: a folder that a thread or another task makes
+    meanwhile could not be entered. Linux gives the file the mode of the socket's inode, less the umask (unix(7)).
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        yield
-    finally:
-        os.umask(before)
+        os.fchmod(listener.fileno(), 0o600)
+        listener.bind(str(path))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def check_free(host: str, port: int) -> None:

@@ -34,7 +34,7 @@ from runtime.logs import adopt_libraries, configure_logging
 from runtime.processes.channel import BlockingChannel
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.lifeline import Lifeline
-from runtime.sockets import owner_only
+from runtime.sockets import bind_owner_only
 
 log = logging.getLogger(__name__)
 
@@ -152,9 +152,7 @@ def _listen(path: str) -> socket.socket:
     for stale in (path, unborn):
         if os.path.exists(stale):
             os.unlink(stale)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    with owner_only():
-        listener.bind(unborn)
+    listener = bind_owner_only(unborn)
     listener.listen(64)
     os.rename(unborn, path)
     return listener

@@ -29,7 +29,7 @@ from appliance.controller.interfaces.errors import BusTimeout
 from appliance.store.database import Database
 from appliance.store.records import box
 from runtime.background_tasks import BackgroundTasks
-from runtime.sockets import owner_only
+from runtime.sockets import bind_owner_only
 
 log = logging.getLogger("appliance.controller")
 
@@ -103,8 +103,8 @@ class Bus:
         """Listen. A socket file that a killed controller left is replaced."""
         self._path.unlink(missing_ok=True)
         self._opened_s = self._now_s()
-        with owner_only():
-            self._server = await asyncio.start_unix_server(self._serve, self._path, limit=self._config.bus_line_bytes)
+        listener = bind_owner_only(self._path)
+        self._server = await asyncio.start_unix_server(self._serve, sock=listener, limit=self._config.bus_line_bytes)
 
     async def stop(self) -> None:
         if self._server is None:
