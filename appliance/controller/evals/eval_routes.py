@@ -101,6 +101,12 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         order: Order = "asc",
         order_by: Annotated[Literal["created_at", "updated_at"], Query()] = "created_at",
     ) -> dict[str, Any]:
+        if order_by != "created_at":
+            raise BadRequest(
+                "'order_by' is 'updated_at': this box keeps no time of an eval's last change; list by 'created_at'.",
+                param="order_by",
+                code="unsupported_value",
+            )
         page = evals.page(db, viewer=caller.viewer, after=after, limit=limit, descending=order == "desc")
         return list_object(page, lambda row: views.eval_object(row, caller))
 

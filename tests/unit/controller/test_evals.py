@@ -70,6 +70,23 @@ async def made(control: Control, *criteria: Any) -> str:
 ASKERS: Any = {"type": "score_model", "name": "judge", "model": "starter", "input": [{"role": "user", "content": "?"}]}
 
 
+async def test_a_file_for_evals_has_that_purpose(control: Control):
+    lines = b"".join(orjson.dumps(entry) + b"\n" for entry in entries(("yes", "yes"), ("no", "yes")))
+    file = await control.sdk.files.create(file=("items.jsonl", lines), purpose="evals")
+    assert file.purpose == "evals"
+    found = await ended(control, await made(control), {"type": "jsonl", "source": {"type": "file_id", "id": file.id}})
+    assert (found.status, found.result_counts.total) == ("completed", 2)
+
+
+async def test_an_order_that_the_box_does_not_know_is_refused_and_not_ignored(control: Control):
+    first, second = await made(control), await made(control)
+    listed = await control.sdk.evals.list(order_by="created_at", order="desc")
+    assert [found.id for found in listed.data] == [second, first]
+    with pytest.raises(openai.BadRequestError, match="order_by.*created_at") as caught:
+        await control.sdk.evals.list(order_by="updated_at")
+    assert (caught.value.param, caught.value.code) == ("order_by", "unsupported_value")
+
+
 async def test_who_makes_the_box_ask_a_model_needs_the_scope_of_inference_and_the_model(control: Control):
     """Whatever the route: runs that sample or judge, evals and jobs with a judge, graders that are tried."""
     control.as_key("ann", owner="ann")
