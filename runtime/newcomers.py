@@ -7,6 +7,7 @@ connects a thousand times and says nothing has a thousand descriptors of the pro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
@@ -91,15 +92,28 @@ class Newcomers:
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=self._line_bytes, loop=loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-        secure: dict[str, Any] = (
-            {} if self._context is None else {"ssl": self._context, "ssl_handshake_timeout": self._handshake_s}
-        )
+        secure: dict[str, Any] = {}
+        if self._context is not None:
+            secure = {"ssl": self._context, "ssl_handshake_timeout": self._handshake_s}
         try:
             transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, **secure)
         except OSError as error:
             log.info("a connection ended before it was one: %s", error)
             return
-        await self._serve(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        try:
+            await self._serve(reader, writer)
+            # TLS waits for the other side's farewell for half a minute. A stranger who gives none has a descriptor
+            # until then, and counts as long.
+            if not writer.is_closing():
+                writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        except BaseException:
+            # Not by the transport: one of TLS that was closed twice has forgotten its connection.
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            raise
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._since_s.pop(task, None)

@@ -8,20 +8,20 @@ import socket
 from pathlib import Path
 
 
-def bind_owner_only(path: str | Path) -> socket.socket:
-    """A Unix stream socket bound at this path, whose file has mode 0600 from the start. Raises OSError.
+def private_socket(path: str | Path) -> socket.socket:
+    """A stream socket bound to `path`, of mode 0600 from the start: a later chmod would leave a gap. Raises OSError.
 
-    A later chmod would leave a gap, and a umask is the whole process's: a folder that a thread or another task makes
-    meanwhile could not be entered. Linux gives the file the mode of the socket's inode, less the umask (unix(7)).
+    It does not change the umask: that is the process's, and a folder that another thread made meanwhile could not be
+    entered by anybody. Linux gives the file the mode that the socket has before it is bound.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        os.fchmod(listener.fileno(), 0o600)
-        listener.bind(str(path))
+        os.fchmod(made.fileno(), 0o600)
+        made.bind(str(path))
     except BaseException:
-        listener.close()
+        made.close()
         raise
-    return listener
+    return made
 
 
 def check_free(host: str, port: int) -> None:

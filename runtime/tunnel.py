@@ -34,7 +34,7 @@ from typing import Any
 from runtime.errors import TunnelRefused
 from runtime.newcomers import Newcomers
 from runtime.removed_nodes import RemovedNodes
-from runtime.sockets import bind_owner_only
+from runtime.sockets import private_socket
 
 GREETING_BYTES = 4096
 GREETING_TIMEOUT_S = 10.0
@@ -203,7 +203,7 @@ class Tunnels:
                 carried.discard(writer)
                 writer.close()
 
-        self._servers[str(local)] = await asyncio.start_unix_server(carry, sock=bind_owner_only(local))
+        self._servers[str(local)] = await asyncio.start_unix_server(carry, sock=private_socket(local))
 
     async def close(self, local: Path) -> None:
         """Ends its connections too: who reads from one hears that there is no engine any more."""

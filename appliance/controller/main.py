@@ -40,7 +40,7 @@ from appliance.wiring.job_runs import TIDY_EVERY_S
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
-from runtime.sockets import bind_owner_only
+from runtime.sockets import private_socket
 from scheduler.core.errors import EffectFailed
 from scheduler.handover.effects import Observed
 from scheduler.ray.effects import RayEffects
@@ -194,7 +194,7 @@ async def _save_everything(effects: RayEffects, flow: TierFlow) -> bool:
 
 def _listen(path: Path) -> socket.socket:
     path.unlink(missing_ok=True)
-    listener = bind_owner_only(path)
+    listener = private_socket(path)
     listener.listen(512)
     return listener
 

@@ -20,6 +20,7 @@ from appliance.gateway.routing.moves import Waiting, moves
 from appliance.gateway.routing.table import Table
 from appliance.gateway.server.client_connection import ClientConnection
 from appliance.gateway.server.dispatch import Dispatch
+from appliance.gateway.server.tls_listener import TlsListener, newcomers_of
 from appliance.gateway.state.placeable import Placeable
 from appliance.gateway.state.reports import REFUSED_ROWS_TOLD, gauges
 from appliance.gateway.state.state import State
@@ -35,26 +36,37 @@ class Gateway:
         self.state = State(config, on_change)
         self.copies = ResponseCopies(self.state)
         self.dispatch = Dispatch(self.state, self.copies)
-        self._servers: list[asyncio.Server] = []
+        self.secure: TlsListener | None = None
+        self._servers: list[asyncio.Server | TlsListener] = []
         self._sweeper: asyncio.Task[None] | None = None
 
     # -- life
 
     async def listen(self, host: str, port: int, *, reuse_port: bool = False) -> int:
         """Accept clients on host:port (0: any port) and return the port."""
-        loop = asyncio.get_running_loop()
-        # uvloop's, whose `sockets` are a list; asyncio's are a tuple.
-        server: Any = await loop.create_server(
-            lambda: ClientConnection(self.state, self.dispatch),  # type: ignore[arg-type, return-value]
-            host,
-            port,
-            ssl=self._tls(),
-            reuse_port=reuse_port,
-            backlog=2048,
-        )
-        self._servers.append(server)
         if self._sweeper is None:
             self._sweeper = self.state.background.keep("sweep", self._sweep_forever)
+
+        def client() -> Any:
+            return ClientConnection(self.state, self.dispatch)
+
+        context = self._tls()
+        if context is not None:
+            limits = self.config.limits
+            self.secure = TlsListener(
+                client,
+                context,
+                most=newcomers_of(limits.max_connections),
+                handshake_s=limits.head_timeout_s,
+                background=self.state.background,
+                events=self.state.metrics.events,
+            )
+            self._servers.append(self.secure)
+            return await self.secure.listen(host, port, reuse_port=reuse_port)
+        loop = asyncio.get_running_loop()
+        # uvloop's, whose `sockets` are a list; asyncio's are a tuple.
+        server: Any = await loop.create_server(client, host, port, reuse_port=reuse_port, backlog=2048)
+        self._servers.append(server)
         return server.sockets[0].getsockname()[1]
 
     async def close_listeners(self) -> None:

@@ -13,7 +13,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import orjson
 import uvloop
@@ -23,15 +24,15 @@ from appliance.gateway.bus import BusClient
 from appliance.gateway.core.config import GatewayConfig, load_config
 from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.gateway import Gateway
+from appliance.gateway.server.tls_listener import newcomers_of
+from appliance.gateway.workers import BEAT_S, EXIT_USAGE, Beats, Workers
 from runtime.logs import configure_logging, timestamp
 from runtime.processes.oom import DiesAs, dies_as
 from runtime.sockets import check_free
 
 log = logging.getLogger("appliance.gateway")
 
-EXIT_USAGE = 2
 _PR_SET_PDEATHSIG = 1
-_WORKER_RESTART_S = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,15 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_free(config.host, config.port)
         except OSError as error:
             return _cannot_listen(config, error)
-        return _supervise(config)
+        beats = Beats(config.workers)
+        return Workers(partial(_fork_worker, config, beats), config.workers, beats).keep()
     except ConfigInvalid as error:
         log.error("%s", error)
         return EXIT_USAGE
 
 
-def _run(config: GatewayConfig, *, reuse_port: bool) -> int:
+def _run(config: GatewayConfig, *, reuse_port: bool, beat: Callable[[], None] | None = None) -> int:
     try:
-        return uvloop.run(serve(config, reuse_port=reuse_port))
+        return uvloop.run(serve(config, reuse_port=reuse_port, beat=beat))
     except OSError as error:
         return _cannot_listen(config, error)
 
@@ -72,8 +74,8 @@ def _cannot_listen(config: GatewayConfig, error: OSError) -> int:
     return 1
 
 
-async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
-    """One worker, from first listen to last response."""
+async def serve(config: GatewayConfig, *, reuse_port: bool = False, beat: Callable[[], None] | None = None) -> int:
+    """One worker, from first listen to last response. beat: to be called for as long as it is at work."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -83,6 +85,7 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
     keyed = asyncio.Event()
     bus = BusClient(gateway, on_table=lambda: keyed.set() if gateway.state.keys else None)
     bus_task = gateway.state.background.keep("bus", bus.run)
+    beating = None if beat is None else gateway.state.background.keep("beat", partial(_beat, beat))
     # Imported objects live as long as the process: without this each full garbage collection walks all of them while
     # every stream waits. Requests form no lasting cycles, so collections may be rare.
     gc.collect()
@@ -103,10 +106,17 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
     log.info("stopping: %d connections", len(gateway.state.connections))
     await gateway.stop(config.shutdown_s)
     bus.send()
-    for task in (bus_task, *waiting):
+    ending = [bus_task, *waiting, *([beating] if beating is not None else [])]
+    for task in ending:
         task.cancel()
-    await asyncio.gather(bus_task, *waiting, return_exceptions=True)
+    await asyncio.gather(*ending, return_exceptions=True)
     return 0
+
+
+async def _beat(beat: Callable[[], None]) -> None:
+    while True:
+        beat()
+        await asyncio.sleep(BEAT_S)
 
 
 def _announce(host: str, port: int) -> None:
@@ -122,51 +132,12 @@ def _announce(host: str, port: int) -> None:
     os.write(sys.stdout.fileno(), orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
-def _supervise(config: GatewayConfig) -> int:
-    """Several workers on one port (SO_REUSEPORT); one that dies is replaced."""
-    workers: dict[int, int] = {}
-    stopping = False
-
-    def stop(number: int, _frame: object) -> None:
-        nonlocal stopping
-        stopping = True
-        for pid in workers:
-            os.kill(pid, signal.SIGTERM)
-
-    def reload(number: int, _frame: object) -> None:
-        for pid in workers:
-            os.kill(pid, number)
-
-    signal.signal(signal.SIGHUP, reload)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    for index in range(config.workers):
-        workers[_fork_worker(config, index)] = index
-    failed = False
-    while workers:
-        pid, status = os.wait()
-        if pid not in workers:
-            continue
-        index = workers.pop(pid)
-        if stopping:
-            continue
-        code = os.waitstatus_to_exitcode(status)
-        if code in (1, EXIT_USAGE):
-            failed = True
-            stop(signal.SIGTERM, None)
-        else:
-            log.error("worker %d ended with %d, starting another", index, code)
-            time.sleep(_WORKER_RESTART_S)
-            if not stopping:
-                workers[_fork_worker(config, index)] = index
-    return 1 if failed else 0
-
-
-def _fork_worker(config: GatewayConfig, index: int) -> int:
+def _fork_worker(config: GatewayConfig, beats: Beats, index: int) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until its loop listens to it
@@ -178,13 +149,13 @@ def _fork_worker(config: GatewayConfig, index: int) -> int:
         name=f"{config.name}-{index}",
         log_path=None if config.log_path is None else f"{config.log_path}.{index}",
     )
-    os._exit(_run(own, reuse_port=True))
+    os._exit(_run(own, reuse_port=True, beat=partial(beats.beat, index)))
 
 
 def _raise_file_limit(connections: int) -> None:
-    """Each client may need its own upstream connection."""
+    """Each client may need its own upstream connection; those that are to become clients have none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * connections + 512
+    wanted = 2 * connections + newcomers_of(connections) + 512
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft < wanted:

@@ -7,6 +7,7 @@ come with the import.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from weights.format.layout import Layout, Placed
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE, _KEPT = "adapter_model.bin", ("README.md",)
+MAX_PATTERNS = 2048
+_LAYER = re.compile(r"\^?[A-Za-z0-9_.]{1,200}")
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 # Starts that leave the base as it is. Others (PiSSA, OLoRA, CorDA, LoftQ) belong to a changed base.
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
@@ -127,9 +130,29 @@ def _refuse_kind(config: Mapping[str, Any]) -> None:
         raise AdapterRefused(CONFIG_FILE, "lora_alpha must be a number")
 
 
+def _patterns(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands in rank_pattern. peft takes the keys of both patterns for regular expressions; one could take an
+    engine off the air for all who use its base, so engines take names alone (serve.adapters.layer_names). Raises
+    AdapterRefused."""
+    for name in ("rank_pattern", "alpha_pattern"):
+        found = config.get(name) or {}
+        if not isinstance(found, dict) or len(found) > MAX_PATTERNS:
+            raise AdapterRefused(CONFIG_FILE, f"{name} must name the ranks of at most {MAX_PATTERNS} layers")
+        odd = next((key for key in found if not _LAYER.fullmatch(key)), None)
+        if odd is not None:
+            raise AdapterRefused(
+                CONFIG_FILE,
+                f"{name} has {odd[:80]!r}, and engines take names of layers there, or their ends, of letters, digits, "
+                "'_' and '.': write out which layers are meant, or merge the adapter into its base and import the "
+                "result",
+            )
+        if name == "alpha_pattern" and any(type(alpha) not in (int, float) for alpha in found.values()):
+            raise AdapterRefused(CONFIG_FILE, "alpha_pattern must have numbers")
+    return config.get("rank_pattern") or {}
+
+
 def _rank_of(config: Mapping[str, Any]) -> int:
-    patterns = config.get("rank_pattern") or {}
-    ranks = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [None])]
+    ranks = [config.get("r"), *_patterns(config).values()]
     if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 1 for rank in ranks):
         raise AdapterRefused(CONFIG_FILE, "r and the ranks of rank_pattern must be whole numbers of at least 1")
     return max(rank for rank in ranks if isinstance(rank, int))

@@ -6,7 +6,6 @@ index). `weights.format.layout` validates the weight headers themselves.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -24,8 +23,9 @@ from appliance.models.errors import (
     UnsupportedModel,
 )
 from serve.core.parsers import reasoning_parser, tool_parser
+from weights.format.foreign_json import MOST_VALUES, loads, size, text_part
 from weights.format.header import LENGTH_BYTES, header_bytes_needed, parse_header
-from weights.format.layout import Layout
+from weights.format.layout import MAX_INDEX_BYTES, MAX_INDEX_VALUES, Layout
 from weights.format.source import AUX_SUFFIXES
 from weights.format.tool_template import with_tools
 
@@ -41,9 +41,18 @@ OTHER_WEIGHTS = (".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
 KEPT_TEXT = ("README.md",)
 # Vocabularies: large, and read by tokenizers alone.
 _NO_SETTINGS = ("tokenizer.json", "vocab.json", "tekken.json")
+# Where processors have a chat template of their own, which engines prefer for requests without tools.
+_PROCESSORS = (
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+MAX_TEMPLATES = 8
 # Any one of these sets of files makes a tokenizer.
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("tekken.json",), ("vocab.txt",))
 _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
+_FAMILY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,8 @@ class Files:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the files say. `params` counts elements of all tensors; `info` is for people and may grow."""
+    """What the files say. `params` counts elements of all tensors; `info` is for people and may grow. `chat_template`:
+    of plain conversations; `other_templates`: what an engine may render beside it, for requests with tools or media."""
 
     arch: str
     task: Task
@@ -65,6 +75,7 @@ class Facts:
     max_model_len: int | None
     chat_template: str | None
     warnings: tuple[str, ...]
+    other_templates: tuple[str, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -111,7 +122,8 @@ def check_header(path: Path, name: str) -> None:
 
 def _weight_files(directory: Path, names: list[str]) -> frozenset[str]:
     if f"model{INDEX_SUFFIX}" in names:
-        index = read_json(regular(directory, f"model{INDEX_SUFFIX}"), f"model{INDEX_SUFFIX}", MAX_TOKENIZER_BYTES)
+        path = regular(directory, f"model{INDEX_SUFFIX}")
+        index = read_json(path, f"model{INDEX_SUFFIX}", MAX_INDEX_BYTES, MAX_INDEX_VALUES)
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise NotACheckpoint(f"model{INDEX_SUFFIX}", "has no object 'weight_map'")
@@ -164,14 +176,14 @@ def regular(directory: Path, name: str) -> Path:
     return real
 
 
-def read_json(path: Path, name: str, limit_bytes: int) -> dict[str, Any]:
+def read_json(path: Path, name: str, limit_bytes: int, most_values: int = MOST_VALUES) -> dict[str, Any]:
     """The JSON object in `path`. Raises NotACheckpoint naming `name`."""
     size = path.stat().st_size
     if size > limit_bytes:
         raise NotACheckpoint(name, f"{size} bytes; at most {limit_bytes} are read")
     try:
-        body = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        body = loads(path.read_bytes(), most_values=most_values)
+    except ValueError as error:
         raise NotACheckpoint(name, f"not JSON: {str(error)[:120]}") from error
     if not isinstance(body, dict):
         raise NotACheckpoint(name, f"holds a JSON {type(body).__name__}, expected an object")
@@ -190,7 +202,9 @@ def examine(directory: Path, layout: Layout) -> Facts:
         raise NotACheckpoint("config.json", "'architectures' must be a list of class names such as LlamaForCausalLM")
     arch = architectures[0]
     task = _task(arch)
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    text, family = text_part(config), config.get("model_type")
+    if family is not None and not (isinstance(family, str) and _FAMILY.fullmatch(family)):
+        raise NotACheckpoint("config.json", f"model_type {str(family)[:80]!r} is no name of a family of models")
     warnings: list[str] = []
     _check_weights(text, layout)
     tokenizer = {}
@@ -199,13 +213,12 @@ def examine(directory: Path, layout: Layout) -> Facts:
         _refuse_code(tokenizer, "tokenizer_config.json")
     _require_tokenizer(directory)
     _refuse_code_elsewhere(directory)
-    template = _chat_template(directory, tokenizer)
+    template, others = _chat_templates(directory, tokenizer)
     if template is None and task == "generate":
         warnings.append(
             "there is no chat template: /v1/chat/completions will refuse this model and fine-tuning on chats cannot "
             "format them; use /v1/completions, or add chat_template.jinja to the checkpoint and import it again"
         )
-    length = text.get("max_position_embeddings")
     quantization = config.get("quantization_config")
     if quantization:
         warnings.append("the weights are quantised: they can be served, but not fine-tuned")
@@ -213,19 +226,20 @@ def examine(directory: Path, layout: Layout) -> Facts:
         arch=arch,
         task=task,
         params=sum(placed.spec.numel for placed in layout),
-        max_model_len=length if isinstance(length, int) and 0 < length < 1 << 31 else None,
+        max_model_len=size(text, "max_position_embeddings") or None,
         chat_template=template,
+        other_templates=others,
         warnings=tuple(warnings),
         info={
-            "model_type": config.get("model_type"),
-            "layers": text.get("num_hidden_layers"),
-            "hidden_size": text.get("hidden_size"),
-            "vocab_size": text.get("vocab_size"),
+            "model_type": family,
+            "layers": size(text, "num_hidden_layers") or None,
+            "hidden_size": size(text, "hidden_size") or None,
+            "vocab_size": size(text, "vocab_size") or None,
             "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
             "dtypes": sorted({placed.spec.dtype for placed in layout}),
             "chat_template": template is not None,
-            "tool_parser": tool_parser(config.get("model_type"), with_tools(template)),
-            "reasoning_parser": reasoning_parser(config.get("model_type"), with_tools(template)),
+            "tool_parser": tool_parser(family, with_tools(template)),
+            "reasoning_parser": reasoning_parser(family, with_tools(template)),
             "quantized": bool(quantization),
         },
     )
@@ -277,22 +291,44 @@ def _require_tokenizer(directory: Path) -> None:
         raise NotACheckpoint(path.name, f"{path.stat().st_size} bytes; expected 2 to {MAX_TOKENIZER_BYTES}")
 
 
-def _chat_template(directory: Path, tokenizer: Mapping[str, Any]) -> str | None:
+def _chat_templates(directory: Path, tokenizer: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...]]:
+    """The template of plain conversations, and all others that a tokenizer or a processor of transformers, or vLLM, may
+    take from these files: by name (`tool_use`), and those of processors. Raises NotACheckpoint."""
+    found: list[str] = []
     path = directory / "chat_template.jinja"
     if path.is_file():
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise NotACheckpoint(path.name, f"{path.stat().st_size} bytes; at most {MAX_CONFIG_BYTES} are read")
         try:
-            return path.read_text(encoding="utf-8")
+            found.append(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise NotACheckpoint(path.name, f"not UTF-8: {error.reason} at byte {error.start}") from error
-    found = tokenizer.get("chat_template")
-    if found is None and (directory / "chat_template.json").is_file():
-        found = read_json(directory / "chat_template.json", "chat_template.json", MAX_CONFIG_BYTES).get("chat_template")
-    if isinstance(found, list):
-        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-        found = named.get("default", next(iter(named.values()), None))
-    return found if isinstance(found, str) and found.strip() else None
+    found += _named_templates(tokenizer.get("chat_template"), "tokenizer_config.json")
+    for name in _PROCESSORS:
+        if (directory / name).is_file():
+            body = read_json(directory / name, name, MAX_CONFIG_BYTES)
+            found += _named_templates(body.get("chat_template"), name)
+    different = list(dict.fromkeys(found))
+    if len(different) > MAX_TEMPLATES:
+        raise NotACheckpoint("", f"there are {len(different)} chat templates; at most {MAX_TEMPLATES} are taken")
+    first, others = next(iter(different), None), tuple(different[1:])
+    return (first if first and first.strip() else None), others
+
+
+def _named_templates(given: Any, file: str) -> list[str]:
+    """One template, or several by name, as transformers takes them; that of plain conversations first."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
+        named = {str(one.get("name")): one.get("template") for one in given}
+    else:
+        named = given if isinstance(given, dict) else {"": None}
+    texts = [text for _, text in sorted(named.items(), key=lambda one: one[0] != "default")]
+    if not all(isinstance(text, str) for text in texts):
+        raise NotACheckpoint(file, "'chat_template' must be a text, or texts by their names")
+    return texts
 
 
 def _check_weights(config: Mapping[str, Any], layout: Layout) -> None:

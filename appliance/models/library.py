@@ -277,6 +277,8 @@ class ModelLibrary:
                 if (shown := with_tools(facts.chat_template)) != facts.chat_template:
                     try_template(str(shown))  # what engines and ranks render
                 warnings += [warning] if warning else []
+            for template in facts.other_templates:
+                try_template(template)
             facts = replace(facts, warnings=tuple(warnings))
             report(files.nbytes, files.nbytes, "bytes", "computing checksums")
 

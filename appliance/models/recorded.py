@@ -8,10 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from weights.format.errors import ChecksumMismatch, IntegrityError, ManifestInvalid
-from weights.format.manifest import Manifest
+from weights.format.header import MAX_HEADER_VALUES
+from weights.format.manifest import MAX_MANIFEST_BYTES, Manifest
 from weights.format.names import MANIFEST_FILE
 
 _OURS = b'{"manifest_checksum":'  # how Manifest.to_bytes begins; others use the name manifest.json too
+_MOST_VALUES = MAX_HEADER_VALUES  # it has as many for a tensor as a header
 _WAY_OUT = "; take the copy anew, or delete manifest.json if it was changed on purpose"
 
 
@@ -23,7 +25,10 @@ def recorded(directory: Path) -> Manifest | None:
     with path.open("rb") as file:
         if file.read(len(_OURS)) != _OURS:
             return None
-    return Manifest.read(directory)
+        raw = _OURS + file.read(MAX_MANIFEST_BYTES)
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > _MOST_VALUES:
+        raise ManifestInvalid(f"has more than {_MOST_VALUES} values", path=directory, file=MANIFEST_FILE)
+    return Manifest.from_bytes(raw, path=directory)
 
 
 def check_same(before: Manifest, now: Manifest, directory: Path) -> None:

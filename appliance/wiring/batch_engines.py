@@ -227,7 +227,11 @@ def _answer(asking: asyncio.Task[httpx.Response]) -> EngineAnswer:
         raise LineReturned(f"{type(failure).__name__} {failure}".strip(), yielded=False) from failure
     response = asking.result()
     if response.status_code == 200:
-        return EngineAnswer(200, orjson.loads(response.content))
+        try:
+            return EngineAnswer(200, orjson.loads(response.content))
+        except orjson.JSONDecodeError:
+            # An exception here would lose the line: neither answered nor paid for.
+            return EngineAnswer(502, orjson.loads(gateway_errors.engine_failed().body()))
     error = gateway_errors.from_upstream(response.status_code, response.content)
     if error.status == 404 and error.message.startswith(_MOVED):
         raise LineReturned(error.message, yielded=True)

@@ -34,7 +34,7 @@ from runtime.logs import adopt_libraries, configure_logging
 from runtime.processes.channel import BlockingChannel
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.lifeline import Lifeline
-from runtime.sockets import bind_owner_only
+from runtime.sockets import private_socket
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def _listen(path: str) -> socket.socket:
     for stale in (path, unborn):
         if os.path.exists(stale):
             os.unlink(stale)
-    listener = bind_owner_only(unborn)
+    listener = private_socket(unborn)
     listener.listen(64)
     os.rename(unborn, path)
     return listener

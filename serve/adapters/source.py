@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from runtime.sockets import bind_owner_only
+from runtime.sockets import private_socket
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +46,7 @@ class AdapterServer:
     async def start(self) -> None:
         """Listen. Replaces a socket file that a killed process left."""
         self._path.unlink(missing_ok=True)
-        listener = bind_owner_only(self._path)
-        self._server = await asyncio.start_unix_server(self._serve, sock=listener, limit=LINE_BYTES)
+        self._server = await asyncio.start_unix_server(self._serve, sock=private_socket(self._path), limit=LINE_BYTES)
 
     async def stop(self) -> None:
         if self._server is None:

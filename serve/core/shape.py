@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from weights.format.foreign_json import size, text_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,8 @@ class ServedShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], stored_bytes: int, n_parameters: int) -> ServedShape:
         """From a Hugging Face config.json; of a multimodal model its text part."""
-        text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
-
-        def number(*names: str) -> int:
-            return next((v for n in names if isinstance(v := text.get(n), int) and not isinstance(v, bool)), 0)
-
+        text = text_part(config)
+        number = partial(size, text)
         hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
         layers, width = number("num_hidden_layers", "n_layer"), number("intermediate_size", "n_inner")
         kv_heads = number("num_key_value_heads") or heads

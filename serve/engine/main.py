@@ -32,7 +32,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from runtime.logs import configure_logging
 from runtime.processes.lifeline import Lifeline
-from runtime.sockets import bind_owner_only
+from runtime.sockets import private_socket
 from serve.api.answer_version import AnswerVersions
 from serve.core.errors import EngineStartFailed, WrongState
 from serve.core.spec import ReplicaSpec
@@ -171,4 +171,4 @@ async def _watch(dead: asyncio.Task[None], server: uvicorn.Server) -> None:
 def _listen(path: str) -> socket.socket:
     if os.path.exists(path):
         raise WrongState(f"{path} exists: another engine uses this socket, or a dead one left it")
-    return bind_owner_only(path)
+    return private_socket(path)

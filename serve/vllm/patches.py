@@ -43,6 +43,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from runtime import numa
 from runtime.devices.kinds import kind_of
 from runtime.processes.kernel import die_with_parent
+from serve.adapters import layer_names
 from serve.api import (
     answer_shapes,
     answer_version,
@@ -129,6 +130,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
     stream_chunks.apply()
 
+    # An adapter's config has names of layers, not regular expressions of its own.
+    layer_names.apply()
     # Adapters load inside a step, and nothing in vLLM counts or times the loads.
     LRUCacheWorkerLoRAManager.shm_loads, LRUCacheWorkerLoRAManager.shm_load_s = 0, 0.0
     LRUCacheWorkerLoRAManager._load_adapter = _counted(LRUCacheWorkerLoRAManager._load_adapter)

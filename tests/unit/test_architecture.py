@@ -528,6 +528,7 @@ TASKS = {
     "appliance/controller/context/operations.py Operations.start": ONE_SHOT,
     "appliance/controller/http/presence.py while_present": AWAITED,
     "appliance/gateway/main.py serve": AWAITED,
+    "appliance/gateway/server/tls_listener.py TlsListener._accept": "`_met` logs what a handshake raises",
     "appliance/gateway/http/upstream.py UpstreamPool.connect": ONE_SHOT,
     "appliance/boot/main.py _run": AWAITED,
     "appliance/boot/node.py _run": AWAITED,

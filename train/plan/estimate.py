@@ -31,9 +31,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from runtime.devices.kinds import kind_of
+from weights.format.foreign_json import size, text_part
 
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed 0.19.8's stage3_max_live_parameters
 BUCKET_ELEMENTS = 50_000_000  # train.run.engine.MAX_BUCKET_ELEMENTS; not imported: this file must load without torch
@@ -69,11 +71,7 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], n_parameters: int) -> ModelShape:
         """From a Hugging Face config.json; of a multimodal model its text part."""
-        text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
-
-        def number(*names: str) -> int:
-            return next((v for n in names if isinstance(v := text.get(n), int) and not isinstance(v, bool)), 0)
-
+        number = partial(size, text_part(config))
         hidden, layers, heads = (number(f) for f in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
         head_dim = number("head_dim") or (hidden // heads if heads else 0)
         kv_heads = number("num_key_value_heads") or heads
@@ -116,20 +114,18 @@ def parameters_of(config: Mapping[str, Any]) -> int:
     Counted as transformers builds them: embeddings and head, per layer four projections, three matrices of each expert
     with their router, two norms. Norms of queries and keys and further biases are below a thousandth and left out.
     """
-    text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
+    number = partial(size, text_part(config))
     shape = ModelShape.from_config(config, 0)
-    heads, width = text.get("num_attention_heads"), text.get("intermediate_size")
-    sizes = (shape.hidden, shape.layers, shape.vocab, heads, width)
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
+    heads, width = number("num_attention_heads"), number("intermediate_size")
+    if not all((shape.hidden, shape.layers, shape.vocab, heads, width)):
         return 0
     hidden, queries, keys = shape.hidden, heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = 2 * hidden * (queries + keys) + (queries + 2 * keys if config.get("attention_bias") else 0)
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = next((n for name in names if isinstance(n := text.get(name), int) and n > 0), 0)
+    experts = number("num_local_experts", "num_experts", "n_routed_experts")
     mlp = 3 * hidden * width
     if experts:
-        each = text.get("moe_intermediate_size") or width
-        shared = text.get("shared_expert_intermediate_size") or 0
+        each = number("moe_intermediate_size") or width
+        shared = number("shared_expert_intermediate_size")
         mlp = 3 * hidden * (experts * each + shared) + hidden * experts
     outside = shape.vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
     return outside + shape.layers * (attention + mlp + 2 * hidden) + hidden

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weights.format import foreign_json
 from weights.format.errors import HeaderInvalid, InvalidLayout
 
 # Bits per element of the dtype codes of safetensors 0.8.
@@ -44,6 +45,8 @@ DTYPE_BITS: Mapping[str, int] = {
 }
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+MAX_HEADER_VALUES = 1 << 22
+"""Some ten for a tensor; those of the largest models have a hundred thousand over all their files."""
 MAX_RANK = 32
 MAX_NAME_BYTES = 1024
 METADATA_KEY = "__metadata__"
@@ -203,11 +206,16 @@ def _load_json(text: bytes, path: object, file: str) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise HeaderInvalid("the header does not begin with '{'", path=path, file=file)
     try:
-        body = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_float=no_float, parse_constant=no_float)
+        body = foreign_json.loads(
+            text,
+            most_values=MAX_HEADER_VALUES,
+            most_depth=None,
+            object_pairs_hook=unique,
+            parse_float=no_float,
+            parse_constant=no_float,
+        )
     except HeaderInvalid:
         raise
-    except RecursionError as error:
-        raise HeaderInvalid("the header is nested too deeply", path=path, file=file) from error
     except ValueError as error:  # malformed UTF-8 or JSON, or an integer of thousands of digits
         raise HeaderInvalid(f"the header is not valid JSON: {str(error)[:120]}", path=path, file=file) from error
     return body

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from weights.format import foreign_json
 from weights.format.errors import HeaderInvalid, InvalidLayout, InvalidName, ManifestInvalid, UnknownTensor
 from weights.format.files import open_regular
 from weights.format.header import LENGTH_BYTES, TensorSpec, build_header, header_bytes_needed, parse_header
@@ -21,7 +22,7 @@ __all__ = ["FileLayout", "Layout", "Placed", "TensorSpec"]
 
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000  # transformers' own shard size
 DEFAULT_ALIGN_BYTES = 64  # a cache line, and the best alignment for AVX-512 and cudaMemcpyAsync
-MAX_INDEX_BYTES = 64 << 20
+MAX_INDEX_BYTES, MAX_INDEX_VALUES = 64 << 20, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -235,9 +236,9 @@ def _read_index(directory: Path, name: str) -> dict[str, str]:
             raise ManifestInvalid(f"larger than {MAX_INDEX_BYTES} bytes", path=directory, file=name)
         raw = fd.read(MAX_INDEX_BYTES)
     try:
-        weight_map = json.loads(raw)["weight_map"]
+        weight_map = foreign_json.loads(raw, most_values=MAX_INDEX_VALUES, most_depth=None)["weight_map"]
         pairs = {check_tensor: check_file_name(file) for check_tensor, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ManifestInvalid(f"not a usable index: {error}", path=directory, file=name) from error
     if not pairs or not all(file.endswith(TENSOR_SUFFIX) for file in pairs.values()):
         raise ManifestInvalid("the index must name *.safetensors files only", path=directory, file=name)

@@ -20,6 +20,10 @@ from appliance.gateway.core.config import Limits
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 _MAX_CUSTOM_ID = 512
+_EMBEDDINGS = "/v1/embeddings"
+_MOST_INPUTS = 128
+"""Their vectors come as one answer, which is parsed and written in one go on the controller's loop: 2,048 with 4,096
+numbers each are 170 MB."""
 _MAX_ERRORS = 100
 # In addition to lines with requests, so that a file of 8 GiB of line ends blocks nobody.
 _MAX_BLANK_LINES = 100_000
@@ -148,4 +152,12 @@ def _checked(raw: bytes, endpoint: str, line_bytes: int) -> tuple[str, str]:
         raise BadLine("missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model")
     if body.get("stream"):
         raise BadLine("unsupported_parameter", "Requests of a batch cannot stream.", "body.stream")
+    inputs = body.get("input")
+    if endpoint == _EMBEDDINGS and isinstance(inputs, list) and len(inputs) > _MOST_INPUTS:
+        if not isinstance(inputs[0], int):  # one input, as tokens
+            raise BadLine(
+                "too_many_inputs",
+                f"The line has {len(inputs)} inputs; at most {_MOST_INPUTS} are taken in one. Write more lines.",
+                "body.input",
+            )
     return custom_id, body["model"]

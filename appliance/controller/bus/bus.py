@@ -29,7 +29,7 @@ from appliance.controller.interfaces.errors import BusTimeout
 from appliance.store.database import Database
 from appliance.store.records import box
 from runtime.background_tasks import BackgroundTasks
-from runtime.sockets import bind_owner_only
+from runtime.sockets import private_socket
 
 log = logging.getLogger("appliance.controller")
 
@@ -46,7 +46,8 @@ def first_generation(db: Database) -> int:
 
 
 class _Gateway:
-    """One connection. `report` is its last load report, None before the first."""
+    """One connection. `report` is its last load report, None before the first. `is_late`: a change was answered without
+    it, and it has not reported since."""
 
     def __init__(self, writer: asyncio.StreamWriter):
         self.writer = writer
@@ -55,6 +56,7 @@ class _Gateway:
         self.sent_degraded: list[str] = []
         self.wake = asyncio.Event()
         self.lost_at_s: float | None = None
+        self.is_late = False
 
     @property
     def name(self) -> str:
@@ -103,8 +105,9 @@ class Bus:
         """Listen. A socket file that a killed controller left is replaced."""
         self._path.unlink(missing_ok=True)
         self._opened_s = self._now_s()
-        listener = bind_owner_only(self._path)
-        self._server = await asyncio.start_unix_server(self._serve, sock=listener, limit=self._config.bus_line_bytes)
+        self._server = await asyncio.start_unix_server(
+            self._serve, sock=private_socket(self._path), limit=self._config.bus_line_bytes
+        )
 
     async def stop(self) -> None:
         if self._server is None:
@@ -174,13 +177,17 @@ class Bus:
         await self._wait(lambda: self._behind(generation), f"to apply table {generation}", timeout_s)
 
     async def caught_up(self) -> None:
-        """Returns when every connected gateway routes by the current table, after `CATCH_UP_S` at the latest."""
-        if all(gateway.lost_at_s is not None for gateway in self._gateways):
+        """Returns when every connected gateway routes by the current table, after `CATCH_UP_S` at the latest. One that
+        has just been waited for in vain is not waited for again until it reports: it holds up one change, not all."""
+        generation = self._generation
+        if all(gateway.lost_at_s is not None or gateway.is_late for gateway in self._gateways):
             return
         try:
-            await self.wait_applied(self._generation, CATCH_UP_S)
+            await self._wait(lambda: self._behind(generation, late=False), f"to apply table {generation}", CATCH_UP_S)
         except BusTimeout as error:
             log.warning("a change is answered before every gateway knows it: %s", error)
+            for gateway in self._those_behind(generation):
+                gateway.is_late = True
 
     async def wait_drained(self, replica_id: str, timeout_s: float | None = None) -> None:
         """Returns when no gateway has a request at this replica and none can start one.
@@ -190,12 +197,19 @@ class Bus:
         """
         await self._wait(lambda: self._undrained(replica_id), f"to drain {replica_id}", timeout_s)
 
-    def _behind(self, generation: int) -> list[str]:
-        """Gateways not yet at this generation, as text; empty if there are none."""
+    def _behind(self, generation: int, *, late: bool = True) -> list[str]:
+        """Gateways not yet at this generation, as text; empty if there are none. late: those that are late count."""
         if self._too_early():
             return ["gateways that have not yet connected"]
         return [
             f"{gateway.name} (at {gateway.report.generation if gateway.report else 'no table yet'})"
+            for gateway in self._those_behind(generation)
+            if late or not gateway.is_late
+        ]
+
+    def _those_behind(self, generation: int) -> list[_Gateway]:
+        return [
+            gateway
             for gateway in self._gateways
             # A lost gateway can neither apply anything nor start a request.
             if gateway.lost_at_s is None and (gateway.report is None or gateway.report.generation < generation)
@@ -287,7 +301,7 @@ class Bus:
             # The same gateway on a new connection: this replaces the lost one's last report.
             for old in [g for g in self._gateways if g.lost_at_s is not None and g.name == report.gateway]:
                 self._gateways.discard(old)
-        gateway.report = report
+        gateway.report, gateway.is_late = report, False
         self._arrivals.heard(report)
         self._ever_reported = True
         self._changed.set()

@@ -60,7 +60,7 @@ def routes(context: ControllerContext) -> APIRouter:
                     request, caller, ROUTE, [upload.sha256, upload.filename, row.purpose, upload.fields]
                 )
                 # No await between the search for an earlier attempt and the insert: two retries cannot both miss.
-                with db.transaction():
+                with storage.with_row(context, file_id):
                     earlier = idempotency.find(db, attempt, context.config)
                     known = files.find(db, earlier, viewer=caller.viewer, now_s=time.time()) if earlier else None
                     if known is None:

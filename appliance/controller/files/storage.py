@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,18 @@ def remove(context: ControllerContext, row: FileRow) -> None:
     files.delete(context.db, row.id)
     context.quotas.gone(row.id, row.key_id)
     (context.files_dir / row.id).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def with_row(context: ControllerContext, file_id: str) -> Iterator[None]:
+    """Around the transaction that moves the bytes of a new file in place and writes its row: without the row they go,
+    or they would be nobody's until the next start, on a disk that had no room for the row."""
+    try:
+        with context.db.transaction():
+            yield
+    except BaseException:
+        (context.files_dir / file_id).unlink(missing_ok=True)
+        raise
 
 
 def sweep(context: ControllerContext) -> int:

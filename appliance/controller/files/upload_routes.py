@@ -202,7 +202,7 @@ def routes(context: ControllerContext) -> APIRouter:
                 # An admin may complete another owner's upload; its owner stays the same.
                 made = replace(made, key_id=row.key_id, owner=row.owner)
                 _pending(context, upload_id, caller)
-                with db.transaction():
+                with files.with_row(context, file_id):
                     os.rename(incoming, context.files_dir / file_id)
                     file_rows.insert(db, made)
                     upload_rows.update(db, row.id, status="completed", file_id=file_id)

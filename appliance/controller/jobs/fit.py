@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 from appliance.controller.access.naming import Resolved
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
@@ -12,8 +9,7 @@ from appliance.controller.models.capacity import BoxFacts
 from runtime.devices.kinds import HOST
 from scheduler.core.config import SchedulerConfig
 from train.plan.estimate import ModelShape
-
-MAX_CONFIG_BYTES = 4 * 2**20
+from weights.format.foreign_json import config_in
 
 
 def box_facts(context: ControllerContext) -> BoxFacts:
@@ -37,8 +33,5 @@ def box_facts(context: ControllerContext) -> BoxFacts:
 
 def shape_of(base: Resolved) -> ModelShape:
     """From the version's config.json; if the model's files are not available, only the number of parameters counts."""
-    for folder in (base.version.disk_path, base.version.shm_path):
-        path = Path(folder, "config.json") if folder else None
-        if path is not None and path.is_file() and path.stat().st_size <= MAX_CONFIG_BYTES:
-            return ModelShape.from_config(json.loads(path.read_text()), base.model.params)
-    return ModelShape(base.model.params)
+    config = config_in(base.version.disk_path, base.version.shm_path)
+    return ModelShape(base.model.params) if config is None else ModelShape.from_config(config, base.model.params)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape, parameters_of
 from train.plan.known_shapes import SHAPES, shape_named
+from weights.format.foreign_json import loads, size, text_part
 
 TYPICAL_EXAMPLES, TYPICAL_TOKENS = 1000, 200
 GIB, MIB = 2**30, 2**20
@@ -116,17 +116,16 @@ def imagine(given: str) -> Imagined:
             f"{path} does not say how large the model is: expected hidden_size, num_hidden_layers, "
             "num_attention_heads, intermediate_size and vocab_size, as transformers writes them"
         )
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    context = text.get("max_position_embeddings")
+    context = size(text_part(config), "max_position_embeddings")
     arch = next(iter(config.get("architectures") or []), "")
-    return Imagined(ModelShape.from_config(config, count), context if isinstance(context, int) else None, arch)
+    return Imagined(ModelShape.from_config(config, count), context or None, arch)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _CONFIG_BYTES:
             raise BadShape(f"{path} is larger than any config.json")
-        found = json.loads(path.read_text())
+        found = loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise BadShape(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):

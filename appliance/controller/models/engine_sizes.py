@@ -3,9 +3,7 @@ gateways' table, the engines themselves)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from appliance.store.database import Database
@@ -17,8 +15,7 @@ from serve.core.config import EngineConfig
 from serve.core.model_settings import ModelSettings
 from serve.core.shape import ServedShape
 from serve.core.sizing import EngineSize, asleep_bytes, engine_settings, engine_size
-
-MAX_CONFIG_BYTES = 4 * 2**20
+from weights.format.foreign_json import config_in
 
 
 class EngineSizes:
@@ -105,10 +102,7 @@ class EngineSizes:
             return bare
         key = (model.id, version.version)
         if key not in self._shapes:
-            for folder in (version.disk_path, version.shm_path):
-                path = Path(folder, "config.json") if folder else None
-                if path is not None and path.is_file() and path.stat().st_size <= MAX_CONFIG_BYTES:
-                    config = json.loads(path.read_text())
-                    self._shapes[key] = ServedShape.from_config(config, version.bytes or model.bytes, model.params)
-                    break
+            config = config_in(version.disk_path, version.shm_path)
+            if config is not None:
+                self._shapes[key] = ServedShape.from_config(config, version.bytes or model.bytes, model.params)
         return self._shapes.get(key, bare)

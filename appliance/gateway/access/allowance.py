@@ -104,17 +104,24 @@ class Allowance:
         return found
 
 
-class KeyUse:
-    """One key's open inference requests (including streams) at this gateway, the bytes of their bodies, and its
-    buckets."""
+class OwnerUse:
+    """What all keys of one owner have open at this gateway: requests (including streams) and the bytes of their bodies;
+    and the bucket of requests that the controller answers. Ten keys do not allow ten times as much."""
 
     requests: int = 0
     streams: int = 0
     body_bytes: int = 0
 
     def __init__(self) -> None:
-        self.allowance: Allowance | None = None
         self.control: Bucket | None = None
+
+
+class KeyUse:
+    """The buckets of one key's own limits, and what its owner has open."""
+
+    def __init__(self, owner: OwnerUse) -> None:
+        self.owner = owner
+        self.allowance: Allowance | None = None
 
 
 def duration(seconds: float) -> bytes:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final
 
-from appliance.gateway.access.allowance import Allowance, Bucket, KeyUse
+from appliance.gateway.access.allowance import Allowance, Bucket, KeyUse, OwnerUse
 from appliance.gateway.access.request import Request
 from appliance.gateway.answers.usage import Meter
 from appliance.gateway.core import errors
@@ -31,23 +31,33 @@ class Spending:
         self._events = events
         self._workers = workers
         self._uses: dict[str, KeyUse] = {}
+        self._owners: dict[str, OwnerUse] = {}
         self._rates: dict[str, float] = {}
 
-    def apply(self, owners: Iterable[Caller]) -> None:
-        """Apply a new table: drop the state of removed keys; their open requests keep a reference to it."""
-        live = {owner.id for owner in owners}
-        self._uses = {key: use for key, use in self._uses.items() if key in live}
+    def apply(self, callers: Iterable[Caller]) -> None:
+        """Apply a new table: drop the state of removed keys and of owners without any; their open requests keep a
+        reference to it."""
+        owners = {caller.id: caller.owner for caller in callers}
+        self._uses = {
+            key: use for key, use in self._uses.items() if key in owners and self._owners.get(owners[key]) is use.owner
+        }
+        live = set(owners.values())
+        self._owners = {owner: use for owner, use in self._owners.items() if owner in live}
 
     def use_of(self, caller: Caller) -> KeyUse:
         use = self._uses.get(caller.id)
         if use is None:
-            use = self._uses[caller.id] = KeyUse()
+            of_owner = self._owners.get(caller.owner)
+            if of_owner is None:
+                of_owner = self._owners[caller.owner] = OwnerUse()
+            use = self._uses[caller.id] = KeyUse(of_owner)
         return use
 
     # -- before the body is looked at
 
     def admit(self, request: Request, use: KeyUse, limits: Limits) -> None:
-        """Raise HttpError unless the key has quota left, is within its requests per minute and has few enough open.
+        """Raise HttpError unless the key has quota left, is within its requests per minute and its owner has few enough
+        open.
 
         Spends the request: one with an invalid body counts too."""
         caller = request.caller
@@ -56,9 +66,9 @@ class Spending:
         if spent_until_s is not None and time.time() < spent_until_s:
             self._events["quota_spent"] += 1
             raise errors.quota_spent(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(spent_until_s)))
-        if use.requests >= limits.key_requests:
+        if use.owner.requests >= limits.owner_requests:
             self._events["concurrency_limited"] += 1
-            raise errors.too_many_at_once("requests", limits.key_requests)
+            raise errors.too_many_at_once("requests", limits.owner_requests)
         allowance = self._allowance(caller, use)
         if allowance is not None:
             refused = allowance.take_request(time.monotonic())
@@ -69,13 +79,13 @@ class Spending:
 
     def admit_control(self, caller: Caller, use: KeyUse, limits: Limits) -> None:
         """Count a request that the controller answers. Raises HttpError 429. An administrator's are not counted."""
-        limit = limits.key_control_requests_per_minute
+        limit = limits.owner_control_requests_per_minute
         if ADMIN in caller.scopes:
             return
         now_s = time.monotonic()
-        bucket = use.control
+        bucket = use.owner.control
         if bucket is None or bucket.limit != limit:
-            bucket = use.control = Bucket(limit, now_s)
+            bucket = use.owner.control = Bucket(limit, now_s)
         bucket.refill(now_s)
         wait_s = bucket.wait_s(1)
         if wait_s > 0:
@@ -84,29 +94,29 @@ class Spending:
         bucket.level -= 1
 
     def opened_control(self, request: Request, caller: Caller, use: KeyUse, limits: Limits) -> None:
-        """Count a request to the controller as open for its key, because the answer may take long (events of a
+        """Count a request to the controller as open for its owner, because the answer may take long (events of a
         background response), or raise HttpError 429. `closed` must follow. An administrator's are not counted."""
         if ADMIN in caller.scopes:
             return
-        if use.requests >= limits.key_requests:
+        if use.owner.requests >= limits.owner_requests:
             self._events["concurrency_limited"] += 1
-            raise errors.too_many_at_once("requests", limits.key_requests)
-        use.requests += 1
+            raise errors.too_many_at_once("requests", limits.owner_requests)
+        use.owner.requests += 1
         request.counted = True
 
     # -- when it is known what it asks for
 
     def spend(self, request: Request, checked: Checked, limits: Limits) -> None:
-        """Raise HttpError unless the key has enough tokens and few enough streams."""
+        """Raise HttpError unless the key has enough tokens and its owner few enough streams."""
         use = request.use
         assert use is not None
-        if use.requests >= limits.key_requests:
+        if use.owner.requests >= limits.owner_requests:
             # Check again: many may have been admitted while the controller fetched their previous responses.
             self._events["concurrency_limited"] += 1
-            raise errors.too_many_at_once("requests", limits.key_requests)
-        if checked.stream and use.streams >= limits.key_streams:
+            raise errors.too_many_at_once("requests", limits.owner_requests)
+        if checked.stream and use.owner.streams >= limits.owner_streams:
             self._events["concurrency_limited"] += 1
-            raise errors.too_many_at_once("streams", limits.key_streams)
+            raise errors.too_many_at_once("streams", limits.owner_streams)
         allowance = use.allowance
         if allowance is not None:
             refused = allowance.take_tokens(checked.tokens, time.monotonic())
@@ -120,20 +130,20 @@ class Spending:
         """Count a request that was sent; `closed` must follow."""
         use = request.use
         assert use is not None
-        use.requests += 1
+        use.owner.requests += 1
         request.counted = True
         request.asked = checked.asked
         if checked.stream:
             request.streams = True
-            use.streams += 1
+            use.owner.streams += 1
 
     def closed(self, request: Request) -> None:
         use = request.use
         assert use is not None
         request.counted = False
-        use.requests -= 1
+        use.owner.requests -= 1
         if request.streams:
-            use.streams -= 1
+            use.owner.streams -= 1
 
     def _allowance(self, caller: Caller, use: KeyUse) -> Allowance | None:
         requests, tokens = caller.requests_per_minute, caller.tokens_per_minute

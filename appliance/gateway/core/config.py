@@ -33,12 +33,12 @@ class Limits:
     upload_body_bytes: int = 512 * MIB
     # All inference bodies in memory, held ones included: bounds the cost of many slow or held clients.
     buffered_body_bytes: int = 256 * MIB
-    # The share of one key's bodies. Then its concurrent requests, waiting ones included; its streams; and its requests
-    # to routes that the controller answers (no limit for administrators).
-    key_body_bytes: int = 96 * MIB
-    key_requests: int = 1536
-    key_streams: int = 1024
-    key_control_requests_per_minute: int = 1200
+    # The share of the bodies of one owner's keys. Then their concurrent requests, waiting ones included; their streams;
+    # and their requests to routes that the controller answers (no limit for administrators).
+    owner_body_bytes: int = 96 * MIB
+    owner_requests: int = 1536
+    owner_streams: int = 1024
+    owner_control_requests_per_minute: int = 1200
     # The gateway buffers an engine's plain JSON answer up to this size, so that it can still retry elsewhere.
     buffered_response_bytes: int = 256 * 1024
     # Largest stored answer of /v1/responses; a larger one is relayed unchanged and not stored.

@@ -213,8 +213,8 @@ def rate_limited(what: str, limit: int, wait_s: float) -> HttpError:
 def too_many_at_once(what: str, limit: int) -> HttpError:
     return HttpError(
         429,
-        f"This API key has {limit} {what} open, which is as many as it may have at once. Please try again when one of "
-        "them has ended.",
+        f"Your API keys have {limit} {what} open, which is as many as they may have at once. Please try again when one "
+        "of them has ended.",
         kind="requests",
         code="rate_limit_exceeded",
         retry_after_s=1,

@@ -48,7 +48,8 @@ class UpstreamConnection(Connection):
     """One connection. Invariant: it is in the pool exactly when it has no listener, is open, and its last request and
     response were both complete, so that the next bytes in either direction are a head.
 
-    read_s: time of the last read; for an idle connection, the start of idleness.
+    read_s: time of the last read; for an idle connection, the start of idleness. malformed: the head of the answer
+    cannot be read, or is too long: the other side lives, and answers others.
     """
 
     status: int = 0
@@ -58,6 +59,7 @@ class UpstreamConnection(Connection):
     _keep_alive: bool = False
     reused: bool = False
     answered: bool = False
+    malformed: bool = False
     read_s: float = 0.0
     # Bytes of the request's body that its head announced but are not yet written; `CHUNKED`: until `end_body`.
     _owes: int = 0
@@ -131,10 +133,12 @@ class UpstreamConnection(Connection):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self.malformed = not self._head_done
             self._lost(listener)
             return
         if not self._head_done:
             if self._head_bytes > RESPONSE_HEAD_BYTES:
+                self.malformed = True
                 self._lost(listener)
             return
         chunks = self._chunks

@@ -162,6 +162,12 @@ class InferenceHandler(Placement):
         attempt.conn = None
         if self.answer.client is None:
             return
+        if conn.malformed:
+            # Of this request alone: its engine lives, and is not to be avoided by others.
+            self.state.metrics.events["upstream_malformed"] += 1
+            log.error("the head of an engine's answer cannot be read", extra=self.request.ids)
+            self._failed(errors.engine_failed(), died=False, blame=False)
+            return
         if conn.reused and not conn.answered:
             # Either the engine had just closed an idle connection, which is no failure, or it died. A dead one takes no
             # new connection.

@@ -74,6 +74,18 @@ class Unpadded(Rule):
             )
 
 
+class OneOf(Rule):
+    """Accepted as one of these words."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, str) or value not in self.words:
+            shown = value[:64] if isinstance(value, str) else type(value).__name__
+            raise _bad(name, f"'{shown}' given, expected one of {', '.join(self.words)}.")
+
+
 class OwnTools(Items):
     """Tools that the client runs. The server has none of its own, and an engine would leave others out in silence.
     kind: their type. named: it must be given, because the engine knows fifteen and would hold a tool without one
@@ -333,6 +345,8 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
     },
     "embeddings": {
         "padding": Unpadded(),
+        # OpenAI's. An engine's `bytes` has a header with 100 bytes for each input, and its `bytes_only` no JSON.
+        "encoding_format": OneOf("float", "base64"),
         **dict.fromkeys(
             (
                 "model",
@@ -340,7 +354,6 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
                 "messages",
                 "user",
                 "dimensions",
-                "encoding_format",
                 "embed_dtype",
                 "endianness",
                 "use_activation",

@@ -51,7 +51,7 @@ class ClientConnection(Receiver):
     _body_since_s: float = 0.0
     _paused_since_s: float = 0.0
     _idle_since_s: float = 0.0
-    _has_key: bool = False
+    _owner: str | None = None
 
     def __init__(self, state: State, dispatch: Dispatch) -> None:
         super().__init__(state.outbox)
@@ -78,14 +78,23 @@ class ClientConnection(Receiver):
             self._refuse(errors.unavailable("Too many open connections.", "too_many_connections", 2))
 
     def _make_places(self) -> None:
-        """Close the connections that do nothing, those first that never had a key, the longest idle first: nobody may
-        hold all places by opening connections."""
-        idle: list[tuple[bool, float, int, ClientConnection]] = []
+        """Close connections that do nothing: nobody may hold all places by opening them. Those go first that never had
+        a key, then those of the owner who has most, so that a neighbour's stay, his idle ones before those whose
+        request is still arriving; of equal ones the longest idle."""
+        crowds: dict[str, int] = {}
+        idle: list[tuple[bool, int, bool, float, int, ClientConnection]] = []
+        for other in self._state.connections:
+            if isinstance(other, ClientConnection) and other._owner is not None:
+                crowds[other._owner] = crowds.get(other._owner, 0) + 1
         for place, other in enumerate(self._state.connections):
             if isinstance(other, ClientConnection) and other.active is None and not other._waiting:
-                idle.append((other._has_key, other._idle_since_s, place, other))
+                owner = other._owner
+                crowd = 0 if owner is None else crowds[owner]
+                arriving = owner is not None and other.parsing is not None
+                since_s = max(other._idle_since_s, other._body_since_s)
+                idle.append((owner is not None, -crowd, arriving, since_s, place, other))
         idle.sort()
-        for _, _, _, other in idle[: min(_PLACES_MADE, (len(self._state.connections) + 7) // 8)]:
+        for _, _, _, _, _, other in idle[: min(_PLACES_MADE, (len(self._state.connections) + 7) // 8)]:
             self._state.metrics.events["connection_gave_place"] += 1
             self._state.connections.discard(other)
             other.abort()
@@ -165,7 +174,8 @@ class ClientConnection(Receiver):
             self._dispatch.admit(request)
         except HttpError as error:
             request.refusal = error
-        self._has_key = self._has_key or request.caller is not None
+        if request.caller is not None:
+            self._owner = request.caller.owner
         if self.active is not None:
             # Pipelining: answer in order, and read nothing more until its turn.
             if len(self._waiting) >= self._state.limits.pipelined_requests:

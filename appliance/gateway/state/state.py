@@ -97,16 +97,16 @@ class State:
             raise errors.unavailable("The server is busy with other large requests. Please retry.", "overloaded", 2)
         use = request.use
         if use is not None:
-            if use.body_bytes + nbytes > self.limits.key_body_bytes:
-                raise errors.too_many_at_once("bytes of request bodies", self.limits.key_body_bytes)
-            use.body_bytes += nbytes
+            if use.owner.body_bytes + nbytes > self.limits.owner_body_bytes:
+                raise errors.too_many_at_once("bytes of request bodies", self.limits.owner_body_bytes)
+            use.owner.body_bytes += nbytes
         self.buffered_bytes += nbytes
         request.buffered_bytes += nbytes
 
     def release_body(self, request: Request) -> None:
         self.buffered_bytes -= request.buffered_bytes
         if request.use is not None:
-            request.use.body_bytes -= request.buffered_bytes
+            request.use.owner.body_bytes -= request.buffered_bytes
         request.buffered_bytes = 0
         if request.chunks:
             request.chunks = []

@@ -139,6 +139,17 @@ async def test_an_embedding_batch_wants_an_embedding_model(control: Control):
     assert batch.errors.data[0].code == "model_not_supported"
 
 
+@pytest.mark.parametrize(
+    ("given", "code"), [(["x"] * 128, None), ([[1]] * 128, None), ([1] * 5000, None), (["x"] * 129, "too_many_inputs")]
+)
+async def test_a_line_of_embeddings_has_few_inputs(control: Control, given, code):
+    """Their vectors are one answer, which is read and written on the controller's loop: 2,048 were up to 170 MB."""
+    insert_model(control.db, "embedder", task="embed")
+    rows = [line(0, url="/v1/embeddings", body={"model": "embedder", "input": given})]
+    batch = await ended(control, await begun(control, rows, "/v1/embeddings"))
+    assert (batch.errors.data[0].code if code else batch.errors) == code
+
+
 async def test_requests_that_are_no_batch_are_refused(control: Control):
     file_id = await control.upload()
     good = {"input_file_id": file_id, "endpoint": URL, "completion_window": "24h"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import stat
 import time
 from pathlib import Path
@@ -46,6 +47,17 @@ async def post(control: Control, body: bytes, content_type: str = f"multipart/fo
 
 def left_on_disk(control: Control) -> list[str]:
     return [entry.name for entry in control.context.files_dir.iterdir()]
+
+
+async def test_bytes_whose_row_finds_no_room_do_not_stay(control: Control, monkeypatch):
+    """On a disk that is really full they were nobody's until the next start."""
+
+    def full(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(files, "insert", full)
+    assert (await post(control, form(file_part(), PURPOSE))).status_code == 500
+    assert left_on_disk(control) == []
 
 
 async def test_a_file_goes_up_comes_back_and_is_deleted(control: Control):

@@ -84,6 +84,32 @@ async def test_death_mid_stream_is_said_not_hidden(box: Box, ending: str) -> Non
     assert await wire.eof() == b""
 
 
+@pytest.mark.parametrize(
+    "head", [b"HTTP/1.1 200 OK\r\nmetadata: " + b"x" * 70_000 + b"\r\n\r\n", b"no head at all\r\n\r\n"]
+)
+async def test_an_answer_that_cannot_be_read_is_no_death_of_its_engine(box: Box, head: bytes) -> None:
+    """Told of 2,000 inputs in a header, an engine was taken for dead, and its fellow; all others waited for both."""
+    await box.engine("e1")
+    box.serve("m", "e0", "e1")
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        if b"odd" in request.body:
+            await reply.raw(head[:66_000])
+            await asyncio.sleep(0.02)
+            await reply.raw(head[66_000:])
+        else:
+            await reply.json(chat_answer())
+
+    box.engines["e0"].script = box.engines["e1"].script = script
+    refused = await box.ask("POST", "/v1/chat/completions", chat(user="odd"))
+    assert refused.status == 502 and refused.error["code"] == "engine_failed"
+    asked = [engine.requests for engine in box.engines.values()]
+    assert sum(map(len, asked)) <= 3
+    assert all(load.suspect_until_s == 0.0 and not load.inflight for load in box.state.router.loads.values())
+    assert [(await box.ask("POST", "/v1/chat/completions", chat())).status for _ in range(8)] == [200] * 8
+    assert box.state.metrics.events["held"] == 0
+
+
 async def test_an_error_event_never_joins_a_half_written_event(box: Box) -> None:
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         await reply.sse_head()

@@ -241,6 +241,32 @@ async def test_connections_that_do_nothing_keep_nobody_out(start_box: Start) -> 
     assert len(box.state.connections) <= 8
 
 
+async def test_who_sends_a_request_does_not_do_nothing(start_box: Start) -> None:
+    """Somebody with a key who opened connection after connection ended others' requests whose bodies were on their way,
+    and their idle connections before his own."""
+    box = await start_box(limits={"max_connections": 8})
+    await box.engine("e0")
+    box.serve("m", "e0")
+    sending, idle = await box.connect(), await box.connect()
+    await idle.send(request_bytes("POST", "/v1/chat/completions", chat(), key="sk-test-inference"))
+    assert (await idle.response()).status == 200
+    asked = request_bytes("POST", "/v1/chat/completions", chat(), key="sk-test-inference")
+    await sending.send(asked[:-10])
+    half = request_bytes("POST", "/v1/chat/completions", chat())[:-10]
+    for number in range(20):
+        wire = await box.connect()
+        if number % 2:
+            await wire.send(half)
+        else:
+            await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
+            assert (await wire.response()).status == 200
+    await sending.send(asked[-10:])
+    assert (await sending.response()).status == 200
+    await idle.send(asked)
+    assert (await idle.response()).status == 200
+    assert len(box.state.connections) <= 8
+
+
 async def _silent(request: UpstreamRequest, reply: Reply) -> None:
     await asyncio.Event().wait()
 

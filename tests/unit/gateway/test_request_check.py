@@ -106,6 +106,16 @@ def test_bad_chat_bodies(name: str) -> None:
     assert len(caught.value.body()) < 1000
 
 
+@pytest.mark.parametrize("form", ["bytes", "bytes_only", "hex", 7, ["float"]])
+def test_embeddings_come_in_forms_that_clients_get(form: object) -> None:
+    """Of `bytes` an engine says in one header where each input is: with 2,000 of them it was taken for dead."""
+    body = {"model": "m", "input": ["a"] * 600}
+    with pytest.raises(HttpError, match="float, base64"):
+        check_body(EMBEDDINGS, orjson.dumps({**body, "encoding_format": form}), LIMITS)
+    for known in ("float", "base64", None):
+        check_body(EMBEDDINGS, orjson.dumps({**body, "encoding_format": known}), LIMITS)
+
+
 def test_bounds_are_said_as_they_are() -> None:
     with pytest.raises(HttpError, match="16384 given, expected an integer from 1 to 64[.]"):
         check_body(CHAT, (HEAD + '"n": 16384}').encode(), LIMITS)

@@ -314,9 +314,9 @@ async def test_who_leaves_while_earlier_turns_are_fetched_costs_nothing(start_bo
     assert not box.engines["e0"].requests and box.state.buffered_bytes == 0
 
 
-async def test_many_that_go_on_at_once_are_no_more_than_a_key_may_have_open(start_box: Start) -> None:
+async def test_many_that_go_on_at_once_are_no_more_than_an_owner_may_have_open(start_box: Start) -> None:
     """None of them was open yet while the controller was asked for all."""
-    box = await start_box(limits={"key_requests": 2})
+    box = await start_box(limits={"owner_requests": 2})
 
     async def hang(request: UpstreamRequest, reply: Reply) -> None:
         await asyncio.Event().wait()
@@ -343,7 +343,7 @@ async def test_many_that_go_on_at_once_are_no_more_than_a_key_may_have_open(star
 
 
 async def test_asking_what_was_said_before_is_metered_as_the_controllers_other_routes_are(start_box: Start) -> None:
-    box = await start_box(limits={"key_control_requests_per_minute": 2})
+    box = await start_box(limits={"owner_control_requests_per_minute": 2})
     await box.engine("e0", answer_response)
     box.serve("m", "e0")
 

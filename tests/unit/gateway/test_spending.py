@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from appliance.gateway.access.allowance import Allowance, duration
+from appliance.gateway.access.allowance import Allowance, OwnerUse, duration
 from appliance.gateway.access.request import Request
 from appliance.gateway.access.spending import Spending
 from appliance.gateway.answers.usage import TokenRequest, Tokens, with_fingerprint, without_usage_event
@@ -369,11 +369,15 @@ def test_a_stream_that_its_client_let_stand_is_paid_for_by_the_time(unread: bool
     assert (row["prompt_tokens"], row["completion_tokens"]) == (7, completion)
 
 
-# --- bounds of one key
+# --- bounds of one owner
 
 
-async def test_a_key_has_so_many_requests_open_and_others_go_on(start_box: Start) -> None:
-    box = await start_box(limits={"key_requests": 3, "key_streams": 2})
+def use_of(box: Box, key: str) -> OwnerUse:
+    return box.state.spending.use_of(box.state.keys[hashlib.sha256(key.encode()).hexdigest()]).owner
+
+
+async def test_an_owner_has_so_many_requests_open_and_others_go_on(start_box: Start) -> None:
+    box = await start_box(limits={"owner_requests": 3, "owner_streams": 2})
     await box.engine("e0", hang)
     box.serve("m", "e0")
     wires = [await box.connect() for _ in range(3)]
@@ -387,7 +391,7 @@ async def test_a_key_has_so_many_requests_open_and_others_go_on(start_box: Start
     await other.send(request_bytes("POST", "/v1/chat/completions", chat(), key="sk-test-inference"))
     await engine_has(box, 4)
     wires[2].close()  # a plain one ends: another may come, but no third stream
-    use = box.state.spending.use_of(box.state.keys[hashlib.sha256(KEY.encode()).hexdigest()])
+    use = use_of(box, KEY)
     await box.until(lambda: use.requests == 2)
     refused = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
     assert refused.status == 429 and "2 streams" in refused.error["message"]
@@ -398,7 +402,7 @@ async def test_a_key_has_so_many_requests_open_and_others_go_on(start_box: Start
 
 async def test_what_a_key_asks_of_the_controller_counts_as_open_too(start_box: Start) -> None:
     """Events of a response in background last for hours: with 8,000 of them one key had all connections."""
-    box = await start_box(limits={"key_requests": 2})
+    box = await start_box(limits={"owner_requests": 2})
     box.serve("m")
 
     async def silent(request: UpstreamRequest, reply: Reply) -> None:
@@ -414,20 +418,20 @@ async def test_what_a_key_asks_of_the_controller_counts_as_open_too(start_box: S
         refused = await box.ask(method, path, more, key="sk-test-inference")
         assert refused.status == 429 and "2 requests" in refused.error["message"]
     assert len(controller.requests) == 2
-    use = box.state.spending.use_of(box.state.keys[hashlib.sha256(b"sk-test-inference").hexdigest()])
+    use = use_of(box, "sk-test-inference")
     assert use.requests == 2
     for wire in wires:
         wire.close()
     await box.until(lambda: (use.requests, use.streams, use.body_bytes) == (0, 0, 0))
 
 
-async def test_the_bodies_of_one_key_do_not_fill_the_memory_for_all(start_box: Start) -> None:
-    box = await start_box(limits={"key_body_bytes": 3000})
+async def test_the_bodies_of_one_owner_do_not_fill_the_memory_for_all(start_box: Start) -> None:
+    box = await start_box(limits={"owner_body_bytes": 3000})
     await box.engine("e0")
     box.serve("m", "e0")
     slow = await box.connect()
     await slow.send(request_bytes("POST", "/v1/chat/completions", b"x" * 2500)[:-100])
-    use = box.state.spending.use_of(box.state.keys[hashlib.sha256(KEY.encode()).hexdigest()])
+    use = use_of(box, KEY)
     await box.until(lambda: use.body_bytes > 2000)
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat(user="x" * 1000)))
@@ -438,8 +442,52 @@ async def test_the_bodies_of_one_key_do_not_fill_the_memory_for_all(start_box: S
     await box.until(lambda: use.body_bytes == 0)
 
 
+async def test_ten_keys_of_one_owner_have_no_more_than_one(start_box: Start) -> None:
+    """Three keys of one owner once had all memory for bodies, and two all places of those who wait for a model."""
+    box = await start_box(
+        limits={
+            "owner_requests": 2,
+            "owner_streams": 1,
+            "owner_body_bytes": 3000,
+            "owner_control_requests_per_minute": 2,
+        }
+    )
+    await box.engine("e0", hang)
+    box.serve("m", "e0")
+    for key in ("sk-test-inference", "sk-test-tuning"):
+        box.limit(key, owner="ann", scopes=["inference"])
+    first, second = "sk-test-inference", "sk-test-tuning"
+    wires = [await box.connect() for _ in range(3)]
+    await wires[0].send(request_bytes("POST", "/v1/chat/completions", chat(stream=True), key=first))
+    await engine_has(box, 1)
+    refused = await box.ask("POST", "/v1/chat/completions", chat(stream=True), key=second)
+    assert refused.status == 429 and "1 streams" in refused.error["message"]
+    await wires[1].send(request_bytes("POST", "/v1/chat/completions", chat(), key=second))
+    await engine_has(box, 2)
+    refused = await box.ask("POST", "/v1/chat/completions", chat(), key=first)
+    assert refused.status == 429 and "2 requests" in refused.error["message"]
+    for wire in wires[:2]:
+        wire.close()
+    await box.until(lambda: use_of(box, first).requests == 0 and use_of(box, second) is use_of(box, first))
+    await wires[2].send(request_bytes("POST", "/v1/chat/completions", b"x" * 2500, key=first)[:-100])
+    await box.until(lambda: use_of(box, first).body_bytes > 2000)
+    large = await box.ask("POST", "/v1/chat/completions", chat(user="x" * 1000), key=second)
+    assert large.status == 429 and "bytes" in large.error["message"]
+    wires[2].close()
+    await box.until(lambda: use_of(box, first).body_bytes == 0)
+
+    async def answer(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json({"object": "list", "data": []})
+
+    await box.control(answer)
+    asked = [(await box.ask("GET", "/v1/models", key=key)).status for key in (first, second, first)]
+    assert asked == [200, 200, 429]
+    box.limit(second, owner="bob")
+    assert (await box.ask("GET", "/v1/models", key=second)).status == 200, "whose key becomes another's counts there"
+
+
 async def test_control_routes_are_metered_but_for_administrators(start_box: Start) -> None:
-    box = await start_box(limits={"key_control_requests_per_minute": 3})
+    box = await start_box(limits={"owner_control_requests_per_minute": 3})
 
     async def answer(request: UpstreamRequest, reply: Reply) -> None:
         await reply.json({"object": "list", "data": []})

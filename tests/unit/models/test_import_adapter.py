@@ -101,6 +101,11 @@ def test_it_becomes_a_sealed_adapter_version_without_pickles_and_tokenizer(take,
         ({"lora_alpha": None}, "lora_alpha"),
         ({"r": 64}, "rank 64.*at most 32.*adapter_max_rank"),
         ({"rank_pattern": {"up_proj": 64}}, "rank 64"),
+        ({"rank_pattern": {"(?:(.)|(.)){30}[A-Z]": 4}}, "rank_pattern has"),
+        ({"alpha_pattern": {"(.*a){30}": 4}}, "alpha_pattern has"),
+        ({"alpha_pattern": {f"layers.{n}": 4 for n in range(3000)}}, "at most 2048"),
+        ({"alpha_pattern": [4]}, "alpha_pattern must name"),
+        ({"alpha_pattern": {"up_proj": "4"}}, "alpha_pattern must have numbers"),
     ],
 )
 def test_kinds_that_engines_do_not_serve_are_refused_by_name(take, tmp_path, config, words):

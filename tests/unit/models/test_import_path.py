@@ -419,3 +419,78 @@ def test_the_trial_renders_what_engines_render(library, tmp_path):
     template = "{% if holder is defined %}" + loop + "{% endif %}{{ messages[0].content }}"
     with pytest.raises(TemplateRefused):
         library.import_path(checkpoints.write(tmp_path / "slow", template=template))
+
+
+_ENDLESS = "{% for a in range(40000) %}{% for b in range(40000) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("file", "given"),
+    [
+        ("tokenizer_config.json", {"default": _ENDLESS}),
+        ("tokenizer_config.json", {"default": "{{ messages }}", "tool_use": _ENDLESS}),
+        (
+            "tokenizer_config.json",
+            [{"name": "default", "template": "{{ messages }}"}, {"name": "tool_use", "template": _ENDLESS}],
+        ),
+        ("chat_template.json", _ENDLESS),
+        ("processor_config.json", _ENDLESS),
+    ],
+)
+def test_every_template_that_an_engine_may_take_is_tried(library, tmp_path, file, given):
+    """transformers takes templates by name, one of them for requests with tools, and processors have their own."""
+    source = checkpoints.write(tmp_path / "named")
+    before = json.loads((source / file).read_text()) if (source / file).is_file() else {}
+    (source / file).write_text(json.dumps(before | {"chat_template": given}))
+    with pytest.raises(TemplateRefused, match="CPU|range"):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
+@pytest.mark.parametrize("given", [7, ["{{ messages }}"], {"default": 7}, [{"name": "default"}]])
+def test_a_template_that_is_no_text_is_refused_by_name(library, tmp_path, given):
+    source = checkpoints.write(tmp_path / "odd")
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
+    with pytest.raises(NotACheckpoint, match=r"tokenizer_config\.json.*chat_template"):
+        library.import_path(source)
+
+
+def test_templates_by_name_come_in(library, tmp_path):
+    source = checkpoints.write(tmp_path / "named")
+    named = {"tool_use": "{{ tools }}", "default": checkpoints.TEMPLATE}
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert library.import_path(source).info["chat_template"] is True
+
+
+def lists(number: int) -> bytes:
+    return b"[" + b"[]," * number + b"[]]"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("config.json", b'{"x":' + b"[" * 100 + b"]" * 100 + b"}", "nested too deeply"),
+        ("config.json", b'{"x":' + lists(200_000) + b"}", "values"),
+        ("tokenizer_config.json", b'{"x":' + lists(200_000) + b"}", "values"),
+        ("model.safetensors.index.json", b'{"weight_map":' + lists(600_000) + b"}", "values"),
+        ("manifest.json", b'{"manifest_checksum":' + lists(2_200_000) + b"}", "values"),
+    ],
+)
+def test_json_of_very_many_values_is_never_parsed(library, source, tmp_path, file, content, says):
+    """Nesting that the import can just parse, other threads cannot; 256 MB of `[],` took 5 GB and the loop's time."""
+    (source / file).write_bytes(content)
+    with pytest.raises((NotACheckpoint, IntegrityError), match=rf"{file}.*{says}"):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [["llama"], {"a": 1}, "x" * 200, "a\nb", 7])
+def test_a_family_that_is_no_name_is_refused(library, tmp_path, kind):
+    with pytest.raises(NotACheckpoint, match="model_type"):
+        library.import_path(checkpoints.write(tmp_path / "source", config={"model_type": kind}))
+
+
+def test_what_is_shown_of_a_model_is_numbers_that_models_have(library, tmp_path):
+    odd = {"max_position_embeddings": 10**300, "num_hidden_layers": "x" * 10_000}
+    taken = library.import_path(checkpoints.write(tmp_path / "source", config=odd))
+    assert taken.max_model_len is None and taken.info["layers"] is None

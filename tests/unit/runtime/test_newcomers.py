@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import ssl
 
 import pytest
@@ -62,3 +63,50 @@ async def test_strangers_who_say_nothing_take_few_descriptors_and_keep_nobody_ou
         assert not reader.at_eof() and not other.is_closing()
     for other in [writer, *(one for _, one in [*silent, *staying])]:
         other.close()
+
+
+async def test_who_is_answered_and_does_not_say_farewell_counts_until_it_is_gone(tmp_path, monkeypatch):
+    """TLS waits half a minute for it, which a stranger who asked for nonsense had as a descriptor, and as many as it
+    liked."""
+    monkeypatch.setattr(newcomers, "GRACE_S", 0.05)
+    context = Authority(tmp_path / "ca").prepare("n0", "127.0.0.1").server_context()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write((await reader.readline()).upper())
+        writer.close()
+
+    server = Newcomers(serve, context=context, handshake_s=30.0, line_bytes=1 << 16, most=MOST)
+    where = await server.start("127.0.0.1", 0)
+    before, rude = descriptors(), []
+    for _ in range(4 * MOST):
+        rude.append(await asyncio.to_thread(without_farewell, where))
+    await asyncio.sleep(0.1)
+    assert descriptors() - before <= len(rude) + MOST + 1
+    for one in rude:
+        one.close()
+    await server.stop()
+
+
+def without_farewell(where) -> socket.socket:
+    """Asks over TLS, reads the answer, and neither ends the TLS nor the connection."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    inside = context.wrap_bio(incoming, outgoing)
+    connection = socket.create_connection(where)
+    connection.settimeout(20)
+
+    def do(what, *given):
+        while True:
+            try:
+                done = what(*given)
+                connection.sendall(outgoing.read())
+                return done
+            except ssl.SSLWantReadError:
+                connection.sendall(outgoing.read())
+                incoming.write(connection.recv(65536))
+
+    do(inside.do_handshake)
+    do(inside.write, b"hello\n")
+    assert do(inside.read, 100) == b"HELLO\n"
+    return connection

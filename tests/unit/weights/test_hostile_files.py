@@ -51,6 +51,7 @@ HOSTILE = {
     "leading space": (raw_file(b" {}"), "begin with"),
     "bad utf-8": (raw_file(b'{"\xff":1}'), "not valid JSON"),
     "100k deep": (raw_file(b'{"a":' + b"[" * 100_000), "nested too deeply"),
+    "two million lists": (raw_file(b'{"a":[' + b"[]," * 2_100_000 + b"[]]}"), "values"),
     "5000-digit integer": (raw_file(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}'), ""),
     "NaN in the shape": (raw_file(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,8]}}'), "NaN"),
     "infinity in offsets": (raw_file(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,Infinity]}}'), "Infinity"),

@@ -154,6 +154,18 @@ async def test_an_engines_refusal_is_an_answer_in_openais_shape(lines, tmp_path)
     assert answer.status == 400 and answer.body["error"]["code"] == "context_length_exceeded"
 
 
+async def test_an_answer_that_is_no_json_is_an_answer_too(lines, tmp_path):
+    """An exception lost the line: it was neither answered nor paid for, and its batch was complete without it."""
+
+    async def script(request, reply):
+        await reply.json(b"\x00\x01 no json")
+
+    async with engine_of(tmp_path, script) as engine:
+        lines._bus.set_models(table(("r1", engine.path, "open")))
+        answer = await lines.send("starter", URL, BODY, "req_1")
+    assert (answer.status, answer.body["error"]["code"]) == (502, "engine_failed")
+
+
 async def test_lines_come_back_the_moment_their_engine_leaves_the_table(lines, tmp_path):
     asked = asyncio.Event()
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from appliance.controller.access.naming import resolve
 from appliance.controller.bus.load import Arrived, Load, ModelLoad, ReplicaLoad
+from appliance.controller.jobs.fit import shape_of
+from appliance.controller.models.engine_sizes import EngineSizes
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries
 from appliance.store.rows import CanaryRow, CheckpointRow, JobRow, VersionRow
 from appliance.wiring.routing_table import BusRouting
 from scheduler.core.failures import Trouble
+from scheduler.core.inventory import Device
+from serve.core.config import EngineConfig
 
 SOCKET = "/run/r1.sock"
 
@@ -211,3 +216,32 @@ async def test_a_name_that_no_gateway_takes_stops_no_other(routing, bus, db, add
     assert "starter" in bus.table and not [name for name in bus.table if name.startswith(("mod", "other"))]
     said = [record.message for record in caplog.records if "cannot be called" in record.message]
     assert len(said) == len(set(said)) == 4, "each model and its version's name, once"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "head_dim": '
+        + "9" * 400
+        + "}",
+        '{"hidden_size": 8, "num_attention_heads": -1, "num_hidden_layers": -' + "9" * 30 + "}",
+        '{"x": ' + "[" * 980 + "]" * 980 + "}",
+        '{"num_hidden_layers": ' + "9" * 5000 + "}",
+        "[]",
+        "\ufeff{}",
+        '{"text_config": {"head_dim": 1e999}, "layer_types": {"a": []}}',
+    ],
+    ids=["400 digits", "negative", "deep", "5000 digits", "list", "mark", "odd types"],
+)
+async def test_no_models_config_stops_the_table_of_the_others(bus, db, add_model, tmp_path, config):
+    """The controller publishes the table before it listens: one such model kept the box down, and could not be
+    deleted."""
+    add_model()
+    add_model("odd")
+    (tmp_path / "config.json").write_text(config)
+    models.update_version(db, "odd", "v1", disk_path=str(tmp_path))
+    sizes = EngineSizes(db, EngineConfig(), lambda: [Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)], 2)
+    BusRouting(bus, db, 60.0, sizes.context).refresh()
+    assert {"starter", "odd"} <= bus.table.keys()
+    shape = shape_of(resolve(db, "odd"))
+    assert 0 <= shape.lora_sides < 1e30 and sizes.asleep_bytes(models.find(db, "odd"), None) > 0

@@ -1,0 +1,78 @@
+"""Reads JSON that anybody may have written, such as a model's config.json. It is bounded before it is parsed.
+
+A process that parses 256 MB of `[],` takes 5 GB for it, and none of its other threads runs meanwhile. Nesting that one
+thread can just parse is too much for another with a deeper stack. A number of 300 digits is a whole number like any
+other until it becomes a float. So what goes past these bounds is refused, or counts as not told, wherever it is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MOST_VALUES, MOST_DEPTH = 1 << 18, 64
+MOST_SIZE = (1 << 31) - 1
+"""Of one dimension of a model. Products of a few stay within a float."""
+CONFIG_FILE = "config.json"
+_CONFIG_BYTES = 4 << 20
+
+
+def loads(raw: bytes, *, most_values: int = MOST_VALUES, most_depth: int | None = MOST_DEPTH, **hooks: Any) -> Any:
+    """What `json.loads` returns, with its `hooks`. Raises ValueError saying what is wrong with the text.
+
+    most_values: of lists, objects and commas, those inside strings too. most_depth: None where the caller checks how
+    the values are nested.
+    """
+    values = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
+    if values > most_values:
+        raise ValueError(f"it has {values} values, at most {most_values} are read")
+    try:
+        found = json.loads(raw.decode(), **hooks)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if most_depth is not None and _is_deeper(found, most_depth):
+        raise ValueError(f"it is nested too deeply, in more than {most_depth} levels")
+    return found
+
+
+def config_in(*folders: str | Path | None) -> dict[str, Any] | None:
+    """The config.json of the first of these folders that has a readable one; None without any."""
+    for folder in folders:
+        path = Path(folder, CONFIG_FILE) if folder else None
+        try:
+            if path is None or path.stat().st_size > _CONFIG_BYTES:
+                continue
+            found = loads(path.read_bytes())
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return None
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What describes the language model: of a multimodal model a part of its config."""
+    part = config.get("text_config")
+    return part if isinstance(part, Mapping) else config
+
+
+def size(config: Mapping[str, Any], *names: str) -> int:
+    """The first of these that is a whole number; 0 without any, or where it is none that a model can have."""
+    found = next((value for name in names if type(value := config.get(name)) is int), 0)
+    return found if 0 <= found <= MOST_SIZE else 0
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True
