@@ -57,7 +57,7 @@ def test_a_path_that_is_taken_is_an_error_and_leaves_nothing_open(tmp_path):
 
 ROOT = Path(__file__).parents[3]
 BOUND_ELSEWHERE = re.compile(
-    r"(?:start|create)_unix_server\((?![^\n]*sock=)|socket\.AF_UNIX[^\n]*\n(?:[^\n]*\n){0,3}?[^\n]*\.bind\("
+    r"(?:start|create)_unix_server\((?![^)]*sock=)|socket\.AF_UNIX[^\n]*\n(?:[^\n]*\n){0,3}?[^\n]*\.bind\("
 )
 
 
