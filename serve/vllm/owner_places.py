@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
@@ -43,7 +43,8 @@ def _with_room(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 def make_room(scheduler: Scheduler, now_s: float) -> None:
     """For one waiting request, if its owner has no place and another has several. now_s: monotonic."""
-    if scheduler.policy is not SchedulingPolicy.PRIORITY:
+    waiting = scheduler.waiting
+    if not isinstance(waiting, PriorityRequestQueue):  # a deployment's own arguments may say so
         return
     made: dict[int, float] = scheduler.__dict__.setdefault("shm_room_made", {})  # owner's mark -> when
     have = Counter(owner_in(request.priority) for request in scheduler.running)
@@ -52,7 +53,7 @@ def make_room(scheduler: Scheduler, now_s: float) -> None:
         return
     without = [
         request
-        for request in scheduler.waiting._heap
+        for request in waiting._heap
         if (mark := owner_in(request.priority)) not in have
         and now_s - made.get(mark, -AGAIN_S) >= AGAIN_S
         and may_run(request)
