@@ -78,6 +78,7 @@ def dataset_of(report: DataReport) -> auto.DatasetStats:
         n_examples=max(1, report.n_examples),
         n_tokens=max(1, report.n_tokens_estimate),
         longest_example_tokens=max(1, report.longest_example_tokens),
+        lengths=tuple(report.example_tokens),
     )
 
 
