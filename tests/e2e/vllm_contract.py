@@ -161,6 +161,7 @@ def _claims():
         grammar_threads.POOL in inspect.getsource(StructuredOutputManager.__init__),
     )
     yield from _steps_bounded(has)
+    yield "expressions are given to llguidance", _llguidance_gets_expressions()
     yield "nothing is given to outlines, whatever xgrammar and llguidance cannot do", _outlines_gets_nothing()
     resolve = inspect.signature(structural_tag_registry.resolve_tool_strictness)
     yield "strictness is resolved from these", list(resolve.parameters) == ["tools", "tool_choice", "strict_level"]
@@ -182,6 +183,7 @@ def _steps_bounded(has: Any):
 
     for grammar in (XgrammarGrammar, GuidanceGrammar):
         yield from has(grammar, "accept_tokens")
+        yield from has(grammar, "fill_bitmask")
     yield (
         "xgrammar bounds whitespace where it is asked to",
         "max_whitespace_cnt" in inspect.signature(inspect.unwrap(GrammarCompiler.compile_json_schema)).parameters,
@@ -212,6 +214,16 @@ def _steps_bounded(has: Any):
         "self.structured_output_manager.accept_tokens(" in inspect.getsource(Scheduler.update_from_output)
         and "RequestStatus.FINISHED_ERROR" in inspect.getsource(Scheduler.update_from_output),
     )
+
+
+def _llguidance_gets_expressions() -> bool:
+    """vLLM asks xgrammar's check by its module's name for it, and gives what that declines to llguidance."""
+    from vllm.sampling_params import SamplingParams
+
+    source = inspect.getsource(SamplingParams._validate_structured_outputs)
+    imported = "from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar" in source
+    declined = source.partition("validate_xgrammar_grammar(self)\n                self.structured_outputs")[2]
+    return imported and "except VLLMValidationError" in declined and "validate_guidance_grammar(" in declined
 
 
 def _outlines_gets_nothing() -> bool:
