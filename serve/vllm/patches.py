@@ -51,6 +51,7 @@ from serve.api import (
     expression_backend,
     fair_order,
     forced_calls,
+    form_backends,
     grammar_threads,
     impossible_forms,
     legacy_functions,
@@ -117,6 +118,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
     grammar_threads.no_outlines(backend_outlines)
     expression_backend.apply(backend_xgrammar)
+    form_backends.apply(StructuredOutputManager)
     step_bounds.bound_whitespace(xgrammar.GrammarCompiler)
     step_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
     step_bounds.bound_time(backend_guidance.GuidanceGrammar)

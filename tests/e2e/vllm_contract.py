@@ -161,6 +161,7 @@ def _claims():
         grammar_threads.POOL in inspect.getsource(StructuredOutputManager.__init__),
     )
     yield from _steps_bounded(has)
+    yield "each form has the backend that it was checked for", _forms_have_their_own_backend()
     yield "expressions are given to llguidance", _llguidance_gets_expressions()
     yield "nothing is given to outlines, whatever xgrammar and llguidance cannot do", _outlines_gets_nothing()
     resolve = inspect.signature(structural_tag_registry.resolve_tool_strictness)
@@ -213,6 +214,20 @@ def _steps_bounded(has: Any):
         "a request whose token its grammar does not accept ends with an error",
         "self.structured_output_manager.accept_tokens(" in inspect.getsource(Scheduler.update_from_output)
         and "RequestStatus.FINISHED_ERROR" in inspect.getsource(Scheduler.update_from_output),
+    )
+
+
+def _forms_have_their_own_backend() -> bool:
+    """The core makes a backend if it has none, by the name that the check left, and its threads ask it by `self`."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    init = inspect.getsource(inspect.unwrap(StructuredOutputManager.grammar_init))
+    return (
+        "if self.backend is None:" in init
+        and "request.sampling_params.structured_outputs._backend" in init
+        and "self.backend.compile_grammar("
+        in inspect.getsource(inspect.unwrap(StructuredOutputManager._create_grammar))
+        and "self.backend.destroy()" in inspect.getsource(inspect.unwrap(StructuredOutputManager.clear_backend))
     )
 
 
