@@ -130,6 +130,11 @@ class TrainSpec:
         """The kind of what this run publishes, as the weight store knows it."""
         return "adapter" if not self.full and self.lora_publish == "adapter" else "version"
 
+    @property
+    def follows_validations(self) -> bool:
+        """Whether what the validations find decides what this run publishes, or when it ends."""
+        return self.publish == "best" or self.early_stopping_patience > 0
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 

@@ -4,8 +4,8 @@ The `openai` client retries POSTs without an Idempotency-Key but marks them in `
 an Idempotency-Key decides if there is one; otherwise a retry finds the newest resource that the same key made from the
 same body within a time window, and a first attempt always makes a new one.
 
-So does every POST that makes something, by `once` or by `find` and `remember` in the transaction that makes it. POSTs
-that need it not are listed with the reason; a route that nobody has judged fails a test.
+So does every POST that makes something, by `once`. POSTs that need it not are listed with the reason; a route that
+nobody has judged fails a test.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Attempt:
         )
 
 
-def find(db: Database, attempt: Attempt, config: ControllerConfig) -> str | None:
+def _find(db: Database, attempt: Attempt, config: ControllerConfig) -> str | None:
     """Id of the resource that an earlier attempt made, or None. Raises Conflict if the idempotency key was used with
     another body."""
     if attempt.idempotency_key is not None:
@@ -138,18 +138,19 @@ def once(
     """What the request makes, and whether it was made now. known: the row of an id, None if it has gone. make: checks
     bounds and inserts the row.
 
-    One transaction without an await: of two copies of a request one makes it and the other finds it. Raises as `find`.
+    One transaction without an await: of two copies of a request one makes it and the other finds it. Raises
+    Conflict for a key that was used with another body.
     """
     with db.transaction():
-        earlier = find(db, attempt, config)
+        earlier = _find(db, attempt, config)
         if earlier is not None and (row := known(earlier)) is not None:
             return row, False
         row = make()
-        remember(db, attempt, row.id)
+        _remember(db, attempt, row.id)
     return row, True
 
 
-def remember(db: Database, attempt: Attempt, resource_id: str) -> None:
+def _remember(db: Database, attempt: Attempt, resource_id: str) -> None:
     """Call in the transaction that inserts the resource; otherwise a crash between the two would duplicate it."""
     idempotency.remember(
         db,
