@@ -16,9 +16,9 @@ from appliance.memory.host_memory import HostMemory, Means
 from appliance.store.database import Database
 from appliance.store.rows import JobRow
 from scheduler.core.errors import EffectFailed
+from scheduler.core.memory_reading import MemoryReading
 from scheduler.core.workload import DeploymentView
 from scheduler.devices.discovery import HEAD_NODE
-from scheduler.loop.memory_policy import MemoryReading
 
 log = logging.getLogger(__name__)
 
@@ -110,10 +110,10 @@ class BoxMemory:
         bounds = {name: host.max_asleep() for name, host in self._hosts().items()}
         return {name: bound for name, bound in bounds.items() if bound is not None}
 
-    def has_room_for(self, model: str, node: str) -> bool:
+    def book_engine(self, model: str, node: str) -> bool:
         """Whether the memory of this node's host allows one more engine of the model."""
         host = self._hosts().get(node)
-        return host is None or host.has_room_for(model)
+        return host is None or host.book_engine(model)
 
     # --- one pass ---------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""Watches and manages the memory of one node's host: `scheduler.loop.memory_policy` decides, this reads, acts and
+"""Watches and manages the memory of one node's host: `memory_policy` decides, this reads, acts and
 reports. `box_memory` has one of these per node.
 
 This module itself frees what can go at once (freed segments, versions that nobody reads, parked ranks). The scheduler
-loop controls engines and jobs: it asks here for limits (`lacks`, `bounded`, `max_asleep`, `has_room_for`) and
+loop controls engines and jobs: it asks here for limits (`lacks`, `bounded`, `max_asleep`, `book_engine`) and
 is nudged.
 """
 
@@ -17,16 +17,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from appliance.memory import memory_policy
+from appliance.memory.memory_policy import Action, Holdings, MemoryState, gb
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.records import audit
 from appliance.store.rows import AuditRow, JobRow
 from scheduler.core.inventory import node_of
+from scheduler.core.memory_reading import MemoryReading
 from scheduler.core.workload import DeploymentView
 from scheduler.devices.discovery import HEAD_NODE
 from scheduler.devices.host_reading import others_bytes, read_memory
-from scheduler.loop import memory_policy
-from scheduler.loop.memory_policy import Action, Holdings, MemoryReading, MemoryState, gb
 from weights.memory.store import WeightStore
 
 log = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ class HostMemory:
         """How many sleeping engines may stay as processes; None: the configured number."""
         return self._state.sleepers
 
-    def has_room_for(self, model: str) -> bool:
+    def book_engine(self, model: str) -> bool:
         """Whether memory allows one more engine of the model, waking or new. For a model without an awake engine the
         box gives up other memory; a further engine waits."""
         needed = self._means.engine_bytes(model)

@@ -59,7 +59,7 @@ def _devices(kind: DeviceKind, found: Iterable[Found], node: str) -> tuple[Devic
             name=one.name,
             memory_bytes=one.memory_bytes,
             numa_node=one.numa_node,
-            nvlink_peers=frozenset(f"{node}/{other}" for other in one.linked),
+            linked=frozenset(f"{node}/{other}" for other in one.linked),
             uuid=one.uuid,
             unfit=one.unfit,
         )
