@@ -25,7 +25,7 @@ from appliance.store.records import audit
 from appliance.store.rows import AuditRow, JobRow
 from scheduler.core.inventory import node_of
 from scheduler.core.memory_reading import MemoryReading
-from scheduler.core.workload import DeploymentView
+from scheduler.core.workload import AWAKE, DeploymentView
 from scheduler.devices.discovery import HEAD_NODE
 from scheduler.devices.host_reading import others_bytes, read_memory
 from weights.memory.store import WeightStore
@@ -39,7 +39,6 @@ STARTING_FOR_S = 15.0
 """For this long the available memory may not yet reflect an engine that was allowed to start."""
 BARREN_FOR_S = 10.0
 OTHERS_EVERY_S = 5.0
-_AWAKE = ("starting", "ready", "open", "draining")
 
 
 class Parked(Protocol):
@@ -315,7 +314,7 @@ class HostMemory:
         """The bound of a model's engines does not say where one fewer is to be: only home asks for that."""
         if self._node != HEAD_NODE:
             return {}
-        here = {replica["model"] for replica in status["replicas"] if self._has(replica) and replica["state"] in _AWAKE}
+        here = {replica["model"] for replica in status["replicas"] if self._has(replica) and replica["state"] in AWAKE}
         return {model: count for model, count in self._awake(status).items() if count > 1 and model in here}
 
     def _forget(self, now_s: float) -> None:
@@ -332,7 +331,7 @@ class HostMemory:
 
     def _awake(self, status: Mapping[str, Any] | None = None) -> Counter[str]:
         replicas = (status or self._means.loop_status())["replicas"]
-        return Counter(replica["model"] for replica in replicas if replica["state"] in _AWAKE)
+        return Counter(replica["model"] for replica in replicas if replica["state"] in AWAKE)
 
     def _room(self) -> int:
         return self._reading.available - self.reserve - sum(needed for _, needed in self._starting)

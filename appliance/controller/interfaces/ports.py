@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 from appliance.store.rows import ModelRow, VersionRow
-from scheduler.core.workload import Policy
+from scheduler.core.workload import Policy, PolicyKind
 from serve.core.model_settings import ModelSettings
 from serve.core.sizing import EngineSize
-
-PolicyName = Literal["serve", "train", "split", "auto"]
 
 
 class DeviceStatus(TypedDict):
@@ -65,7 +63,7 @@ class Mode:
     serving_floor None: the box's default. by: who set it.
     """
 
-    policy: PolicyName
+    policy: PolicyKind
     train_devices: int | None = None
     since_s: float = 0.0
     serving_floor: int | None = None
