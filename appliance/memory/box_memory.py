@@ -102,7 +102,7 @@ class BoxMemory:
         return "" if host is None else host.lacks(row)
 
     def bounded(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
-        """See HostMemory. Only home takes engines of a model that has others."""
+        """See HostMemory. Only the home node reduces a model's engines."""
         return self.home.bounded(deployments)
 
     def max_asleep(self) -> dict[str, int]:

@@ -311,7 +311,7 @@ class HostMemory:
         return bool(holder["devices"]) and node_of(holder["devices"][0]) == self._node
 
     def _spare(self, status: Mapping[str, Any]) -> dict[str, int]:
-        """The bound of a model's engines does not say where one fewer is to be: only home asks for that."""
+        """A model's bound on engines does not say on which node one fewer should run, so only the home node sets it."""
         if self._node != HEAD_NODE:
             return {}
         here = {replica["model"] for replica in status["replicas"] if self._has(replica) and replica["state"] in AWAKE}

@@ -111,8 +111,8 @@ class JobView:
 
     @property
     def interruptible(self) -> bool:
-        """It runs and may be suspended for others; what a hand-over costs training is counted by these. Also true while
-        a hand-over moves it: else that cost would change with the beginning and the end of each hand-over."""
+        """It runs and may be suspended for others; a hand-over's cost to training is summed over such jobs. Also true
+        while a hand-over moves it; otherwise that cost would change when a hand-over begins and ends."""
         return self.phase == "running" and self.preemptible
 
     @property
