@@ -18,7 +18,7 @@ from appliance.store.rows import JobRow
 from scheduler.core.errors import EffectFailed
 from scheduler.core.memory_reading import MemoryReading
 from scheduler.core.workload import DeploymentView
-from scheduler.devices.discovery import HEAD_NODE
+from scheduler.devices.discovery import HOME_NODE
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class BoxMemory:
         self._away = {name: self._away.get(name) or self._make(name) for name in self._readings}
 
     def _hosts(self) -> dict[str, HostMemory]:
-        return {HEAD_NODE: self.home, **self._away}
+        return {HOME_NODE: self.home, **self._away}
 
     # --- status and notes -------------------------------------------------------------------------------------------
 

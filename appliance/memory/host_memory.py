@@ -26,7 +26,7 @@ from appliance.store.rows import AuditRow, JobRow
 from scheduler.core.inventory import node_of
 from scheduler.core.memory_reading import MemoryReading
 from scheduler.core.workload import AWAKE, DeploymentView
-from scheduler.devices.discovery import HEAD_NODE
+from scheduler.devices.discovery import HOME_NODE
 from scheduler.devices.host_reading import others_bytes, read_memory
 from weights.memory.store import WeightStore
 
@@ -115,7 +115,7 @@ class HostMemory:
         means: Means,
         read: Callable[[], MemoryReading] = read_memory,
         clock: Callable[[], float] = time.time,
-        node: str = HEAD_NODE,
+        node: str = HOME_NODE,
     ):
         self._db, self._stored, self._read, self._clock, self._node = db, stored, read, clock, node
         self._reading = read()
@@ -269,7 +269,7 @@ class HostMemory:
                     new_id("audit_"),
                     None,
                     "memory.taken" if action.back else "memory.given",
-                    action.what or ("box" if self._node == HEAD_NODE else self._node),
+                    action.what or ("box" if self._node == HOME_NODE else self._node),
                     "done",
                     "",
                     now_s,
@@ -312,7 +312,7 @@ class HostMemory:
 
     def _spare(self, status: Mapping[str, Any]) -> dict[str, int]:
         """A model's bound on engines does not say on which node one fewer should run, so only the home node sets it."""
-        if self._node != HEAD_NODE:
+        if self._node != HOME_NODE:
             return {}
         here = {replica["model"] for replica in status["replicas"] if self._has(replica) and replica["state"] in AWAKE}
         return {model: count for model, count in self._awake(status).items() if count > 1 and model in here}
@@ -363,7 +363,7 @@ class HostMemory:
             *([f"{', '.join(sorted(self._state.engines))} has fewer engines"] if self._state.engines else []),
         ]
         have = f"{gb(self._reading.available)} available{self._of_others()}"
-        of = "" if self._node == HEAD_NODE else f" of {self._node}"
+        of = "" if self._node == HOME_NODE else f" of {self._node}"
         word = f"memory{of} is short" if self._state.short else f"memory{of} was short"
         return [f"{word}: {have}{'; ' if waiting else ''}{'; '.join(waiting)}"]
 
