@@ -53,7 +53,7 @@ class RequestIds:
 
 
 class KnownAtGateways:
-    """Answers a change once the gateways know it: the next request, with a new key or for a canary, may follow at once."""
+    """Answers a change once the gateways know it: the next request, for a new key or a canary, may follow at once."""
 
     def __init__(self, app: ASGIApp, caught_up: Callable[[], Awaitable[None]]):
         self._app = app
