@@ -12,7 +12,6 @@ from runtime.devices.kinds import HOST, KINDS
 from train.plan.errors import InvalidSpec
 from train.plan.learning_rate import SCHEDULES, Schedule
 
-
 MOST_VERSIONS = 50
 """That a run publishes: as many as it has epochs at most. Each has a name of its own and a model's bytes."""
 
