@@ -43,7 +43,7 @@ from runtime.devices.kind import DevicesRefused
 from runtime.logs import configure_logging
 from runtime.processes.kernel import tail
 from scheduler.core.inventory import Device
-from scheduler.devices.discovery import HEAD_NODE, discover_devices, foreign_use
+from scheduler.devices.discovery import HOME_NODE, discover_devices, foreign_use
 from serve.core import segments
 
 log = logging.getLogger("appliance.boot.main")
@@ -141,7 +141,7 @@ class Box:
         self._enrolment, certificate = None, None
         if config.box.node_address is not None:
             authority = Authority(paths.certificates)
-            certificate = authority.prepare(HEAD_NODE, config.box.node_address).files
+            certificate = authority.prepare(HOME_NODE, config.box.node_address).files
             self._enrolment = EnrolmentServer(authority, Tokens(paths.join_tokens), paths.ray_token.read_bytes())
         self._environment = ray_head.box_environment(paths, config.box.start_timeout_s, certificate)
         self._background = BackgroundTasks()

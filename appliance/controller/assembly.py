@@ -170,7 +170,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     trigger = HandoverTrigger(loop.status)
     journal = SqliteJournal(db, trigger.now)
-    loop.connect(effects, states, journal, memory.has_room_for)
+    loop.connect(effects, states, journal, memory.book_engine)
 
     # What the routes need of all this.
     bounds, asleep = config.scheduler.bounds(), config.scheduler.max_asleep_per_device

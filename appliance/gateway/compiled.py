@@ -18,6 +18,7 @@ MODULES = (
     "access.allowance",
     "access.request",
     "access.spending",
+    "access.written_rate",
     "control.controller_call",
     "control.previous_response",
     "control.relay",

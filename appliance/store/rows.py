@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from appliance.store.database import json_column
+from scheduler.core.workload import PolicyKind
 
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
 JobWanted = Literal["run", "pause", "cancel"]
@@ -377,7 +378,7 @@ class WindowRow:
     id: str
     cron: str
     tz: str
-    policy: Literal["serve", "train", "split", "auto"]
+    policy: PolicyKind
     created_s: float
     until: str | None = None
     for_s: float | None = None

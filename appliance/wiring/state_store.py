@@ -21,7 +21,7 @@ from appliance.store.rows import CanaryRow, DeploymentRow, JobRow
 from scheduler.core.failures import Trouble
 from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
 from scheduler.core.workload import Demand, DeploymentView, JobView, Workload
-from scheduler.devices.discovery import HEAD_NODE
+from scheduler.devices.discovery import HOME_NODE
 from scheduler.handover.ports import Outcome
 
 
@@ -46,7 +46,7 @@ class Live:
     demand: Callable[[str], Demand]
     job_lacks: Callable[[JobRow], str] = lambda row: ""
     bounded: Callable[[tuple[DeploymentView, ...]], tuple[DeploymentView, ...]] = lambda deployments: deployments
-    job_nodes: Callable[[JobRow], tuple[str, ...]] = lambda row: (HEAD_NODE,)
+    job_nodes: Callable[[JobRow], tuple[str, ...]] = lambda row: (HOME_NODE,)
     max_asleep: Callable[[], Mapping[str, int]] = dict
 
 

@@ -67,7 +67,7 @@ class SchedulerLoop:
     _journal: Journal
     _reporter: StatusReporter
     _state: ClusterState
-    _has_room_for: Callable[[str, str], bool]
+    _book_engine: Callable[[str, str], bool]
 
     def __init__(self, clock: Clock, config: SchedulerConfig | None = None):
         self._clock, self._config = clock, config or SchedulerConfig()
@@ -94,13 +94,13 @@ class SchedulerLoop:
         effects: Effects,
         state_store: StateStore,
         journal: Journal,
-        has_room_for: Callable[[str, str], bool] = lambda model, node: True,
+        book_engine: Callable[[str, str], bool] = lambda model, node: True,
     ) -> SchedulerLoop:
         """Call it once, before anything but `nudge`. Returns the loop.
 
-        has_room_for: whether the host memory of this node allows one more engine of this model now. The loop asks
+        book_engine: whether the host memory of this node allows one more engine of this model now. The loop asks
         before each start and wake, and asks again in the next round for a refused model."""
-        self._effects, self._store, self._journal, self._has_room_for = effects, state_store, journal, has_room_for
+        self._effects, self._store, self._journal, self._book_engine = effects, state_store, journal, book_engine
         self._reporter = StatusReporter(state_store)
         self._state = ClusterState(effects, self._clock, self._config, self._reporter)
         return self
@@ -131,6 +131,10 @@ class SchedulerLoop:
             await self._round_done.wait_for(lambda: self._settled >= generation or self._stopping)
             if self._settled < generation:
                 raise Stopped("the scheduler loop ended before it settled; its process's log says why")
+
+    def has_settled(self, generation: int) -> bool:
+        """Whether `wait_settled` would return at once."""
+        return self._settled >= generation
 
     def stop(self) -> None:
         """End `run` after cancelling the steps in flight. The next loop continues from the observed state."""
@@ -250,7 +254,7 @@ class SchedulerLoop:
         self._allocation = plan(plan_input, now_s, self._config)
         self._plan_s = time.perf_counter() - began_s
         self._hysteresis = self._allocation.hysteresis
-        handover = handover_.only_with_room(self._steps(plan_input, self._allocation), self._has_room_for)
+        handover = handover_.only_with_room(self._steps(plan_input, self._allocation), self._book_engine)
         self._reporter.waiting(plan_input, self._allocation, self.box.groups, now_s)
         if not handover.chains:
             return False

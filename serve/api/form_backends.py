@@ -6,8 +6,8 @@ first of an engine, made every forced call of everybody 400 until that engine en
 xgrammar's structural tags; and after a first form of xgrammar's nothing was given to llguidance. Both write masks of
 one shape, so here each form has its own.
 
-And llguidance's backend keeps the form that it compiles in an attribute, which it reads a line later: of two threads one
-could compile the other's. So each compiles with a copy.
+And llguidance's backend keeps the form that it compiles in an attribute, which it reads a line later: of two threads
+one could compile the other's. So each compiles with a copy.
 """
 
 from __future__ import annotations

@@ -271,7 +271,9 @@ def test_what_runs_outside_the_heavy_processes_is_light(name):
 
 
 # What makers call their drivers, libraries and tools, wherever it stands in a name, a flag or a variable.
-OF_A_MAKER = re.compile(r"cuda|nccl|nvcc|nvidia|nvml|flashinfer|cumem|\bhip|rocm|rccl|sleep-mode", re.IGNORECASE)
+OF_A_MAKER = re.compile(
+    r"cuda|nccl|nvcc|nvidia|nvml|flashinfer|cumem|\bhip|rocm|rccl|sleep-mode|nvlink|(?<![a-z])xid", re.IGNORECASE
+)
 NOT_OF_A_MAKER = re.compile(r"AsyncClient|sigprocmask")  # for the sake of "nccl" and "rocm"
 # vLLM's name for captured graphs on every kind that has them; a person may set it for a model.
 OF_EVERY_KIND = {("serve/core/model_settings.py", "max-cudagraph-capture-size")}

@@ -20,8 +20,7 @@ from appliance.controller.interfaces.ports import SchedulerStatus
 from appliance.store.objects import jobs, responses
 from appliance.store.records import handovers
 from appliance.store.rows import JobRow
-
-POLICIES = ("serve", "train", "split", "auto")
+from scheduler.core.workload import POLICIES
 
 
 def registry_of(context: ControllerContext) -> CollectorRegistry:
