@@ -40,6 +40,7 @@ MODULES = (
     "observe.access_log",
     "observe.metrics",
     "payload.body_weight",
+    "payload.expression_ways",
     "payload.fields",
     "payload.nesting",
     "payload.request_check",
