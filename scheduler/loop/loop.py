@@ -227,8 +227,8 @@ class SchedulerLoop:
     async def adopt(self) -> None:
         """Observe the world first; close hand-overs that a crash interrupted only once the box has settled again.
 
-        `run` does it unless it is done. Call it before routes answer: until then `status` has no devices, and a job that
-        was judged then failed for want of memory."""
+        `run` does it unless it is done. Call it before routes answer: until then `status` has no devices, and a job
+        that was judged then failed for want of memory."""
         if self._adopted:
             return
         self._interrupted = self._journal.unfinished()
