@@ -20,14 +20,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.gateway.core.config import GatewayConfig, HoldLimits, Limits
 from appliance.gateway.core.errors import ConfigInvalid
 from scheduler.core.config import SchedulerConfig
 from serve.core.config import EngineConfig
-from weights.format.config import WeightsConfig
+from weights.format.config import WeightsConfig, known_kind_of_url
 
 DEFAULT_DATA_DIR = Path("~/.local/share/appliance")
 FILE_NAME = "appliance.toml"
@@ -136,6 +136,20 @@ class ObservabilitySettings(_Section):
     )
 
 
+class BackupSettings(_Section):
+    """Where `appliance backup make` puts backups, and how often the box takes one by itself."""
+
+    url: str | None = Field(None, description="/path/of/a/mounted/directory or s3://bucket/prefix, one per box")
+    endpoint: str | None = Field(None, description="https address of the S3-compatible store; unset: Amazon's")
+    region: str | None = Field(None, description="of the bucket; unset: us-east-1")
+    credentials_file: str | None = Field(None, description="AWS credentials file; unset: where boto3 looks")
+    credentials_profile: str | None = Field(None, description="section of the credentials file")
+    keep: int = Field(14, ge=1, description="the newest backups stay, older ones are deleted")
+    every_hours: float = Field(0.0, ge=0.0, description="a running box takes one so often; 0: only when asked")
+
+    _known_kind = field_validator("url")(known_kind_of_url)
+
+
 class BoxConfig(_Section):
     """All sections of `appliance.toml`."""
 
@@ -146,6 +160,7 @@ class BoxConfig(_Section):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     serve: EngineConfig = Field(default_factory=EngineConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    backup: BackupSettings = Field(default_factory=BackupSettings)
 
 
 Table = dict[str, Any]

@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 
+from appliance import last_backup
 from appliance.boot.box_state import read_troubles
 from appliance.config import BoxConfig
 from appliance.controller.access.spending import Spending
@@ -195,6 +196,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         config=config.controller,
         background=background,
         main_troubles=partial(read_troubles, paths.state_file),
+        last_backup=partial(last_backup.read, paths.last_backup),
         box={
             "id": paths.box_id,
             "version": importlib.metadata.version("appliance"),

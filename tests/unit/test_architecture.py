@@ -33,6 +33,7 @@ SUBPACKAGES = (
     "appliance.demo",
     "appliance.controller",
     "appliance.boot",
+    "appliance.backup",
     "appliance.cli.box",
     "appliance.cli.models",
     "appliance.cli.jobs",
@@ -361,6 +362,7 @@ def test_the_command_line_is_a_thin_client():
     # `up` resolves the configuration and looks whose the data directory is before it starts anything.
     before = {
         "box": ("appliance.config", "appliance.config.ConfigError", "appliance.config.load_config"),
+        "backup": ("appliance.config", "appliance.config.ConfigError", "appliance.config.load_config"),
         "up": ("appliance.paths", "appliance.paths.UnsafeFolder", "appliance.paths.check_closed"),
     }
     assert wrong == {f"appliance/cli/box/{name}.py imports {one}" for name, some in before.items() for one in some}

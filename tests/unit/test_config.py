@@ -73,7 +73,11 @@ def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
     ("text", "environ", "said"),
     [
         ("[box]\nprot = 1", {}, "box.toml: unknown key box.prot; did you mean port? (known there: data_dir, devices,"),
-        ("[bxo]\nport = 1", {}, "box.toml: unknown key bxo; did you mean box? (known there: box, controller, gateway"),
+        (
+            "[bxo]\nport = 1",
+            {},
+            "box.toml: unknown key bxo; did you mean box? (known there: backup, box, controller",
+        ),
         ("[gateway.limits]\nm = 1", {}, "box.toml: unknown key gateway.limits.m (known there: "),
         ("[box]\nport = 'x'", {}, "box.toml: box.port is 'x': Input should be a valid integer"),
         ("[box]\nport = 70000", {}, "box.toml: box.port is 70000"),
