@@ -283,6 +283,13 @@ class CheckpointRow:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointNameRow:
+    name: str
+    model: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
 class PermissionRow:
     id: str
     checkpoint: str

@@ -119,7 +119,7 @@ class BusRouting:
             if host is not None:
                 self._guests.setdefault(host, []).append(name)
         contexts = {row.id: self._context(row) for row in models.list_callable(self._db)}
-        contexts |= {row.name: contexts.get(row.model) for row in job_records.list_checkpoints(self._db)}
+        contexts |= {row.name: contexts.get(row.model) for row in job_records.checkpoint_names(self._db)}
         contexts |= {row.name: contexts.get(row.model) for row in canaries.list_running(self._db)}
         audiences = models.audiences(self._db)
         return self._bus.set_models(
@@ -190,7 +190,7 @@ class BusRouting:
         found = {}
         for name in deployed:
             found[name] = _Callable(name, rows[name].active_version, rows[name].task, guests.get(name))
-        for checkpoint in job_records.list_checkpoints(self._db):
+        for checkpoint in job_records.checkpoint_names(self._db):
             task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
             found[checkpoint.name] = _Callable(checkpoint.model, checkpoint.version, task, guests.get(checkpoint.name))
         for canary in canaries.list_running(self._db):

@@ -195,7 +195,7 @@ class SqliteStateStore:
                 idle=Idle(limit_s=CHECKPOINT_IDLE_S),
                 settings=self._settings.get(row.model, ""),
             )
-            for row in job_records.list_checkpoints(self._db)
+            for row in job_records.checkpoint_names(self._db)
         ]
 
     def _open(self, job_id: str) -> JobRow | None:
