@@ -38,8 +38,8 @@ def packed_attention(
     sliding_window: int | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, heads, tokens, dim), key and value (1, kv heads, tokens, dim) -> (1, tokens, heads, dim). value may have
-    a dim of its own, and then the result has it.
+    """query (1, heads, tokens, dim), key and value (1, kv heads, tokens, dim) -> (1, tokens, heads, dim). A dim of
+    value's own is the result's too.
 
     `segments` are (start, end) token ranges that cover the row without gaps.
     """
