@@ -74,6 +74,7 @@ class BusRouting:
         self._said: set[str] = set()  # names already logged as unusable at the gateways
         self._avoided: set[str] = set()  # also before they are open: a controller that starts finds engines that hang
         self._guests: dict[str, list[str]] = {}  # host name -> names of the adapters that its engines serve
+        self._host_of: dict[str, str] = {}  # of these names
 
     async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
         found = resolve(self._db, model)
@@ -113,11 +114,12 @@ class BusRouting:
     def refresh(self) -> int:
         """Publish the table from the current store and replicas; returns its generation."""
         names = self._callable()
-        self._guests = {}
+        self._guests, self._host_of = {}, {}
         for name, row in names.items():
             host = row.adapter.host if row.adapter is not None else row.pins
             if host is not None:
                 self._guests.setdefault(host, []).append(name)
+                self._host_of[name] = host
         contexts = {row.id: self._context(row) for row in models.list_callable(self._db)}
         contexts |= {row.name: contexts.get(row.model) for row in job_records.checkpoint_names(self._db)}
         contexts |= {row.name: contexts.get(row.model) for row in canaries.list_running(self._db)}
@@ -144,7 +146,7 @@ class BusRouting:
 
     def host(self, name: str) -> str:
         """The model on whose engines a name is served: the model itself, except for adapters."""
-        return next((host for host, names in self._guests.items() if name in names), name)
+        return self._host_of.get(name, name)
 
     def demand(self, model: str) -> Demand:
         """The gateways' reports on a model and on the adapters that its engines serve, for the planner."""

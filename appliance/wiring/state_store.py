@@ -88,7 +88,7 @@ class SqliteStateStore:
             deployments=self._live.bounded(
                 (
                     *self._own_engines(deployed, active, adapters),
-                    *(view for view in self._checkpoints() if view.model not in adapters),
+                    *self._checkpoints(adapters),
                 )
             ),
             cordoned=frozenset(box.get(self._db, CORDONED, [])),
@@ -185,8 +185,9 @@ class SqliteStateStore:
             pinned=False,
         )
 
-    def _checkpoints(self) -> list[DeploymentView]:
-        """A checkpoint can be called by its name; it has an engine only while it is in use."""
+    def _checkpoints(self, adapters: Mapping[str, AdapterRow]) -> list[DeploymentView]:
+        """A checkpoint can be called by its name; it has an engine only while it is in use. There may be thousands of
+        them: nothing is asked of those that are adapters, whose hosts' engines serve them."""
         return [
             DeploymentView(
                 row.name,
@@ -196,6 +197,7 @@ class SqliteStateStore:
                 settings=self._settings.get(row.model, ""),
             )
             for row in job_records.checkpoint_names(self._db)
+            if row.name not in adapters
         ]
 
     def _open(self, job_id: str) -> JobRow | None:
