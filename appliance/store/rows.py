@@ -414,7 +414,7 @@ class JobGraderRow:
 @dataclass(frozen=True, slots=True)
 class EvalRow:
     """An evaluation: the shape of its items, and the graders that judge a sample of each. include_sample: whether the
-    schema that is shown has the sample's fields."""
+    schema that is shown has the sample's fields. bytes: of both as JSON."""
 
     id: str
     name: str
@@ -425,6 +425,7 @@ class EvalRow:
     include_sample: int = 0
     criteria: list[dict[str, Any]] = json_column(default_factory=list)
     metadata: dict[str, str] | None = json_column(default=None)
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,7 @@ class SchedulerLoop:
         self._allocation = Allocation()
         self._wake = asyncio.Event()
         self._generation = self._settled = 0
+        self._adopted = False
         self._round_done = asyncio.Condition()
         self._plan_s = 0.0
         self._stopping = False
@@ -201,7 +202,7 @@ class SchedulerLoop:
         """Adopt the current state, then run rounds until stopped."""
         pump: asyncio.Task[None] | None = None
         try:
-            await self._adopt()
+            await self.adopt()
             pump = asyncio.create_task(self._pump())
             pump.add_done_callback(self._task_done)
             while not self._stopping:
@@ -223,13 +224,19 @@ class SchedulerLoop:
             async with self._round_done:
                 self._round_done.notify_all()
 
-    async def _adopt(self) -> None:
-        """Observe the world first; close hand-overs that a crash interrupted only once the box has settled again."""
+    async def adopt(self) -> None:
+        """Observe the world first; close hand-overs that a crash interrupted only once the box has settled again.
+
+        `run` does it unless it is done. Call it before routes answer: until then `status` has no devices, and a job
+        that was judged then failed for want of memory."""
+        if self._adopted:
+            return
         self._interrupted = self._journal.unfinished()
         attempt = 0
         while not await self._state.look(self._transitions):
             attempt += 1
             await asyncio.sleep(self._state.failures.backoff_s(attempt))
+        self._adopted = True
 
     async def _pump(self) -> None:
         while True:

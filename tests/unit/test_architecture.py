@@ -32,6 +32,7 @@ PACKAGES = tuple(BELOW)
 SUBPACKAGES = (
     "appliance.demo",
     "appliance.controller",
+    "appliance.doctor",
     "appliance.boot",
     "appliance.backup",
     "appliance.cli.box",
@@ -363,6 +364,7 @@ def test_the_command_line_is_a_thin_client():
     before = {
         "box": ("appliance.config", "appliance.config.ConfigError", "appliance.config.load_config"),
         "backup": ("appliance.config", "appliance.config.ConfigError", "appliance.config.load_config"),
+        "doctor": ("appliance.config", "appliance.config.ConfigError", "appliance.config.load_config"),
         "up": ("appliance.paths", "appliance.paths.UnsafeFolder", "appliance.paths.check_closed"),
     }
     assert wrong == {f"appliance/cli/box/{name}.py imports {one}" for name, some in before.items() for one in some}
