@@ -31,15 +31,15 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A device's health at `at_s` (Unix time). None: not reported. `xids`: NVIDIA error numbers that are new since the
-    previous reading. `lost`: why the device no longer answers. `unfit`: why it must not be used although it answers.
-    `uuid`: as in `Found`."""
+    """A device's health at `at_s` (Unix time). None: not reported. `faults`: what its driver says is broken, each to
+    follow "the device"; an event is in the first reading after it only. `lost`: why the device no longer answers.
+    `unfit`: why it must not be used although it answers. `uuid`: as in `Found`.
+    """
 
     device_id: str
     at_s: float
-    xids: tuple[int, ...] = ()
+    faults: tuple[str, ...] = ()
     ecc_uncorrected: int | None = None
-    remap_failed: bool = False
     temperature_c: int | None = None
     slowdown_c: int | None = None
     lost: str = ""

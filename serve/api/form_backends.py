@@ -5,6 +5,9 @@ forms with the backend of the first one that came. So one request whose schema x
 first of an engine, made every forced call of everybody 400 until that engine ended, because llguidance does not know
 xgrammar's structural tags; and after a first form of xgrammar's nothing was given to llguidance. Both write masks of
 one shape, so here each form has its own.
+
+And llguidance's backend keeps the form that it compiles in an attribute, which it reads a line later: of two threads
+one could compile the other's. So each compiles with a copy.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ def apply(manager: Any) -> None:
         # In a thread, while `self.backend` may already be that of another form.
         made = self.__dict__.get("shm_backends", {})
         own = copy.copy(self)
-        own.backend = made.get(_asked(request), self.backend)
+        own.backend = copy.copy(made.get(_asked(request), self.backend))
         return create(own, request)
 
     @functools.wraps(clear)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,13 @@ from serve.api import form_backends
 class Backend:
     def __init__(self, name: str) -> None:
         self.name, self.ended = name, 0
+        self.meanwhile: list[Callable[[], Any]] = []
 
     def compile_grammar(self, spec: str) -> str:
-        return f"{self.name} {spec}"
+        self.spec = spec  # as llguidance's does
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        return f"{self.name} {self.spec}"
 
     def destroy(self) -> None:
         self.ended += 1
@@ -70,6 +75,14 @@ def test_no_form_decides_what_follows_those_of_others(manager: Any, first: str) 
     # The threads come to them when all have been taken in.
     assert [make() for make in manager.later] == [f"{first} a", f"{second} b", f"{first} c"]
     assert [backend.name for backend in manager.made] == [first, second]
+
+
+def test_no_form_is_compiled_for_another_request_whose_thread_came_between(manager: Any) -> None:
+    for spec in ("a", "b"):
+        manager.grammar_init(asking("guidance", spec))
+    first, second = manager.later
+    manager.made[0].meanwhile.append(second)
+    assert first() == "guidance a"
 
 
 def test_a_request_without_a_form_makes_nothing(manager: Any) -> None:
