@@ -83,7 +83,8 @@ def _no_kernel(found: re.Match[str], model: str) -> Words:
 
 def _no_format(found: re.Match[str], model: str) -> Words:
     return Words(
-        f"{model} is quantised by {found['format']}, which engines do not serve on this kind of device; {INSTEAD_OF_QUANTISED}"
+        f"{model} is quantised by {found['format']}, which engines do not serve on this kind of device; "
+        f"{INSTEAD_OF_QUANTISED}"
     )
 
 
