@@ -220,7 +220,7 @@ def examine(directory: Path, layout: Layout) -> Facts:
         )
     quantization = config.get("quantization_config")
     if quantization:
-        warnings.append("the weights are quantised: they can be served, but not fine-tuned")
+        warnings.append("the weights are quantised: they cannot be fine-tuned")
     return Facts(
         arch=arch,
         task=task,

@@ -120,6 +120,11 @@ class DeviceKind(ABC):
         matrix products took ten times as long as in float32."""
         return True
 
+    def lacks_for_quantised(self) -> str:
+        """What their processor lacks for the layers of a quantised checkpoint, whatever its format; "" where the format
+        decides, which an engine knows."""
+        return ""
+
     def fork_environment(self) -> dict[str, str]:
         """Variables that keep libraries from touching devices of this kind while a process that will fork imports them.
         Set on every machine."""

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.e2e.box_support import WholeBox, gsm8k, unmapped_segments, wait_for
+from tests.e2e.box_support import WholeBox, gsm8k, wait_for
 from tests.e2e.machines_support import deploy_tiny
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
@@ -15,7 +15,6 @@ SETTINGS = "[box]\ndevices = 2\nstart_timeout_s = 300\n[serve]\nstart_timeout_s 
 
 
 def test_keys_files_models_and_jobs_are_as_they_were(tmp_path):
-    before = unmapped_segments()
     first, second = WholeBox(tmp_path / "first"), WholeBox(tmp_path / "second")
     first.data_dir.mkdir()
     (first.data_dir / "appliance.toml").write_text(SETTINGS)
@@ -53,7 +52,7 @@ def test_keys_files_models_and_jobs_are_as_they_were(tmp_path):
         assert sorted(job.status for job in jobs.values()) == ["queued", "succeeded"]
         second.run("down")
         assert second.left() == []
-        wait_for(lambda: unmapped_segments() <= before, "segments without a process to be gone", 10)
+        wait_for(lambda: not first.segments_left() | second.segments_left(), "segments of ended engines to be gone", 10)
     finally:
         first.destroy()
         second.destroy()
