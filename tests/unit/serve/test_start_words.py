@@ -64,8 +64,8 @@ LONG = (
             False,
         ),
         (
-            "1 validation error for VllmConfig\n  Value error, torch.float32 is not supported for quantization method awq. "
-            "Supported dtypes: [torch.float16, torch.bfloat16] [type=value_error]",
+            "1 validation error for VllmConfig\n  Value error, torch.float32 is not supported for quantization "
+            "method awq. Supported dtypes: [torch.float16, torch.bfloat16] [type=value_error]",
             ["by awq", "bf16 or fp16"],
             False,
         ),
