@@ -33,7 +33,7 @@ class TrainSpec:
     valid_path: str | None = None
     method: str = "supervised"  # a row of train.methods.methods
     options: dict = field(default_factory=dict)  # what the method alone takes (Method.own_hyperparameters)
-    output_version: str | None = None  # of the final weights; None: "step-<n>"
+    version_prefix: str = ""  # published versions are named "<version_prefix>step-<n>"
     publish: Literal["end", "epoch"] = "end"
     seed: int = 0
 
