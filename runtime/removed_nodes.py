@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import ssl
 import time
@@ -30,8 +31,20 @@ class RemovedNodes:
     file: Path
 
     def remove(self, name: str, now_s: float | None = None) -> None:
+        now_s = time.time() if now_s is None else now_s
         with self._alone():
-            self._write({**self._read(), name: {"before_s": time.time() if now_s is None else now_s, "out": True}})
+            # A clock that was set back since its certificate was given out must not make that a later one.
+            before_s = max(now_s, self._given().get(name, 0.0))
+            self._write({**self._read(), name: {"before_s": before_s, "out": True}})
+
+    def give(self, name: str) -> float:
+        """The Unix time of a certificate that is to be given out for this name now: later than its removal, whatever
+        the clock says. It is noted, beside the list."""
+        with self._alone():
+            entry = self._read().get(name)
+            given_s = max(time.time(), 0.0 if entry is None else math.floor(entry["before_s"]) + 1)
+            self._write({**self._given(), name: given_s}, self._given_file)
+        return given_s
 
     def joined_anew(self, name: str) -> None:
         """A machine has this name again, with a new certificate; older ones of the name stay removed."""
@@ -55,10 +68,15 @@ class RemovedNodes:
         return any(given_s <= entry["before_s"] for entry in entries)
 
     def _read(self) -> dict[str, Any]:
-        try:
-            return json.loads(self.file.read_text())
-        except FileNotFoundError:
-            return {}
+        return _object_in(self.file)
+
+    @property
+    def _given_file(self) -> Path:
+        """{name: Unix time of its newest certificate}."""
+        return self.file.with_name("given.json")
+
+    def _given(self) -> dict[str, float]:
+        return _object_in(self._given_file)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -67,10 +85,18 @@ class RemovedNodes:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _write(self, entries: Mapping[str, Any]) -> None:
-        new = self.file.with_suffix(".new")
+    def _write(self, entries: Mapping[str, Any], into: Path | None = None) -> None:
+        file_ = into or self.file
+        new = file_.with_suffix(".new")
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(entries, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(new, self.file)
+        os.replace(new, file_)
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}

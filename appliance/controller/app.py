@@ -37,6 +37,7 @@ from appliance.controller.jobs.validation import JobValidation
 from appliance.controller.models.canaries import Canaries
 from appliance.controller.openai import batch_routes, checkpoint_permissions, job_routes, model_routes, response_routes
 from appliance.controller.responses.stored import StoredResponses
+from appliance.store.chunks import little_by_little
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import idempotency
 from appliance.store.records import keys as keys_of_store
@@ -158,7 +159,8 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
     for row in file_rows.expired(context.db, now_s=now_s):
         storage.remove(context, row)
     await upload_routes.keep_house(context, now_s)
-    session_keys.keep_house(context, now_s)
+    await session_keys.keep_house(context, now_s)
     if context.db.reserve is not None:
         context.db.reserve.keep()
-    idempotency.forget_before(context.db, now_s - context.config.idempotency_keep_s)
+    before_s = now_s - context.config.idempotency_keep_s
+    await little_by_little(partial(idempotency.forget_some, context.db, before_s))

@@ -68,7 +68,7 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
         for job_id in retention.jobs_past(db, owner, kept.jobs_per_owner, CHUNK):
             # The folder first: after a crash in between, the row leads here again.
             await to_thread.run_sync(partial(shutil.rmtree, context.jobs_dir / job_id, ignore_errors=True))
-            retention.delete_job(db, job_id)
+            await little_by_little(partial(retention.delete_some_of_job, db, job_id))
     for row in jobs.list_unfinished(db):
         while left and retention.events_past(db, row.id, kept.events_per_job, CHUNK):
             left -= 1

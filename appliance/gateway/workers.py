@@ -50,6 +50,7 @@ class Workers:
         self._pids: dict[int, int] = {}  # pid -> number
         self._begun_s = [0.0] * count
         self._patience_s = [hung_s] * count
+        self._looked_s = time.monotonic()
         self._stopping = self._failed = False
 
     def keep(self) -> int:
@@ -88,6 +89,11 @@ class Workers:
 
     def _look(self) -> None:
         now_s = time.monotonic()
+        asleep_s, self._looked_s = now_s - self._looked_s, now_s
+        if asleep_s > self._hung_s / 2:  # this process was stopped itself, most likely with all of them
+            for index in self._pids.values():
+                self._beats.beat(index)
+            return
         for pid, index in self._pids.items():
             seen_s = self._beats.seen_s(index)
             if seen_s > self._begun_s[index]:

@@ -122,6 +122,7 @@ class HostMemory:
         self.reserve = memory_policy.default_reserve(self._reading.total) if reserve is None else reserve
         self._state = MemoryState()
         self._wanted: dict[str, tuple[int, float]] = {}
+        self._too_large: set[str] = set()
         self._starting: deque[tuple[float, int]] = deque()
         self._waiting_jobs: dict[str, tuple[int, float]] = {}
         self._parked: frozenset[str] = frozenset()
@@ -183,6 +184,14 @@ class HostMemory:
         """Whether memory allows one more engine of the model, waking or new. For a model without an awake engine the
         box gives up other memory; a further engine waits."""
         needed = self._means.engine_bytes(model)
+        if needed > self._reading.total - self.reserve // 2:
+            # Whatever others gave up for it, it would find no room: one request suspended all jobs, for ever.
+            if model not in self._too_large:
+                log.error("an engine of %s needs %s, more than %s has", model, gb(needed), self._reading.where)
+                self._too_large.add(model)
+            self._wanted.pop(model, None)
+            return False
+        self._too_large.discard(model)
         # When nothing else can be freed, half of the reserve may be used: only these requests need it.
         room = self._room() + (self.reserve // 2 if self._exhausted else 0)
         has_one = (needed > room or bool(self._state.short)) and self._awake()[model] > 0

@@ -141,7 +141,7 @@ class Authority:
         both_ends = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.public_key())
         made = (
-            _unsigned(_name(name), issuer.subject, request.public_key(), NODE_LIFE)
+            _unsigned(_name(name), issuer.subject, request.public_key(), NODE_LIFE, self.home.files.removed.give(name))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs=False), critical=True)
             .add_extension(both_ends, critical=False)
@@ -153,9 +153,9 @@ class Authority:
 
 
 def _unsigned(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, life: timedelta
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, life: timedelta, now_s: float | None = None
 ) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
+    now = datetime.now(UTC) if now_s is None else datetime.fromtimestamp(now_s, UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)

@@ -1,4 +1,4 @@
-"""Deletes rows that hold many bytes a few at a time.
+"""Deletes rows that hold many bytes, or that are many, a few at a time.
 
 Freeing a gigabyte of pages takes SQLite half a minute, and the thread that waits for it serves every owner.
 """
@@ -26,6 +26,12 @@ def delete_some(db: Database, table: str, where: str, parameters: Sequence[Any],
     found.close()  # it may have more to give, and would keep its snapshot of the store
     db.many(f"DELETE FROM {table} WHERE seq = ?", chosen)
     return bool(chosen)
+
+
+def delete_few(db: Database, table: str, where: str, parameters: Sequence[Any]) -> bool:
+    """Delete CHUNK_ROWS rows, small ones, that meet the condition. False: none was left."""
+    chosen = f"SELECT seq FROM {table} WHERE {where} LIMIT {CHUNK_ROWS}"
+    return db.execute(f"DELETE FROM {table} WHERE seq IN ({chosen})", parameters).rowcount > 0
 
 
 async def little_by_little(step: Callable[[], bool]) -> None:

@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from serve.api import answer_version
-from serve.api.turns import Turns
+from serve.api.turns import Turns, mark_of, number
 
 
 def apply() -> None:
@@ -48,7 +48,7 @@ async def _placed(
     place = turns.enter(owner, tokens)
     cumulative = getattr(params, "output_kind", None) is RequestOutputKind.CUMULATIVE
     served, written = False, 0
-    outputs = answer(priority=place)
+    outputs = answer(priority=number(place, mark_of(owner)))
     try:
         async for output in outputs:
             if not served:

@@ -194,7 +194,7 @@ class FinishingScheduler(Scheduler):
         if len(self.running) >= self.max_num_active_reqs:
             return False
         return any(
-            flip.weights_of(request) is weights and _may_run(request)
+            flip.weights_of(request) is weights and may_run(request)
             for queue in (self.kv_holding_waiting, self.waiting)
             for request in queue
         )
@@ -240,7 +240,8 @@ def salt(request: Request, value: str) -> None:
     request.update_block_hashes()
 
 
-def _may_run(request: Request) -> bool:
+def may_run(request: Request) -> bool:
+    """Whether nothing but a place keeps a waiting request from running."""
     if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
         return request.structured_output_request.grammar is not None
     return not Scheduler._is_blocked_waiting_status(request.status)

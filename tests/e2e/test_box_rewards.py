@@ -81,7 +81,7 @@ def test_a_starter_learns_the_form_of_an_answer(box):
     wait_for(lambda: len(box.losses(job.id)) > done, "a step on one device", 300)
     (controller,) = [pid for pid, command in box.running().items() if "appliance.controller.main" in command]
     os.kill(controller, signal.SIGKILL)
-    wait_for(lambda: box.tried("box"), "the next controller", 120)
+    wait_for(lambda: box.tried("status"), "the next controller", 120)
     box.run("job", "wait", job.id, "--timeout", "600", timeout_s=700)
 
     found = client.fine_tuning.jobs.retrieve(job.id)

@@ -105,6 +105,37 @@ async def test_a_killed_rank_costs_a_run_of_rewards_no_samples(shop):
     assert min(again.losses()) == world.of("snapshot")[-1]["step"] + 1
 
 
+async def test_the_best_version_is_the_result_and_a_run_that_gets_worse_ends(shop):
+    shop.spec("other", examples=24)  # writes what it is validated on
+    fields = {"examples": 4, "learning_rate": 2e-2, "n_epochs": 12, "batch_size": 2, "micro_batch": 1, "packing": False}
+    spec = shop.spec(
+        "best",
+        **fields,
+        valid_path=str(next(shop.folder.glob("*-24.jsonl"))),
+        publish="best",
+        lr_scheduler="constant",
+        early_stopping_patience=2,
+    )
+    world = await shop.launch(spec, 2).start()
+    while len(world.of("validation")) < 2:
+        await asyncio.sleep(0.01)
+    report = await world.group.suspend()
+    assert (await world.group.wait()).outcome == "suspended"
+    again = await shop.run(spec, 1, snapshot=report.snapshot_path)
+
+    losses = {event["step"]: event["loss"] for event in (*world.of("validation"), *again.of("validation"))}
+    print(losses, [(e["step"], e["version"]) for e in (*world.of("published"), *again.of("published"))])
+    del losses[0]
+    best = min(losses, key=losses.__getitem__)
+    assert list(losses)[list(losses).index(best) + 1 :] == list(losses)[-2:], "two that were not better, and it ended"
+    assert max(again.losses()) == max(losses) < again.of("metrics")[0]["total_steps"]
+    told = [event["text"] for event in again.of("message")]
+    assert any(f"not better than that of step {best}" in text for text in told), told
+    assert any(f"the result is the version of step {best}" in text for text in told), told
+    versions = [event["step"] for event in (*world.of("published"), *again.of("published"))]
+    assert versions[-1] == best and max(losses) not in versions
+
+
 async def test_resume_at_the_same_size_is_bitwise(shop):
     tiny = {"precision": "bf16", "examples": 16}
     spec, broken = shop.spec("a", **tiny), shop.spec("b", **tiny)

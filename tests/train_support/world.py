@@ -34,7 +34,6 @@ ACROSS_SIZES = 1e-6
 # The data that a method trains on here, and its options.
 SAMPLES = {
     "compute_multiplier": 1.0,
-    "eval_interval": 0,
     "eval_samples": 1,
     "max_completion_tokens": 16,
     "group": 8,

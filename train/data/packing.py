@@ -63,6 +63,11 @@ class StepPlan:
         """Numbers of steps done when each epoch is through; the last is `total_steps`."""
         return [-(-self.n_packs * epoch // self.batch_size) for epoch in range(1, self.n_epochs + 1)]
 
+    def validates(self, step: int, every: int) -> bool:
+        """Whether a validation follows when `step` steps are done: every `every` steps, for 0 after each epoch; after
+        the last in any case."""
+        return step == self.total_steps or (step % every == 0 if every else step in self.epoch_end_steps())
+
     def packs_of_step(self, step: int) -> np.ndarray:
         """Pack indices (batch_size,) of optimizer step `step` (0-based)."""
         positions = np.arange(step * self.batch_size, (step + 1) * self.batch_size)

@@ -48,13 +48,12 @@ class Option:
 @dataclass(frozen=True, slots=True)
 class Samples:
     """Answers that a model makes for each prompt in a step (`group`), which are learnt from in `rows` micro-batches;
-    `room`: the most tokens of one. For validation `valid` of each, every `every` steps (0: after each epoch)."""
+    `room`: the most tokens of one. For validation `valid` of each."""
 
     group: int = 1
     rows: int = 1
     room: int = 0
     valid: int = 1
-    every: int = 0
 
 
 class Method(ABC):

@@ -41,7 +41,6 @@ class Reinforcement(Method):
         Option(
             "compute_multiplier", 1e-5, 10, 1, f"answers of each prompt in a step are {GROUP} times this, at least 2"
         ),
-        Option("eval_interval", 0, 1e6, 0, "steps between two validations; 0, which is auto, is one after each epoch"),
         Option("eval_samples", 1, 64, 1, "answers of each prompt of the validation file"),
         Option("max_completion_tokens", 1, 131072, ANSWER_TOKENS, "tokens that an answer may have"),
     )
@@ -71,7 +70,7 @@ class Reinforcement(Method):
     def _own(self, given: Given, fields: dict[str, Any], longest: int, model: ModelStats) -> None:
         super().own_hyperparameters(given, fields)
         options = fields["options"]
-        for name in ("eval_interval", "eval_samples", "max_completion_tokens"):
+        for name in ("eval_samples", "max_completion_tokens"):
             options[name] = int(options[name])
         effort = given.value("reasoning_effort", "default")
         if effort != "default":
@@ -114,7 +113,6 @@ class Reinforcement(Method):
             rows=options["rows"],
             room=options["max_completion_tokens"],
             valid=options["eval_samples"],
-            every=options["eval_interval"],
         )
 
     # -- in a rank ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 from runtime.devices.kinds import HOST, kind_of
 from train.plan import recipe
 from train.plan.errors import InvalidHyperparameter
+from train.plan.learning_rate import SCHEDULES
 
 Own = Callable[["Given", dict[str, Any]], None]
 _MOST_NAMES, _NAME_CHARACTERS = 64, 128
@@ -92,10 +93,13 @@ def resolve(
     fields |= _batch(given, batch, devices)
 
     fields["learning_rate"] = _learning_rate(given, dataset, model, fields)
+    fields["lr_scheduler"] = given.choice("lr_scheduler", SCHEDULES, auto="cosine")
     fields["warmup_ratio"] = given.number("warmup_ratio", 0, 0.9, auto=0.03)
     fields["weight_decay"] = given.number("weight_decay", 0, 1, auto=0.0)
     fields["max_grad_norm"] = given.number("max_grad_norm", 0, 1e6, auto=1.0)
-    fields["publish"] = given.choice("publish", ("end", "epoch"), auto="end")
+    fields["publish"] = given.choice("publish", ("end", "epoch", "best"), auto="end")
+    fields["eval_interval"] = given.integer("eval_interval", 0, 1_000_000, auto=0)
+    fields["early_stopping_patience"] = given.integer("early_stopping_patience", 0, 1_000_000, auto=0)
     fields["serve_dtype"] = _serve_dtype(given)
     fields["general_questions"] = given.flag("general_questions", auto=True)
     _refuse_pipeline_parallel(given)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from runtime.devices.kinds import HOST, KINDS
 from train.plan.errors import InvalidSpec
+from train.plan.learning_rate import SCHEDULES, Schedule
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class TrainSpec:
     method: str = "supervised"  # a row of train.methods.methods
     options: dict = field(default_factory=dict)  # what the method alone takes (Method.own_hyperparameters)
     version_prefix: str = ""  # published versions are named "<version_prefix>step-<n>"
-    publish: Literal["end", "epoch"] = "end"
+    publish: Literal["end", "epoch", "best"] = "end"  # best: after each validation that is better than all before it
     seed: int = 0
 
     n_epochs: int = 1
@@ -44,6 +45,7 @@ class TrainSpec:
     packing: bool = True
 
     learning_rate: float = 1e-5
+    lr_scheduler: Schedule = "cosine"
     warmup_ratio: float = 0.03
     weight_decay: float = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.95)
@@ -73,6 +75,8 @@ class TrainSpec:
     general_asked: int = 0  # so many of the first questions were asked of it by an earlier job
     general_right: tuple[int, ...] = ()  # and these were answered
     validation_batches: int = 0  # 0: the whole validation file
+    eval_interval: int = 0  # steps between two validations; 0: one after each epoch
+    early_stopping_patience: int = 0  # validations without a better one after which the run ends; 0: never
 
     def __post_init__(self) -> None:
         checks = {
@@ -82,6 +86,11 @@ class TrainSpec:
             "micro_batch": self.micro_batch >= 1 and self.batch_size % max(1, self.micro_batch) == 0,
             "max_length": self.max_length >= 8,
             "learning_rate": self.learning_rate > 0,
+            "lr_scheduler": self.lr_scheduler in SCHEDULES,
+            "publish": self.publish != "best" or self.valid_path is not None,
+            "early_stopping_patience": self.early_stopping_patience == 0
+            or (self.early_stopping_patience > 0 and self.valid_path is not None),
+            "eval_interval": self.eval_interval >= 0,
             "warmup_ratio": 0 <= self.warmup_ratio < 1,
             "weight_decay": self.weight_decay >= 0,
             "max_grad_norm": self.max_grad_norm >= 0,
@@ -112,6 +121,7 @@ class TrainSpec:
                         if name == "base_adapter"
                         else ""
                     )
+                    + (" (it needs a validation file)" if name in ("publish", "early_stopping_patience") else "")
                     + (" (batch_size must be a multiple of micro_batch)" if name == "micro_batch" else "")
                 )
 

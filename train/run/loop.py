@@ -21,12 +21,13 @@ import torch
 from deepspeed import comm
 
 from train.control.progress import SIGNALS, ControlSignals, Events, Progress
+from train.control.rank_messages import told_by_first
 from train.control.stop_point import StopPoint
 from train.data.packing import StepPlan
 from train.data.token_set import TokenSet
 from train.methods.methods import method_of
-from train.model.learning_rate import learning_rate
 from train.plan.errors import TrainingDiverged
+from train.plan.learning_rate import learning_rate
 from train.plan.spec import TrainSpec
 from train.run.event_log import EventLog
 from train.run.feed import DataFeed, Feed
@@ -35,6 +36,7 @@ from train.run.leave_step import Leaving, StepLeft
 from train.run.reference import Reference
 from train.run.rollouts import Rollouts
 from train.run.tensorboard_writer import TensorboardWriter
+from train.run.validations import Validations
 from train.state import fragments, parking, snapshot
 from train.state.saving import Saving
 from weights.memory.store import WeightStore
@@ -89,6 +91,8 @@ class Run:
         trained_tokens = spec.n_epochs * train.n_tokens
         model, device = engine.module.model, engine.device
         self._general = GeneralQuestions(spec, model, self.grid, device, trained_tokens, self.emit, progress)
+        self._validations: Validations | None = None  # on rank 0, once it is known where the run begins
+        self._ends_early = False
         self._board = TensorboardWriter(Path(spec.run_dir) / "tb") if self.rank == 0 else None
 
     def resume_from(self, path: str) -> None:
@@ -104,6 +108,8 @@ class Run:
         total = self.plan.total_steps
         epoch_ends = self.plan.epoch_end_steps()
         self._first_step = self.step
+        if self.rank == 0:
+            self._validations = Validations(self.spec.run_dir, self.step)
         self.leaving.at(self.step)
         signals, self.boundary_s = self._agreed(), time.monotonic()
         if self.rank == 0:
@@ -121,7 +127,9 @@ class Run:
                 signals, self.boundary_s = self._agreed(), time.monotonic()
                 return self._suspend(0) if signals["suspend"] else {"outcome": "cancelled", "step": 0}
             self._validate()
-        while self.step < total:
+        if self._judge():  # an earlier world may have been about to end, or to publish
+            self._publish_best()
+        while self.step < total and not self._ends_early:
             ready = self.feed.ready(self.step)
             try:
                 signals, left = (self._one_step(total) if ready else {}), False
@@ -136,12 +144,16 @@ class Run:
                 self.boundary_s = time.monotonic()
                 self.saving.finish()
                 self.saving.make_first_room()
-                if self._validates(epoch_ends):
+                best_here = False
+                if self.plan.validates(self.step, self.spec.eval_interval):
                     self._validate()
-                if self.step in epoch_ends and self.spec.publish == "epoch" and self.step < total:
+                    best_here = self._judge()
+                if self.step == total or self._ends_early:
+                    break
+                if best_here:
+                    self._publish_best()
+                elif self.spec.publish == "epoch" and self.step in epoch_ends:
                     self.saving.publish_if_room(self.step, self._pace_s)
-            if self.step == total:
-                break
             if signals["cancel"]:
                 self.saving.finish()
                 self.saving.drop_reserved()
@@ -151,8 +163,9 @@ class Run:
             if signals["snapshot"]:
                 self.saving.snapshot_if_room(self.step, signals["draft"], self._pace_s)
         self.saving.drop_reserved()
-        self._general.ask("after")
-        self.saving.publish_result(self.step)
+        if not self._best_is_published():
+            self._general.ask("after")
+            self.saving.publish_result(self.step)
         self.saving.wait()
         return {"outcome": "succeeded", "step": self.step}
 
@@ -166,7 +179,9 @@ class Run:
         started = time.perf_counter()
         spec, step = self.spec, self.step
         scale = 1.0 / self.feed.denominator()
-        rate = learning_rate(step, total, peak=spec.learning_rate, warmup_ratio=spec.warmup_ratio)
+        rate = learning_rate(
+            step, total, peak=spec.learning_rate, warmup_ratio=spec.warmup_ratio, schedule=spec.lr_scheduler
+        )
         for group in self.engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
 
@@ -266,10 +281,43 @@ class Run:
         signals = self._agreed()
         return signals["suspend"] or signals["cancel"]
 
-    def _validates(self, epoch_ends: list[int]) -> bool:
-        """Whether a validation follows this step."""
-        every = self.method.samples(self.spec.options).every
-        return self.step == epoch_ends[-1] or (self.step % every == 0 if every else self.step in epoch_ends)
+    def _judge(self) -> bool:
+        """Collective: whether this step is the best so far; it also sees whether the run ends here because it has not
+        become better for long enough."""
+        patience = self.spec.early_stopping_patience
+        if self.spec.publish != "best" and not patience:
+            return False
+        known = self._validations
+        best, since = told_by_first([known.best_step, known.since_best] if known is not None else None)
+        self._ends_early = 0 < patience <= since and self.step < self.plan.total_steps
+        if self._ends_early:
+            text = (
+                f"training ends at step {self.step} of {self.plan.total_steps}: the last {since} validations were not "
+                f"better than that of step {best} (early_stopping_patience {patience})"
+            )
+            self.emit("message", level="info", text=text)
+        return bool(best == self.step > 0)
+
+    def _publish_best(self) -> None:
+        """Collective. The result, unless a later step is better."""
+        if self.spec.publish == "best":
+            self._general.ask("after")
+            self.saving.publish_if_room(self.step, self._pace_s)
+
+    def _best_is_published(self) -> bool:
+        """Collective: whether the result is a version that was published before."""
+        if self.spec.publish != "best":
+            return False
+        known = self._validations
+        best = known.best_step if known is not None else 0
+        there = known is not None and 0 < best < self.step and known.published(best)
+        if there:
+            text = f"the result is the version of step {best}, whose validation was the best"
+            self.emit("message", level="info", text=text)
+        elif 0 < best < self.step:
+            text = f"the result is the version of step {self.step}: that of step {best}, the best, was not published"
+            self.emit("message", level="warn", text=text)
+        return bool(told_by_first(there))
 
     def _validate(self) -> None:
         if self.valid is None:
@@ -303,8 +351,9 @@ class Run:
         """None: the devices were wanted before its end; nothing but a point of its curve is missing."""
         if found is None:
             return
-        if self.rank == 0:
+        if self._validations is not None:
             self._board.write("validation", self.step, found)
+            self._validations.add(self.step, found)
         self.emit("validation", step=self.step, total_steps=self.plan.total_steps, **found)
 
     def _suspend(self, draft: int) -> dict[str, Any]:

@@ -78,7 +78,11 @@ class Saving:
             self._signals.snapshot = True
         if self._signals.snapshot or self._signals.suspend:
             # A version that is written first also gets the available room first.
-            version_due = self.spec.publish == "epoch" and step in self._steps.epoch_end_steps()
+            version_due = {
+                "end": False,
+                "epoch": step in self._steps.epoch_end_steps(),
+                "best": self._steps.validates(step, self.spec.eval_interval),
+            }[self.spec.publish]
             if not version_due and step < self._steps.total_steps:
                 self._reservation.begin(step)
 
@@ -143,12 +147,13 @@ class Saving:
         self._signals.snapshot = False
 
     def publish_if_room(self, step: int, pace_s: float) -> None:
-        """The version of an epoch that ends here, copied beside the next step. Training goes on without it where memory
-        is full: the next epoch has one of its own."""
+        """A version of this step, copied beside the next. Training goes on without it where memory is full: the last
+        step has one of its own."""
 
         def no_room(full: Exception) -> None:
             epoch = step * self.spec.batch_size / self._packs
-            self._emit("message", level="warn", text=f"the version of epoch {epoch:.3g} is not published: {full}")
+            text = f"the version of step {step}, epoch {epoch:.3g}, is not published: {full}"
+            self._emit("message", level="warn", text=text)
 
         try:
             self.begin_version(self._version_name(step), step, pace_s, no_room)
@@ -304,7 +309,7 @@ class Saving:
             began_s = time.thread_time()
             if self._rank == 0:
                 snapshot.forget_older(self.store, self.spec)
-                if self.spec.publish == "epoch":  # else the version would be cut out of the snapshot's segment
+                if self.spec.publish != "end":  # else the version would be cut out of the snapshot's segment
                     prefault(self.store, version, [], stock=True)
             prefault(self.store, self.layout, ours, stock=self._rank == 0)
             self._room_s = time.thread_time() - began_s

@@ -40,12 +40,15 @@ app = group("The making of fine-tuning jobs; `appliance job` takes this command 
     "appliance job submit --model starter --method dpo --file pairs.jsonl --beta 0.1 --lora-rank 16",
     "appliance job submit --model starter --method reinforcement --file prompts.jsonl --grader grader.json",
     "appliance job submit --model starter --file train.jsonl --epochs 3 --publish epoch   a version after each",
+    "appliance job submit --model starter --file train.jsonl --validation-file v.jsonl --epochs 9 --publish best \\",
+    "    --set early_stopping_patience=2",
     "appliance job submit --model starter --file today.jsonl --publish-as fraud --no-activate   a version of `fraud`",
     "appliance job submit --model starter --file train.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible",
     "",
     "Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,",
-    "learning_rate, warmup_ratio, weight_decay, max_grad_norm, gradient_accumulation, micro_batch, packing,",
-    "activation_checkpointing, offload, snapshot_every_s, step_patience_s, general_questions.",
+    "learning_rate, lr_scheduler (cosine, linear, constant, wsd), warmup_ratio, weight_decay, max_grad_norm,",
+    "gradient_accumulation, micro_batch, packing, eval_interval, early_stopping_patience, activation_checkpointing,",
+    "offload, snapshot_every_s, step_patience_s, general_questions.",
 )
 @with_training
 def submit(
@@ -69,10 +72,11 @@ def submit(
         bool, typer.Option("--activate/--no-activate", help="Does the version answer at once? Default: yes.")
     ] = True,
     publish: Annotated[
-        Literal["end", "epoch"] | None,
+        Literal["end", "epoch", "best"] | None,
         typer.Option(
             "--publish",
-            help="epoch: a version of the model after each epoch, which the next one replaces. Default: end.",
+            help="epoch: a version of the model after each epoch, which the next one replaces. best: the result is the "
+            "version whose validation was the best, not the last. Default: end.",
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,

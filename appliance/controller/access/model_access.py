@@ -6,8 +6,8 @@ The gateways apply the same rule to the table (`gateway.table.Principal`): a req
 from __future__ import annotations
 
 from appliance.controller.access.naming import Resolved, model_of, resolve
-from appliance.controller.interfaces.errors import NotFound, shown
-from appliance.controller.interfaces.principal import ADMIN, Principal
+from appliance.controller.interfaces.errors import Forbidden, NotFound, shown
+from appliance.controller.interfaces.principal import ADMIN, INFERENCE, Principal
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
@@ -66,6 +66,25 @@ def may_use(db: Database, key_id: str | None, name: str) -> bool:
 
 def caller_may_use(db: Database, caller: Principal, name: str) -> bool:
     return _may(db, caller.key_id, caller.viewer, name)
+
+
+def check_may_ask(db: Database, caller: Principal, name: str) -> None:
+    """Whoever makes the box ask a model needs the scope of inference, whatever route it is done by. Raises Forbidden,
+    and NotFound for a model that the caller may not use."""
+    if not caller.may(INFERENCE):
+        raise Forbidden(INFERENCE)
+    if not caller_may_use(db, caller, name):
+        raise unknown_model(name)
+
+
+def why_not_asked(db: Database, key_id: str | None, name: str) -> str:
+    """`check_may_ask` for work that outlives its request: why this key may not ask the model, "" if it may."""
+    row = keys.find(db, key_id) if key_id is not None else None
+    if row is not None and not {ADMIN, INFERENCE}.intersection(row.scopes):
+        return f"the key that asks needs the scope: {INFERENCE}"
+    if not may_use(db, key_id, name):
+        return f"the model {name!r} does not exist or you do not have access to it"
+    return ""
 
 
 def base_of(db: Database, job: JobRow) -> Resolved | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 
-from appliance.controller.access.model_access import caller_may_use, unknown_model
+from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import views
 from appliance.controller.evals.requests import (
@@ -38,6 +38,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, EvalRunRow
 from train.graders.errors import InvalidGrader
+from train.graders.graders import judges, parse
 
 Order = Annotated[Literal["asc", "desc"], Query()]
 RunStatus = Annotated[Literal["queued", "in_progress", "completed", "canceled", "failed"] | None, Query()]
@@ -100,6 +101,12 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         order: Order = "asc",
         order_by: Annotated[Literal["created_at", "updated_at"], Query()] = "created_at",
     ) -> dict[str, Any]:
+        if order_by != "created_at":
+            raise BadRequest(
+                "'order_by' is 'updated_at': this box keeps no time of an eval's last change; list by 'created_at'.",
+                param="order_by",
+                code="unsupported_value",
+            )
         page = evals.page(db, viewer=caller.viewer, after=after, limit=limit, descending=order == "desc")
         return list_object(page, lambda row: views.eval_object(row, caller))
 
@@ -130,6 +137,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         of = known(eval_id, caller)
         check_metadata(body.metadata)
         _check_source(context, body, caller)
+        for judge in (judge for criterion in of.criteria for judge in judges(parse(criterion))):
+            check_may_ask(db, caller, judge.model)  # another key may have made the eval
         data_source = body.data_source.model_dump(mode="json", exclude_unset=True)
         try:
             check_source(data_source)
@@ -229,7 +238,7 @@ def _criteria(context: ControllerContext, body: EvalCreate, caller: Principal) -
 
 
 def _check_source(context: ControllerContext, body: RunCreate, caller: Principal) -> None:
-    """Raises BadRequest, NotFound."""
+    """Raises BadRequest, Forbidden, NotFound."""
     given = body.data_source
     if isinstance(given.source, StoredSource):
         raise BadRequest(
@@ -249,5 +258,4 @@ def _check_source(context: ControllerContext, body: RunCreate, caller: Principal
                 code="invalid_value",
             ) from None
         check_asked(fields_of(given), "data_source.sampling_params")
-        if not caller_may_use(context.db, caller, str(given.model)):
-            raise unknown_model(str(given.model))
+        check_may_ask(context.db, caller, str(given.model))

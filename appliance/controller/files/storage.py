@@ -21,7 +21,7 @@ from appliance.store.objects import files
 from appliance.store.rows import FileRow
 from train.data.check import DataReport
 
-UPLOAD_PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data")
+UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "vision", "user_data")
 EXPIRY_S = range(3600, 2_592_000 + 1)
 _BATCH_KEEP_S = 30 * 86400
 _LINES_SHOWN = 3

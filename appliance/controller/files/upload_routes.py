@@ -15,6 +15,7 @@ import shutil
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,6 +32,7 @@ from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
+from appliance.store.chunks import little_by_little
 from appliance.store.ids import new_id
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import uploads as upload_rows
@@ -227,7 +229,8 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
     for row in upload_rows.overdue(context.db, now_s=now_s):
         _end(context, row, "expired")
         await to_thread.run_sync(_remove_bytes, context, row.id)  # it may have 10,000 parts
-    upload_rows.forget_before(context.db, now_s - context.config.idempotency_keep_s - context.config.upload_open_s)
+    before_s = now_s - context.config.idempotency_keep_s - context.config.upload_open_s
+    await little_by_little(partial(upload_rows.forget_some, context.db, before_s))
 
 
 def _end(context: ControllerContext, row: UploadRow, status: Literal["cancelled", "expired"]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from appliance.controller.access.model_access import caller_may_use, unknown_model
+from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import Principal
@@ -25,8 +25,8 @@ _LIMITS, _CHAT = Limits(), resolve(b"POST", b"/v1/chat/completions")
 
 
 def grader_of(context: ControllerContext, given: Any, caller: Principal, param: str = "grader") -> Grader:
-    """Raises BadRequest for what is no grader, or one that this machine cannot run; NotFound for a model that the
-    caller may not use."""
+    """Raises BadRequest for what is no grader, or one that this machine cannot run; Forbidden and NotFound for one that
+    asks a model which the caller may not ask."""
     try:
         grader = parse(given)
     except InvalidGrader as error:
@@ -35,9 +35,8 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
     for leaf in leaves(grader).values():
         if isinstance(leaf, Python) and (why := sandbox.refusal()):
             raise BadRequest(f"{why[:1].upper()}{why[1:]}.", param=param, code="python_graders_unavailable")
-        if isinstance(leaf, ScoreModel | LabelModel) and not caller_may_use(context.db, caller, leaf.model):
-            raise unknown_model(leaf.model)
         if isinstance(leaf, ScoreModel | LabelModel):
+            check_may_ask(context.db, caller, leaf.model)
             check_asked({"response_format": leaf.answers_by}, param)
     return grader
 

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import orjson
 
-from appliance.controller.access.model_access import may_use
+from appliance.controller.access.model_access import why_not_asked
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
@@ -85,8 +85,8 @@ class ModelAnswers:
     def _refused(self, key_id: str | None, key: KeyRow | None, model: str, expires_s: float) -> str:
         if key_id is not None and keys.is_revoked(self._db, key_id):
             return "the key that asks was revoked"
-        if not may_use(self._db, key_id, model):
-            return f"the model {model!r} does not exist or you do not have access to it"
+        if why := why_not_asked(self._db, key_id, model):
+            return why
         refusal = self._metering.refusal(key, model, expires_s)
         return str(refusal.body["error"]["message"]) if refusal is not None else ""
 

@@ -20,6 +20,7 @@ from runtime.devices.kinds import HOST, kind_of
 from train.data.check import DataReport
 from train.methods.method import Method
 from train.plan import auto
+from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
 
 DEFAULT_CONTEXT_TOKENS = 2048
@@ -99,6 +100,15 @@ def choose(
         resolved = method.resolve({**given, "batch_size": rows}, dataset, model, most)
         by_batch, sizes = devices.sizes(wish, resolved, device_count)
     return Settings(resolved, by_batch, sizes)
+
+
+def refuse_without_validation(resolved: dict[str, Any]) -> None:
+    """What only a validation file can decide. Raises InvalidHyperparameter."""
+    for name, unset in (("publish", "best"), ("early_stopping_patience", 0), ("eval_interval", 0)):
+        asks = resolved[name] == unset if name == "publish" else resolved[name] != unset
+        if asks:
+            expected = "another value, or a `validation_file` in the request, which this is measured on"
+            raise InvalidHyperparameter(name, resolved[name], expected)
 
 
 def choose_on_box(

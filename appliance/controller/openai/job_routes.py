@@ -153,6 +153,8 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
         chosen = settings.choose_on_box(context, base, method, given, _seen(training), wish)
+        if body.validation_file is None:
+            settings.refuse_without_validation(chosen.resolved)
     except InvalidHyperparameter as error:
         raise requests.refused(error, where) from error
     devices.check_sizes(wish, chosen.resolved, nodes)

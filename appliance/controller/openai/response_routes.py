@@ -13,7 +13,7 @@ import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from appliance.controller.access.model_access import caller_may_use, unknown_model
+from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.batches.background_responses import KEY_REVOKED, BackgroundResponses
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import idempotency
@@ -53,8 +53,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         previous = body.get("previous_response_id")
         if previous is not None:
             await stored.before(previous, caller.viewer)
-        if not caller_may_use(context.db, caller, str(body.get("model"))):
-            raise unknown_model(str(body.get("model")))
+        check_may_ask(context.db, caller, str(body.get("model")))
         if caller.key_id and keys.is_revoked(context.db, caller.key_id):  # while the body or earlier turns were read
             raise ApiError(401, KEY_REVOKED)
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body)

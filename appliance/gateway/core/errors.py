@@ -238,8 +238,9 @@ def kind_of_status(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
-def from_upstream(status: int, body: bytes) -> HttpError:
-    """Turn an error answer of the engine or the controller into ours.
+def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> HttpError:
+    """Turn an error answer of the engine or the controller into ours. prompt_field: the parameter that has the prompt,
+    which is the faulty one where a prompt is too long.
 
     Known shapes: OpenAI's own object; vLLM's with integer `code`; {"error": "text"};
     FastAPI's {"detail": "text" | [{"loc", "msg"}]}; anything else keeps only its status.
@@ -255,13 +256,18 @@ def from_upstream(status: int, body: bytes) -> HttpError:
         kind = error.get("type")
         if _MISMATCHES.match(message):
             message, param = _mismatch(message)
+        message = _VALUES.sub("", message)
+        if not isinstance(code, str):
+            told = _code_from_message(status, message)
+            if told == "context_length_exceeded":
+                param = prompt_field
         known = isinstance(code, str) or (code is None and isinstance(kind, str) and kind.endswith("_error"))
         return HttpError(
             status,
             message,
             kind=kind if known and isinstance(kind, str) else kind_of_status(status),
             param=param if isinstance(param, str) else None,
-            code=code if isinstance(code, str) else _code_from_message(status, message),
+            code=code if isinstance(code, str) else told,
         )
     if isinstance(error, str):
         return HttpError(status, error, kind=kind_of_status(status))
@@ -288,6 +294,8 @@ def _code_from_message(status: int, message: str) -> str | None:
     return None
 
 
+# What vLLM's exceptions put behind their text: names of its own, and a value that may be the whole prompt.
+_VALUES = re.compile(r" \(parameter=\w+(?:, value=.*)?\)\Z", re.DOTALL)
 # How vLLM lists what does not fit its types: a line for each type that a value was held against.
 _MISMATCHES = re.compile(r"[0-9]+ validation errors?:\n")
 _MISMATCH = re.compile(r"'type': '(?P<type>[^']*)', 'loc': '(?P<loc>[^']*)', 'msg': (?P<msg>'[^']*'|\"[^\"]*\")")

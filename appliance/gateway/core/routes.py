@@ -11,6 +11,13 @@ from appliance.gateway.core import errors
 INFERENCE, FINE_TUNING, ADMIN, READ, METRICS = "inference", "fine_tuning", "admin", "read", "metrics"
 RESPONSES, INPUT_TOKENS = "responses", "responses.input_tokens"
 MESSAGES, COUNT_TOKENS = "messages", "messages.count_tokens"
+# Where the prompt is; elsewhere it is the input.
+PROMPT_FIELDS = {
+    "completions": "prompt",
+    "chat.completions": "messages",
+    MESSAGES: "messages",
+    COUNT_TOKENS: "messages",
+}
 
 
 class Kind(enum.Enum):

@@ -18,6 +18,7 @@ from appliance.gateway.answers.continuation import RESUME_PATH, Continuation
 from appliance.gateway.answers.transcript import Transcript
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.routes import PROMPT_FIELDS
 from appliance.gateway.http import wire
 from appliance.gateway.http.upstream import UpstreamConnection
 from appliance.gateway.inference.answer import ERROR_EVENT, error_event_code, event_error
@@ -223,7 +224,8 @@ class InferenceHandler(Placement):
 
     def _refused(self, status: int, body: bytes, conn: UpstreamConnection | None = None) -> None:
         """A complete error answer of the engine, nothing relayed yet."""
-        error = errors.from_upstream(status, body)
+        route = self.request.route
+        error = errors.from_upstream(status, body, PROMPT_FIELDS.get(route.name if route is not None else "", "input"))
         if conn is not None:
             error.retry_after_s = wire.retry_after_s(conn.headers)
             if error.retry_after_s is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.rows import IdempotencyRow
 
@@ -34,5 +35,6 @@ def last_by_body(db: Database, key_id: str, route: str, body_sha256: str, *, sin
     )
 
 
-def forget_before(db: Database, before_s: float) -> int:
-    return db.execute("DELETE FROM idempotency WHERE created_s < ?", [before_s]).rowcount
+def forget_some(db: Database, before_s: float) -> bool:
+    """Delete a few of those made before this moment. False: none was left."""
+    return chunks.delete_few(db, "idempotency", "created_s < ?", [before_s])

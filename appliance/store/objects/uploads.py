@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.rows import UploadPartRow, UploadRow
 
@@ -30,9 +31,13 @@ def overdue(db: Database, *, now_s: float) -> list[UploadRow]:
     return db.all(UploadRow, "SELECT * FROM uploads WHERE status = 'pending' AND expires_s <= ?", [now_s])
 
 
-def forget_before(db: Database, before_s: float) -> None:
-    """Deletes rows of uploads that have ended and were made before this moment."""
-    db.execute("DELETE FROM uploads WHERE status != 'pending' AND created_s < ?", [before_s])
+def forget_some(db: Database, before_s: float) -> bool:
+    """Delete a few of the parts of uploads that have ended and were made before this moment, then of these. False: none
+    was left. An upload has up to 10,000 parts, which one statement would take along by their references."""
+    ended = "status != 'pending' AND created_s < ?"
+    return chunks.delete_few(
+        db, "upload_parts", f"upload_id IN (SELECT id FROM uploads WHERE {ended})", [before_s]
+    ) or chunks.delete_few(db, "uploads", ended, [before_s])
 
 
 def insert_part(db: Database, row: UploadPartRow) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.records import usage
 
@@ -22,9 +23,15 @@ def revoke_before(db: Database, before_s: float) -> int:
     ).rowcount
 
 
+def delete_some_responses(db: Database, before_s: float) -> bool:
+    """Delete a few of the responses of keys that were revoked before this moment. False: none was left."""
+    theirs = "key_id IN (SELECT id FROM keys WHERE session AND revoked_s < ?)"
+    return chunks.delete_some(db, "responses", theirs, [before_s], "bytes")
+
+
 def forget(db: Database, before_s: float) -> int:
-    """Delete up to FORGET_AT_ONCE of those revoked before this moment; returns how many. Usage keeps their requests
-    under no key, like those of the box itself."""
+    """Delete up to FORGET_AT_ONCE of those revoked before this moment, whose responses have gone; returns how many.
+    Usage keeps their requests under no key, like those of the box itself."""
     with db.transaction():
         rows = db.execute(
             "SELECT id FROM keys WHERE session AND revoked_s < ? ORDER BY seq LIMIT ?", [before_s, FORGET_AT_ONCE]
@@ -32,6 +39,5 @@ def forget(db: Database, before_s: float) -> int:
         ids = [row["id"] for row in rows]
         for key_id in ids:
             usage.move(db, key_id, "")
-            db.execute("DELETE FROM responses WHERE key_id = ?", [key_id])
             db.execute("DELETE FROM keys WHERE id = ?", [key_id])
     return len(ids)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.objects import jobs
 from appliance.store.records import keys
@@ -64,23 +65,26 @@ def models_made(db: Database, owner: str) -> list[str]:
     return [row["id"] for row in rows]
 
 
-def delete(db: Database, owner: str, table: str, limit: int) -> int:
-    """Deletes up to `limit` rows of the owner's; returns how many. Fewer than `limit` means that none is left."""
-    return db.execute(
-        f"DELETE FROM {table} WHERE seq IN (SELECT seq FROM {table} WHERE {_mine(db, table)} LIMIT ?2)", [owner, limit]
-    ).rowcount
+def delete_some(db: Database, owner: str, table: str) -> bool:
+    """Delete a few rows of the owner's. False: none was left."""
+    size = " + ".join(f"coalesce(length({column}), 0)" for column in sorted(_columns(db, table)))
+    return chunks.delete_some(db, table, _mine(db, table), [owner], size)
+
+
+def delete_some_parts(db: Database, owner: str) -> bool:
+    """Delete a few parts of the owner's uploads, which have up to 10,000 each. False: none was left."""
+    uploads = f"SELECT id FROM uploads WHERE {_mine(db, 'uploads')}"
+    return chunks.delete_few(db, "upload_parts", f"upload_id IN ({uploads})", [owner])
 
 
 def pseudonymise(db: Database, owner: str, pseudonym: str) -> None:
     """Renames the owner in everything that stays: keys, jobs, other tables with an owner, and the texts of the audit
-    log."""
+    log. The texts of jobs have gone before (`retention.delete_some_texts_of_job`)."""
     known = keys_of(db, owner)
     names = {owner, *(row.name for row in known)}
     mine = {row.id for row in known}
     with db.transaction():
         job_ids = ids(db, "jobs", owner)
-        for table in ("job_events", "job_graders"):
-            db.many(f"DELETE FROM {table} WHERE job_id = ?", [[job_id] for job_id in job_ids])
         for job_id in job_ids:
             row = jobs.get(db, job_id)
             error = {**row.error, "message": NAMELESS} if row.error else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from appliance.store import chunks
 from appliance.store.database import Database, sql_list
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_EVAL_RUN
 
@@ -94,13 +95,30 @@ def jobs_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
     return [row["id"] for row in rows]
 
 
-def delete_job(db: Database, job_id: str) -> None:
-    """An ended job with its events, steps, checkpoints and who may use these."""
-    with db.transaction():
-        db.execute(
-            "DELETE FROM permissions WHERE checkpoint IN (SELECT name FROM checkpoints WHERE job_id = ?)", [job_id]
-        )
-        db.execute("DELETE FROM jobs WHERE id = ?", [job_id])
+def delete_some_of_job(db: Database, job_id: str) -> bool:
+    """Delete a few of what belongs to an ended job (events, steps, checkpoints, who may use these), then the job; False
+    when it is gone. A job may have 100,000 of each, which one statement would take along by their references."""
+    permitted = "checkpoint IN (SELECT name FROM checkpoints WHERE job_id = ?)"
+    return (
+        delete_some_texts_of_job(db, job_id)
+        or _delete_some_steps(db, job_id)
+        or chunks.delete_few(db, "permissions", permitted, [job_id])
+        or chunks.delete_some(db, "checkpoints", "job_id = ?", [job_id], "length(metrics)")
+        or db.execute("DELETE FROM jobs WHERE id = ?", [job_id]).rowcount > 0
+    )
+
+
+def delete_some_texts_of_job(db: Database, job_id: str) -> bool:
+    """Delete a few of a job's events, then its grader; False when it has none of them."""
+    return (
+        chunks.delete_some(db, "job_events", "job_id = ?", [job_id], "length(message) + coalesce(length(data), 0)")
+        or db.execute("DELETE FROM job_graders WHERE job_id = ?", [job_id]).rowcount > 0
+    )
+
+
+def _delete_some_steps(db: Database, job_id: str) -> bool:
+    steps = f"SELECT step FROM job_metrics WHERE job_id = ?1 LIMIT {chunks.CHUNK_ROWS}"
+    return db.execute(f"DELETE FROM job_metrics WHERE job_id = ?1 AND step IN ({steps})", [job_id]).rowcount > 0
 
 
 def usage(db: Database, before_s: float, limit: int) -> int:

@@ -19,6 +19,7 @@ from appliance.nodes import enrolment
 from appliance.nodes.certificate_authority import NODE_LIFE, Authority, Credentials, Unfit
 from appliance.nodes.enrolment import EnrolmentServer, JoinToken, NotEnrolled, Tokens, enrol, renew
 from appliance.paths import BoxPaths
+from runtime import removed_nodes
 from runtime.tunnel import NodeCertificate
 
 RAY_TOKEN = b"0123456789abcdef" * 4
@@ -349,3 +350,29 @@ def test_a_certificate_beside_another_key_is_no_certificate(tmp_path):
     one = Authority(tmp_path / "a").prepare("n0", "127.0.0.1")
     one.files.key.write_bytes(Authority(tmp_path / "b").prepare("n0", "127.0.0.1").files.key.read_bytes())
     assert "another key" in one.fit("n0", "127.0.0.1")
+
+
+def test_a_removal_holds_whatever_the_clock_did_since_the_certificate(tmp_path, monkeypatch):
+    """A certificate given out while the clock was an hour ahead was later than its node's removal, which let it in."""
+    now_s = time.time()
+    authority = Authority(tmp_path / "ca")
+    authority.prepare("n0", "127.0.0.1")
+    removed = authority.home.files.removed
+
+    def given(name: str, at_s: float) -> dict:
+        monkeypatch.setattr(removed_nodes.time, "time", lambda: at_s)
+        mine = Credentials(tmp_path / f"{name}-{at_s}")
+        mine.keep(
+            authority.home.files.authority.read_bytes(), authority.sign(mine.new_request(name, "::1"), name, "::1")
+        )
+        made = x509.load_pem_x509_certificate(mine.files.certificate.read_bytes())
+        subject = ((("commonName", name),),)
+        return {"subject": subject, "notBefore": made.not_valid_before_utc.strftime("%b %d %H:%M:%S %Y GMT")}
+
+    ahead, before = given("two", now_s + 3600), given("three", now_s)
+    for name in ("two", "three"):
+        removed.remove(name, now_s + 5)
+    assert removed.has(ahead) and removed.has(before)
+    # And a new one is later than the removal, though the clock is set back once more.
+    assert not removed.has(given("two", now_s - 3600)) and not removed.has(given("three", now_s - 3600))
+    assert removed.has(ahead) and removed.has(before)

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import openai
 import pytest
 
-from appliance.controller import retention
+from appliance.controller import retention as housekeeping
 from appliance.controller.evals import requests
 from appliance.store import chunks
 from appliance.store.database import Database
-from appliance.store.objects import evals, responses
+from appliance.store.objects import evals, idempotency, job_records, jobs, responses, uploads
 from appliance.store.records import keys
-from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, ResponseRow
-from appliance.store.upkeep import holdings
+from appliance.store.rows import (
+    CheckpointRow,
+    EvalItemRow,
+    EvalRow,
+    EvalRunRow,
+    IdempotencyRow,
+    JobEventRow,
+    JobGraderRow,
+    JobMetricRow,
+    JobRow,
+    PermissionRow,
+    ResponseRow,
+    UploadPartRow,
+    UploadRow,
+)
+from appliance.store.upkeep import holdings, retention
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK, ended, given, made
 
@@ -51,6 +66,76 @@ def test_no_step_deletes_more_than_so_many_bytes(tmp_path: Path):
             left = rows(db, "eval_items")
         assert steps >= 3 * 4
         assert [rows(db, table) for table in ("evals", "eval_runs", "eval_items", "eval_deletions")] == [0, 0, 0, 0]
+
+
+def test_no_step_of_deleting_a_job_deletes_more_than_so_many_rows(tmp_path: Path):
+    """One statement took along all that refers to it: of 100,000 events and steps, for seconds."""
+    tables = ("job_events", "job_metrics", "checkpoints", "permissions")
+    with Database(tmp_path / "a.db") as db:
+        jobs.insert(db, JobRow("ftjob-1", "m", "supervised", "file-1", 1, "out", 0.0, phase="succeeded"))
+        job_records.insert_grader(db, JobGraderRow("ftjob-1", {"type": "string_check"}))
+        with db.transaction():
+            for number in range(chunks.CHUNK_ROWS * 2 + 1):
+                job_records.insert_event(db, JobEventRow(f"e-{number}", "ftjob-1", "info", "message", "x", 0.0))
+                job_records.upsert_metric(db, JobMetricRow("ftjob-1", number, 0.0))
+                job_records.insert_checkpoint(
+                    db, CheckpointRow(f"c-{number}", "ftjob-1", f"m:{number}", "m", "1", 1, 0.0)
+                )
+                job_records.insert_permission(db, PermissionRow(f"p-{number}", f"m:{number}", "proj", 0.0))
+        left = sum(rows(db, table) for table in tables)
+        while retention.delete_some_of_job(db, "ftjob-1"):
+            now = sum(rows(db, table) for table in tables)
+            assert left - now <= chunks.CHUNK_ROWS
+            left = now
+        assert [rows(db, table) for table in (*tables, "job_graders", "jobs")] == [0] * 6
+
+
+def test_no_step_of_forgetting_uploads_or_requests_deletes_more_than_so_many_rows(tmp_path: Path):
+    with Database(tmp_path / "a.db") as db:
+        uploads.insert(db, UploadRow("upload_1", "n", "fine-tune", "", 1, 0.0, 1.0, status="cancelled"))
+        with db.transaction():
+            for number in range(chunks.CHUNK_ROWS * 2 + 1):
+                uploads.insert_part(db, UploadPartRow(f"part_{number}", "upload_1", 1, 0.0))
+                idempotency.remember(db, IdempotencyRow("k", "r", f"{number}", "0", "x", 0.0))
+        for table, step in (("upload_parts", uploads.forget_some), ("idempotency", idempotency.forget_some)):
+            left = rows(db, table)
+            while step(db, 5.0):
+                assert left - rows(db, table) <= chunks.CHUNK_ROWS
+                left = rows(db, table)
+            assert not left
+        assert rows(db, "uploads") == 0
+
+
+FEW = {
+    "audit": "at most the limit of housekeeping's rounds",
+    "canaries": "one of a model",
+    "checkpoints": "those of a version, and of a model whose versions have gone",
+    "deployments": "one of a model",
+    "device_time": "at most the limit of housekeeping's rounds",
+    "idempotency": "one of a key",
+    "model_settings": "what is more than a model keeps",
+    "models": "its versions have gone",
+    "model_shares": "one of an owner",
+    "reserve": "a few rows, which are there to be deleted",
+    "standby": "one of a model",
+    "tier_removals": "one of a version",
+    "usage": "of a command's key, whose hours are few",
+    "versions": "one",
+}
+ONE_OR_LIMITED = re.compile(
+    r"WHERE (?:id|seq) = \?|WHERE checkpoint = \? AND id = \?|LIMIT|IN \(\{|WHERE job_id = \?\""
+)
+
+
+def test_every_deletion_is_of_one_row_or_of_so_many():
+    """A statement that nobody has judged fails here."""
+    found = []
+    for file in (Path(__file__).parents[3] / "appliance").rglob("*.py"):
+        text = file.read_text()
+        for match in re.finditer(r"DELETE FROM (\{?\w+\}?)[^\n]*(?:\n[^\n]*){0,2}", text):
+            if match[1] not in FEW and not ONE_OR_LIMITED.search(match[0]):
+                found.append((file.name, match[0]))
+    assert not found
 
 
 async def test_what_is_deleted_is_seen_by_nobody_and_counts_until_it_has_left(
@@ -126,7 +211,7 @@ async def test_of_ended_runs_each_owner_keeps_the_newest(control: Control):
     kept = control.context.config.retention.model_copy(update={"eval_runs_per_owner": 2})
     config = control.context.config.model_copy(update={"retention": kept})
     control.context.config = config
-    await retention.keep_house(control.context, 1e9)
+    await housekeeping.keep_house(control.context, 1e9)
     left = [row["id"] for row in control.db.execute("SELECT id FROM eval_runs ORDER BY id")]
     assert left == [f"{owner}-{number}" for owner in ("ann", "bob") for number in (0, 2, 3)]
 

@@ -18,7 +18,7 @@ from appliance.controller.grading import model_answers
 from appliance.controller.grading.given import grader_of
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.ports import EngineAnswer
-from appliance.controller.interfaces.principal import FINE_TUNING, Principal
+from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.store.objects import evals
 from appliance.store.records import keys
 from appliance.store.upkeep import retention
@@ -65,6 +65,61 @@ async def made(control: Control, *criteria: Any) -> str:
         data_source_config=SCHEMA, testing_criteria=list(criteria or [CHECK]), name="n", metadata={"a": "b"}
     )
     return found.id
+
+
+ASKERS: Any = {"type": "score_model", "name": "judge", "model": "starter", "input": [{"role": "user", "content": "?"}]}
+
+
+async def test_a_file_for_evals_has_that_purpose(control: Control):
+    lines = b"".join(orjson.dumps(entry) + b"\n" for entry in entries(("yes", "yes"), ("no", "yes")))
+    # Not by the SDK, whose strict client takes the purpose in requests and not in answers.
+    sent = await control.http.post("/v1/files", files={"file": ("items.jsonl", lines)}, data={"purpose": "evals"})
+    assert (file := sent.json())["purpose"] == "evals"
+    source = {"type": "jsonl", "source": {"type": "file_id", "id": file["id"]}}
+    found = await ended(control, await made(control), source)
+    assert (found.status, found.result_counts.total) == ("completed", 2)
+
+
+async def test_an_order_that_the_box_does_not_know_is_refused_and_not_ignored(control: Control):
+    first, second = await made(control), await made(control)
+    listed = await control.sdk.evals.list(order_by="created_at", order="desc")
+    assert [found.id for found in listed.data] == [second, first]
+    with pytest.raises(openai.BadRequestError, match="order_by.*created_at") as caught:
+        await control.sdk.evals.list(order_by="updated_at")
+    assert (caught.value.param, caught.value.code) == ("order_by", "unsupported_value")
+
+
+async def test_who_makes_the_box_ask_a_model_needs_the_scope_of_inference_and_the_model(control: Control):
+    """Whatever the route: runs that sample or judge, evals and jobs with a judge, graders that are tried."""
+    control.as_key("ann", owner="ann")
+    judged, plain, file = await made(control, ASKERS), await made(control), await control.upload()
+    reinforcement = {"type": "reinforcement", "reinforcement": {"grader": ASKERS}}
+    asking: list[tuple[str, Any]] = [
+        ("/evals", {"data_source_config": SCHEMA, "testing_criteria": [ASKERS]}),
+        (f"/evals/{plain}/runs", {"data_source": asked()}),
+        (f"/evals/{judged}/runs", {"data_source": given(("yes", "yes"))}),
+        ("/fine_tuning/alpha/graders/run", {"grader": ASKERS, "model_sample": "4"}),
+        ("/fine_tuning/jobs", {"model": "starter", "training_file": file, "method": reinforcement}),
+    ]
+    control.as_key("tuner", owner="ann", scopes=["fine_tuning"])
+    for path, body in asking:
+        answer = await control.http.post(f"/v1{path}", json=body)
+        assert answer.status_code == 403 and "scope: inference" in answer.json()["error"]["message"], (
+            path,
+            answer.text,
+        )
+    assert (await ended(control, plain, given(("yes", "yes")))).status == "completed", "it asks no model"
+    control.as_key("narrow", owner="ann", models=["other"])
+    for path, body in asking[:-1]:
+        answer = await control.http.post(f"/v1{path}", json=body)
+        assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found", (path, answer.text)
+
+
+async def test_work_of_a_key_without_inference_asks_no_model(control: Control):
+    """Also work that was accepted by an older box."""
+    key_id, sent = control.as_key("tuner", scopes=["fine_tuning"]), answers(control, "yes")
+    told = await control.app.state.graders.ask(key_id, {"model": "starter", "messages": []}, 5.0)
+    assert told.error == "the key that asks needs the scope: inference" and not sent
 
 
 async def ended(control: Control, eval_id: str, source: Any) -> Any:
@@ -306,7 +361,7 @@ async def test_a_judge_that_no_engine_takes_is_refused_with_its_grader(control: 
     labels = [str(number) * 2500 for number in range(10, 20)]
     message = {"role": "user", "content": "x"}
     judge = {"type": "label_model", "name": "n", "model": "starter", "input": [message]}
-    caller = Principal("key_carol", frozenset({FINE_TUNING}), "req_1", "carol")
+    caller = Principal("key_carol", frozenset({INFERENCE}), "req_1", "carol")
     grader_of(control.context, {**judge, "labels": labels[:1], "passing_labels": labels[:1]}, caller)
     with pytest.raises(BadRequest, match="too complex"):
         grader_of(control.context, {**judge, "labels": labels, "passing_labels": labels[:1]}, caller)

@@ -70,6 +70,14 @@ async def test_devices_that_share_a_model_come_in_groups(control: Control):
     [
         ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs", "from 1 to 50"),
         ({"hyperparameters": {"n_epochs": "many"}}, "hyperparameters.n_epochs", "'many'"),
+        ({"hyperparameters": {"lr_scheduler": "step"}}, "hyperparameters.lr_scheduler", "wsd"),
+        ({"hyperparameters": {"publish": "best"}}, "hyperparameters.publish", "`validation_file`"),
+        (
+            {"hyperparameters": {"early_stopping_patience": 2}},
+            "hyperparameters.early_stopping_patience",
+            "`validation_f",
+        ),
+        ({"hyperparameters": {"eval_interval": 5}}, "hyperparameters.eval_interval", "`validation_file`"),
         ({"hyperparameters": {"n_epoch": 3}}, "hyperparameters.n_epoch", "known name"),
         ({"hyperparameters": {"zero_stage": 4}}, "hyperparameters.zero_stage", "from 0 to 3"),
         ({"hyperparameters": {"batch_size": True}}, "hyperparameters.batch_size", "True"),

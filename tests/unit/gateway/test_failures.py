@@ -144,9 +144,16 @@ async def test_engine_errors_are_rewritten(box: Box) -> None:
         (400, {"error": {"message": "bad n", "type": "BadRequestError", "param": "n", "code": 400}}, 400, "n", None),
         (
             400,
-            {"error": {"message": "This model's maximum context length is 8", "type": "BadRequestError", "code": 400}},
+            {
+                "error": {
+                    "message": "This model's maximum context length is 8 (parameter=input_tokens, value=9)",
+                    "type": "BadRequestError",
+                    "param": "input_tokens",
+                    "code": 400,
+                }
+            },
             400,
-            None,
+            "messages",
             "context_length_exceeded",
         ),
         (401, {"error": "Unauthorized"}, 502, None, "engine_failed"),
@@ -171,6 +178,7 @@ async def test_engine_errors_are_rewritten(box: Box) -> None:
             response = await box.ask("POST", "/v1/chat/completions", chat(stream=stream))
             assert (response.status, response.error["param"], response.error["code"]) == (expected, param, code)
             assert response.headers["x-request-id"].startswith("req_")
+            assert "parameter=" not in response.error["message"]
     assert box.state.router.choose("m", 1, False, lambda: b"", 0.0) is not None, (
         "one client's 500s must not block a replica"
     )

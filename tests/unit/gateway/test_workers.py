@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,20 @@ def test_one_that_hangs_is_killed_and_replaced(kept: Kept) -> None:
     os.kill(other, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(stopped, 0)
+
+
+def test_none_is_killed_when_all_were_stopped(kept: Kept) -> None:
+    every = [kept.process.pid, *kept.pids.values()]
+    for pid in every:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.5)
+    for pid in every:  # who keeps them goes on first
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.05)
+    before = dict(kept.pids)
+    os.kill(before[0], signal.SIGKILL)
+    assert kept.begun() == 0, "the next that begins is the one that was killed here"
+    os.kill(before[1], 0)
 
 
 def test_one_that_ends_is_replaced(kept: Kept) -> None:

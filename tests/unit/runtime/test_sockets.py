@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +53,16 @@ def test_a_path_that_is_taken_is_an_error_and_leaves_nothing_open(tmp_path):
         with pytest.raises(OSError):
             private_socket(tmp_path / "s")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+ROOT = Path(__file__).parents[3]
+BOUND_ELSEWHERE = re.compile(
+    r"(?:start|create)_unix_server\((?![^)]*sock=)|socket\.AF_UNIX[^\n]*\n(?:[^\n]*\n){0,3}?[^\n]*\.bind\("
+)
+
+
+def test_no_other_file_of_ours_binds_one():
+    packages = ("appliance", "scheduler", "train", "serve", "weights", "runtime")
+    files = [file for package in packages for file in (ROOT / package).rglob("*.py") if file.name != "sockets.py"]
+    assert len(files) > 300
+    assert not [file for file in files if BOUND_ELSEWHERE.search(file.read_text())], "use private_socket"

@@ -302,6 +302,7 @@ async def test_a_removed_node_gets_no_tunnel_and_may_have_one_again_with_a_later
     assert removed.out() == {"n2"}
     with pytest.raises(TunnelRefused, match="removed from the box"):
         await fetch_directory(address, joined, source, tmp_path / "stolen")
+    removed.file.with_name("given.json").unlink()
     removed.remove("n1", time.time() - 60)  # long before this certificate was given out
     assert await fetch_directory(address, joined, source, tmp_path / "after")
     await server.stop()

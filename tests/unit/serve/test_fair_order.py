@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from serve.api import answer_version, fair_order
+from serve.api.turns import place_in
 
 
 class Engine:
@@ -20,7 +21,7 @@ class Engine:
         self.closed = 0
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any]:
-        self.places.append(more.get("priority"))
+        self.places.append(None if (told := more.get("priority")) is None else place_in(told))
         try:
             for token in range(3):
                 yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[token])])
@@ -28,7 +29,7 @@ class Engine:
             self.closed += 1
 
     async def encode(self, prompt: Any, pooling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any]:
-        self.places.append(more.get("priority"))
+        self.places.append(None if (told := more.get("priority")) is None else place_in(told))
         yield SimpleNamespace(outputs=SimpleNamespace(data=1.0))
 
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from serve.api.turns import Turns
+from serve.api.turns import Turns, mark_of, number
 from serve.cpu import finishing_scheduler
 from serve.cpu.finishing_scheduler import FinishingScheduler
+from serve.vllm import owner_places
 
 STEP_S, TOKEN_S = 0.03, 1 / 130
 PROMPTS, LONG = 8, 1700
 BLOCK = 16
+PLACES = 64
 
 
 class Clock:
@@ -36,7 +38,7 @@ class Engine:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
-        self.clock, self.turns, self.paced = Clock(), Turns(), paced
+        self.clock, self.turns, self.paced, self.makes_room = Clock(), Turns(), paced, True
         monkeypatch.setattr(finishing_scheduler, "time", self.clock)
         (root / "config.json").write_text(
             json.dumps(
@@ -58,7 +60,7 @@ class Engine:
             model_config=ModelConfig(model=str(root), skip_tokenizer_init=True, dtype="float32", max_model_len=4096),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=False),
             scheduler_config=SchedulerConfig(
-                max_num_seqs=64,
+                max_num_seqs=PLACES,
                 max_num_batched_tokens=2048,
                 max_model_len=4096,
                 enable_chunked_prefill=True,
@@ -87,6 +89,7 @@ class Engine:
         from vllm.v1.request import Request
 
         self.places[name] = self.turns.enter(owner, prompt) if self.paced else 0
+        priority = number(self.places[name], mark_of(owner)) if self.paced else 0
         params = SamplingParams(max_tokens=most, ignore_eos=True)
         self.tokens[name] = []
         self.scheduler.add_request(
@@ -96,13 +99,15 @@ class Engine:
                 sampling_params=params,
                 pooling_params=None,
                 arrival_time=self.clock.now_s,
-                priority=self.places[name],
+                priority=priority,
             )
         )
 
     def step(self) -> None:
         from vllm.v1.outputs import ModelRunnerOutput
 
+        if self.makes_room and self.scheduler.waiting and len(self.scheduler.running) >= PLACES:
+            owner_places.make_room(self.scheduler, self.clock.now_s)
         output = self.scheduler.schedule()
         self.clock.now_s += STEP_S + TOKEN_S * output.total_num_scheduled_tokens
         names = list(output.num_scheduled_tokens)
@@ -128,10 +133,10 @@ def neighbour(engine: Engine) -> tuple[float, float, float]:
     while len(engine.tokens["stream"]) < 10:
         engine.step()
     began_s = engine.clock.now_s
-    for number in range(PROMPTS):
-        engine.ask("many", f"long {number}", LONG, 2)
+    for place in range(PROMPTS):
+        engine.ask("many", f"long {place}", LONG, 2)
     engine.ask("neighbour", "short", 20, 2)
-    while not all(len(engine.tokens[f"long {number}"]) == 2 for number in range(PROMPTS)):
+    while not all(len(engine.tokens[f"long {place}"]) == 2 for place in range(PROMPTS)):
         engine.step()
     took_s = engine.clock.now_s - began_s
     seen = [at for at in engine.tokens["stream"] if at >= began_s - 1]
@@ -146,3 +151,34 @@ def test_a_neighbour_of_many_long_prompts_goes_on(tmp_path: Path, monkeypatch: p
     assert gap_s < 1 and first_s < 1.5, (gap_s, first_s)
     # The stream goes on meanwhile, and its tokens are computed too.
     assert rate > 0.95 * rate_before, (rate, rate_before)
+
+
+def crowded(engine: Engine, *, makes_room: bool) -> float:
+    """First token of a short request while another owner writes as many long answers as there are places."""
+    engine.makes_room = makes_room
+    for one in range(PLACES + 40):
+        engine.ask("many", f"long {one}", 20, 400)
+    for _ in range(80):
+        engine.step()
+    began_s = engine.clock.now_s
+    engine.ask("neighbour", "short", 20, 2)
+    while not engine.tokens["short"]:
+        engine.step()
+    return engine.tokens["short"][0] - began_s
+
+
+def test_nobody_has_all_places_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tmp_path, monkeypatch, paced=True)
+    assert crowded(Engine(tmp_path, monkeypatch, paced=True), makes_room=False) > 100, "as it was"
+    assert crowded(engine, makes_room=True) < 3
+    # Further questions, each at once after the one before, cost the other owner one place and few tokens.
+    for one in range(20):
+        engine.ask("neighbour", f"more {one}", 20, 2)
+        while len(engine.tokens[f"more {one}"]) < 2:
+            engine.step()
+    ended = [name for name in engine.tokens if name.startswith("long") and len(engine.tokens[name]) >= 400]
+    steps = 0
+    while not all(len(engine.tokens[f"long {one}"]) >= 400 for one in range(PLACES)):
+        engine.step()
+        steps += 1
+    assert not ended and steps < 500, "all are written to their end"

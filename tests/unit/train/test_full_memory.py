@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.train.test_deepspeed_contract import engine_of, steps, world_of_one  # noqa: F401
+from train.data.packing import StepPlan
 from train.plan.spec import TrainSpec
 from train.state import saving as saving_module
 from train.state import snapshot
@@ -95,13 +96,13 @@ def test_a_version_of_an_epoch_without_room_is_left_out_and_training_goes_on(run
     saving.publish_if_room(2, 0.0)
     saving.finish()
     assert [event for event, _ in told] == ["message"] and told[0][1]["level"] == "warn"
-    assert told[0][1]["text"] == f"the version of epoch 1 is not published: {refused}"
+    assert told[0][1]["text"] == f"the version of step 2, epoch 1, is not published: {refused}"
 
 
 def test_what_is_due_is_wished_for(run):
     saving, _, _ = run
     saving._signals.snapshot = False
-    saving._steps = SimpleNamespace(total_steps=9, epoch_end_steps=lambda: ())
+    saving._steps = StepPlan(n_packs=9, batch_size=1, micro_batch=1, n_epochs=1, seed=0)
     saving._cadence = Cadence(None, lambda: 0.0)
     saving.foresee(3)
     assert not saving._signals.snapshot

@@ -43,7 +43,7 @@ def test_its_hyperparameters_are_openais():
         {**given, "n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 3}, DATASET, MODEL, 2
     )
     made = REINFORCEMENT.samples(fields["options"])
-    assert (made.group, made.valid, made.every, made.room) == (2 * GROUP, 3, 5, 256)
+    assert (made.group, made.valid, fields["eval_interval"], made.room) == (2 * GROUP, 3, 5, 256)
     assert (fields["batch_size"], fields["micro_batch"], fields["packing"], fields["n_epochs"]) == (4, 1, False, 2)
     # The longest prompt, which may be an estimate, and the answer.
     assert fields["max_length"] == 64 + 256 and REINFORCEMENT.data_length(320, fields["options"]) == 64

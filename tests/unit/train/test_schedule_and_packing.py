@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from train.data.packing import StepPlan, build_row, plan_packs
-from train.model.learning_rate import FLOOR_RATIO, learning_rate
+from train.plan.learning_rate import FLOOR_RATIO, SCHEDULES, learning_rate
 
 
 def test_warm_up_then_cosine_to_the_floor():
@@ -14,6 +14,26 @@ def test_warm_up_then_cosine_to_the_floor():
     assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
     assert rates[-1] == pytest.approx(2.0 * FLOOR_RATIO)
     assert learning_rate(0, 1, peak=1.0, warmup_ratio=0) == 1.0
+
+
+def test_other_schedules_end_where_they_say():
+    def rates(schedule):
+        return [learning_rate(step, 100, peak=2.0, warmup_ratio=0.1, schedule=schedule) for step in range(100)]
+
+    assert rates("constant")[9:] == [2.0] * 91
+    assert rates("linear")[10] == 2.0 and rates("linear")[99] == pytest.approx(0.2)
+    falls = np.diff(rates("linear")[10:])
+    assert falls == pytest.approx(falls[0])
+    assert rates("wsd")[9:80] == [2.0] * 71 and rates("wsd")[80] < 2.0 and rates("wsd")[99] == pytest.approx(0.2)
+    for schedule in SCHEDULES:
+        assert rates(schedule)[:10] == rates("cosine")[:10], "the warm-up is the same"
+        assert learning_rate(0, 1, peak=1.0, warmup_ratio=0, schedule=schedule) == 1.0
+
+
+def test_validations_follow_epochs_or_an_interval_and_always_the_end():
+    plan = StepPlan(10, 4, 1, 3, seed=0)
+    assert [step for step in range(1, 9) if plan.validates(step, 0)] == [3, 5, 8]
+    assert [step for step in range(1, 9) if plan.validates(step, 3)] == [3, 6, 8]
 
 
 def test_packs_hold_every_example_once_and_are_nearly_full():

@@ -196,6 +196,16 @@ async def test_a_model_without_an_engine_takes_memory_from_training_a_further_en
     assert host.status()["waiting_models"] == [], "nobody asks for it any more"
 
 
+async def test_for_an_engine_that_no_memory_is_enough_for_nobody_gives_anything_up(host, world, caplog):
+    """A model whose config claims two billion tokens: one request for it suspended all jobs, and went on waiting."""
+    world.jobs = [{"id": "ftjob-1", "devices": ["n0/0"], "phase": "running"}]
+    host._means = replace(host._means, engine_bytes=lambda model: 5000 * GB)
+    for _ in range(3):
+        assert not host.has_room_for("chat")
+        assert await looks(host, world, 20 * GB, 1) == []
+    assert host.status()["waiting_models"] == [] and len([r for r in caplog.records if "more than" in r.message]) == 1
+
+
 async def test_when_nothing_is_left_to_give_half_of_the_reserve_is(host, world):
     await looks(host, world, 2 * GB + GB // 2, 0.5)
     assert not host.has_room_for("code")

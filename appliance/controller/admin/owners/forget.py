@@ -12,6 +12,7 @@ import asyncio
 import secrets
 import shutil
 import time
+from functools import partial
 from typing import Annotated, Any
 
 from anyio import to_thread
@@ -29,15 +30,15 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.models import removal as models
+from appliance.store.chunks import little_by_little
 from appliance.store.objects import batches, evals, responses
 from appliance.store.objects import files as file_rows
 from appliance.store.records import keys
 from appliance.store.records.session_keys import OWNER as BOX_ITSELF
-from appliance.store.upkeep import forgotten
+from appliance.store.upkeep import forgotten, retention
 
 ENDS_WITHIN_S = 20.0
 _LOOK_EVERY_S = 0.05
-_CHUNK = 200
 _SHOWN = 10
 _MENTIONED = 100
 
@@ -158,6 +159,7 @@ def routes(
                 if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
                     files.remove(context, row)
             await to_thread.run_sync(shutil.rmtree, context.jobs_dir / job.id, True)
+            await little_by_little(partial(retention.delete_some_texts_of_job, db, job.id))
         for file_id in forgotten.ids(db, "files", owner):
             if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
                 files.remove(context, row)
@@ -166,9 +168,9 @@ def routes(
             await to_thread.run_sync(shutil.rmtree, context.uploads_dir / upload_id, True)
         gone = [one for table in ("eval_runs", "evals") for one in forgotten.ids(db, table, owner)]
         await evaluations.delete(gone, within_s=None)
+        await little_by_little(partial(forgotten.delete_some_parts, db, owner))
         for table in ("uploads", "batches", "responses", "idempotency"):
-            while forgotten.delete(db, owner, table, _CHUNK) == _CHUNK:
-                await asyncio.sleep(0)
+            await little_by_little(partial(forgotten.delete_some, db, owner, table))
 
     async def _delete_models(names: list[str], caller: Principal) -> list[str]:
         deleted = []
