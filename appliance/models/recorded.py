@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weights.format.errors import ChecksumMismatch, IntegrityError, ManifestInvalid
+from weights.format.foreign_json import check_values
 from weights.format.header import MAX_HEADER_VALUES
 from weights.format.manifest import MAX_MANIFEST_BYTES, Manifest
 from weights.format.names import MANIFEST_FILE
@@ -26,8 +27,10 @@ def recorded(directory: Path) -> Manifest | None:
         if file.read(len(_OURS)) != _OURS:
             return None
         raw = _OURS + file.read(MAX_MANIFEST_BYTES)
-    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > _MOST_VALUES:
-        raise ManifestInvalid(f"has more than {_MOST_VALUES} values", path=directory, file=MANIFEST_FILE)
+    try:
+        check_values(raw, _MOST_VALUES)
+    except ValueError as error:
+        raise ManifestInvalid(str(error), path=directory, file=MANIFEST_FILE) from None
     return Manifest.from_bytes(raw, path=directory)
 
 

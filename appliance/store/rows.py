@@ -193,8 +193,8 @@ class JobRow:
         was the last that an event "told" of; stays after the end until its bytes were given back.
     devices: device names held now.
     owner: of the key it was made with, at that time; empty for the box itself. held: an operator keeps it waiting.
-    general: numbers of the general questions that its model answered, "before" the job and "after" it, and "asked";
-        "of": what the answers before follow from (train.data.general_questions.answers_key).
+    general: what its model knew of the general questions, "before" the job and "after" it, each as
+        train.data.general_questions.Answers; "of": what those before follow from (answers_key there).
     asked_sizes: numbers of devices it may run on as requested; allowed_sizes: those of them its batch size divides by.
     """
 

@@ -158,8 +158,8 @@ class JobRuns:
             return {"general_of": of}
         return {
             "general_of": of,
-            "general_asked": len(known.general["asked"]),
-            "general_right": known.general["before"],
+            "general_known": known.general["before"]["known"],
+            "general_begun": known.general["before"]["begun"],
         }
 
     def _base(self, row: JobRow) -> dict[str, Any]:

@@ -48,8 +48,10 @@ from serve.api import (
     answer_shapes,
     answer_version,
     embedding_requests,
+    expression_backend,
     fair_order,
     forced_calls,
+    form_backends,
     grammar_threads,
     impossible_forms,
     legacy_functions,
@@ -115,6 +117,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     answer_version.apply()
     StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
     grammar_threads.no_outlines(backend_outlines)
+    expression_backend.apply(backend_xgrammar)
+    form_backends.apply(StructuredOutputManager)
     step_bounds.bound_whitespace(xgrammar.GrammarCompiler)
     step_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
     step_bounds.bound_time(backend_guidance.GuidanceGrammar)

@@ -546,7 +546,7 @@ async def faults(root: Path, seed: int, share: float, pairs: int) -> list[str]:
                     kind = re.sub(r"[0-9]+", "N", f"{path} {fault}"[:110])
                     found.setdefault(kind, f"{path} {fault} {orjson.dumps(one).decode()[:1500]}")
     for task, engine in engines.items():
-        if engine.passed * 3 < engine.tried:
+        if engine.passed * 4 < engine.tried:
             found[task] = f"of {engine.tried} bodies only {engine.passed} passed the gateway: the scan looks at little"
     return list(found.values())
 

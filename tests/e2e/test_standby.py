@@ -159,7 +159,7 @@ async def directly(box, count: int) -> float:
     """Prompt tokens, as routing estimates them (a quarter of the body's bytes), per second of the engine alone."""
     draw, seconds = random.Random(2), {length: [] for length in LENGTHS}
     replica, *_ = [r["id"] for r in box.admin("status")["replicas"] if r["state"] == "open"]
-    transport = httpx.AsyncHTTPTransport(uds=str(BoxPaths.of(box.data_dir).replica_socket(replica)))
+    transport = httpx.AsyncHTTPTransport(uds=str(BoxPaths.of(box.data_dir).replica_sockets / f"{replica}.sock"))
     async with httpx.AsyncClient(transport=transport, timeout=60) as client:
         for number in range(count):
             length = LENGTHS[number % 2]

@@ -161,6 +161,8 @@ def _claims():
         grammar_threads.POOL in inspect.getsource(StructuredOutputManager.__init__),
     )
     yield from _steps_bounded(has)
+    yield "each form has the backend that it was checked for", _forms_have_their_own_backend()
+    yield "expressions are given to llguidance", _llguidance_gets_expressions()
     yield "nothing is given to outlines, whatever xgrammar and llguidance cannot do", _outlines_gets_nothing()
     resolve = inspect.signature(structural_tag_registry.resolve_tool_strictness)
     yield "strictness is resolved from these", list(resolve.parameters) == ["tools", "tool_choice", "strict_level"]
@@ -182,6 +184,7 @@ def _steps_bounded(has: Any):
 
     for grammar in (XgrammarGrammar, GuidanceGrammar):
         yield from has(grammar, "accept_tokens")
+        yield from has(grammar, "fill_bitmask")
     yield (
         "xgrammar bounds whitespace where it is asked to",
         "max_whitespace_cnt" in inspect.signature(inspect.unwrap(GrammarCompiler.compile_json_schema)).parameters,
@@ -212,6 +215,30 @@ def _steps_bounded(has: Any):
         "self.structured_output_manager.accept_tokens(" in inspect.getsource(Scheduler.update_from_output)
         and "RequestStatus.FINISHED_ERROR" in inspect.getsource(Scheduler.update_from_output),
     )
+
+
+def _forms_have_their_own_backend() -> bool:
+    """The core makes a backend if it has none, by the name that the check left, and its threads ask it by `self`."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    init = inspect.getsource(inspect.unwrap(StructuredOutputManager.grammar_init))
+    return (
+        "if self.backend is None:" in init
+        and "request.sampling_params.structured_outputs._backend" in init
+        and "self.backend.compile_grammar("
+        in inspect.getsource(inspect.unwrap(StructuredOutputManager._create_grammar))
+        and "self.backend.destroy()" in inspect.getsource(inspect.unwrap(StructuredOutputManager.clear_backend))
+    )
+
+
+def _llguidance_gets_expressions() -> bool:
+    """vLLM asks xgrammar's check by its module's name for it, and gives what that declines to llguidance."""
+    from vllm.sampling_params import SamplingParams
+
+    source = inspect.getsource(SamplingParams._validate_structured_outputs)
+    imported = "from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar" in source
+    declined = source.partition("validate_xgrammar_grammar(self)\n                self.structured_outputs")[2]
+    return imported and "except VLLMValidationError" in declined and "validate_guidance_grammar(" in declined
 
 
 def _outlines_gets_nothing() -> bool:

@@ -49,12 +49,13 @@ _NOT_SPACE = re.compile(rb"[^ \t\r\n]")
 class DataReport:
     """What is in a data file; the longest example is measured by the longest of its sequences. `errors` has the first
     MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; counting stops at MAX_COUNTED_ERRORS. Tokens are counted or
-    estimated, see `check_training_file`."""
+    estimated, see `check_training_file`; `example_tokens` has those of each of the first COUNTED_EXAMPLES examples."""
 
     shape: str = "empty"
     n_examples: int = 0
     n_tokens_estimate: int = 0
     longest_example_tokens: int = 0
+    example_tokens: list[int] = field(default_factory=list)
     n_errors: int = 0
     errors: list[tuple[int, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -159,6 +160,8 @@ def _example(
         output.write(orjson.dumps(made) + b"\n")
     report.n_examples += 1
     report.n_tokens_estimate += sum(sequences)
+    if len(report.example_tokens) < COUNTED_EXAMPLES:
+        report.example_tokens.append(sum(sequences))
     report.longest_example_tokens = max(report.longest_example_tokens, *sequences)
     return made is not None
 

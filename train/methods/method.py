@@ -87,7 +87,9 @@ class Method(ABC):
 
     def rows(self, dataset: DatasetStats) -> DatasetStats:
         """`dataset` in units of `max_length`: a row has room for that many tokens of each sequence of an example."""
-        return replace(dataset, n_tokens=max(1, dataset.n_tokens // self.sequences))
+        each = self.sequences
+        lengths = tuple(-(-length // each) for length in dataset.lengths)
+        return replace(dataset, n_tokens=max(1, dataset.n_tokens // each), lengths=lengths)
 
     def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:
         """Read `options` into `fields["options"]` (TrainSpec.options, plain JSON values). A subclass may override

@@ -12,6 +12,7 @@ from typing import Any
 
 from runtime.devices.kinds import HOST, kind_of
 from train.plan import recipe
+from train.plan.best_fit import best_fit
 from train.plan.errors import InvalidHyperparameter
 from train.plan.learning_rate import SCHEDULES
 
@@ -26,11 +27,13 @@ SHORTEST_ROW = 128  # tokens; a shorter one takes a device as long
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """Of the training file; tokens may be estimates (data_check)."""
+    """Of the training file; tokens may be estimates (data_check). lengths: in tokens, of some examples that stand for
+    all; without them rows count as full."""
 
     n_examples: int
     n_tokens: int
     longest_example_tokens: int
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,15 +54,20 @@ class ModelStats:
 
 
 def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
-    """Optimizer steps of a run with these fields of a TrainSpec, about: packing leaves some room unused."""
-    return fields["n_epochs"] * max(1, math.ceil(_sequences(dataset, fields) / fields["batch_size"]))
+    """Optimizer steps of a run with these fields of a TrainSpec; exact where `dataset.lengths` has every example."""
+    # As train.data.packing.StepPlan: the last step of an epoch may take rows of the next.
+    return max(1, math.ceil(fields["n_epochs"] * _sequences(dataset, fields) / fields["batch_size"]))
 
 
 def _sequences(dataset: DatasetStats, fields: Mapping[str, Any]) -> float:
     """Of one epoch."""
     if not fields["packing"]:
         return float(dataset.n_examples)
-    return min(float(dataset.n_examples), dataset.n_tokens / fields["max_length"])
+    if not dataset.lengths:
+        return min(float(dataset.n_examples), dataset.n_tokens / fields["max_length"])
+    most = fields["max_length"]
+    decreasing = enumerate(sorted((min(length, most) for length in dataset.lengths), reverse=True))
+    return len(best_fit(decreasing, most)) * (dataset.n_examples / len(dataset.lengths))
 
 
 def resolve(

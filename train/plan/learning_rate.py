@@ -19,7 +19,7 @@ def learning_rate(
 
     cosine, linear: down to a tenth of `peak`. constant: `peak`. wsd (warm-up, stable, decay; MiniCPM, arXiv
     2404.06395): `peak` until the last fifth of the steps, then linearly to a tenth. The first step already moves (rate
-    peak / warm-up steps), the last ends at the floor.
+    peak / warm-up steps).
     """
     warmup_steps = math.ceil(total_steps * warmup_ratio)
     if step < warmup_steps:

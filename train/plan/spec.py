@@ -72,8 +72,8 @@ class TrainSpec:
     serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights
     general_questions: bool = False  # asked before and after, to see what was forgotten (train.data.general_questions)
     general_of: str = ""  # names the starting model's answers (train.data.general_questions.answers_key); "": unknown
-    general_asked: int = 0  # so many of the first questions were asked of it by an earlier job
-    general_right: tuple[int, ...] = ()  # and these were answered
+    general_known: tuple[float, ...] = ()  # what an earlier job heard of it (train.data.general_questions.Answers)
+    general_begun: tuple[float, ...] = ()
     validation_batches: int = 0  # 0: the whole validation file
     eval_interval: int = 0  # steps between two validations; 0: one after each epoch
     early_stopping_patience: int = 0  # validations without a better one after which the run ends; 0: never
@@ -129,6 +129,11 @@ class TrainSpec:
     def published_kind(self) -> Literal["adapter", "version"]:
         """The kind of what this run publishes, as the weight store knows it."""
         return "adapter" if not self.full and self.lora_publish == "adapter" else "version"
+
+    @property
+    def follows_validations(self) -> bool:
+        """Whether what the validations find decides what this run publishes, or when it ends."""
+        return self.publish == "best" or self.early_stopping_patience > 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

@@ -1,19 +1,21 @@
 """Asks the general questions (train.data.general_questions) of the model as it stands in the ranks, before the first
 step and after the last.
 
-In the ranks, not on an engine: the weights are here, whatever the job trains, and its devices are its own. Greedy, with
-a cache of keys and values, each group of ranks its share of the questions; what all prompts begin with is computed
-once. The number of forward passes is the same on every rank whatever the answers are, because under ZeRO-3 and tensor
-parallelism each is a collective. A short job is asked fewer questions (train.data.general_questions.how_many), and a
-starting model that an earlier job has asked is not asked again.
+In the ranks, not on an engine: the weights are here, whatever the job trains, and its devices are its own. Each group
+of ranks takes its share of the questions; what all prompts begin with is computed once. The number of forward passes is
+the same on every rank whatever the answers are, because under ZeRO-3 and tensor parallelism each is a collective. A
+short job is asked fewer questions (train.data.general_questions.how_many), and a starting model that an earlier job has
+asked is not asked again.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm
@@ -21,19 +23,39 @@ from transformers import DynamicCache
 
 from train.control.progress import Events, Progress
 from train.control.rank_messages import told_by_first
-from train.data.general_questions import LEAST_KNOWN, NEW_TOKENS, QUESTIONS, how_many, is_right
+from train.data.general_questions import (
+    LEAST_KNOWN,
+    NEW_TOKENS,
+    QUESTIONS,
+    Answers,
+    Question,
+    begin_otherwise,
+    how_many,
+    is_right,
+)
 from train.model.model import load_tokenizer
 from train.plan.spec import TrainSpec
 from train.run.sampler import answering, next_logits, padded
 from train.state.fragments import Grid
 
-_TOO_FEW = "general_questions_too_few"  # beside the run: those who cannot answer are asked once
+_BEFORE = "general_before.json"  # beside the run: what was heard before the first step
+_ROWS = 8  # that go through the model together; bounds the memory of their logits
+Wanted = Callable[[], bool]
+
+
+class Prompt(NamedTuple):
+    """Tokens of a question as the model is asked it, of the beginning of its answer, and those that may come next."""
+
+    asked: list[int]
+    begun: list[int]
+    right: int
+    wrong: list[int]
 
 
 class GeneralQuestions:
     """One rank's part. Emits "general" on rank 0: when ("before" or "after"), of (which model, `TrainSpec.general_of`),
-    right (numbers of questions), answers (of the first questions, as many as were asked; empty texts for answers that
-    an earlier job got), seconds. trained_tokens: of the whole job, each epoch anew."""
+    known, begun, spoken and said (train.data.general_questions.Answers), answers (texts of the spoken ones), seconds.
+    trained_tokens: of the whole job, each epoch anew."""
 
     def __init__(
         self,
@@ -48,66 +70,107 @@ class GeneralQuestions:
         self._spec, self._model, self._grid, self._device = spec, model, grid, device
         self._trained_tokens, self._emit, self._progress = trained_tokens, emit, progress
 
-    def ask(self, when: str, wanted: Callable[[], bool] = lambda: False) -> bool:
+    def ask(self, when: str, wanted: Wanted = lambda: False) -> bool:
         """Collective. wanted: whether the devices are, the same on every rank; then the rest is left, and False
         returned."""
-        too_few = Path(self._spec.run_dir) / _TOO_FEW
-        if not told_by_first(self._spec.general_questions and not (when == "after" and too_few.exists())):
+        before = self._heard_before() if when == "after" else None
+        if not told_by_first(self._spec.general_questions and (when == "before" or before is not None)):
             return True
         self._progress.enter("asking")
         began_s = time.perf_counter()
         tokenizer = load_tokenizer(self._spec.base_path) if self._grid.rank == 0 else None
-        prompts = told_by_first(None if tokenizer is None else self._prompts(tokenizer))
-        count = len(prompts)
-        if when == "before" and self._known(count):
+        told = told_by_first(None if tokenizer is None else self._prompts(tokenizer))
+        prompts = [Prompt(*prompt) for prompt in told]
+        if when == "before" and self._known(len(prompts)):
             return True
-        said = torch.zeros(count, NEW_TOKENS, dtype=torch.int64, device=self._device)
-        # Equal shares, so that the shapes of all ranks are the same; what is asked twice is counted once.
-        size, at = self._grid.data_size, self._grid.data_rank
-        asked = [(at + turn * size) % count for turn in range(-(-count // size))]
-        # Of all prompts, not of this rank's: the passes of all ranks are the same.
-        found = _greedy(self._model, [prompts[number] for number in asked], _common(prompts), self._device, wanted)
-        if found is None:
-            return False
-        if self._grid.tensor_rank == 0:
-            for turn, number in enumerate(asked):
-                if at + turn * size < count:
-                    said[number] = found[turn]
-        comm.all_reduce(said)
-        if tokenizer is None:
-            return True
-        answers = [tokenizer.decode(row, skip_special_tokens=True) for row in said.tolist()]
-        right = [number for number, answer in enumerate(answers) if is_right(number, answer)]
-        self._tell(when, right, answers, time.perf_counter() - began_s)
+        with answering(self._model):
+            # Of all prompts, not of this rank's: the passes of all ranks are the same.
+            prefix = Prefix(self._model, [prompt.asked for prompt in prompts], self._device)
+            share = self._share(len(prompts))
+            scored = score(self._model, [prompts[number] for number in share], prefix, wanted)
+            if scored is None:
+                return False
+            known, begun = self._together(scored, len(prompts)).T.tolist()
+            found = Answers(tuple(round(p, 4) for p in known), tuple(round(nats, 4) for nats in begun))
+            texts: list[str] = []
+            spoken = told_by_first(begin_otherwise(before, found) if before is not None else [])
+            if spoken:
+                rows = [prompts[spoken[turn]].asked for turn in self._share(len(spoken))]
+                said = self._together(speak(self._model, rows, prefix), len(spoken))
+                if tokenizer is not None:
+                    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in said.tolist()]
+                    right = tuple(n for n, text in zip(spoken, texts, strict=True) if is_right(n, text))
+                    found = found._replace(spoken=tuple(spoken), said=right)
+        if tokenizer is not None:
+            self._tell(when, found, texts, time.perf_counter() - began_s)
         return True
+
+    def _share(self, count: int) -> list[int]:
+        """This rank's of so many. Equal shares, so that the shapes of all ranks are the same; what is asked twice is
+        counted once (`_together`)."""
+        size, at = self._grid.data_size, self._grid.data_rank
+        return [(at + turn * size) % count for turn in range(-(-count // size))]
+
+    def _together(self, found: torch.Tensor, count: int) -> torch.Tensor:
+        """Collective: the rows of all `count`, from what each rank found for its share."""
+        size, at = self._grid.data_size, self._grid.data_rank
+        rows = found.new_zeros(count, *found.shape[1:])
+        if self._grid.tensor_rank == 0:  # the others of its group have the same
+            for turn, number in enumerate(self._share(count)):
+                if at + turn * size < count:
+                    rows[number] = found[turn]
+        comm.all_reduce(rows)
+        return rows
+
+    def _heard_before(self) -> Answers | None:
+        """On rank 0; None if nothing was heard, or too little to forget."""
+        spec, path = self._spec, Path(self._spec.run_dir) / _BEFORE
+        if self._grid.rank != 0:
+            return None
+        before = Answers(spec.general_known, spec.general_begun)  # on another node than the first step, for instance
+        if path.exists():
+            said = json.loads(path.read_text())
+            before = Answers(tuple(said["known"]), tuple(said["begun"]))
+        return before if before.known and before.mean >= LEAST_KNOWN else None
 
     def _known(self, count: int) -> bool:
         """Whether an earlier job has asked this model as much, the same on every rank; rank 0 says what it heard."""
         spec = self._spec
-        if not spec.general_of or spec.general_asked < count:
+        if not spec.general_of or len(spec.general_known) < count:
             return False
         if self._grid.rank == 0:
-            self._tell("before", [number for number in spec.general_right if number < count], [""] * count, 0.0)
+            self._tell("before", Answers(spec.general_known[:count], spec.general_begun[:count]), [], 0.0)
         return True
 
-    def _tell(self, when: str, right: list[int], answers: list[str], seconds: float) -> None:
-        if when == "before" and len(right) < LEAST_KNOWN:
-            (Path(self._spec.run_dir) / _TOO_FEW).touch()
+    def _tell(self, when: str, found: Answers, texts: list[str], seconds: float) -> None:
+        if when == "before":
+            path = Path(self._spec.run_dir) / _BEFORE
+            path.write_text(json.dumps({"known": found.known, "begun": found.begun}))
         of = self._spec.general_of
-        self._emit("general", when=when, of=of, right=right, answers=answers, seconds=seconds)
+        self._emit("general", when=when, of=of, **found._asdict(), answers=texts, seconds=seconds)
 
-    def _prompts(self, tokenizer: Any) -> list[list[int]]:
-        prompts = [
-            list(
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
-                )["input_ids"]
-            )
-            for question, _ in QUESTIONS
-        ]
-        common = _common(prompts)
-        own = [len(prompt) - common for prompt in prompts]
+    def _prompts(self, tokenizer: Any) -> list[Prompt]:
+        prompts = [prompt_of(tokenizer, question) for question in QUESTIONS]
+        common = _common([prompt.asked for prompt in prompts])
+        own = [len(prompt.asked) - common + len(prompt.begun) for prompt in prompts]
         return prompts[: how_many(own, self._trained_tokens, self._spec.full)]
+
+
+def prompt_of(tokenizer: Any, question: Question) -> Prompt:
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question.text}], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    answers = [
+        tokenizer(f"{question.begun} {word}", add_special_tokens=False)["input_ids"]
+        for word in (question.right, *question.wrong)
+    ]
+    # Where the answers part: what a tokenizer makes of the space before a word may belong to either side.
+    same = 0
+    while all(len(answer) > same + 1 and answer[same] == answers[0][same] for answer in answers):
+        same += 1
+    right = answers[0][same]
+    wrong = [answer[same] for answer in answers[1:] if answer[same] != right]
+    return Prompt(list(asked), list(answers[0][:same]), right, wrong)
 
 
 def _common(rows: list[list[int]]) -> int:
@@ -117,38 +180,60 @@ def _common(rows: list[list[int]]) -> int:
     return min(same, min(map(len, rows)) - 1)
 
 
-def _greedy(
-    model: Any, rows: list[list[int]], common: int, device: torch.device, wanted: Callable[[], bool]
-) -> torch.Tensor | None:
-    """The likeliest next tokens of each row, (rows, NEW_TOKENS) int64; after an end of text it is repeated. None if the
-    devices were wanted meanwhile. common: so many tokens are the same in all rows, and go through the model once."""
-    end = getattr(model.generation_config, "eos_token_id", None)
-    ends = torch.tensor(end if isinstance(end, list) else [-1 if end is None else end], device=device)
-    with answering(model):
+class Prefix:
+    """What all rows begin with, computed once. `rows`: of all prompts; `room`: tokens that may follow the longest."""
+
+    def __init__(self, model: Any, rows: list[list[int]], device: torch.device, room: int = 4 * NEW_TOKENS):
         config = model.config.get_text_config()
-        cache, said = DynamicCache(config=config), []
+        self.device, self.common, self._cache = device, _common(rows), DynamicCache(config=config)
         window = getattr(config, "sliding_window", None)
-        if window and window < max(map(len, rows)) + NEW_TOKENS:
-            common = 0  # what rows are filled up with would stand inside the window, behind the common tokens
-        if common:
-            model(
-                input_ids=torch.tensor([rows[0][:common]], device=device),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+        if window and window < max(map(len, rows)) + room:
+            self.common = 0  # what rows are filled up with would stand inside the window, behind the common tokens
+        if self.common:
+            begun = torch.tensor([rows[0][: self.common]], device=device)
+            model(input_ids=begun, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+
+    def begin(self, rows: list[list[int]]) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Cache, tokens behind it, mask of all and positions of these tokens, for rows that begin so."""
+        cache = copy.deepcopy(self._cache)
+        if self.common:
             cache.batch_repeat_interleave(len(rows))
-        ids, mask = padded([row[common:] for row in rows], device)
-        mask = torch.cat([mask.new_ones(len(rows), common), mask], dim=1)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, common:]
-        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        for _ in range(NEW_TOKENS):
-            if wanted():
-                return None
-            logits = next_logits(model, cache, ids, mask, positions)
-            best = torch.where(ended, ends[0], logits.argmax(-1))
-            ended |= torch.isin(best, ends)
-            said.append(best)
-            ids, positions = best[:, None], positions[:, -1:] + 1
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        return torch.stack(said, dim=1)
+        ids, mask = padded([row[self.common :] for row in rows], self.device)
+        mask = torch.cat([mask.new_ones(len(rows), self.common), mask], dim=1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, self.common :]
+        return cache, ids, mask, positions
+
+
+def score(model: Any, prompts: list[Prompt], prefix: Prefix, wanted: Wanted) -> torch.Tensor | None:
+    """How likely each right token is among those of its question, and the mean log-probability of the tokens with which
+    the answer is begun, (prompts, 2) float64. None if the devices were wanted meanwhile."""
+    found = []
+    for at in range(0, len(prompts), _ROWS):
+        if wanted():
+            return None
+        some = prompts[at : at + _ROWS]
+        cache, ids, mask, positions = prefix.begin([prompt.asked + prompt.begun for prompt in some])
+        keep = 1 + max(len(prompt.begun) for prompt in some)
+        logits = next_logits(model, cache, ids, mask, positions, keep)
+        for row, one in zip(logits, some, strict=True):
+            known = row[-1, [one.right, *one.wrong]].double().softmax(-1)[0]
+            begun = row[-1 - len(one.begun) : -1].log_softmax(-1)
+            each = begun[range(len(one.begun)), one.begun] if one.begun else begun.new_zeros(1)
+            found.append(torch.stack([known, each.double().mean()]))
+    return torch.stack(found)
+
+
+def speak(model: Any, rows: list[list[int]], prefix: Prefix) -> torch.Tensor:
+    """The likeliest next tokens of each row, (rows, NEW_TOKENS) int64; after an end of text it is repeated."""
+    end = getattr(model.generation_config, "eos_token_id", None)
+    ends = torch.tensor(end if isinstance(end, list) else [-1 if end is None else end], device=prefix.device)
+    cache, ids, mask, positions = prefix.begin(rows)
+    ended, said = torch.zeros(len(rows), dtype=torch.bool, device=prefix.device), []
+    for _ in range(NEW_TOKENS):
+        logits = next_logits(model, cache, ids, mask, positions)[:, -1]
+        best = torch.where(ended, ends[0], logits.argmax(-1))
+        ended |= torch.isin(best, ends)
+        said.append(best)
+        ids, positions = best[:, None], positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+    return torch.stack(said, dim=1)

@@ -91,7 +91,8 @@ class Run:
         trained_tokens = spec.n_epochs * train.n_tokens
         model, device = engine.module.model, engine.device
         self._general = GeneralQuestions(spec, model, self.grid, device, trained_tokens, self.emit, progress)
-        self._validations: Validations | None = None  # on rank 0, once it is known where the run begins
+        # On rank 0, once it is known where the run begins, if anything follows from them.
+        self._validations: Validations | None = None
         self._ends_early = False
         self._board = TensorboardWriter(Path(spec.run_dir) / "tb") if self.rank == 0 else None
 
@@ -108,7 +109,7 @@ class Run:
         total = self.plan.total_steps
         epoch_ends = self.plan.epoch_end_steps()
         self._first_step = self.step
-        if self.rank == 0:
+        if self.rank == 0 and self.spec.follows_validations:
             self._validations = Validations(self.spec.run_dir, self.step)
         self.leaving.at(self.step)
         signals, self.boundary_s = self._agreed(), time.monotonic()
@@ -284,10 +285,9 @@ class Run:
     def _judge(self) -> bool:
         """Collective: whether this step is the best so far; it also sees whether the run ends here because it has not
         become better for long enough."""
-        patience = self.spec.early_stopping_patience
-        if self.spec.publish != "best" and not patience:
+        if not self.spec.follows_validations:
             return False
-        known = self._validations
+        patience, known = self.spec.early_stopping_patience, self._validations
         best, since = told_by_first([known.best_step, known.since_best] if known is not None else None)
         self._ends_early = 0 < patience <= since and self.step < self.plan.total_steps
         if self._ends_early:
@@ -351,8 +351,9 @@ class Run:
         """None: the devices were wanted before its end; nothing but a point of its curve is missing."""
         if found is None:
             return
-        if self._validations is not None:
+        if self.rank == 0:
             self._board.write("validation", self.step, found)
+        if self._validations is not None:
             self._validations.add(self.step, found)
         self.emit("validation", step=self.step, total_steps=self.plan.total_steps, **found)
 

@@ -104,7 +104,7 @@ def _wave(
     different, of = _different(prompts)
     ids, mask = padded(different, device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits = next_logits(model, cache, ids, mask, positions)
+    logits = next_logits(model, cache, ids, mask, positions)[:, -1]
     # From here on a row is an answer; `rows` says which.
     which = torch.tensor(of, device=device)
     cache.batch_select_indices(which)
@@ -129,26 +129,23 @@ def _wave(
             rows, mask, positions, chosen, alive = (part[kept] for part in (rows, mask, positions, chosen, alive))
         positions = positions + 1
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        logits = next_logits(model, cache, chosen[:, None], mask, positions)
+        logits = next_logits(model, cache, chosen[:, None], mask, positions)[:, -1]
     return True
 
 
 def next_logits(
-    model: Any, cache: DynamicCache, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
+    model: Any, cache: DynamicCache, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, keep: int = 1
 ) -> torch.Tensor:
-    """Logits of the token after the last one, (rows, vocabulary) float32."""
-    return (
-        model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        .logits[:, -1]
-        .float()
-    )
+    """Logits of the tokens after the last `keep` ones, (rows, keep, vocabulary) float32."""
+    found: torch.Tensor = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=keep,
+    ).logits
+    return found.float()
 
 
 def _choose(log_probs: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:

@@ -78,11 +78,10 @@ class Saving:
             self._signals.snapshot = True
         if self._signals.snapshot or self._signals.suspend:
             # A version that is written first also gets the available room first.
-            version_due = {
-                "end": False,
-                "epoch": step in self._steps.epoch_end_steps(),
-                "best": self._steps.validates(step, self.spec.eval_interval),
-            }[self.spec.publish]
+            publish, steps = self.spec.publish, self._steps
+            version_due = (publish == "epoch" and step in steps.epoch_end_steps()) or (
+                publish == "best" and steps.validates(step, self.spec.eval_interval)
+            )
             if not version_due and step < self._steps.total_steps:
                 self._reservation.begin(step)
 

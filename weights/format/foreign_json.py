@@ -25,9 +25,7 @@ def loads(raw: bytes, *, most_values: int = MOST_VALUES, most_depth: int | None 
     most_values: of lists, objects and commas, those inside strings too. most_depth: None where the caller checks how
     the values are nested.
     """
-    values = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
-    if values > most_values:
-        raise ValueError(f"it has {values} values, at most {most_values} are read")
+    check_values(raw, most_values)
     try:
         found = json.loads(raw.decode(), **hooks)
     except RecursionError:
@@ -35,6 +33,13 @@ def loads(raw: bytes, *, most_values: int = MOST_VALUES, most_depth: int | None 
     if most_depth is not None and _is_deeper(found, most_depth):
         raise ValueError(f"it is nested too deeply, in more than {most_depth} levels")
     return found
+
+
+def check_values(raw: bytes, most: int) -> None:
+    """Raises ValueError for a text of more values (see `loads`)."""
+    values = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
+    if values > most:
+        raise ValueError(f"it has {values} values, at most {most} are read")
 
 
 def config_in(*folders: str | Path | None) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from pydantic import Field, StringConstraints
 
 from appliance.controller.admin import handover_views
@@ -23,6 +23,7 @@ from appliance.controller.devices.mode import (
     window_of,
     write_mode,
 )
+from appliance.controller.http import idempotency
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, NotFound, shown
 from appliance.controller.interfaces.ports import Mode
@@ -34,6 +35,7 @@ from appliance.store.rows import WindowRow
 from scheduler.core.errors import InvalidSchedule
 from scheduler.loop.mode_schedule import InForce, Window, preview
 
+ROUTE = "mode.schedule"
 MAX_WINDOWS = 64
 Cron = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
@@ -137,7 +139,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return {"object": "list", "data": data}
 
     @router.post("/mode/schedule")
-    async def add_window(body: WindowCreate, caller: Caller) -> dict[str, Any]:
+    async def add_window(body: WindowCreate, request: Request, caller: Caller) -> dict[str, Any]:
         _check(context, body)
         now_s = time.time()
         row = WindowRow(
@@ -151,13 +153,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             body.train_devices,
             body.serving_floor,
         )
-        if len(windows.list_all(db)) >= MAX_WINDOWS:
-            raise Conflict(f"The box has {MAX_WINDOWS} windows; remove one first.", code="too_many_windows")
         try:
             window = window_of(row, floor())
         except InvalidSchedule as error:
             raise BadRequest(f"{error}.", param=error.param, code="invalid_schedule") from error
-        with db.transaction():
+
+        def make() -> WindowRow:
+            if len(windows.list_all(db)) >= MAX_WINDOWS:
+                raise Conflict(f"The box has {MAX_WINDOWS} windows; remove one first.", code="too_many_windows")
             windows.insert(db, row)
             record(
                 context,
@@ -172,8 +175,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 train_devices=row.train_devices,
                 serving_floor=row.serving_floor,
             )
-        context.scheduler.nudge(f"window {row.id} was added", name_of(context, caller))
-        return {**_window_row(row, window), "next_s": window.next_s(now_s)}
+            return row
+
+        attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
+        made, new = idempotency.once(db, context.config, attempt, lambda earlier: windows.find(db, earlier), make)
+        if new:
+            context.scheduler.nudge(f"window {made.id} was added", name_of(context, caller))
+        window = window_of(made, floor())
+        return {**_window_row(made, window), "next_s": window.next_s(now_s)}
 
     @router.get("/mode/schedule/preview")
     async def show_preview(hours: Annotated[float, Query(gt=0, le=24 * 31)] = 24.0) -> dict[str, Any]:

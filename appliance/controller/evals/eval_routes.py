@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 
 from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.context.context import ControllerContext
@@ -29,6 +29,7 @@ from appliance.controller.evals.requests import (
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import storage
 from appliance.controller.grading.given import check_asked, grader_of
+from appliance.controller.http import idempotency
 from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
@@ -40,6 +41,7 @@ from appliance.store.rows import EvalRow, EvalRunRow
 from train.graders.errors import InvalidGrader
 from train.graders.graders import judges, parse
 
+ROUTE, RUNS_ROUTE = "evals", "evals.runs"
 Order = Annotated[Literal["asc", "desc"], Query()]
 RunStatus = Annotated[Literal["queued", "in_progress", "completed", "canceled", "failed"] | None, Query()]
 ItemStatus = Annotated[Literal["pass", "fail", "error"] | None, Query()]
@@ -64,7 +66,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         return views.run_object(row, url, caller)
 
     @router.post("", status_code=201)
-    async def create(body: EvalCreate, caller: Caller) -> dict[str, Any]:
+    async def create(body: EvalCreate, request: Request, caller: Caller) -> dict[str, Any]:
         check_metadata(body.metadata)
         if not isinstance(body.data_source_config, CustomConfig):
             raise BadRequest(
@@ -77,20 +79,28 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
             check_eval(body)
         except InvalidGrader as error:
             raise BadRequest(f"Invalid '{error.param}': {error.message}.", param=error.param) from None
-        criteria = _criteria(context, body, caller)
-        context.quotas.check_eval(caller)
-        row = EvalRow(
-            id=new_id("eval_"),
-            name=body.name or "",
-            created_s=time.time(),
-            key_id=caller.key_id,
-            owner=caller.owner,
-            item_schema=body.data_source_config.item_schema,
-            include_sample=int(body.data_source_config.include_sample_schema),
-            criteria=criteria,
-            metadata=body.metadata,
+        criteria, source = _criteria(context, body, caller), body.data_source_config
+
+        def make() -> EvalRow:
+            context.quotas.check_eval(caller)
+            row = EvalRow(
+                id=new_id("eval_"),
+                name=body.name or "",
+                created_s=time.time(),
+                key_id=caller.key_id,
+                owner=caller.owner,
+                item_schema=source.item_schema,
+                include_sample=int(source.include_sample_schema),
+                criteria=criteria,
+                metadata=body.metadata,
+            )
+            evals.insert(db, row)
+            return row
+
+        attempt = idempotency.Attempt.of(request, caller, ROUTE, await request.body())
+        row, _ = idempotency.once(
+            db, context.config, attempt, lambda earlier: evals.find(db, earlier, viewer=caller.viewer), make
         )
-        evals.insert(db, row)
         return views.eval_object(row, caller)
 
     @router.get("")
@@ -133,7 +143,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         return {"object": "eval.deleted", "deleted": True, "eval_id": eval_id}
 
     @router.post("/{eval_id}/runs", status_code=201)
-    async def create_run(eval_id: str, body: RunCreate, caller: Caller) -> dict[str, Any]:
+    async def create_run(eval_id: str, body: RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
         of = known(eval_id, caller)
         check_metadata(body.metadata)
         _check_source(context, body, caller)
@@ -145,21 +155,34 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         except InvalidGrader as error:
             param = f"data_source.{error.param}".rstrip(".")
             raise BadRequest(f"Invalid '{param}': {error.message}.", param=param, code="invalid_value") from None
-        context.quotas.check_eval_run(caller)
-        row = EvalRunRow(
-            id=new_id("evalrun_"),
-            eval_id=of.id,
-            name=body.name or "",
-            created_s=time.time(),
-            key_id=caller.key_id,
-            owner=caller.owner,
-            model=getattr(body.data_source, "model", None) or "",
-            data_source=data_source,
-            metadata=body.metadata,
-            bytes=size_of(data_source) + ROW_BYTES,
+
+        def make() -> EvalRunRow:
+            context.quotas.check_eval_run(caller)
+            row = EvalRunRow(
+                id=new_id("evalrun_"),
+                eval_id=of.id,
+                name=body.name or "",
+                created_s=time.time(),
+                key_id=caller.key_id,
+                owner=caller.owner,
+                model=getattr(body.data_source, "model", None) or "",
+                data_source=data_source,
+                metadata=body.metadata,
+                bytes=size_of(data_source) + ROW_BYTES,
+            )
+            evals.insert_run(db, row)
+            return row
+
+        attempt = idempotency.Attempt.of(request, caller, RUNS_ROUTE, of.id.encode() + await request.body())
+        row, made = idempotency.once(
+            db,
+            context.config,
+            attempt,
+            lambda earlier: evals.find_run(db, earlier, viewer=caller.viewer, eval_id=of.id),
+            make,
         )
-        evals.insert_run(db, row)
-        runner.begin(row.id)
+        if made:
+            runner.begin(row.id)
         return shown_run(row, caller)
 
     @router.get("/{eval_id}/runs")

@@ -59,17 +59,23 @@ def routes(context: ControllerContext) -> APIRouter:
                 attempt = idempotency.Attempt.of(
                     request, caller, ROUTE, [upload.sha256, upload.filename, row.purpose, upload.fields]
                 )
-                # No await between the search for an earlier attempt and the insert: two retries cannot both miss.
+
+                def make() -> FileRow:
+                    os.rename(incoming, context.files_dir / file_id)
+                    files.insert(db, row)
+                    return row
+
                 with storage.with_row(context, file_id):
-                    earlier = idempotency.find(db, attempt, context.config)
-                    known = files.find(db, earlier, viewer=caller.viewer, now_s=time.time()) if earlier else None
-                    if known is None:
-                        os.rename(incoming, context.files_dir / file_id)
-                        files.insert(db, row)
-                        idempotency.remember(db, attempt, file_id)
+                    kept, _ = idempotency.once(
+                        db,
+                        context.config,
+                        attempt,
+                        lambda earlier: files.find(db, earlier, viewer=caller.viewer, now_s=time.time()),
+                        make,
+                    )
             finally:
                 incoming.unlink(missing_ok=True)
-        return views.file_object(known or row, caller)
+        return views.file_object(kept, caller)
 
     @router.get("")
     async def list_files(

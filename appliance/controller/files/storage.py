@@ -129,7 +129,8 @@ async def described(
     status, details, report = "processed", None, None
     if purpose == "fine-tune":
         found = await context.file_work.check(caller.owner, path)
-        status, details, report = ("processed" if found.ok else "error"), None, asdict(found)
+        status, report = ("processed" if found.ok else "error"), asdict(found)
+        del report["example_tokens"]  # a row stays small; who plans a job counts anew, with the model's tokenizer
         details = summary(found, f"/v1/files/{file_id}/errors")
     return FileRow(
         id=file_id,

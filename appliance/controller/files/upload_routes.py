@@ -27,7 +27,7 @@ from appliance.controller.access.disk import insufficient_storage
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import multipart
 from appliance.controller.files import storage as files
-from appliance.controller.http import views
+from appliance.controller.http import idempotency, views
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
@@ -38,6 +38,7 @@ from appliance.store.objects import files as file_rows
 from appliance.store.objects import uploads as upload_rows
 from appliance.store.rows import UploadPartRow, UploadRow
 
+ROUTE, PARTS_ROUTE = "uploads", "uploads.parts"
 MAX_PARTS = 10_000
 _COPY_BYTES = 2**20
 _MD5 = re.compile(r"[0-9a-fA-F]{32}\Z")
@@ -71,28 +72,36 @@ def routes(context: ControllerContext) -> APIRouter:
     coming: Counter[str] = Counter()  # by upload: number of such parts; even an empty one takes a row and a file
 
     @router.post("")
-    async def create(body: UploadCreate, caller: Caller) -> dict[str, Any]:
+    async def create(body: UploadCreate, request: Request, caller: Caller) -> dict[str, Any]:
         if body.bytes > config.upload_total_bytes:
             raise BadRequest(
                 f"An upload of {body.bytes} bytes is over the limit of {config.upload_total_bytes}.",
                 param="bytes",
                 code="upload_too_large",
             )
-        context.quotas.check_upload(caller, body.bytes)
-        now_s = time.time()
-        row = UploadRow(
-            id=new_id("upload_"),
-            filename=multipart.checked_filename(body.filename.encode(), "filename"),
-            purpose=files.checked_purpose(body.purpose),
-            mime_type=body.mime_type,
-            bytes=body.bytes,
-            created_s=now_s,
-            expires_s=now_s + config.upload_open_s,
-            key_id=caller.key_id,
-            owner=caller.owner,
-            file_keep_s=body.expires_after.seconds if body.expires_after else None,
+
+        def make() -> UploadRow:
+            context.quotas.check_upload(caller, body.bytes)
+            now_s = time.time()
+            row = UploadRow(
+                id=new_id("upload_"),
+                filename=multipart.checked_filename(body.filename.encode(), "filename"),
+                purpose=files.checked_purpose(body.purpose),
+                mime_type=body.mime_type,
+                bytes=body.bytes,
+                created_s=now_s,
+                expires_s=now_s + config.upload_open_s,
+                key_id=caller.key_id,
+                owner=caller.owner,
+                file_keep_s=body.expires_after.seconds if body.expires_after else None,
+            )
+            upload_rows.insert(db, row)
+            return row
+
+        attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
+        row, _ = idempotency.once(
+            db, config, attempt, lambda earlier: upload_rows.find(db, earlier, viewer=caller.viewer), make
         )
-        upload_rows.insert(db, row)
         return _view(context, row, caller)
 
     @router.post("/{upload_id}/parts")
@@ -142,17 +151,23 @@ def routes(context: ControllerContext) -> APIRouter:
                     "data",
                 )
                 _pending(context, upload_id, caller)  # it may have ended while its bytes arrived
-                os.rename(incoming, folder / part_id)
-                made = UploadPartRow(part_id, row.id, part.size, time.time())
-                upload_rows.insert_part(db, made)
-                settled[row.id] += part.size
+
+                def make() -> UploadPartRow:
+                    os.rename(incoming, folder / part_id)
+                    made = UploadPartRow(part_id, row.id, part.size, time.time())
+                    upload_rows.insert_part(db, made)
+                    settled[row.id] += part.size
+                    return made
+
+                attempt = idempotency.Attempt.of(request, caller, PARTS_ROUTE, [row.id, part.sha256, part.fields])
+                made, _ = idempotency.once(db, config, attempt, partial(upload_rows.find_part, db, row.id), make)
             finally:
                 arriving[row.id] -= mine
                 coming[row.id] -= 1
                 if not coming[row.id]:
                     del arriving[row.id], coming[row.id], settled[row.id]
                 incoming.unlink(missing_ok=True)
-        return {"id": part_id, "object": "upload.part", "created_at": int(made.created_s), "upload_id": row.id}
+        return {"id": made.id, "object": "upload.part", "created_at": int(made.created_s), "upload_id": row.id}
 
     @router.post("/{upload_id}/complete")
     async def complete(upload_id: str, body: UploadComplete, caller: Caller) -> dict[str, Any]:

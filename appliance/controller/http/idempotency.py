@@ -3,14 +3,18 @@
 The `openai` client retries POSTs without an Idempotency-Key but marks them in `x-stainless-retry-count` (0, 1, 2). So
 an Idempotency-Key decides if there is one; otherwise a retry finds the newest resource that the same key made from the
 same body within a time window, and a first attempt always makes a new one.
+
+So does every POST that makes something, by `once`. POSTs that need it not are listed with the reason; a route that
+nobody has judged fails a test.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from fastapi import Request
@@ -22,6 +26,52 @@ from appliance.store.database import Database
 from appliance.store.objects import idempotency
 from appliance.store.rows import IdempotencyRow
 
+_AGAIN_SAME = "a second time changes nothing more"
+_NOTHING_MADE = "nothing is kept"
+_ONE_AT_A_TIME = "refused while the first is under way, whose operation is named"
+NOT_ONCE: Mapping[str, str] = {
+    "/v1/uploads/{upload_id}/complete": _AGAIN_SAME,
+    "/v1/uploads/{upload_id}/cancel": _AGAIN_SAME,
+    "/v1/batches/{batch_id}/cancel": _AGAIN_SAME,
+    "/v1/responses/{response_id}/cancel": _AGAIN_SAME,
+    "/v1/fine_tuning/jobs/{job_id}/cancel": _AGAIN_SAME,
+    "/v1/fine_tuning/jobs/{job_id}/pause": _AGAIN_SAME,
+    "/v1/fine_tuning/jobs/{job_id}/resume": _AGAIN_SAME,
+    "/v1/fine_tuning/alpha/graders/validate": _NOTHING_MADE,
+    "/v1/fine_tuning/alpha/graders/run": _NOTHING_MADE,
+    "/v1/fine_tuning/checkpoints/{name:path}/permissions": "a permission that is there is found",
+    "/v1/evals/{eval_id}": _AGAIN_SAME,
+    "/v1/evals/{eval_id}/runs/{run_id}": _AGAIN_SAME,
+    "/v1/evals/{eval_id}/runs/{run_id}/cancel": _AGAIN_SAME,
+    "/v1/models/{name:path}/share": _AGAIN_SAME,
+    "/internal/responses": "a copy that is there is left",
+    "/admin/v1/keys": "a name is one live key's: a second attempt is refused, for the key was shown once",
+    "/admin/v1/session-keys": "of one command, which ends it, and for a day otherwise",
+    "/admin/v1/mode/plan": _NOTHING_MADE,
+    "/admin/v1/plan": _NOTHING_MADE,
+    "/admin/v1/limits/measure": "what is measured replaces what was",
+    "/admin/v1/models/import": _ONE_AT_A_TIME,
+    "/admin/v1/models/starter": _ONE_AT_A_TIME,
+    "/admin/v1/models/{name:path}/verify": _ONE_AT_A_TIME,
+    "/admin/v1/tiers/verify": _ONE_AT_A_TIME,
+    "/admin/v1/models/{name:path}/promote": "a canary that is promoted is none any more",
+    "/admin/v1/models/{name:path}/rollback": "nothing is made; who asks twice names the version",
+    "/admin/v1/models/{name:path}/pin": _AGAIN_SAME,
+    "/admin/v1/jobs/{job_id}/hold": _AGAIN_SAME,
+    "/admin/v1/jobs/{job_id}/release": _AGAIN_SAME,
+    "/admin/v1/devices/{device_id:path}/drain": _AGAIN_SAME,
+    "/admin/v1/devices/{device_id:path}/undrain": _AGAIN_SAME,
+    "/admin/v1/forget": "what is gone is gone",
+}
+"""POSTs that know no Idempotency-Key, and why."""
+
+
+class Kept(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+Row = TypeVar("Row", bound=Kept)
 _BOX_ITSELF = ""  # requests over the private socket carry no key id
 _MAX_KEY_CHARACTERS = 255
 
@@ -38,14 +88,15 @@ class Attempt:
 
     @classmethod
     def of(cls, request: Request, caller: Principal, route: str, body: Any) -> Attempt:
-        """body: JSON-serialisable stand-in for the request's body. Raises BadRequest."""
+        """body: JSON-serialisable stand-in for the request's body, or its bytes where they are too many to be written
+        anew. Raises BadRequest."""
         key = request.headers.get("idempotency-key")
         if key is not None and not (key and len(key) <= _MAX_KEY_CHARACTERS and key.isprintable()):
             raise BadRequest(
                 f"Invalid Idempotency-Key: {shown(key, 60)}; expected 1 to {_MAX_KEY_CHARACTERS} printable characters.",
                 code="invalid_idempotency_key",
             )
-        canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
+        canonical = body if isinstance(body, bytes) else orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
         count = request.headers.get("x-stainless-retry-count", "0")
         return cls(
             caller.key_id or _BOX_ITSELF,
@@ -56,7 +107,7 @@ class Attempt:
         )
 
 
-def find(db: Database, attempt: Attempt, config: ControllerConfig) -> str | None:
+def _find(db: Database, attempt: Attempt, config: ControllerConfig) -> str | None:
     """Id of the resource that an earlier attempt made, or None. Raises Conflict if the idempotency key was used with
     another body."""
     if attempt.idempotency_key is not None:
@@ -77,7 +128,29 @@ def find(db: Database, attempt: Attempt, config: ControllerConfig) -> str | None
     return None if row is None else row.resource_id
 
 
-def remember(db: Database, attempt: Attempt, resource_id: str) -> None:
+def once(
+    db: Database,
+    config: ControllerConfig,
+    attempt: Attempt,
+    known: Callable[[str], Row | None],
+    make: Callable[[], Row],
+) -> tuple[Row, bool]:
+    """What the request makes, and whether it was made now. known: the row of an id, None if it has gone. make: checks
+    bounds and inserts the row.
+
+    One transaction without an await: of two copies of a request one makes it and the other finds it. Raises
+    Conflict for a key that was used with another body.
+    """
+    with db.transaction():
+        earlier = _find(db, attempt, config)
+        if earlier is not None and (row := known(earlier)) is not None:
+            return row, False
+        row = make()
+        _remember(db, attempt, row.id)
+    return row, True
+
+
+def _remember(db: Database, attempt: Attempt, resource_id: str) -> None:
     """Call in the transaction that inserts the resource; otherwise a crash between the two would duplicate it."""
     idempotency.remember(
         db,

@@ -209,16 +209,25 @@ class JobEvents:
 
     def _general(self, row: JobRow, event: dict[str, Any]) -> None:
         """What the model answers of the general questions, before the job or after it."""
-        when, right = str(event["when"]), [int(number) for number in event["right"]]
-        general = {**(row.general or {}), when: right, "asked": list(range(len(event["answers"])))}
+        if "known" not in event:
+            return  # of ranks that an older release began, which asked otherwise
+        when = str(event["when"])
+        general = {**(row.general or {}), when: {name: event[name] for name in ("known", "begun", "spoken", "said")}}
         if when == "before":
             general.pop("after", None)  # it begins anew
             general["of"] = event.get("of") or ""
         jobs.update(self._db, row.id, general=general)
         found = forgetting.verdict(general)
         if found is not None:
-            text = forgetting.in_words(found, [str(answer) for answer in event["answers"]])
-            data = {"asked": found.asked, "before": found.before, "after": found.after, "lost": list(found.lost)}
+            text = forgetting.in_words(found, dict(zip(event["spoken"], event["answers"], strict=False)))
+            data = {
+                "asked": found.asked,
+                "before": found.before,
+                "after": found.after,
+                "error": found.error,
+                "lost": list(found.lost),
+                "unsaid": list(found.unsaid),
+            }
             add_message(self._db, row.id, text, level="warn" if found.forgot else "info", data=data)
 
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:

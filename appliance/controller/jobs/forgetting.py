@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from train.data.general_questions import LEAST_KNOWN, QUESTIONS, Verdict, compare
+from train.data.general_questions import LEAST_KNOWN, QUESTIONS, Answers, Verdict, compare
 
 EXAMPLES = 3
 _SAID_CHARACTERS = 60
@@ -17,32 +17,37 @@ REMEDY = (
 
 def verdict(general: dict[str, Any] | None) -> Verdict | None:
     """None while there is nothing to compare, and for a model that knew too little before."""
-    if general is None or "after" not in general or len(general.get("before", ())) < LEAST_KNOWN:
+    if general is None or "before" not in general or "after" not in general:
         return None
-    asked = len(general.get("asked", QUESTIONS))  # rows of older boxes do not say it: all were asked
-    return compare(general["before"], general["after"], asked)
+    before, after = (Answers(**general[when]) for when in ("before", "after"))
+    return compare(before, after) if before.mean >= LEAST_KNOWN else None
 
 
 def in_short(general: dict[str, Any] | None) -> str | None:
     found = verdict(general)
     if found is None:
         return None
-    counts = f"{found.before} of {found.asked} general questions answered before, {found.after} after"
-    return f"{counts}: {'the model forgot' if found.forgot else 'no more forgotten than by chance'}"
+    says = "the model forgot" if found.forgot else "no more forgotten than by chance, or little"
+    return f"{_likely(found)} after, {found.asked} asked: {says}"
 
 
-def in_words(found: Verdict, answers: Sequence[str]) -> str:
-    """answers: to every question, after the job."""
+def in_words(found: Verdict, answers: Mapping[int, str]) -> str:
+    """answers: to the questions that the model answered itself after the job, by their numbers."""
     few = "" if found.asked == len(QUESTIONS) else f" ({len(QUESTIONS)} would take too much of so short a job)"
-    counts = (
-        f"Of {found.asked} general questions{few} the model answered {found.before} before the job and "
-        f"{found.after} after"
-    )
+    counts = f"Of {found.asked} general questions{few} the {_likely(found)} after"
     if not found.forgot:
-        return f"{counts}; nothing was forgotten beyond chance."
-    examples = "; ".join(
-        f"{QUESTIONS[number][0]!r} is answered {answers[number][:_SAID_CHARACTERS].strip()!r} now"
-        for number in found.lost[:EXAMPLES]
-        if number < len(answers)
-    )
-    return f"The model forgot. {counts} ({examples}). {REMEDY}"
+        return f"{counts}; nothing was forgotten beyond chance, or little."
+    spoken = [
+        f"{QUESTIONS[number].text!r} is answered {answers[number][:_SAID_CHARACTERS].strip()!r} now"
+        for number in found.unsaid
+        if number in answers
+    ]
+    known = [
+        f"to {QUESTIONS[number].text!r} {QUESTIONS[number].right!r} is not the likeliest now" for number in found.lost
+    ]
+    examples = "; ".join((spoken[: EXAMPLES - 1] + known)[:EXAMPLES])
+    return f"The model forgot. {counts}{f' ({examples})' if examples else ''}. {REMEDY}"
+
+
+def _likely(found: Verdict) -> str:
+    return f"right word was {found.before:.0%} likely before the job, {found.after:.0%}"

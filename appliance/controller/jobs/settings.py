@@ -24,6 +24,7 @@ from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
 
 DEFAULT_CONTEXT_TOKENS = 2048
+_NEED_NO_VALIDATION = {"publish": ("end", "epoch"), "early_stopping_patience": (0,), "eval_interval": (0,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ def dataset_of(report: DataReport) -> auto.DatasetStats:
         n_examples=max(1, report.n_examples),
         n_tokens=max(1, report.n_tokens_estimate),
         longest_example_tokens=max(1, report.longest_example_tokens),
+        lengths=tuple(report.example_tokens),
     )
 
 
@@ -104,9 +106,8 @@ def choose(
 
 def refuse_without_validation(resolved: dict[str, Any]) -> None:
     """What only a validation file can decide. Raises InvalidHyperparameter."""
-    for name, unset in (("publish", "best"), ("early_stopping_patience", 0), ("eval_interval", 0)):
-        asks = resolved[name] == unset if name == "publish" else resolved[name] != unset
-        if asks:
+    for name, needs_none in _NEED_NO_VALIDATION.items():
+        if resolved[name] not in needs_none:
             expected = "another value, or a `validation_file` in the request, which this is measured on"
             raise InvalidHyperparameter(name, resolved[name], expected)
 

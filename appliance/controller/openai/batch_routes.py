@@ -63,26 +63,29 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
                 code="invalid_file_purpose",
             )
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump())
-        with db.transaction():
-            earlier = idempotency.find(db, attempt, context.config)
-            row = batches.find(db, earlier, viewer=caller.viewer) if earlier else None
-            if row is None:
-                context.quotas.check_batch(caller, file.bytes)
-                now_s = time.time()
-                row = BatchRow(
-                    id=new_id("batch_"),
-                    endpoint=body.endpoint,
-                    input_file_id=file.id,
-                    created_s=now_s,
-                    expires_s=now_s + WINDOW_S,
-                    key_id=caller.key_id,
-                    owner=caller.owner,
-                    metadata=body.metadata,
-                    output_keep_s=body.output_expires_after.seconds if body.output_expires_after else None,
-                )
-                batches.insert(db, row)
-                idempotency.remember(db, attempt, row.id)
-                runner.begin(row.id)
+
+        def make() -> BatchRow:
+            context.quotas.check_batch(caller, file.bytes)
+            now_s = time.time()
+            row = BatchRow(
+                id=new_id("batch_"),
+                endpoint=body.endpoint,
+                input_file_id=file.id,
+                created_s=now_s,
+                expires_s=now_s + WINDOW_S,
+                key_id=caller.key_id,
+                owner=caller.owner,
+                metadata=body.metadata,
+                output_keep_s=body.output_expires_after.seconds if body.output_expires_after else None,
+            )
+            batches.insert(db, row)
+            return row
+
+        row, made = idempotency.once(
+            db, context.config, attempt, lambda earlier: batches.find(db, earlier, viewer=caller.viewer), make
+        )
+        if made:
+            runner.begin(row.id)
         return _view(row, runner, caller)
 
     @router.get("")

@@ -51,11 +51,8 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
-        # One transaction and no await: of two copies of a request, one creates the job and the other finds it.
-        with db.transaction():
-            earlier = idempotency.find(db, attempt, context.config)
-            if earlier is not None and (known := jobs.find(db, earlier)) is not None:
-                return shown_job(known, caller)
+
+        def make() -> JobRow:
             context.quotas.check_job(caller)
             claims.check(db, body, caller)
             row = _new_job(context, body, caller)
@@ -73,8 +70,11 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
                     text="The wandb integration is recorded but not contacted: this box sends nothing out. "
                     "Metrics are in this job's events and in TensorBoard files.",
                 )
-            idempotency.remember(db, attempt, row.id)
-        validation.start(row.id)
+            return row
+
+        row, made = idempotency.once(db, context.config, attempt, lambda earlier: jobs.find(db, earlier), make)
+        if made:
+            validation.start(row.id)
         return shown_job(row, caller)
 
     @router.get("")

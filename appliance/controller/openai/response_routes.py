@@ -57,16 +57,19 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         if caller.key_id and keys.is_revoked(context.db, caller.key_id):  # while the body or earlier turns were read
             raise ApiError(401, KEY_REVOKED)
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body)
-        earlier = idempotency.find(context.db, attempt, context.config)
-        row = responses.find(context.db, earlier) if earlier else None
-        if row is None:
+
+        def make() -> ResponseRow:
             row = _queued(body, caller)
             if body.get("stream"):
                 background.check_followers(caller, row.bytes)
             context.quotas.check_background(caller, row.bytes)
-            with context.db.transaction():
-                stored.add([row])
-                idempotency.remember(context.db, attempt, row.id)
+            stored.add([row])
+            return row
+
+        row, made = idempotency.once(
+            context.db, context.config, attempt, lambda earlier: responses.find(context.db, earlier), make
+        )
+        if made:
             background.begin(row)
         return _stream(background.follow(row, -1)) if body.get("stream") else _json(row.response.encode())
 

@@ -257,17 +257,17 @@ def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> 
         if _MISMATCHES.match(message):
             message, param = _mismatch(message)
         message = _VALUES.sub("", message)
-        if not isinstance(code, str):
-            told = _code_from_message(status, message)
-            if told == "context_length_exceeded":
-                param = prompt_field
         known = isinstance(code, str) or (code is None and isinstance(kind, str) and kind.endswith("_error"))
+        if not isinstance(code, str):
+            code = _code_from_message(status, message)
+            if code == "context_length_exceeded":
+                param = prompt_field
         return HttpError(
             status,
             message,
             kind=kind if known and isinstance(kind, str) else kind_of_status(status),
             param=param if isinstance(param, str) else None,
-            code=code if isinstance(code, str) else told,
+            code=code,
         )
     if isinstance(error, str):
         return HttpError(status, error, kind=kind_of_status(status))

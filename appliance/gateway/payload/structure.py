@@ -17,6 +17,7 @@ import orjson
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.payload.expression_ways import MOST_WAYS, ways
 from appliance.gateway.payload.schema_cost import MOST_US, combinations_us, literal_us, node_us
 from appliance.gateway.payload.shapes import SCHEMA_FIELDS, schema_holders
 
@@ -85,7 +86,7 @@ def check_structure(data: dict[str, Any], limits: Limits) -> None:
                 for holder in holders:
                     for name in SCHEMA_FIELDS:
                         if holder.get(name) is not None:
-                            budget.schema(f"tools.{place}.{name}", holder[name])
+                            budget.schema(f"tools.{place}.{name}", holder[name], enforced=True)
 
 
 _FORMATS: Final = frozenset({"text", "json_object", "json_schema", "structural_tag"})
@@ -161,9 +162,12 @@ class _Budget:
         self._formats: set[str] = set()
         self._multiples: set[int] = set()
         self._combines = False
+        # Whether xgrammar follows a schema's expressions: engines give others to llguidance.
+        self._of_xgrammar = False
 
-    def schema(self, name: str, root: Any) -> None:
-        """All that a JSON schema asks for."""
+    def schema(self, name: str, root: Any, *, enforced: bool = False) -> None:
+        """All that a JSON schema asks for. enforced: it is a tool's, whose expressions xgrammar follows."""
+        self._of_xgrammar = self._of_xgrammar or enforced
         self._parts(name, root)
         self._cost(name, combinations_us(root))
 
@@ -186,6 +190,8 @@ class _Budget:
             self._some_of(name, node)
             self._cost(name, node_us(node))
             self._combined(node)
+            if "patternProperties" in node or "propertyNames" in node:
+                self._of_xgrammar = True
             for key, value in node.items():
                 if key == "const":
                     self.choices(name, [value])
@@ -304,6 +310,10 @@ class _Budget:
                 "`anyOf` or `oneOf` with further restrictions beside it)",
                 _TOGETHER,
             )
+        if self._of_xgrammar:
+            for pattern in self._patterns:
+                if ways(pattern) > MOST_WAYS:
+                    raise _too_many_ways(name)
 
     def _spend(self, name: str, repeats: int) -> None:
         self._repeats += repeats
@@ -403,6 +413,16 @@ def _atom_end(pattern: str, at: int) -> int:
 def _too_complex(name: str, what: str, limit: int | str) -> HttpError:
     return errors.bad_request(
         f"`{name}` is too complex: {what}, at most {limit} are allowed. Ask for a simpler form.",
+        param=name.partition(".")[0],
+        code="structure_too_complex",
+    )
+
+
+def _too_many_ways(name: str) -> HttpError:
+    return errors.bad_request(
+        f"`{name}` is too complex: a regular expression has several parts, or a repeated one, whose length may differ "
+        "(`{m,n}`, `?`), so that a text fits it in many ways. In tools whose arguments are enforced, and beside "
+        "`patternProperties` and `propertyNames`, write it with parts of one length, or without a bound (`*`, `+`).",
         param=name.partition(".")[0],
         code="structure_too_complex",
     )

@@ -107,7 +107,8 @@ def most_asked(db: Database, of: str) -> JobRow | None:
     """The job whose starting model was asked most of the general questions, of those whose answers follow from `of`."""
     return db.one(
         JobRow,
-        "SELECT * FROM jobs WHERE general ->> '$.of' = ? ORDER BY json_array_length(general, '$.asked') DESC LIMIT 1",
+        "SELECT * FROM jobs WHERE general ->> '$.of' = ? "
+        "ORDER BY json_array_length(general, '$.before.known') DESC LIMIT 1",
         [of],
     )
 

@@ -44,6 +44,10 @@ def insert_part(db: Database, row: UploadPartRow) -> None:
     db.insert("upload_parts", row, name=row.id)
 
 
+def find_part(db: Database, upload_id: str, part_id: str) -> UploadPartRow | None:
+    return db.one(UploadPartRow, "SELECT * FROM upload_parts WHERE id = ? AND upload_id = ?", [part_id, upload_id])
+
+
 def delete_part(db: Database, part_id: str) -> None:
     db.execute("DELETE FROM upload_parts WHERE id = ?", [part_id])
 

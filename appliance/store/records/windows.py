@@ -15,6 +15,10 @@ def list_all(db: Database) -> list[WindowRow]:
     return db.all(WindowRow, "SELECT * FROM windows ORDER BY seq")
 
 
+def find(db: Database, window_id: str) -> WindowRow | None:
+    return db.one(WindowRow, "SELECT * FROM windows WHERE id = ?", [window_id])
+
+
 def delete(db: Database, window_id: str) -> None:
     """Raises RowNotFound."""
     if db.execute("DELETE FROM windows WHERE id = ?", [window_id]).rowcount == 0:

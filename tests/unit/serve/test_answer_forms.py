@@ -8,17 +8,19 @@ from types import SimpleNamespace
 import pytest
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.generate.base.protocol import ToolCall
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatCompletionStreamResponse,
 )
+from vllm.renderers import chat_utils
 
 from serve.api import answer_shapes
 from serve.api.legacy_functions import LegacyResponse, _both_forms, legacy_stream, newer
 
 F = {"name": "f", "parameters": {"type": "object"}}
-CALL = {"id": "chatcmpl-tool-1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
 OLDER = {
     "model": "m",
     "messages": [
@@ -105,12 +107,30 @@ def shaped(monkeypatch):
 
 async def test_calls_of_anthropics_form_have_ids_of_its_own(shaped):
     events = "".join([event async for event in shaped(CHUNKS)])
-    assert '"id":"toolu_1"' in events and "chatcmpl-tool" not in events
+    assert '"id":"toolu_1"' in events and '"id":"call_' not in events
     pieces = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
     written = "".join(piece["delta"]["partial_json"] for piece in pieces if "partial_json" in piece.get("delta", {}))
     assert written == '{"a":1}', "vLLM finds a piece's call by the id"
-    quoted = chunk({"content": 'say "id":"chatcmpl-tool-1'})
-    assert "chatcmpl-tool-1" in "".join([event async for event in shaped([CHUNKS[0], quoted])]), "what a model wrote"
+    quoted = chunk({"content": 'say "id":"call_1'})
+    assert "call_1" in "".join([event async for event in shaped([CHUNKS[0], quoted])]), "what a model wrote"
+
+
+def test_ids_of_calls_begin_as_openais_wherever_they_are_made():
+    seen = chat_utils.make_tool_call_id
+    kept = seen.__code__
+    try:
+        answer_shapes.name_calls()
+        assert seen().startswith("call_") and ToolCall(function={"name": "f", "arguments": ""}).id.startswith("call_")
+        assert seen(id_type="kimi_k2", func_name="f", idx=1) == "functions.f:1", "which its template reads again"
+    finally:
+        seen.__code__ = kept
+
+
+@pytest.mark.parametrize(("tools", "told"), [([], "auto"), ([F], "none")])
+def test_an_answer_without_tools_has_openais_default_for_their_choice(tools, told):
+    asked = SimpleNamespace(background=None, truncation=None, tools=tools, tool_choice="none")
+    answer_shapes._with_defaults(lambda cls, request: request)(None, asked)
+    assert (asked.tool_choice, asked.background, asked.truncation) == (told, False, "disabled")
 
 
 def test_ids_of_a_whole_answer(monkeypatch):

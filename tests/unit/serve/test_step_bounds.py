@@ -72,6 +72,9 @@ class Slow:
         self.clock[0] += tokens[0] / 1000
         return True
 
+    def fill_bitmask(self, bitmask: Any, idx: int) -> None:
+        self.clock[0] += bitmask / 1000
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -90,6 +93,20 @@ def test_a_grammar_that_takes_too_long_ends_its_own_request(clock: list[float]) 
     while slow.accept_tokens("r", [60]):
         steps += 1
     assert steps == pytest.approx(step_bounds.MOST_BEYOND_S / 0.04, abs=1)
+
+
+def test_one_whose_masks_take_too_long_does_so_too(clock: list[float]) -> None:
+    bounded = type("Bounded", (Slow,), {})
+    step_bounds.bound_time(bounded)
+    quick, slow = bounded(clock), bounded(clock)
+    for _ in range(10_000):
+        quick.fill_bitmask(250, 0)
+        assert quick.accept_tokens("r", [1])
+    steps = 0
+    while slow.accept_tokens("r", [1]):
+        slow.fill_bitmask(500, 0)
+        steps += 1
+    assert steps == 3
 
 
 class Runner:

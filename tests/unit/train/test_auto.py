@@ -2,8 +2,11 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from train.data.packing import StepPlan, plan_packs
+from train.methods.dpo import Dpo
 from train.plan.auto import LEAST_STEPS, SHORTEST_ROW, DatasetStats, ModelStats, allowed_sizes, resolve, steps
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
 from train.plan.spec import TrainSpec
@@ -174,6 +177,21 @@ def test_a_small_job_takes_idle_devices_without_another_step_or_another_token_in
     assert alone["batch_size"] * alone["max_length"] == wide["batch_size"] * wide["max_length"]
     assert steps(TINY_DATA, alone) == steps(TINY_DATA, wide) >= LEAST_STEPS
     assert wide["max_length"] >= max(SHORTEST_ROW, TINY_DATA.longest_example_tokens)
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_a_plan_has_the_steps_of_the_run(sequences):
+    """Rows counted as full: a plan said 50 steps, and the job took 60."""
+    lengths = [280, 280, 150, 300, 90, 270, 260, 290, 40, 310] * 6
+    data = DatasetStats(60, sequences * sum(lengths), 310, tuple(sequences * length for length in lengths))
+    rows = Dpo().rows(data) if sequences == 2 else data
+    for given in ({"max_length": 512, "n_epochs": 3, "batch_size": 4}, {}, {"packing": False}):
+        fields = resolve(given, rows, REAL, 8)
+        packs = plan_packs(np.array(lengths), fields["max_length"], packing=fields["packing"])
+        run = StepPlan(len(packs), fields["batch_size"], 1, fields["n_epochs"], 0)
+        assert steps(rows, fields) == run.total_steps
+    half = dataclasses.replace(rows, lengths=rows.lengths[:30])
+    assert steps(half, fields) == steps(rows, fields), "some examples stand for all"
 
 
 def test_rows_are_no_shorter_than_the_longest_example_and_as_asked_for():

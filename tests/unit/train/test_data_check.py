@@ -167,6 +167,7 @@ def test_gsm8k_as_published(tmp_path):
     report = check_training_file(gsm8k(tmp_path / "g.jsonl", "train", 500), chat_path=tmp_path / "out")
     assert report.ok and report.n_examples == 500 and report.shape == "question_answer"
     assert 50_000 < report.n_tokens_estimate < 120_000
+    assert len(report.example_tokens) == 500 and sum(report.example_tokens) == report.n_tokens_estimate
 
 
 @pytest.mark.parametrize(

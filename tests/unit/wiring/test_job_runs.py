@@ -264,10 +264,11 @@ def test_a_base_that_an_earlier_job_asked_is_not_asked_again(
         add_job(name, phase="queued", resolved=resolved)
         (tmp_path / "jobs" / name).mkdir(parents=True)
     first = runs.spec("ftjob-1")
-    assert first.general_of and (first.general_asked, first.general_right) == (0, ())
-    told = {"event": "general", "when": "before", "right": [0, 2], "answers": ["x"] * 12, "of": first.general_of}
+    assert first.general_of and (first.general_known, first.general_begun) == ((), ())
+    heard = {"known": [0.5] * 12, "begun": [-1.0] * 12, "spoken": [], "said": [], "answers": []}
+    told = {"event": "general", "when": "before", **heard, "of": first.general_of}
     events.ingest("ftjob-1", told)
     again = runs.spec("ftjob-2")
-    assert (again.general_of, again.general_asked, again.general_right) == (first.general_of, 12, (0, 2))
+    assert (again.general_of, again.general_known, again.general_begun) == (first.general_of, (0.5,) * 12, (-1.0,) * 12)
     jobs.update(db, "ftjob-3", resolved={**resolved, "precision": "bf16"})
-    assert runs.spec("ftjob-3").general_asked == 0, "rounded otherwise, it may answer otherwise"
+    assert runs.spec("ftjob-3").general_known == (), "rounded otherwise, it may answer otherwise"

@@ -1,0 +1,51 @@
+"""Each form is followed by the grammar backend that it was checked for.
+
+vLLM's check gives a form to xgrammar, or to llguidance where xgrammar declines it, and its engine core then follows all
+forms with the backend of the first one that came. So one request whose schema xgrammar declines (`multipleOf`), the
+first of an engine, made every forced call of everybody 400 until that engine ended, because llguidance does not know
+xgrammar's structural tags; and after a first form of xgrammar's nothing was given to llguidance. Both write masks of
+one shape, so here each form has its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+
+def apply(manager: Any) -> None:
+    """manager: vLLM's StructuredOutputManager, the class."""
+    init, create, clear = manager.grammar_init, manager._create_grammar, manager.clear_backend
+
+    @functools.wraps(init)
+    def grammar_init(self: Any, request: Any) -> None:
+        if request.structured_output_request is not None:
+            made = self.__dict__.setdefault("shm_backends", {})
+            self.backend = made.get(_asked(request))  # None: it is made now, on the core's own thread
+        init(self, request)
+        if request.structured_output_request is not None:
+            made[_asked(request)] = self.backend
+
+    @functools.wraps(create)
+    def _create_grammar(self: Any, request: Any) -> Any:
+        # In a thread, while `self.backend` may already be that of another form.
+        made = self.__dict__.get("shm_backends", {})
+        own = copy.copy(self)
+        own.backend = made.get(_asked(request), self.backend)
+        return create(own, request)
+
+    @functools.wraps(clear)
+    def clear_backend(self: Any) -> None:
+        for backend in self.__dict__.pop("shm_backends", {}).values():
+            if backend is not self.backend:
+                backend.destroy()
+        clear(self)
+
+    manager.grammar_init, manager._create_grammar, manager.clear_backend = grammar_init, _create_grammar, clear_backend
+
+
+def _asked(request: Any) -> str | None:
+    params = request.sampling_params
+    found = None if params is None or params.structured_outputs is None else params.structured_outputs._backend
+    return found if isinstance(found, str) else None

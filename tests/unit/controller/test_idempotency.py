@@ -1,0 +1,87 @@
+"""Requests that are sent twice: each POST that makes something makes one thing of both."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+
+from appliance.controller.http.idempotency import NOT_ONCE
+from tests.unit.controller.conftest import ADMIN, Control
+from tests.unit.controller.test_evals import CHECK, SCHEMA, given
+
+LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "starter", "messages": []}}
+
+
+def form(name: str, data: bytes, **fields: str) -> dict[str, Any]:
+    return {"files": {name: ("items.jsonl", data)}, "data": fields}
+
+
+async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
+    """By route: its URL, what makes something, and what makes something else."""
+    post = control.http.post
+    one = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
+    eval_id = (await post("/v1/evals", json=one)).json()["id"]
+    announced = {"filename": "f", "purpose": "batch", "bytes": 9, "mime_type": "text/plain"}
+    upload_id = (await post("/v1/uploads", json=announced)).json()["id"]
+    batch = {
+        "input_file_id": await control.upload(json.dumps(LINE).encode(), "lines.jsonl", "batch"),
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+    }
+    job = {"model": "starter", "training_file": await control.upload()}
+    window = {"policy": "serve", "cron": "0 6 * * *", "for_s": 60.0}
+    asked = {"model": "starter", "input": "1", "background": True}
+    run = {"data_source": given(("yes", "yes"))}
+    return {
+        "/v1/files": ("/v1/files", form("file", b"a", purpose="user_data"), form("file", b"b", purpose="user_data")),
+        "/v1/uploads": ("/v1/uploads", {"json": announced}, {"json": announced | {"bytes": 8}}),
+        "/v1/uploads/{upload_id}/parts": (f"/v1/uploads/{upload_id}/parts", form("data", b"a"), form("data", b"b")),
+        "/v1/batches": ("/v1/batches", {"json": batch}, {"json": batch | {"metadata": {"a": "b"}}}),
+        "/v1/fine_tuning/jobs": ("/v1/fine_tuning/jobs", {"json": job}, {"json": job | {"suffix": "b"}}),
+        "/v1/responses": ("/v1/responses", {"json": asked}, {"json": asked | {"input": "2"}}),
+        "/v1/evals": ("/v1/evals", {"json": one}, {"json": one | {"name": "b"}}),
+        "/v1/evals/{eval_id}/runs": (f"/v1/evals/{eval_id}/runs", {"json": run}, {"json": run | {"name": "b"}}),
+        "/admin/v1/mode/schedule": ("/admin/v1/mode/schedule", {"json": window}, {"json": window | {"for_s": 61.0}}),
+    }
+
+
+async def test_every_route_that_makes_something_makes_one_of_a_request_that_comes_twice(control: Control):
+    made = await bodies(control)
+    posts = {route.path for route in control.app.routes if isinstance(route, APIRoute) and "POST" in route.methods}
+    assert posts == made.keys() | NOT_ONCE.keys() and not made.keys() & NOT_ONCE.keys(), "a route was judged by nobody"
+    for path, (url, same, other) in made.items():
+        identity = ADMIN if path.startswith("/admin") else {}
+
+        async def ask(body: dict[str, Any], url: str = url, as_: dict[str, str] = identity, **headers: str) -> Any:
+            sent = {name.replace("_", "-"): value for name, value in headers.items()}
+            return await control.http.post(url, headers=as_ | sent, **body)
+
+        first = await ask(same, idempotency_key="one")
+        assert first.status_code < 300, (path, first.text)
+        again, third = await ask(same, idempotency_key="one"), await ask(same, x_stainless_retry_count="1")
+        assert first.json()["id"] == again.json()["id"] == third.json()["id"], path
+        assert (await ask(same, idempotency_key="two")).json()["id"] != first.json()["id"], path
+        refused = await ask(other, idempotency_key="one")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "idempotency_key_reused"), path
+    await control.settle()
+
+
+async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
+    control.as_key("ann", owner="ann", bounds={"evals": 1})
+    body = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
+    first = await control.http.post("/v1/evals", json=body, headers={"idempotency-key": "one"})
+    again = await control.http.post("/v1/evals", json=body, headers={"idempotency-key": "one"})
+    assert first.status_code == again.status_code == 201 and again.json() == first.json()
+    assert (await control.http.post("/v1/evals", json=body)).status_code == 429
+    deleted = await control.http.delete(f"/v1/evals/{first.json()['id']}")
+    assert deleted.status_code == 200
+    later = await control.http.post("/v1/evals", json=body, headers={"idempotency-key": "one"})
+    assert later.status_code == 201 and later.json()["id"] != first.json()["id"], "the first has gone"
+
+
+@pytest.mark.parametrize("path", NOT_ONCE)
+def test_what_is_left_out_has_its_reason(path: str):
+    assert len(NOT_ONCE[path]) > 10

@@ -1,0 +1,93 @@
+"""A form is followed by the backend that it was checked for, whichever came first, and however threads take turns."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import llguidance.torch
+import pytest
+import xgrammar
+
+from serve.api import form_backends
+
+
+class Backend:
+    def __init__(self, name: str) -> None:
+        self.name, self.ended = name, 0
+
+    def compile_grammar(self, spec: str) -> str:
+        return f"{self.name} {spec}"
+
+    def destroy(self) -> None:
+        self.ended += 1
+
+
+class Manager:
+    """Of vLLM's manager what makes, asks and ends its one backend, as it is in 0.32; grammars are made later, in
+    threads."""
+
+    def __init__(self) -> None:
+        self.backend: Backend | None = None
+        self.made: list[Backend] = []
+        self.later: list[Any] = []
+
+    def grammar_init(self, request: Any) -> None:
+        if request.structured_output_request is None:
+            return
+        if self.backend is None:
+            self.backend = Backend(request.sampling_params.structured_outputs._backend)
+            self.made.append(self.backend)
+        self.later.append(lambda: self._create_grammar(request))
+
+    def _create_grammar(self, request: Any) -> str:
+        assert self.backend is not None
+        return self.backend.compile_grammar(request.structured_output_request)
+
+    def clear_backend(self) -> None:
+        if self.backend is not None:
+            self.backend.destroy()
+            self.backend = None
+
+
+@pytest.fixture
+def manager() -> Any:
+    own = type("Own", (Manager,), {})
+    form_backends.apply(own)
+    return own()
+
+
+def asking(backend: str, spec: str | None) -> Any:
+    params = SimpleNamespace(structured_outputs=SimpleNamespace(_backend=backend))
+    return SimpleNamespace(structured_output_request=spec, sampling_params=params)
+
+
+@pytest.mark.parametrize("first", ["guidance", "xgrammar"])
+def test_no_form_decides_what_follows_those_of_others(manager: Any, first: str) -> None:
+    second = {"guidance": "xgrammar", "xgrammar": "guidance"}[first]
+    for backend, spec in ((first, "a"), (second, "b"), (first, "c")):
+        manager.grammar_init(asking(backend, spec))
+    # The threads come to them when all have been taken in.
+    assert [make() for make in manager.later] == [f"{first} a", f"{second} b", f"{first} c"]
+    assert [backend.name for backend in manager.made] == [first, second]
+
+
+def test_a_request_without_a_form_makes_nothing(manager: Any) -> None:
+    manager.grammar_init(asking("xgrammar", None))
+    manager.grammar_init(SimpleNamespace(structured_output_request=None, sampling_params=None))
+    assert manager.made == [] and manager.backend is None
+
+
+def test_all_of_them_end_once_with_the_engine(manager: Any) -> None:
+    for backend in ("guidance", "xgrammar"):
+        manager.grammar_init(asking(backend, "a"))
+    manager.clear_backend()
+    assert [backend.ended for backend in manager.made] == [1, 1] and manager.backend is None
+    manager.clear_backend()
+    assert [backend.ended for backend in manager.made] == [1, 1]
+
+
+@pytest.mark.parametrize("tokens", [31, 32, 49_152, 151_936])
+def test_both_write_masks_of_one_shape(tokens: int) -> None:
+    of_one, of_other = xgrammar.allocate_token_bitmask(2, tokens), llguidance.torch.allocate_token_bitmask(2, tokens)
+    assert of_one.shape == of_other.shape and of_one.dtype == of_other.dtype
