@@ -16,18 +16,19 @@ import json
 import os
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.gateway.core.config import GatewayConfig, HoldLimits, Limits
 from appliance.gateway.core.errors import ConfigInvalid
 from scheduler.core.config import SchedulerConfig
 from serve.core.config import EngineConfig
-from weights.format.config import WeightsConfig
+from weights.format.config import WeightsConfig, known_kind_of_url
 
 DEFAULT_DATA_DIR = Path("~/.local/share/appliance")
 FILE_NAME = "appliance.toml"
@@ -37,6 +38,9 @@ _PREFIX = "APPLIANCE_"
 _NO_SETTINGS = ("URL", "API_KEY", "CONFIG", "BOX", "BUILD")
 # Variables that a setting is known by elsewhere: it counts where nothing else gives that setting.
 _SHARED = {"HF_ENDPOINT": ("box", "hub_endpoint")}
+
+
+RAY_WORKER_PORTS = range(10002, 20000)  # `ray start --help`: --min-worker-port, --max-worker-port
 
 
 class ConfigError(ValueError):
@@ -136,6 +140,20 @@ class ObservabilitySettings(_Section):
     )
 
 
+class BackupSettings(_Section):
+    """Where `appliance backup make` puts backups, and how often the box takes one by itself."""
+
+    url: str | None = Field(None, description="/path/of/a/mounted/directory or s3://bucket/prefix, one per box")
+    endpoint: str | None = Field(None, description="https address of the S3-compatible store; unset: Amazon's")
+    region: str | None = Field(None, description="of the bucket; unset: us-east-1")
+    credentials_file: str | None = Field(None, description="AWS credentials file; unset: where boto3 looks")
+    credentials_profile: str | None = Field(None, description="section of the credentials file")
+    keep: int = Field(14, ge=1, description="the newest backups stay, older ones are deleted")
+    every_hours: float = Field(0.0, ge=0.0, description="a running box takes one so often; 0: only when asked")
+
+    _known_kind = field_validator("url")(known_kind_of_url)
+
+
 class BoxConfig(_Section):
     """All sections of `appliance.toml`."""
 
@@ -146,6 +164,7 @@ class BoxConfig(_Section):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     serve: EngineConfig = Field(default_factory=EngineConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    backup: BackupSettings = Field(default_factory=BackupSettings)
 
 
 Table = dict[str, Any]
@@ -217,6 +236,8 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
         config = BoxConfig.model_validate(table)
     except ValidationError as error:
         raise ConfigError(_message(error.errors(), layers)) from error
+    _check_urls(config, layers)
+    _check_ports(config.box, layers)
     gateway = config.gateway.model_copy(
         update={
             key: str(folder / value)
@@ -241,6 +262,48 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
         raise ConfigError(f"{layer.source}: gateway.{error}") from error
     data_dir = str(Path(config.box.data_dir).expanduser().resolve())
     return config.model_copy(update={"gateway": gateway, "box": config.box.model_copy(update={"data_dir": data_dir})})
+
+
+def _check_urls(config: BoxConfig, layers: list[_Layer]) -> None:
+    """The resolved configuration is an argument of processes: every user of the machine reads it in `ps`."""
+    for location, text in _texts(config.model_dump()):
+        if "://" in text and "@" in urlsplit(text).netloc:
+            raise ConfigError(
+                f"{_said(location, layers)} has credentials in its URL, which every user of this machine would see in "
+                "`ps`; take them out. OTEL_EXPORTER_OTLP_HEADERS has those for a collector, credentials_file those for "
+                "an S3 store, HF_TOKEN those for a hub"
+            )
+
+
+def _check_ports(box: BoxSettings, layers: list[_Layer]) -> None:
+    """Of a box that other nodes may join; without node_address nobody listens at node_port."""
+    if box.node_address is None:
+        return
+    for port in (box.node_port, box.node_port + 1):
+        if port in RAY_WORKER_PORTS:
+            raise ConfigError(
+                f"{_said(('box', 'node_port'), layers)} is {box.node_port}: it and the next one must not be among "
+                f"{RAY_WORKER_PORTS[0]} to {RAY_WORKER_PORTS[-1]}, which Ray gives to its workers"
+            )
+        if port == box.port:
+            raise ConfigError(
+                f"{_said(('box', 'node_port'), layers)} is {box.node_port}: it and the next one must differ from "
+                f"box.port, {box.port}, where the endpoint listens"
+            )
+
+
+def _texts(table: Table, below: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    for key, value in table.items():
+        if isinstance(value, str):
+            yield (*below, key), value
+        elif isinstance(value, dict):
+            yield from _texts(value, (*below, key))
+
+
+def _said(location: tuple[str, ...], layers: list[_Layer]) -> str:
+    """A setting with the source that gave it."""
+    layer = next((layer for layer in layers if layer.has(location)), None)
+    return f"the default of {'.'.join(location)}" if layer is None else f"{layer.source}: {layer.name_of(location)}"
 
 
 def _rename(layer: _Layer) -> None:

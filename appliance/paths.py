@@ -44,6 +44,11 @@ class BoxPaths:
         return self.data_dir / "box.lock"
 
     @property
+    def last_backup(self) -> Path:
+        """What the newest backup was and where it is, for people."""
+        return self.data_dir / "last-backup.json"
+
+    @property
     def database(self) -> Path:
         return self.data_dir / "appliance.db"
 

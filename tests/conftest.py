@@ -2,7 +2,9 @@
 
 Each process of a session (with pytest-xdist there are several, side by side) answers for the processes that it started:
 its children, and whatever carries its mark in the environment, which outlives the loss of a parent. Files have no such
-mark: those of all are looked for when all have ended.
+mark: those of all are looked for when all have ended. A new file that a test claimed (tests/claims.py) is the session's
+own. Of any other it is not known whose it is while somebody else's boxes or tests run on the machine: then it is told,
+and fails nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import pytest
 SHARED_MEMORY = Path("/dev/shm")
 BEFORE = pytest.StashKey[set[str]]()
 LEFT = pytest.StashKey[list[str]]()
-MARK = "TESTS_RUN_BY"
+OTHERS = pytest.StashKey[bool]()
+MARK, CLAIMS, BOX = "TESTS_RUN_BY", "TESTS_CLAIMS", "APPLIANCE_BOX"
 
 # A shell starts background jobs with Ctrl-C ignored, and everything below them inherits that: the tests that press it
 # would wait for ever.
@@ -41,6 +44,10 @@ def pytest_collection_finish() -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[BEFORE], session.config.stash[LEFT] = _files(), []
     os.environ[MARK] = uuid.uuid4().hex
+    session.config.stash[OTHERS] = _others_are_at_work()
+    if not hasattr(session.config, "workerinput"):
+        descriptor, os.environ[CLAIMS] = tempfile.mkstemp(prefix="tests-claims-")
+        os.close(descriptor)
 
 
 # Last of the wrappers, so that what a pytest-xdist worker found is there when xdist sends its output.
@@ -53,7 +60,15 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
         config.workeroutput["left"] = _started()
         return result
     left = config.stash[LEFT] + _started()
-    left += [f"shared memory or Ray session: {name}" for name in sorted(_files() - config.stash[BEFORE])]
+    claimed = Path(os.environ[CLAIMS])
+    parts = claimed.read_text().split()
+    claimed.unlink()
+    others = config.stash[OTHERS] or _others_are_at_work()
+    new = sorted(_files() - config.stash[BEFORE])
+    unknown = [name for name in new if others and not any(part in Path(name).name for part in parts)]
+    if unknown:
+        print("\nnew, of these tests or of others that run on this machine:", *unknown, sep="\n  ")
+    left += [f"shared memory or Ray session: {name}" for name in new if name not in unknown]
     folder = str(config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
     left += [f"process of a test's box: {p.pid}" for p in psutil.process_iter() if _belongs_to_a_box_in(folder, p)]
     if left:
@@ -81,6 +96,20 @@ def _is_marked(process: psutil.Process) -> bool:
         return False
 
 
+def _others_are_at_work() -> bool:
+    """Whether something runs that another session started, or a box that no test did."""
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+        if process.pid != os.getpid() and environment.get(MARK, os.environ[MARK]) != os.environ[MARK]:
+            return True
+        if BOX in environment and MARK not in environment:
+            return True
+    return False
+
+
 def _told_of(process: psutil.Process) -> str:
     """A line about a process that is left; empty for one that has ended, and for Python's own helper for shared memory,
     which ends with the process."""
@@ -102,6 +131,6 @@ def _belongs_to_a_box_in(folder: str, process: psutil.Process) -> bool:
     """folder: of this run's temporary files; a box in another one is of tests that run beside these."""
     try:
         environment = process.environ()
-        return "APPLIANCE_BOX" in environment and environment.get("APPLIANCE_DATA_DIR", "").startswith(folder)
+        return BOX in environment and environment.get("APPLIANCE_DATA_DIR", "").startswith(folder)
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
         return False

@@ -28,6 +28,8 @@ from pathlib import Path
 import httpx
 
 from appliance.boot import endpoint, ray_head
+from appliance.boot.backup_schedule import LOOK_EVERY_S as LOOK_FOR_BACKUP_EVERY_S
+from appliance.boot.backup_schedule import BackupSchedule
 from appliance.boot.box_state import BoxState
 from appliance.boot.clock_watch import EVERY_S as CLOCK_EVERY_S
 from appliance.boot.clock_watch import LEAST_FOR_RAY_S, ClockWatch
@@ -43,7 +45,7 @@ from runtime.devices.kind import DevicesRefused
 from runtime.logs import configure_logging
 from runtime.processes.kernel import tail
 from scheduler.core.inventory import Device
-from scheduler.devices.discovery import HEAD_NODE, discover_devices, foreign_use
+from scheduler.devices.discovery import HOME_NODE, discover_devices, foreign_use
 from serve.core import segments
 
 log = logging.getLogger("appliance.boot.main")
@@ -141,7 +143,7 @@ class Box:
         self._enrolment, certificate = None, None
         if config.box.node_address is not None:
             authority = Authority(paths.certificates)
-            certificate = authority.prepare(HEAD_NODE, config.box.node_address).files
+            certificate = authority.prepare(HOME_NODE, config.box.node_address).files
             self._enrolment = EnrolmentServer(authority, Tokens(paths.join_tokens), paths.ray_token.read_bytes())
         self._environment = ray_head.box_environment(paths, config.box.start_timeout_s, certificate)
         self._background = BackgroundTasks()
@@ -195,6 +197,10 @@ class Box:
         self._background.keep("pulse of the gateway", gateway.watch)
         self._background.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
         self._background.keep_every("watch of the clock", self._look_at_clock, CLOCK_EVERY_S)
+        if hours := self._config.backup.every_hours:
+            log_path = self._paths.logs / "backup.log"
+            schedule = BackupSchedule(hours, self._paths.last_backup, log_path, self._start_backup)
+            self._background.keep_every("backup", schedule.look, LOOK_FOR_BACKUP_EVERY_S)
 
     async def _let_nodes_enrol(self) -> None:
         if self._enrolment is None:
@@ -264,6 +270,10 @@ class Box:
             "stores_responses": self._config.controller.responses_kept_days > 0,
         }
         return await self._python("gateway", "-P", "-m", "appliance.gateway.main", "--config-json", json.dumps(gateway))
+
+    async def _start_backup(self) -> asyncio.subprocess.Process:
+        options = ("make", "--config-json", self._config.model_dump_json())
+        return await self._python("backup", "-P", "-m", "appliance.backup.main", *options)
 
     async def _python(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
         with open(self._paths.logs / f"{name}.log", "ab") as output:

@@ -1,5 +1,5 @@
 """The `appliance` command: a thin HTTP client of the box, a package of commands for each subject.
 
-Never: It imports neither Ray, torch, vLLM nor the openai package, and decides nothing.
+Never: Imports Ray, torch, vLLM or the openai package, or decides.
 Begin with main.py.
 """

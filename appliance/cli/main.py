@@ -35,11 +35,14 @@ COMMANDS = {
     "key": ("box.key", "API keys: who may use the box over the network."),
     "usage": ("box.usage", "Who spent what: tokens by key or model, device-hours of training."),
     "forget": ("box.forget", "Forget a person: their keys, files, responses and their name."),
+    "doctor": ("box.doctor", "Is this machine fit for the box, and is the box well?"),
+    "backup": ("box.backup", "Backups: copies of the box elsewhere, taken while it runs."),
+    "restore": ("box.restore", "Bring a backup back, on this machine or another one."),
     "audit": ("box.audit", "Who did what: every change, by whom, and what came of it."),
     "chat": ("models.chat", "Talk to a model in the terminal."),
     "simulate": ("mode.simulate", "Run the box's own scheduler on a trace in virtual time."),
 }
-SINGLE_COMMANDS = ("up", "down", "status", "join", "usage", "forget", "audit", "chat", "simulate")
+SINGLE_COMMANDS = ("up", "down", "status", "join", "usage", "forget", "doctor", "restore", "audit", "chat", "simulate")
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
 
 

@@ -34,6 +34,7 @@ from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
 from appliance.controller.jobs import plan_route
 from appliance.controller.jobs.validation import JobValidation
+from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
 from appliance.controller.openai import batch_routes, checkpoint_permissions, job_routes, model_routes, response_routes
 from appliance.controller.responses.stored import StoredResponses
@@ -53,7 +54,8 @@ def create_app(context: ControllerContext) -> FastAPI:
     validation, running = JobValidation(context), Operations(context)
     metering = Metering(context.db, context.publish_keys)
     runner = BatchRunner(context, metering)
-    compared, stored = Canaries(context), StoredResponses(context)
+    activations = Activations(context)
+    compared, stored = Canaries(context, activations), StoredResponses(context)
     background = BackgroundResponses(context, stored, metering)
     graders, answers = GraderHosts(), ModelAnswers(context, metering)
     evaluations = EvalRunner(context, graders, answers)
@@ -121,7 +123,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     keys.routes(context, admin, runner, background)
     session_keys.routes(context, admin)
     canaries.routes(context, admin, compared)
-    admin_models.routes(context, admin, running, compared)
+    admin_models.routes(context, admin, running, compared, activations)
     plan_route.routes(context, admin)
     usage.routes(context, admin)
     for router in (

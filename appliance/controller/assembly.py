@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 
+from appliance import last_backup
 from appliance.boot.box_state import read_troubles
 from appliance.config import BoxConfig
 from appliance.controller.access.spending import Spending
@@ -170,7 +171,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     trigger = HandoverTrigger(loop.status)
     journal = SqliteJournal(db, trigger.now)
-    loop.connect(effects, states, journal, memory.has_room_for)
+    loop.connect(effects, states, journal, memory.book_engine)
 
     # What the routes need of all this.
     bounds, asleep = config.scheduler.bounds(), config.scheduler.max_asleep_per_device
@@ -195,6 +196,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         config=config.controller,
         background=background,
         main_troubles=partial(read_troubles, paths.state_file),
+        last_backup=partial(last_backup.read, paths.last_backup),
         box={
             "id": paths.box_id,
             "version": importlib.metadata.version("appliance"),

@@ -93,6 +93,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     parts.health.found(parts.nodes.devices)
     there = await _observed(parts.effects)
     parts.states.after_restart(adopted={group.job_id for group in there.groups if group.ended is None})
+    await parts.loop.adopt()  # before a route answers, and before validations of jobs go on
 
     app = create_app(parts.context)
     parts.runs.graded_by(app.state.rollouts.grade)

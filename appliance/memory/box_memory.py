@@ -16,9 +16,9 @@ from appliance.memory.host_memory import HostMemory, Means
 from appliance.store.database import Database
 from appliance.store.rows import JobRow
 from scheduler.core.errors import EffectFailed
+from scheduler.core.memory_reading import MemoryReading
 from scheduler.core.workload import DeploymentView
-from scheduler.devices.discovery import HEAD_NODE
-from scheduler.loop.memory_policy import MemoryReading
+from scheduler.devices.discovery import HOME_NODE
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class BoxMemory:
         return "" if host is None else host.lacks(row)
 
     def bounded(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
-        """See HostMemory. Only home takes engines of a model that has others."""
+        """See HostMemory. Only the home node reduces a model's engines."""
         return self.home.bounded(deployments)
 
     def max_asleep(self) -> dict[str, int]:
@@ -110,10 +110,10 @@ class BoxMemory:
         bounds = {name: host.max_asleep() for name, host in self._hosts().items()}
         return {name: bound for name, bound in bounds.items() if bound is not None}
 
-    def has_room_for(self, model: str, node: str) -> bool:
+    def book_engine(self, model: str, node: str) -> bool:
         """Whether the memory of this node's host allows one more engine of the model."""
         host = self._hosts().get(node)
-        return host is None or host.has_room_for(model)
+        return host is None or host.book_engine(model)
 
     # --- one pass ---------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class BoxMemory:
         self._away = {name: self._away.get(name) or self._make(name) for name in self._readings}
 
     def _hosts(self) -> dict[str, HostMemory]:
-        return {HEAD_NODE: self.home, **self._away}
+        return {HOME_NODE: self.home, **self._away}
 
     # --- status and notes -------------------------------------------------------------------------------------------
 

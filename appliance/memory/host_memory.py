@@ -1,8 +1,8 @@
-"""Watches and manages the memory of one node's host: `scheduler.loop.memory_policy` decides, this reads, acts and
+"""Watches and manages the memory of one node's host: `memory_policy` decides, this reads, acts and
 reports. `box_memory` has one of these per node.
 
 This module itself frees what can go at once (freed segments, versions that nobody reads, parked ranks). The scheduler
-loop controls engines and jobs: it asks here for limits (`lacks`, `bounded`, `max_asleep`, `has_room_for`) and
+loop controls engines and jobs: it asks here for limits (`lacks`, `bounded`, `max_asleep`, `book_engine`) and
 is nudged.
 """
 
@@ -17,16 +17,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from appliance.memory import memory_policy
+from appliance.memory.memory_policy import Action, Holdings, MemoryState, gb
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.records import audit
 from appliance.store.rows import AuditRow, JobRow
 from scheduler.core.inventory import node_of
-from scheduler.core.workload import DeploymentView
-from scheduler.devices.discovery import HEAD_NODE
+from scheduler.core.memory_reading import MemoryReading
+from scheduler.core.workload import AWAKE, DeploymentView
+from scheduler.devices.discovery import HOME_NODE
 from scheduler.devices.host_reading import others_bytes, read_memory
-from scheduler.loop import memory_policy
-from scheduler.loop.memory_policy import Action, Holdings, MemoryReading, MemoryState, gb
 from weights.memory.store import WeightStore
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,6 @@ STARTING_FOR_S = 15.0
 """For this long the available memory may not yet reflect an engine that was allowed to start."""
 BARREN_FOR_S = 10.0
 OTHERS_EVERY_S = 5.0
-_AWAKE = ("starting", "ready", "open", "draining")
 
 
 class Parked(Protocol):
@@ -115,7 +115,7 @@ class HostMemory:
         means: Means,
         read: Callable[[], MemoryReading] = read_memory,
         clock: Callable[[], float] = time.time,
-        node: str = HEAD_NODE,
+        node: str = HOME_NODE,
     ):
         self._db, self._stored, self._read, self._clock, self._node = db, stored, read, clock, node
         self._reading = read()
@@ -180,7 +180,7 @@ class HostMemory:
         """How many sleeping engines may stay as processes; None: the configured number."""
         return self._state.sleepers
 
-    def has_room_for(self, model: str) -> bool:
+    def book_engine(self, model: str) -> bool:
         """Whether memory allows one more engine of the model, waking or new. For a model without an awake engine the
         box gives up other memory; a further engine waits."""
         needed = self._means.engine_bytes(model)
@@ -269,7 +269,7 @@ class HostMemory:
                     new_id("audit_"),
                     None,
                     "memory.taken" if action.back else "memory.given",
-                    action.what or ("box" if self._node == HEAD_NODE else self._node),
+                    action.what or ("box" if self._node == HOME_NODE else self._node),
                     "done",
                     "",
                     now_s,
@@ -311,10 +311,10 @@ class HostMemory:
         return bool(holder["devices"]) and node_of(holder["devices"][0]) == self._node
 
     def _spare(self, status: Mapping[str, Any]) -> dict[str, int]:
-        """The bound of a model's engines does not say where one fewer is to be: only home asks for that."""
-        if self._node != HEAD_NODE:
+        """A model's bound on engines does not say on which node one fewer should run, so only the home node sets it."""
+        if self._node != HOME_NODE:
             return {}
-        here = {replica["model"] for replica in status["replicas"] if self._has(replica) and replica["state"] in _AWAKE}
+        here = {replica["model"] for replica in status["replicas"] if self._has(replica) and replica["state"] in AWAKE}
         return {model: count for model, count in self._awake(status).items() if count > 1 and model in here}
 
     def _forget(self, now_s: float) -> None:
@@ -331,7 +331,7 @@ class HostMemory:
 
     def _awake(self, status: Mapping[str, Any] | None = None) -> Counter[str]:
         replicas = (status or self._means.loop_status())["replicas"]
-        return Counter(replica["model"] for replica in replicas if replica["state"] in _AWAKE)
+        return Counter(replica["model"] for replica in replicas if replica["state"] in AWAKE)
 
     def _room(self) -> int:
         return self._reading.available - self.reserve - sum(needed for _, needed in self._starting)
@@ -363,7 +363,7 @@ class HostMemory:
             *([f"{', '.join(sorted(self._state.engines))} has fewer engines"] if self._state.engines else []),
         ]
         have = f"{gb(self._reading.available)} available{self._of_others()}"
-        of = "" if self._node == HEAD_NODE else f" of {self._node}"
+        of = "" if self._node == HOME_NODE else f" of {self._node}"
         word = f"memory{of} is short" if self._state.short else f"memory{of} was short"
         return [f"{word}: {have}{'; ' if waiting else ''}{'; '.join(waiting)}"]
 

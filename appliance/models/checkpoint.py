@@ -26,6 +26,7 @@ from serve.core.parsers import reasoning_parser, tool_parser
 from weights.format.foreign_json import MOST_VALUES, loads, size, text_part
 from weights.format.header import LENGTH_BYTES, header_bytes_needed, parse_header
 from weights.format.layout import MAX_INDEX_BYTES, MAX_INDEX_VALUES, Layout
+from weights.format.names import VOCABULARIES
 from weights.format.source import AUX_SUFFIXES
 from weights.format.tool_template import with_tools
 
@@ -49,8 +50,6 @@ _PROCESSORS = (
     "video_preprocessor_config.json",
 )
 MAX_TEMPLATES = 8
-# Any one of these sets of files makes a tokenizer.
-TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("tekken.json",), ("vocab.txt",))
 _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 _FAMILY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -221,7 +220,7 @@ def examine(directory: Path, layout: Layout) -> Facts:
         )
     quantization = config.get("quantization_config")
     if quantization:
-        warnings.append("the weights are quantised: they can be served, but not fine-tuned")
+        warnings.append("the weights are quantised: they cannot be fine-tuned")
     return Facts(
         arch=arch,
         task=task,
@@ -279,7 +278,7 @@ def _task(arch: str) -> Task:
 
 
 def _require_tokenizer(directory: Path) -> None:
-    if not any(all((directory / name).is_file() for name in names) for names in TOKENIZERS):
+    if not any(all((directory / name).is_file() for name in names) for names in VOCABULARIES):
         raise MissingTokenizer(
             "tokenizer.json",
             "not there, nor tokenizer.model, nor vocab.json with merges.txt; copy the tokenizer files of the base "

@@ -1,5 +1,5 @@
 """The box's only truth, one SQLite database: opened, migrated, kept writable on a full disk.
 
-Never: It decides nothing; tables stand in the packages below, one file each.
+Never: Decides; tables stand in the packages below, one file each.
 Begin with database.py.
 """

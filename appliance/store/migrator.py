@@ -1,4 +1,4 @@
-"""Brings a database's schema up to date: numbered scripts, each in one transaction, each once.
+"""Brings a database's schema up to date: numbered scripts, each once, all that are missing in one transaction.
 
 The table `migrations` has the number of each script that the database has had: scripts land out of order when work on
 them overlaps, and numbers that were never used stay free. `user_version` is the highest number; releases before this
@@ -21,8 +21,11 @@ _CREATES = re.compile(r"CREATE TABLE (\w+)|ALTER TABLE (\w+) ADD COLUMN (\w+)")
 
 
 def migrate(connection: sqlite3.Connection, path: Path) -> None:
-    """Runs the scripts that are missing; `connection` is in autocommit mode. Raises SchemaTooNew. A script that fails
-    leaves no trace."""
+    """Runs the scripts that are missing; `connection` is in autocommit mode. Raises SchemaTooNew.
+
+    After a script that fails, or a crash, the database is as it was: the release before still opens it. One transaction
+    also costs a new database one sync of the disk instead of one for each script.
+    """
     scripts = migrations()
     (newest,) = connection.execute("PRAGMA user_version").fetchone()
     if newest > max(scripts):
@@ -34,13 +37,12 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
             connection.execute("CREATE TABLE migrations (number INTEGER PRIMARY KEY)")
             had = [(number,) for number, script in scripts.items() if number <= newest and _done(connection, script)]
             connection.executemany("INSERT INTO migrations VALUES (?)", had)
-    for number in _missing(connection, scripts):
-        newest = max(newest, number)
-        with _transaction(connection):
+        for number in _missing(connection, scripts):
+            newest = max(newest, number)
             for statement in _statements(scripts[number]):
                 connection.execute(statement)
             connection.execute("INSERT INTO migrations VALUES (?)", (number,))
-            connection.execute(f"PRAGMA user_version = {newest}")
+        connection.execute(f"PRAGMA user_version = {newest}")
 
 
 @cache

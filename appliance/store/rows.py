@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from appliance.store.database import json_column
+from scheduler.core.workload import PolicyKind
 
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
 JobWanted = Literal["run", "pause", "cancel"]
@@ -288,6 +289,13 @@ class CheckpointRow:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointNameRow:
+    name: str
+    model: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
 class PermissionRow:
     id: str
     checkpoint: str
@@ -383,7 +391,7 @@ class WindowRow:
     id: str
     cron: str
     tz: str
-    policy: Literal["serve", "train", "split", "auto"]
+    policy: PolicyKind
     created_s: float
     until: str | None = None
     for_s: float | None = None
@@ -412,7 +420,7 @@ class JobGraderRow:
 @dataclass(frozen=True, slots=True)
 class EvalRow:
     """An evaluation: the shape of its items, and the graders that judge a sample of each. include_sample: whether the
-    schema that is shown has the sample's fields."""
+    schema that is shown has the sample's fields. bytes: of both as JSON."""
 
     id: str
     name: str
@@ -423,6 +431,7 @@ class EvalRow:
     include_sample: int = 0
     criteria: list[dict[str, Any]] = json_column(default_factory=list)
     metadata: dict[str, str] | None = json_column(default=None)
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

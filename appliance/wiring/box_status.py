@@ -12,7 +12,7 @@ from appliance.controller.interfaces.ports import SchedulerStatus
 from appliance.memory.box_memory import BoxMemory
 from appliance.nodes.certificate_authority import RENEW_BEFORE
 from runtime.devices.cpu import host_memory_bytes
-from scheduler.devices.discovery import HEAD_NODE
+from scheduler.devices.discovery import HOME_NODE
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray.effects import RayEffects
 from weights.memory.store import WeightStore
@@ -87,7 +87,7 @@ def certificate_notes(ends: Mapping[str, float], now_s: float) -> list[str]:
     return [
         f"the certificate of {name} {'ends' if ends_s > now_s else 'ended'} on "
         f"{datetime.fromtimestamp(ends_s, UTC):%Y-%m-%d}: "
-        f"start {'the box' if name == HEAD_NODE else 'that node'} anew, which then gets another one"
+        f"start {'the box' if name == HOME_NODE else 'that node'} anew, which then gets another one"
         for name, ends_s in sorted(ends.items())
         if ends_s - now_s < RENEW_BEFORE.total_seconds()
     ]

@@ -54,6 +54,10 @@ class SqliteJournal:
     def recent(self, limit: int) -> tuple[HandoverRecord, ...]:
         return tuple(self._record(row) for row in handovers.list_recent(self._db, limit))
 
+    def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
+        found = (self.get(number) for number in range(handover_id + 1, self.last_id() + 1))
+        return tuple(record for record in found if record is not None)
+
     def _record(self, row: HandoverRow) -> HandoverRecord:
         steps = tuple(_step_record(step) for step in handovers.steps(self._db, row.id))
         return HandoverRecord(
@@ -100,6 +104,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(item) for item in value]
     return value
+
+
+def steps_of(records: Iterable[HandoverRecord], model: str) -> list[StepRecord]:
+    """The steps in these hand-overs that gave an engine a version of this model."""
+    return [step for record in records for step in record.steps if step.detail.get("model") == model]
 
 
 def measured_swap(steps: Iterable[StepRecord]) -> dict[str, Any]:

@@ -12,14 +12,14 @@ from runtime.devices.kinds import fork_environment, kind_of
 from runtime.processes.warm_parents import WARM_ENV, WarmSpec
 from runtime.tunnel import NodeCertificate
 from scheduler.core.inventory import Device
-from scheduler.devices.discovery import HEAD_NODE
+from scheduler.devices.discovery import HOME_NODE
 from scheduler.ray.node import NodeConfig
 
 LOOPBACK = "127.0.0.1"
 
 
 def node_config_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) -> NodeConfig:
-    at_home = devices[0].node == HEAD_NODE
+    at_home = devices[0].node == HOME_NODE
     env = (*WARM_ENV, *device_environment(devices[0].kind, paths.caches).items())
 
     def warm(name: str, preload: str, socket_path: Path) -> WarmSpec:

@@ -74,6 +74,7 @@ class BusRouting:
         self._said: set[str] = set()  # names already logged as unusable at the gateways
         self._avoided: set[str] = set()  # also before they are open: a controller that starts finds engines that hang
         self._guests: dict[str, list[str]] = {}  # host name -> names of the adapters that its engines serve
+        self._host_of: dict[str, str] = {}  # of these names
 
     async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
         found = resolve(self._db, model)
@@ -113,13 +114,14 @@ class BusRouting:
     def refresh(self) -> int:
         """Publish the table from the current store and replicas; returns its generation."""
         names = self._callable()
-        self._guests = {}
+        self._guests, self._host_of = {}, {}
         for name, row in names.items():
             host = row.adapter.host if row.adapter is not None else row.pins
             if host is not None:
                 self._guests.setdefault(host, []).append(name)
+                self._host_of[name] = host
         contexts = {row.id: self._context(row) for row in models.list_callable(self._db)}
-        contexts |= {row.name: contexts.get(row.model) for row in job_records.list_checkpoints(self._db)}
+        contexts |= {row.name: contexts.get(row.model) for row in job_records.checkpoint_names(self._db)}
         contexts |= {row.name: contexts.get(row.model) for row in canaries.list_running(self._db)}
         audiences = models.audiences(self._db)
         return self._bus.set_models(
@@ -144,7 +146,7 @@ class BusRouting:
 
     def host(self, name: str) -> str:
         """The model on whose engines a name is served: the model itself, except for adapters."""
-        return next((host for host, names in self._guests.items() if name in names), name)
+        return self._host_of.get(name, name)
 
     def demand(self, model: str) -> Demand:
         """The gateways' reports on a model and on the adapters that its engines serve, for the planner."""
@@ -190,7 +192,7 @@ class BusRouting:
         found = {}
         for name in deployed:
             found[name] = _Callable(name, rows[name].active_version, rows[name].task, guests.get(name))
-        for checkpoint in job_records.list_checkpoints(self._db):
+        for checkpoint in job_records.checkpoint_names(self._db):
             task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
             found[checkpoint.name] = _Callable(checkpoint.model, checkpoint.version, task, guests.get(checkpoint.name))
         for canary in canaries.list_running(self._db):

@@ -11,7 +11,7 @@ from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.wiring.box_status import BoxStatus
 from appliance.wiring.handover_trigger import HandoverTrigger
-from appliance.wiring.journal import measured_swap
+from appliance.wiring.journal import measured_swap, steps_of
 from appliance.wiring.routing_table import BusRouting
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy
@@ -65,12 +65,13 @@ class LoopPort:
             return str(newest) if newest > last else None
         settled.cancel()
         handover_id = str(self._journal.last_id())
+        self._settling = {known: of for known, of in self._settling.items() if not self._loop.has_settled(of)}
         self._settling[handover_id] = generation
         return handover_id
 
     async def wait_handover(self, handover_id: str) -> None:
         """Waits until nothing is left to do for the mode, which may take more than one hand-over."""
-        await self._loop.wait_settled(self._settling.pop(handover_id, 0))
+        await self._loop.wait_settled(self._settling.get(handover_id, 0))
 
     async def converge_model(self, model: str) -> dict[str, Any]:
         last = self._journal.last_id()
@@ -80,11 +81,11 @@ class LoopPort:
         wanted = models.find(self._db, model).active_version
         replicas = [r for r in self._loop.status()["replicas"] if r["model"] == model and r["state"] != "asleep"]
         stale = [r["id"] for r in replicas if r["version"] != wanted]
+        swaps = steps_of(self._journal.since(last), model)
         if stale:
-            errors = [record.error for record in self._journal.recent(20) if record.id > last and record.error]
+            errors = [str(step.detail["error"]) for step in swaps if step.detail.get("error")]
             raise SwapFailed(model, wanted, "; ".join(errors) or f"{', '.join(stale)} serve another version")
-        done = [step for record in self._journal.recent(20) if record.id > last for step in record.steps]
-        return {"replicas": len(replicas), **measured_swap(done)}
+        return {"replicas": len(replicas), **measured_swap(swaps)}
 
     async def withdraw(self, model: str) -> None:
         while any(_serves(replica, model) for replica in self._loop.status()["replicas"]):

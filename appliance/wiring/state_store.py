@@ -21,7 +21,7 @@ from appliance.store.rows import CanaryRow, DeploymentRow, JobRow
 from scheduler.core.failures import Trouble
 from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
 from scheduler.core.workload import Demand, DeploymentView, JobView, Workload
-from scheduler.devices.discovery import HEAD_NODE
+from scheduler.devices.discovery import HOME_NODE
 from scheduler.handover.ports import Outcome
 
 
@@ -46,7 +46,7 @@ class Live:
     demand: Callable[[str], Demand]
     job_lacks: Callable[[JobRow], str] = lambda row: ""
     bounded: Callable[[tuple[DeploymentView, ...]], tuple[DeploymentView, ...]] = lambda deployments: deployments
-    job_nodes: Callable[[JobRow], tuple[str, ...]] = lambda row: (HEAD_NODE,)
+    job_nodes: Callable[[JobRow], tuple[str, ...]] = lambda row: (HOME_NODE,)
     max_asleep: Callable[[], Mapping[str, int]] = dict
 
 
@@ -88,7 +88,7 @@ class SqliteStateStore:
             deployments=self._live.bounded(
                 (
                     *self._own_engines(deployed, active, adapters),
-                    *(view for view in self._checkpoints() if view.model not in adapters),
+                    *self._checkpoints(adapters),
                 )
             ),
             cordoned=frozenset(box.get(self._db, CORDONED, [])),
@@ -185,8 +185,9 @@ class SqliteStateStore:
             pinned=False,
         )
 
-    def _checkpoints(self) -> list[DeploymentView]:
-        """A checkpoint can be called by its name; it has an engine only while it is in use."""
+    def _checkpoints(self, adapters: Mapping[str, AdapterRow]) -> list[DeploymentView]:
+        """A checkpoint can be called by its name; it has an engine only while it is in use. There may be thousands of
+        them: nothing is asked of those that are adapters, whose hosts' engines serve them."""
         return [
             DeploymentView(
                 row.name,
@@ -195,7 +196,8 @@ class SqliteStateStore:
                 idle=Idle(limit_s=CHECKPOINT_IDLE_S),
                 settings=self._settings.get(row.model, ""),
             )
-            for row in job_records.list_checkpoints(self._db)
+            for row in job_records.checkpoint_names(self._db)
+            if row.name not in adapters
         ]
 
     def _open(self, job_id: str) -> JobRow | None:

@@ -12,6 +12,7 @@ import pynvml
 
 from runtime.devices.kind import DeviceKind, DevicesRefused, Found, Reading
 from runtime.devices.torch_cuda import TorchCuda
+from runtime.devices.xids import fault_of
 
 LEAST_DRIVER = 580  # of CUDA 13, which the lock's torch and vLLM are built for; images/install.sh asks for it too
 NO_ANSWER = "does not answer"
@@ -254,7 +255,7 @@ def _ask(question: Callable[[], Any]) -> Any:
 
 
 class _Watch:
-    """Reads on demand. The driver collects Xids from the first `read` on, of each GPU that answers then."""
+    """Reads on demand. The driver collects Xids (`xids`) from the first `read` on, of each GPU that answers then."""
 
     def __init__(self, devices: Mapping[int, str]):
         self._devices = dict(devices)
@@ -268,8 +269,8 @@ class _Watch:
             for index in self._devices:
                 self._register(index, events)
             self._events = events
-        xids = self._new_xids()
-        return tuple(self._reading(index, xids.get(index, ())) for index in self._devices)
+        faults = self._new_faults()
+        return tuple(self._reading(index, faults.get(index, ())) for index in self._devices)
 
     @staticmethod
     def _register(index: int, events: Any) -> None:
@@ -278,8 +279,8 @@ class _Watch:
         except pynvml.NVMLError:  # not reported by this GPU, or it is lost: its reading says so
             return
 
-    def _new_xids(self) -> dict[int, tuple[int, ...]]:
-        found: dict[int, tuple[int, ...]] = {}
+    def _new_faults(self) -> dict[int, tuple[str, ...]]:
+        found: dict[int, tuple[str, ...]] = {}
         while True:
             try:
                 event = pynvml.nvmlEventSetWait_v2(self._events, 0)
@@ -289,28 +290,29 @@ class _Watch:
                 index = pynvml.nvmlDeviceGetIndex(event.device)
             except pynvml.NVMLError:  # the GPU fell off the bus with this Xid: its reading says that it is lost
                 continue
-            found[index] = (*found.get(index, ()), int(event.eventData))
+            if fault := fault_of(int(event.eventData)):
+                found[index] = (*found.get(index, ()), fault)
 
-    def _reading(self, index: int, xids: tuple[int, ...]) -> Reading:
+    def _reading(self, index: int, faults: tuple[str, ...]) -> Reading:
         device_id, now_s = self._devices[index], time.time()
         try:
             handle = _handle(index)
-            return self._answered(handle, device_id, now_s, xids)
+            return self._answered(handle, device_id, now_s, faults)
         except pynvml.NVMLError as error:
-            return Reading(device_id, now_s, xids, lost=str(error))
+            return Reading(device_id, now_s, faults, lost=str(error))
 
     @staticmethod
-    def _answered(handle: Any, device_id: str, now_s: float, xids: tuple[int, ...]) -> Reading:
+    def _answered(handle: Any, device_id: str, now_s: float, faults: tuple[str, ...]) -> Reading:
+        remap_failed = (_ask(lambda: pynvml.nvmlDeviceGetRemappedRows(handle)) or (0, 0, 0, 0))[3]
         return Reading(
             device_id,
             now_s,
-            xids,
+            (*faults, "could not remap a row of its memory") if remap_failed else faults,
             ecc_uncorrected=_ask(
                 lambda: pynvml.nvmlDeviceGetTotalEccErrors(
                     handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
                 )
             ),
-            remap_failed=bool((_ask(lambda: pynvml.nvmlDeviceGetRemappedRows(handle)) or (0, 0, 0, 0))[3]),
             temperature_c=_ask(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
             slowdown_c=_ask(
                 lambda: pynvml.nvmlDeviceGetTemperatureThreshold(handle, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)

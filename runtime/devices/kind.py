@@ -31,15 +31,15 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A device's health at `at_s` (Unix time). None: not reported. `xids`: NVIDIA error numbers that are new since the
-    previous reading. `lost`: why the device no longer answers. `unfit`: why it must not be used although it answers.
-    `uuid`: as in `Found`."""
+    """A device's health at `at_s` (Unix time). None: not reported. `faults`: what its driver says is broken, each to
+    follow "the device"; an event is in the first reading after it only. `lost`: why the device no longer answers.
+    `unfit`: why it must not be used although it answers. `uuid`: as in `Found`.
+    """
 
     device_id: str
     at_s: float
-    xids: tuple[int, ...] = ()
+    faults: tuple[str, ...] = ()
     ecc_uncorrected: int | None = None
-    remap_failed: bool = False
     temperature_c: int | None = None
     slowdown_c: int | None = None
     lost: str = ""
@@ -119,6 +119,11 @@ class DeviceKind(ABC):
         """Whether they multiply matrices in bfloat16 natively. Otherwise it is emulated: on a processor with only AVX2,
         matrix products took ten times as long as in float32."""
         return True
+
+    def lacks_for_quantised(self) -> str:
+        """What their processor lacks for the layers of a quantised checkpoint, whatever its format; "" where the format
+        decides, which an engine knows."""
+        return ""
 
     def fork_environment(self) -> dict[str, str]:
         """Variables that keep libraries from touching devices of this kind while a process that will fork imports them.

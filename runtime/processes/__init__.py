@@ -1,5 +1,5 @@
 """Manages processes and their lifetimes: warm parents that fork, lifelines, death with the parent, the OOM order.
 
-Never: It knows no engine and no rank: an entry is a name `module:function`.
+Never: Knows an engine or a rank: an entry is a name `module:function`.
 Begin with warm_parent.py, child.py.
 """

@@ -23,7 +23,7 @@ NodeChange = Literal["joined", "left", "lost"]
 class Device:
     """One whole accelerator (or one logical CPU device).
 
-    `id` is "<node>/<index>", `kind` a row of runtime.devices.kinds. `numa_node` is None if unknown. `nvlink_peers`
+    `id` is "<node>/<index>", `kind` a row of runtime.devices.kinds. `numa_node` is None if unknown. `linked`
     names devices of the same node with a direct link. `health`: "ok"; "draining" (its holder must leave, because of a
     cordon or because its node leaves). `uuid` and `unfit`: as in runtime.devices.kind.Found, when the node began.
     """
@@ -35,7 +35,7 @@ class Device:
     name: str = ""
     memory_bytes: int = 0
     numa_node: int | None = None
-    nvlink_peers: frozenset[str] = frozenset()
+    linked: frozenset[str] = frozenset()
     health: Health = "ok"
     health_reason: str = ""
     uuid: str = ""

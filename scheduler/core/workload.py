@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from scheduler.core.errors import InvalidWorkload
 from scheduler.core.idle import Idle
@@ -18,6 +18,9 @@ from scheduler.core.recent_load import RecentLoad
 JobPhase = Literal["wanted", "running", "suspended", "paused"]
 ReplicaState = Literal["starting", "ready", "open", "draining", "asleep", "dead"]
 PolicyKind = Literal["serve", "train", "split", "auto"]
+POLICIES: tuple[PolicyKind, ...] = get_args(PolicyKind)
+AWAKE: frozenset[ReplicaState] = frozenset({"starting", "ready", "open", "draining"})
+"""States in which an engine has its devices."""
 Busy = Literal["coming", "leaving"] | None
 PATIENT = 0.5
 """Share of the time-to-first-token target that the backlog may take before another replica is woken."""
@@ -37,7 +40,7 @@ class Policy:
     serving_floor: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("serve", "train", "split", "auto"):
+        if self.kind not in POLICIES:
             raise InvalidWorkload("policy", self.kind, "serve, train, split or auto")
         if self.kind == "split" and (self.train_devices is None or self.train_devices < 0):
             raise InvalidWorkload("train_devices of policy split", self.train_devices, "a number of devices, 0 or more")
@@ -108,8 +111,8 @@ class JobView:
 
     @property
     def interruptible(self) -> bool:
-        """It runs and may be suspended for others; what a hand-over costs training is counted by these. Also true while
-        a hand-over moves it: else that cost would change with the beginning and the end of each hand-over."""
+        """It runs and may be suspended for others; a hand-over's cost to training is summed over such jobs. Also true
+        while a hand-over moves it; otherwise that cost would change when a hand-over begins and ends."""
         return self.phase == "running" and self.preemptible
 
     @property
@@ -230,7 +233,7 @@ class ReplicaView:
 
     @property
     def awake(self) -> bool:
-        return self.state in ("starting", "ready", "open", "draining")
+        return self.state in AWAKE
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from runtime.devices import kinds, unsupported
 from runtime.devices.kind import DeviceKind, DevicesRefused, Found
 from scheduler.core.inventory import Device
 
-HEAD_NODE = "n0"
+HOME_NODE = "n0"
 ON_CPU = "To run on logical CPU devices, set [box] devices to a number, such as 8."
 
 
-def discover_devices(setting: str | int = "auto", node: str = HEAD_NODE, untried: bool = False) -> tuple[Device, ...]:
+def discover_devices(setting: str | int = "auto", node: str = HOME_NODE, untried: bool = False) -> tuple[Device, ...]:
     """Devices of this node, by index.
 
     `setting`: "auto" takes every device of the first kind present (runtime.devices.kinds), which is 8 logical CPU
@@ -44,7 +44,7 @@ def foreign_use(devices: tuple[Device, ...]) -> list[str]:
     return [f"{device.id} ({device.name}) {told[device.index]}" for device in devices if device.index in told]
 
 
-def logical_devices(count: int, node: str = HEAD_NODE) -> tuple[Device, ...]:
+def logical_devices(count: int, node: str = HOME_NODE) -> tuple[Device, ...]:
     """`count` CPU devices that share the host's cores and memory in equal parts."""
     return _devices(kinds.HOST, kinds.HOST.parts(count), node)
 
@@ -59,7 +59,7 @@ def _devices(kind: DeviceKind, found: Iterable[Found], node: str) -> tuple[Devic
             name=one.name,
             memory_bytes=one.memory_bytes,
             numa_node=one.numa_node,
-            nvlink_peers=frozenset(f"{node}/{other}" for other in one.linked),
+            linked=frozenset(f"{node}/{other}" for other in one.linked),
             uuid=one.uuid,
             unfit=one.unfit,
         )

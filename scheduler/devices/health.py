@@ -1,8 +1,8 @@
 """Decides when a device must not be used any more: a pure function of its readings and of process deaths on it.
 
 Rules
-- At once: an Xid error that means hardware, a device that does not answer or is set up so that the box cannot use it, a
-  memory row that could not be remapped.
+- At once: a fault that its driver reports, a device that does not answer, one that is set up so that the box cannot use
+  it.
 - At once: uncorrected ECC errors that were not there when the watch began.
 - Hotter than its slowdown temperature for `hot_for_s`: the cooling has failed, not the load.
 - `deaths` ranks or engines that died on it within `death_window_s`; one, while it is on trial. A job or model that
@@ -18,10 +18,6 @@ from dataclasses import dataclass
 
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
-
-# Xids that an application causes (a bad kernel, a killed process); all others count against the device.
-# NVIDIA k8s-device-plugin, internal/rm/health.go, "application errors".
-APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +70,9 @@ def _told(told: tuple[Reading, ...], hot_for_s: float) -> Fault | None:
         return Fault(f"does not answer any more ({last.lost})", may_pass=True)
     if last.unfit:
         return Fault(last.unfit, may_pass=True)
-    xids = sorted({xid for reading in told for xid in reading.xids} - APPLICATION_XIDS)
-    if xids:
-        return Fault(f"reported Xid {', '.join(map(str, xids))}", may_pass=False)
-    if last.remap_failed:
-        return Fault("could not remap a row of its memory", may_pass=False)
+    faults = dict.fromkeys(fault for reading in told for fault in reading.faults)
+    if faults:
+        return Fault("; ".join(faults), may_pass=False)
     if last.ecc_uncorrected is not None and told[0].ecc_uncorrected is not None:
         more = last.ecc_uncorrected - told[0].ecc_uncorrected
         if more > 0:

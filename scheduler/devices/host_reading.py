@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from scheduler.loop.memory_policy import MemoryReading
+from scheduler.core.memory_reading import MemoryReading
 
 _UNLIMITED = 2**60
 _CGROUPS = Path("sys/fs/cgroup")

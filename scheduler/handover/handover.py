@@ -56,6 +56,14 @@ class Chain:
         """Devices it will hold; empty for a chain that gives back."""
         return next((s.lease.device_ids for s in self.steps if s.verb == "acquire" and s.lease), ())
 
+    @property
+    def waking(self) -> Step | None:
+        """The step that starts or wakes an engine; None for a chain that does neither."""
+        return next((s for s in self.steps if s.verb in ("start_replica", "wake_replica")), None)
+
+    def step(self, verb: str) -> Step | None:
+        return next((s for s in self.steps if s.verb == verb), None)
+
 
 @dataclass(frozen=True, slots=True)
 class Handover:
@@ -187,14 +195,13 @@ def steps(
     return Handover(handover_id, tuple(free), tuple(_wakes_first(take)), tuple(swap))
 
 
-def only_with_room(handover: Handover, has_room_for: Callable[[str, str], bool]) -> Handover:
-    """The hand-over without the engines that lack memory on the host of their node now (`has_room_for`: model, node).
+def only_with_room(handover: Handover, book_engine: Callable[[str, str], bool]) -> Handover:
+    """The hand-over without the engines that lack memory on the host of their node now (`book_engine`: model, node).
     No other chain waits for them either."""
     refused = {
         chain.holder
         for chain in handover.take
-        for step in chain.steps
-        if step.verb in ("wake_replica", "start_replica") and not has_room_for(step.model, node_of(chain.devices[0]))
+        if chain.waking is not None and not book_engine(chain.waking.model, node_of(chain.devices[0]))
     }
     if not refused:
         return handover
@@ -205,12 +212,11 @@ def only_with_room(handover: Handover, has_room_for: Callable[[str, str], bool])
 def _wakes_first(take: list[Chain]) -> Iterator[Chain]:
     waking: dict[str, set[Holder]] = {}
     for chain in take:
-        for step in chain.steps:
-            if step.verb == "wake_replica":
-                waking.setdefault(step.model, set()).add(chain.holder)
+        if (wake := chain.step("wake_replica")) is not None:
+            waking.setdefault(wake.model, set()).add(chain.holder)
     for chain in take:
-        cold = [step.model for step in chain.steps if step.verb == "start_replica"]
-        yield replace(chain, after=frozenset(waking.get(cold[0], ()))) if cold else chain
+        cold = chain.step("start_replica")
+        yield chain if cold is None else replace(chain, after=frozenset(waking.get(cold.model, ())))
 
 
 def _leave(replica: ReplicaView, plan: ReplicaPlan | None, held: list[Lease]) -> tuple[tuple[Step, ...], tuple]:

@@ -67,6 +67,9 @@ class Journal(Protocol):
     def recent(self, limit: int) -> tuple[HandoverRecord, ...]:
         """The newest hand-overs, newest first."""
 
+    def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
+        """Those with a higher number, oldest first."""
+
 
 class MemoryJournal:
     """A journal that lives as long as its object: for the simulator and for tests."""
@@ -105,6 +108,9 @@ class MemoryJournal:
 
     def recent(self, limit: int) -> tuple[HandoverRecord, ...]:
         return tuple(self._whole(r) for r in sorted(self._records.values(), key=lambda r: -r.id)[:limit])
+
+    def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
+        return tuple(self._whole(r) for number, r in sorted(self._records.items()) if number > handover_id)
 
     def _whole(self, record: HandoverRecord) -> HandoverRecord:
         steps = self._steps[record.id]

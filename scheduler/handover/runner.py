@@ -250,7 +250,7 @@ class Runner:
         started_s, verb = self._clock.now_s(), VERBS[step.verb]
         record = replace(record, state="doing", started_s=started_s)
         if refused := verb.refusal(step, self._listener.box):
-            self._write(replace(record, state="failed", ended_s=started_s, detail={"error": refused}))
+            self._write(replace(record, state="failed", ended_s=started_s, detail={**record.detail, "error": refused}))
             raise EffectFailed(step.verb, step.target, refused, "outside")
         self._write(record)
         self._listener.box = verb.begun(step, self._listener.box, started_s)

@@ -39,7 +39,7 @@ def drains_of(handover: Handover, box: Box, policy: Policy, workload: Workload) 
     requests = _requests(workload)
     found = {}
     for chain in handover.free:
-        replica = box.replicas.get(chain.holder.id) if chain.steps[0].verb == "drain_replica" else None
+        replica = box.replicas.get(chain.holder.id) if chain.step("drain_replica") else None
         if replica is not None and replica.state == "open":
             given = {step.target for step in chain.steps if step.verb == "release"}
             waiting = tuple(take.holder for take in handover.take if not take.needs.isdisjoint(given))

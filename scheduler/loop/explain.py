@@ -26,13 +26,12 @@ def sentence(chain: Chain) -> str:
     who = str(chain.holder)
     if chain.side == "take" and chain.holder.kind == "job":
         return f"{who} runs on {_count(len(chain.devices), 'device')} ({', '.join(chain.devices)})"
-    if chain.side == "take":
-        how = "wakes" if "wake_replica" in verbs else "starts"
-        return f"{who} {how} with {chain.steps[1].model} on {', '.join(chain.devices)}"
-    if chain.side == "swap":
-        if "swap_replica" in verbs:
-            return f"{who} changes to version {chain.steps[0].version}"
-        return f"{who} takes requests again"
+    if chain.waking is not None:
+        how = "wakes" if chain.waking.verb == "wake_replica" else "starts"
+        return f"{who} {how} with {chain.waking.model} on {', '.join(chain.devices)}"
+    if chain.side != "free":
+        swap = chain.step("swap_replica")
+        return f"{who} changes to version {swap.version}" if swap else f"{who} takes requests again"
     if "suspend_group" in verbs:
         return f"{who} is suspended at its next step"
     if "sleep_replica" in verbs:

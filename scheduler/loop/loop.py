@@ -67,7 +67,7 @@ class SchedulerLoop:
     _journal: Journal
     _reporter: StatusReporter
     _state: ClusterState
-    _has_room_for: Callable[[str, str], bool]
+    _book_engine: Callable[[str, str], bool]
 
     def __init__(self, clock: Clock, config: SchedulerConfig | None = None):
         self._clock, self._config = clock, config or SchedulerConfig()
@@ -84,6 +84,7 @@ class SchedulerLoop:
         self._allocation = Allocation()
         self._wake = asyncio.Event()
         self._generation = self._settled = 0
+        self._adopted = False
         self._round_done = asyncio.Condition()
         self._plan_s = 0.0
         self._stopping = False
@@ -94,13 +95,13 @@ class SchedulerLoop:
         effects: Effects,
         state_store: StateStore,
         journal: Journal,
-        has_room_for: Callable[[str, str], bool] = lambda model, node: True,
+        book_engine: Callable[[str, str], bool] = lambda model, node: True,
     ) -> SchedulerLoop:
         """Call it once, before anything but `nudge`. Returns the loop.
 
-        has_room_for: whether the host memory of this node allows one more engine of this model now. The loop asks
+        book_engine: whether the host memory of this node allows one more engine of this model now. The loop asks
         before each start and wake, and asks again in the next round for a refused model."""
-        self._effects, self._store, self._journal, self._has_room_for = effects, state_store, journal, has_room_for
+        self._effects, self._store, self._journal, self._book_engine = effects, state_store, journal, book_engine
         self._reporter = StatusReporter(state_store)
         self._state = ClusterState(effects, self._clock, self._config, self._reporter)
         return self
@@ -131,6 +132,10 @@ class SchedulerLoop:
             await self._round_done.wait_for(lambda: self._settled >= generation or self._stopping)
             if self._settled < generation:
                 raise Stopped("the scheduler loop ended before it settled; its process's log says why")
+
+    def has_settled(self, generation: int) -> bool:
+        """Whether `wait_settled` would return at once."""
+        return self._settled >= generation
 
     def stop(self) -> None:
         """End `run` after cancelling the steps in flight. The next loop continues from the observed state."""
@@ -197,7 +202,7 @@ class SchedulerLoop:
         """Adopt the current state, then run rounds until stopped."""
         pump: asyncio.Task[None] | None = None
         try:
-            await self._adopt()
+            await self.adopt()
             pump = asyncio.create_task(self._pump())
             pump.add_done_callback(self._task_done)
             while not self._stopping:
@@ -219,13 +224,19 @@ class SchedulerLoop:
             async with self._round_done:
                 self._round_done.notify_all()
 
-    async def _adopt(self) -> None:
-        """Observe the world first; close hand-overs that a crash interrupted only once the box has settled again."""
+    async def adopt(self) -> None:
+        """Observe the world first; close hand-overs that a crash interrupted only once the box has settled again.
+
+        `run` does it unless it is done. Call it before routes answer: until then `status` has no devices, and a job
+        that was judged then failed for want of memory."""
+        if self._adopted:
+            return
         self._interrupted = self._journal.unfinished()
         attempt = 0
         while not await self._state.look(self._transitions):
             attempt += 1
             await asyncio.sleep(self._state.failures.backoff_s(attempt))
+        self._adopted = True
 
     async def _pump(self) -> None:
         while True:
@@ -250,7 +261,7 @@ class SchedulerLoop:
         self._allocation = plan(plan_input, now_s, self._config)
         self._plan_s = time.perf_counter() - began_s
         self._hysteresis = self._allocation.hysteresis
-        handover = handover_.only_with_room(self._steps(plan_input, self._allocation), self._has_room_for)
+        handover = handover_.only_with_room(self._steps(plan_input, self._allocation), self._book_engine)
         self._reporter.waiting(plan_input, self._allocation, self.box.groups, now_s)
         if not handover.chains:
             return False

@@ -104,8 +104,8 @@ def _replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -
         if holder.kind != "replica":
             continue
         found = views.get(holder.id)
-        if moving.target and moving.take is not None and found is None:
-            waking = moving.take.steps[1]
+        waking = moving.take.waking if moving.take is not None else None
+        if moving.target and waking is not None and found is None:
             found = ReplicaView(
                 holder.id, waking.model, waking.version, "starting", moving.target, now_s, settings=waking.settings
             )

@@ -1,4 +1,4 @@
-"""Chooses exact devices: best fit over nodes, then NVLink and NUMA inside a node.
+"""Chooses exact devices: best fit over nodes, then direct links and NUMA inside a node.
 
 The free devices are a temporary value of one planning round. Every choice costs about the size of one node (plus a heap
 operation), so placing all holders of a cluster is O(devices log nodes).
@@ -147,9 +147,9 @@ def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[st
 
 
 def _partly_linked(devices: list[Device]) -> bool:
-    """Whether some pairs have NVLink and some do not; with all-to-all (NVSwitch) or none, only NUMA matters."""
+    """Whether some pairs have a direct link and some do not; where all or none have one, only NUMA matters."""
     ids = frozenset(d.id for d in devices)
-    links = sum(len(d.nvlink_peers & ids) for d in devices)
+    links = sum(len(d.linked & ids) for d in devices)
     return 0 < links < len(devices) * (len(devices) - 1)
 
 
@@ -179,7 +179,7 @@ def _closest_by_links(devices: list[Device], count: int, prefer: frozenset[str])
             nxt = min(
                 rest,
                 key=lambda d: (
-                    -len(d.nvlink_peers & ids),
+                    -len(d.linked & ids),
                     d.numa_node != seed.numa_node,
                     d.id not in prefer,
                     d.index,
@@ -190,8 +190,8 @@ def _closest_by_links(devices: list[Device], count: int, prefer: frozenset[str])
         ids = {d.id for d in group}
         outside = {d.id for d in rest}
         score = (
-            -sum(len(d.nvlink_peers & ids) for d in group),
-            sum(len(d.nvlink_peers & outside) for d in group),  # breaks as few links of the others as possible
+            -sum(len(d.linked & ids) for d in group),
+            sum(len(d.linked & outside) for d in group),  # breaks as few links of the others as possible
             -sum(d.id in prefer for d in group),
             min(d.index for d in group),
         )

@@ -19,9 +19,9 @@ from runtime.errors import RuntimeLayerError
 from runtime.processes.warm_parents import NodeAgent, WarmSpec
 from runtime.tunnel import NodeCertificate, Shared, Tunnels, TunnelServer
 from scheduler.core.inventory import Device
+from scheduler.core.memory_reading import MemoryReading
 from scheduler.devices.host_reading import read_memory
 from scheduler.devices.readings import DeviceReadings
-from scheduler.loop.memory_policy import MemoryReading
 from scheduler.ray.node_copies import NodeCopies
 from serve.adapters.source import AdapterServer, AdapterUnavailable, brought_in
 from weights.format.errors import WeightsError

@@ -22,8 +22,8 @@ from ray.exceptions import RayError
 from runtime.devices.kind import Reading
 from scheduler.core.errors import EffectFailed, NodeNameTaken
 from scheduler.core.inventory import Device, NodeChange
+from scheduler.core.memory_reading import MemoryReading
 from scheduler.handover.effects import Event, InventoryChanged
-from scheduler.loop.memory_policy import MemoryReading
 from scheduler.ray.actors import actor_names, ask, find_actor, named_actor, within
 from scheduler.ray.device_reservations import DEVICE_RESOURCE, any_reserved
 from scheduler.ray.node import NODE, Node, NodeConfig, NodeReport

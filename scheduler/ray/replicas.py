@@ -30,7 +30,7 @@ from scheduler.ray.actors import (
 from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes, OnDeath
 from serve.core.config import EngineConfig
-from serve.core.sizing import ModelTooLarge
+from serve.core.sizing import ModelTooLarge, NotComputed
 from serve.core.spec import ReplicaSpec
 from serve.engine.replica import Replica
 
@@ -76,7 +76,7 @@ class Versions(Protocol):
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
         """Fields of ReplicaSpec that depend on the model: task, dtype, max_model_len, kv_cache_bytes, ... Raises
-        ModelTooLarge, and LookupError for a model that is gone."""
+        ModelTooLarge, NotComputed, and LookupError for a model that is gone."""
 
 
 class Replicas:
@@ -239,6 +239,9 @@ class Replicas:
         devices = [self._nodes.device(device_id) for device_id in order.devices]
         try:
             settings = dict(self._versions.engine_settings(order.model, order.tensor_parallel))
+        except NotComputed as error:
+            reason = f"{order.model} cannot be served: {error}"
+            raise EffectFailed("start_replica", order.id, reason, blame="input") from error
         except (ModelTooLarge, LookupError) as error:
             fix = f"`appliance model deploy {order.model} --kv-cache-bytes BYTES` or `--tensor-parallel N`"
             remedy = f" ({fix})" if isinstance(error, ModelTooLarge) else ""

@@ -90,7 +90,7 @@ class Setup:
                 "H100",
                 80 * 2**30,
                 numa_node=2 * i // per,
-                nvlink_peers=frozenset(f"n{n}/{k}" for k in range(per) if k != i),
+                linked=frozenset(f"n{n}/{k}" for k in range(per) if k != i),
             )
             for n in range(self.nodes)
             for i in range(per)

@@ -5,6 +5,13 @@ forms with the backend of the first one that came. So one request whose schema x
 first of an engine, made every forced call of everybody 400 until that engine ended, because llguidance does not know
 xgrammar's structural tags; and after a first form of xgrammar's nothing was given to llguidance. Both write masks of
 one shape, so here each form has its own.
+
+The core's thread asks the manager's backend, in its first step with a form, for memory for the masks, and ends if there
+is none, while another thread takes in requests and makes backends, for a second and more. So the manager keeps the one
+that it has.
+
+And llguidance's backend keeps the form that it compiles in an attribute, which it reads a line later: of two threads
+one could compile the other's. So each compiles with a copy.
 """
 
 from __future__ import annotations
@@ -20,19 +27,21 @@ def apply(manager: Any) -> None:
 
     @functools.wraps(init)
     def grammar_init(self: Any, request: Any) -> None:
-        if request.structured_output_request is not None:
-            made = self.__dict__.setdefault("shm_backends", {})
-            self.backend = made.get(_asked(request))  # None: it is made now, on the core's own thread
-        init(self, request)
-        if request.structured_output_request is not None:
-            made[_asked(request)] = self.backend
+        if request.structured_output_request is None:
+            return
+        made = self.__dict__.setdefault("shm_backends", {})
+        own = copy.copy(self)
+        own.backend = made.get(_asked(request))  # None: it is made now, on the thread that takes in requests
+        init(own, request)
+        made[_asked(request)] = own.backend
+        self.backend = self.backend or own.backend
 
     @functools.wraps(create)
     def _create_grammar(self: Any, request: Any) -> Any:
-        # In a thread, while `self.backend` may already be that of another form.
+        # In a thread, perhaps before `grammar_init` has noted a new backend, which `self` then has.
         made = self.__dict__.get("shm_backends", {})
         own = copy.copy(self)
-        own.backend = made.get(_asked(request), self.backend)
+        own.backend = copy.copy(made.get(_asked(request), self.backend))
         return create(own, request)
 
     @functools.wraps(clear)

@@ -1,5 +1,5 @@
 """Describes a replica without torch: its spec, memory size and settings, and the fingerprints of versions.
 
-Never: It starts nothing.
+Never: Starts anything.
 Begin with spec.py.
 """

@@ -82,8 +82,17 @@ def adapter_rank_limit(config: EngineConfig, *, task: str, arch: str) -> int:
     return config.adapter_max_rank if taken else 0
 
 
+INSTEAD_OF_QUANTISED = (
+    "import the model as its publisher trained it (bf16 or fp16), or a GGUF file, which is dequantised"
+)
+
+
 class ModelTooLarge(ValueError):
     """The weights leave no room for a KV cache on this device."""
+
+
+class NotComputed(ValueError):
+    """Devices of this kind do not compute the model's layers, whatever memory they have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +116,7 @@ class EngineSize:
     max_num_seqs: requests at once. gpu_memory_fraction: of a GPU that must be free after the engine's own context.
     room_bytes: what it may take of each device, by the settings that hold for it.
     shortened: why the context is shorter than asked for or the model's own, "" if it is not. problem: why it cannot be
-    started, "" if it can."""
+    started, "" if it can. not_computed: the same where the reason is no lack of memory."""
 
     memory: EngineMemory
     dtype: str
@@ -118,6 +127,7 @@ class EngineSize:
     room_bytes: int
     shortened: str = ""
     problem: str = ""
+    not_computed: str = ""
 
 
 def engine_size(
@@ -154,7 +164,7 @@ def engine_size(
     # One block more than a sequence fills: vLLM keeps one that no request gets.
     whole = (-(-wanted // block_tokens) + 1) * block_bytes if wanted else 0
 
-    problem = ""
+    not_computed = problem = _not_computed(kind, shape)
     if config.kv_cache_bytes is not None:
         kv = config.kv_cache_bytes
     elif kind.on_host:
@@ -163,7 +173,7 @@ def engine_size(
     else:
         kv = room - memory.device_bytes
         if kv < LEAST_KV_BYTES:
-            problem = (
+            problem = problem or (
                 f"{memory.weights_bytes} bytes of weights per device, {memory.device_bytes - memory.weights_bytes} for "
                 f"adapters, activations and the engine itself, and {device_memory_bytes - room} for other engines that "
                 f"sleep there leave {kv} bytes of {device_memory_bytes} for the KV cache, at least {LEAST_KV_BYTES} "
@@ -186,7 +196,19 @@ def engine_size(
     # Rounded down, so that what the command line shows is never more.
     free = device_memory_bytes - asleep_per_device * kind.asleep_bytes - kind.context_bytes
     fraction = min(config.gpu_memory_fraction, max(LEAST_FRACTION, free * 10_000 // device_memory_bytes / 10_000))
-    return EngineSize(sized, dtype, length, kv_tokens, config.max_num_seqs, fraction, room, shortened, problem)
+    return EngineSize(
+        sized, dtype, length, kv_tokens, config.max_num_seqs, fraction, room, shortened, problem, not_computed
+    )
+
+
+def _not_computed(kind: DeviceKind, shape: ServedShape) -> str:
+    lacking = kind.lacks_for_quantised() if shape.quantized else ""
+    if not lacking:
+        return ""
+    return (
+        f"its layers are quantised, and engines compute such layers only on a processor with {lacking}, which this one "
+        f"does not have; {INSTEAD_OF_QUANTISED}"
+    )
 
 
 def room_bytes(config: EngineConfig, device_kind: str, device_memory_bytes: int, asleep_per_device: int) -> int:
@@ -206,7 +228,9 @@ def engine_settings(
     task: str,
     arch: str,
 ) -> dict[str, Any]:
-    """Return the fields of a ReplicaSpec that follow from an engine's size. Raises ModelTooLarge."""
+    """Return the fields of a ReplicaSpec that follow from an engine's size. Raises ModelTooLarge, NotComputed."""
+    if size.not_computed:
+        raise NotComputed(size.not_computed)
     if size.problem:
         raise ModelTooLarge(size.problem)
     rank = adapter_rank_limit(config, task=task, arch=arch)

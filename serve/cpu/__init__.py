@@ -1,5 +1,5 @@
 """Code for CPU engines only: a worker that sleeps, staged versions, finishing streams, LoRA.
 
-Never: It does not run on a GPU box.
+Never: Runs on a GPU box.
 Begin with worker.py.
 """

@@ -1,5 +1,5 @@
 """Runs the engine process and its supervisor: fork, serve, swap, sleep, wake, stop.
 
-Never: It converts no weights (serve.load) and changes nothing inside vLLM (serve.vllm).
+Never: Converts weights (serve.load) or changes anything inside vLLM (serve.vllm).
 Begin with replica.py (outside), main.py and control.py (inside).
 """

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from serve.core.sizing import INSTEAD_OF_QUANTISED
+
 
 @dataclass(frozen=True, slots=True)
 class Words:
@@ -72,19 +74,17 @@ def _heads(found: re.Match[str], model: str) -> Words:
     )
 
 
-_INSTEAD = "import the model as its publisher trained it (bf16 or fp16), or a GGUF file, which is dequantised"
-
-
 def _no_kernel(found: re.Match[str], model: str) -> Words:
     return Words(
         f"{model} has quantised layers ({found['format']}) that engines do not compute on this kind of device; "
-        f"{_INSTEAD}"
+        f"{INSTEAD_OF_QUANTISED}"
     )
 
 
 def _no_format(found: re.Match[str], model: str) -> Words:
     return Words(
-        f"{model} is quantised by {found['format']}, which engines do not serve on this kind of device; {_INSTEAD}"
+        f"{model} is quantised by {found['format']}, which engines do not serve on this kind of device; "
+        f"{INSTEAD_OF_QUANTISED}"
     )
 
 

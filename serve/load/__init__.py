@@ -1,5 +1,5 @@
 """Loads a version's bytes into a model: plans which bytes go where, and converts them with several threads.
 
-Never: It handles no requests.
+Never: Handles requests.
 Begin with load_plan.py, then direct_load.py.
 """

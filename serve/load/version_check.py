@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from serve.core.errors import VersionMismatch, VersionUnreadable
+from weights.format.names import TOKENIZER_FILES
 
 # Keys of config.json that describe how the file was written, not what the model computes.
 IGNORED_CONFIG_KEYS = frozenset(
@@ -27,7 +28,6 @@ IGNORED_CONFIG_KEYS = frozenset(
         "_from_model_config",
     }
 )
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "chat_template.jinja", "vocab.json", "merges.txt")
 # Keys of tokenizer_config.json that change how text is rendered or split.
 TOKENIZER_KEYS = ("chat_template", "bos_token", "eos_token", "pad_token", "add_bos_token", "add_eos_token")
 

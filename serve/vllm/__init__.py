@@ -1,5 +1,5 @@
 """Contains everything that plugs into vLLM or changes it: arguments, transfer backend, load format, patches.
 
-Never: It makes no decisions for the box.
+Never: Decides for the box.
 Begin with plugin.py, patches.py.
 """

@@ -51,25 +51,35 @@ def make_room(scheduler: Scheduler, now_s: float) -> None:
     (greatest, places), *_ = have.most_common(1) or [(0, 0)]
     if places < 2:
         return
+    of_greatest = [request for request in scheduler.running if owner_in(request.priority) == greatest]
+    newest = min(of_greatest, key=lambda request: (request.num_tokens, -request.arrival_time))
     without = [
         request
         for request in waiting._heap
         if (mark := owner_in(request.priority)) not in have
         and now_s - made.get(mark, -AGAIN_S) >= AGAIN_S
         and may_run(request)
+        and _adapter_fits(scheduler, request, newest)
     ]
     if not without:
         return
     first = min(without)
     made[owner_in(first.priority)] = now_s
-    of_greatest = [request for request in scheduler.running if owner_in(request.priority) == greatest]
-    newest = min(of_greatest, key=lambda request: (request.num_tokens, -request.arrival_time))
     scheduler.running.remove(newest)
     _move(scheduler, first, place_in(scheduler.waiting.peek_request().priority) - 1)
     # Behind the one that takes its place; else it would take that itself.
     newest.priority = number(max(place_in(newest.priority), place_in(first.priority) + 1), greatest)
     scheduler._preempt_request(newest, now_s)
     scheduler.prev_step_scheduled_req_ids.discard(newest.request_id)
+
+
+def _adapter_fits(scheduler: Scheduler, request: Request, gone: Request) -> bool:
+    """Whether the batch without `gone` has room for the adapter of `request`; else the scheduler would pass it over,
+    and `gone` would have given its place for nothing."""
+    if not scheduler.lora_config or not request.lora_request:
+        return True
+    there = {one.lora_request.lora_int_id for one in scheduler.running if one is not gone and one.lora_request}
+    return request.lora_request.lora_int_id in there or len(there) < scheduler.lora_config.max_loras
 
 
 def _move(scheduler: Scheduler, request: Request, place: int) -> None:

@@ -61,7 +61,7 @@ from serve.api import (
 from serve.cpu import gloo_device
 from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
-from serve.vllm import owner_places, step_bounds
+from serve.vllm import mask_turns, owner_places, step_bounds
 from serve.vllm.fingerprint_pass import run_fingerprint
 
 SEGMENT_NAME_BYTES = 8
@@ -124,8 +124,9 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     step_bounds.bound_time(backend_guidance.GuidanceGrammar)
     step_bounds.slice_prompt_logprobs(GPUModelRunner)
     impossible_forms.apply()
-    # Owners take turns in an engine's queue, and nobody has all of its places.
+    # Owners take turns in an engine's queue and with masks that take long, and nobody has all of its places.
     fair_order.apply()
+    mask_turns.apply((backend_xgrammar.XgrammarGrammar, backend_guidance.GuidanceGrammar))
     owner_places.apply()
     request_faults.apply()
     forced_calls.apply()

@@ -14,7 +14,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import psutil
 
 from appliance.paths import BoxPaths
 from serve.core import segments
+from tests.claims import claim
 from weights.format.names import encode_name
 
 COMMAND = str(Path(sys.executable).with_name("appliance"))
@@ -44,11 +45,15 @@ class WholeBox:
     def __init__(self, data_dir: Path):
         self.data_dir, self.port = data_dir, _free_port()
         self.key = ""
+        self._segments: set[str] = set()
+        claim(*self._names())
 
     # --- as a person
 
     def run(self, *arguments: str, code: int = 0, timeout_s: float = 300) -> str:
         """An `appliance` command; its exit code must be `code`. Returns stdout."""
+        if arguments[0] == "down":
+            self.note_segments()
         done = subprocess.run(
             [COMMAND, *arguments], capture_output=True, text=True, timeout=timeout_s, env=self.environment()
         )
@@ -149,12 +154,24 @@ class WholeBox:
 
     def left(self) -> list[str]:
         """What still runs or lies about of this box."""
-        engines = segments.prefix_of(BoxPaths.of(self.data_dir).replica_sockets / "x").partition(".")[0]
-        names = (_box_id(self.data_dir), engines)
-        shared = [str(path) for name in names for path in Path("/dev/shm").glob(f"*{name}*")]
+        shared = [str(path) for name in self._names() for path in Path("/dev/shm").glob(f"*{name}*")]
         running = [f"process {pid} {command[:120]}" for pid, command in self.running().items()]
         session = BoxPaths.of(self.data_dir).ray_logs
         return running + shared + ([str(session)] if session.exists() else [])
+
+    def _names(self) -> tuple[str, str]:
+        """Parts of the names of what this box has in shared memory: the box's own, and its engines'."""
+        engines = segments.prefix_of(BoxPaths.of(self.data_dir).replica_sockets / "x").partition(".")[0]
+        return _box_id(self.data_dir), engines
+
+    def note_segments(self) -> None:
+        """Remember what vLLM and torch have in shared memory for this box under names that tell no owner: who maps it
+        now is the one sign of whose it is. Called before something ends the box or a part of it."""
+        self._segments |= segments_of(self.running())
+
+    def segments_left(self) -> set[str]:
+        """Of those that were noted, what no living process maps and nobody removed."""
+        return {name for name in self._segments if Path(SHARED_MEMORY, name).exists()} - segments_of(psutil.pids())
 
     def running(self) -> dict[int, str]:
         """Command lines of all but the main process, which bears no mark of its box, by pid."""
@@ -262,14 +279,14 @@ def _open_way(path: Path) -> bool:
 @contextmanager
 def whole_box(data_dir: Path, settings: str = "") -> Iterator[WholeBox]:
     """A box that is up, with `settings` as its appliance.toml; in the end it goes down and must leave nothing."""
-    one, before = WholeBox(data_dir), unmapped_segments()
+    one = WholeBox(data_dir)
     (data_dir / "appliance.toml").write_text(settings)
     try:
         one.up()
         yield one
         one.run("down")
         assert not (left := one.left()), left
-        wait_for(lambda: unmapped_segments() <= before, "segments without a process to be gone", 10)
+        wait_for(lambda: not one.segments_left(), "segments without a process to be gone", 10)
     finally:
         one.destroy()
 
@@ -282,21 +299,16 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120) ->
     return found
 
 
-def shared_memory_files() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
-
-
-def unmapped_segments() -> set[str]:
-    """What vLLM and torch put into shared memory under names that tell no owner, and no living process maps: left by
-    somebody, whoever else is at work beside."""
+def segments_of(pids: Iterable[int]) -> set[str]:
+    """What these processes map of what vLLM and torch put into shared memory under names that tell no owner."""
     mapped = set()
-    for process in psutil.process_iter():
+    for pid in pids:
         try:
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            maps = Path(f"/proc/{pid}/maps").read_text()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
         mapped |= {line.partition(SHARED_MEMORY)[2] for line in maps.splitlines() if SHARED_MEMORY in line}
-    return {name for name in shared_memory_files() if name.startswith(ENGINE_FILES)} - mapped
+    return {name for name in mapped if name.startswith(ENGINE_FILES)}
 
 
 def _box_id(data_dir: Path) -> str:

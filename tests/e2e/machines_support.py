@@ -114,6 +114,7 @@ class OtherMachine(WholeBox):
     def die(self) -> None:
         """As when the machine loses power: nothing of it has a chance to say so."""
         assert self.process is not None
+        self.note_segments()
         pids = list(self.running())
         for sig in (signal.SIGSTOP, signal.SIGKILL):
             for pid in {self.process.pid, *pids}:

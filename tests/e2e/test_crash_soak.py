@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from appliance.demo.load_generator import Load
-from tests.e2e.box_support import WholeBox, gsm8k, unmapped_segments, wait_for
+from tests.e2e.box_support import WholeBox, gsm8k, wait_for
 from tests.train_support.tiny import make_model_dir
 
 KILLS = int(os.environ.get("CRASH_KILLS", "24"))
@@ -60,6 +60,7 @@ class Rounds:
     def play(self, number: int, mode: tuple[str, ...]) -> None:
         victim, when, nth = self.random.choice(VICTIMS), self.random.choice(WHEN), self.random.randrange(6)
         last, reached = self.last(), self.step_reached()
+        self.box.note_segments()
         self.box.run("mode", "set", *mode, "--no-wait")
         pressed_s = time.monotonic()
         verb = self.wait_for_step(last, when, nth)
@@ -167,7 +168,6 @@ def processor_s(pids: list[int]) -> float:
 @pytest.fixture(scope="module")
 def box(tmp_path_factory):
     one = WholeBox(tmp_path_factory.mktemp("crash"))
-    before = unmapped_segments()
     # Here it is not the devices that kill.
     (one.data_dir / "appliance.toml").write_text("[scheduler]\ndevice_deaths = 0\n")
     try:
@@ -176,7 +176,7 @@ def box(tmp_path_factory):
         yield one
         one.run("down")
         assert one.left() == []
-        assert unmapped_segments() <= before
+        wait_for(lambda: not one.segments_left(), "segments without a process to be gone", 10)
     finally:
         one.destroy()
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.box_support import COMMAND, WholeBox, gsm8k, said_to_strangers, unmapped_segments, wait_for
+from tests.e2e.box_support import COMMAND, WholeBox, gsm8k, said_to_strangers, wait_for
 from tests.e2e.machines_support import OtherMachine, deploy_tiny, devices, holder_of, places, with_token
 
 # Neither is 127.0.0.1, on which Ray listens to nobody else: as on a network.
@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(3000)]
 
 @pytest.fixture
 def machines(tmp_path):
-    before = unmapped_segments()
     home, away = WholeBox(tmp_path / "home"), OtherMachine(tmp_path / "away", AWAY)
     with socket.socket() as probe:
         probe.bind((HOME, 0))
@@ -41,7 +40,8 @@ def machines(tmp_path):
         if away.process is not None:
             wait_for(lambda: away.process.poll() is not None, "the other node to end with its box", 60)
         assert away.left() == []
-        assert unmapped_segments() <= before
+        for machine in (home, away):
+            wait_for(lambda one=machine: not one.segments_left(), "segments without a process to be gone", 10)
     finally:
         away.destroy()
         home.destroy()

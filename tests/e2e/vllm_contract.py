@@ -93,7 +93,9 @@ def _claims():
     yield "an empty step can be made", SchedulerOutput.make_empty().total_num_scheduled_tokens == 0
     yield from has(Scheduler, "get_request_counts", "has_unfinished_requests")
     yield from has(
-        Scheduler, "_preempt_request", "_free_request", "_is_blocked_waiting_status", "add_request", "schedule"
+        Scheduler,
+        *("_preempt_request", "_free_request", "_is_blocked_waiting_status", "add_request", "schedule"),
+        "_handle_blocked_waiting_request",
     )
     state = inspect.getsource(Scheduler.__init__)
     for name in ("running", "waiting", "kv_holding_waiting", "max_num_active_reqs", "prev_step_scheduled_req_ids"):

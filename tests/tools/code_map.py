@@ -115,11 +115,11 @@ def graph(edges: dict[str, set[str]], package: str) -> str:
 def table(inside: list[str], inner: dict[str, list[str]], modules: dict[str, Path]) -> str:
     lines = ["| sub-package | what it owns | what it never does | begin with | files |", "|---|---|---|---|---|"]
     for subpackage in inside:
-        doc = (ast.get_docstring(ast.parse(modules[subpackage].read_text())) or "").splitlines()
-        said = {line.partition(": ")[0]: line.partition(": ")[2] for line in doc if line.startswith("Never: ")}
-        begin = next((line.removeprefix("Begin with ") for line in doc if line.startswith("Begin with ")), "")
+        doc = ast.get_docstring(ast.parse(modules[subpackage].read_text())) or ""
+        owns, _, rest = doc.partition("\n\n")
+        never, _, begin = rest.removeprefix("Never: ").partition("Begin with ")
         files = " ".join(f"`{module.rpartition('.')[2]}`" for module in sorted(inner[subpackage]))
-        owns, never = (doc[0] if doc else "").replace("|", "\\|"), said.get("Never", "").replace("|", "\\|")
+        owns, never, begin = (" ".join(said.split()).replace("|", "\\|") for said in (owns, never, begin))
         lines.append(f"| `{subpackage.replace('.', '/')}/` | {owns} | {never} | {begin} | {files} |")
     return "\n".join([*lines, ""])
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from runtime.processes.child import Child
 from runtime.processes.warm_parents import WARM_ENV
+from tests.claims import claim
 from tests.train_support.tiny import make_model_dir, write_chat_file, write_pair_file, write_prompt_file
 from train.control.group import Group, PingLimits
 from train.control.rank_host import RankHost
@@ -95,6 +96,7 @@ class Workshop:
     shm: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="train-test-", dir="/dev/shm")))
 
     def __post_init__(self) -> None:
+        claim(self.shm.name)
         self.store = WeightStore(self.shm / "store", budget_bytes=None)
         self.base = self.folder / "base"
 

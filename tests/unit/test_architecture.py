@@ -32,7 +32,9 @@ PACKAGES = tuple(BELOW)
 SUBPACKAGES = (
     "appliance.demo",
     "appliance.controller",
+    "appliance.doctor",
     "appliance.boot",
+    "appliance.backup",
     "appliance.cli.box",
     "appliance.cli.models",
     "appliance.cli.jobs",
@@ -271,7 +273,9 @@ def test_what_runs_outside_the_heavy_processes_is_light(name):
 
 
 # What makers call their drivers, libraries and tools, wherever it stands in a name, a flag or a variable.
-OF_A_MAKER = re.compile(r"cuda|nccl|nvcc|nvidia|nvml|flashinfer|cumem|\bhip|rocm|rccl|sleep-mode", re.IGNORECASE)
+OF_A_MAKER = re.compile(
+    r"cuda|nccl|nvcc|nvidia|nvml|flashinfer|cumem|\bhip|rocm|rccl|sleep-mode|nvlink|(?<![a-z])xid", re.IGNORECASE
+)
 NOT_OF_A_MAKER = re.compile(r"AsyncClient|sigprocmask")  # for the sake of "nccl" and "rocm"
 # vLLM's name for captured graphs on every kind that has them; a person may set it for a model.
 OF_EVERY_KIND = {("serve/core/model_settings.py", "max-cudagraph-capture-size")}
@@ -359,6 +363,8 @@ def test_the_command_line_is_a_thin_client():
     # `up` resolves the configuration and looks whose the data directory is before it starts anything.
     before = {
         "box": ("appliance.config", "appliance.config.ConfigError", "appliance.config.load_config"),
+        "backup": ("appliance.config", "appliance.config.ConfigError", "appliance.config.load_config"),
+        "doctor": ("appliance.config", "appliance.config.ConfigError", "appliance.config.load_config"),
         "up": ("appliance.paths", "appliance.paths.UnsafeFolder", "appliance.paths.check_closed"),
     }
     assert wrong == {f"appliance/cli/box/{name}.py imports {one}" for name, some in before.items() for one in some}

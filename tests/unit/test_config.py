@@ -73,7 +73,11 @@ def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
     ("text", "environ", "said"),
     [
         ("[box]\nprot = 1", {}, "box.toml: unknown key box.prot; did you mean port? (known there: data_dir, devices,"),
-        ("[bxo]\nport = 1", {}, "box.toml: unknown key bxo; did you mean box? (known there: box, controller, gateway"),
+        (
+            "[bxo]\nport = 1",
+            {},
+            "box.toml: unknown key bxo; did you mean box? (known there: backup, box, controller",
+        ),
         ("[gateway.limits]\nm = 1", {}, "box.toml: unknown key gateway.limits.m (known there: "),
         ("[box]\nport = 'x'", {}, "box.toml: box.port is 'x': Input should be a valid integer"),
         ("[box]\nport = 70000", {}, "box.toml: box.port is 70000"),
@@ -88,6 +92,20 @@ def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
         ("", {"APPLIANCE_PROT": "1"}, "unknown variable APPLIANCE_PROT; did you mean APPLIANCE_PORT?"),
         ("", {"APPLIANCE_SERVE__N": "1"}, "the environment: unknown key APPLIANCE_SERVE__N"),
         ("[box]\nport = 1", {"APPLIANCE_PORT": "x"}, "the environment: APPLIANCE_PORT is 'x'"),
+        (
+            "[box]\nnode_address = '10.0.0.1'\nnode_port = 12000",
+            {},
+            "box.toml: box.node_port is 12000: it and the",
+        ),
+        ("[box]\nnode_address = '10.0.0.1'\nnode_port = 10001", {}, "must not be among 10002 to 19999, which Ray"),
+        ("[box]\nnode_address = '10.0.0.1'\nport = 6381", {}, "the default of box.node_port is 6380: it and the next"),
+        (
+            "[observability]\notlp_endpoint = 'https://me:secret@collector:4318'",
+            {},
+            "box.toml: observability.otlp_endpoint has credentials in its URL",
+        ),
+        ("", {"HF_ENDPOINT": "https://me:secret@hub"}, "HUB_ENDPOINT has credentials in its URL"),
+        ("[weights.remote]\nurl = '/m'\nendpoint = 'https://k:s@minio'", {}, "weights.remote.endpoint has credentials"),
     ],
 )
 def test_mistakes_name_their_source_and_key(tmp_path, text, environ, said):
@@ -153,3 +171,13 @@ def test_a_key_that_was_renamed_still_counts_and_says_its_new_name(tmp_path, cap
     variables = {"APPLIANCE_SERVE__CANARY_LOGPROB_TOLERANCE": "0.2"}
     assert load_config(None, {"data_dir": str(tmp_path)}, variables).serve.fingerprint_logprob_tolerance == 0.2
     assert "APPLIANCE_SERVE__FINGERPRINT_LOGPROB_TOLERANCE" in capsys.readouterr().err
+
+
+def test_no_message_shows_the_credentials_that_it_refuses(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "[backup]\nurl = '/m'\nendpoint = 'https://key:secret@minio'", {})
+    assert "secret" not in str(caught.value)
+
+
+def test_ports_of_a_box_alone_are_free_to_choose(tmp_path):
+    assert load(tmp_path, "[box]\nnode_port = 12000", {}).box.node_port == 12000

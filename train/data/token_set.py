@@ -23,8 +23,9 @@ from train.data.chat import ChatEncoder
 from train.data.formats import BadRecord, Record
 from train.data.packing import Row, build_row, plan_packs
 from train.plan.errors import InvalidTrainingData
+from weights.format.names import TOKENIZER_FILES
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+_RENDERED_BY = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json")
 _MAX_LISTED_ERRORS = 20
 FORMAT = 4
 Tokens = tuple[np.ndarray, np.ndarray]
@@ -197,7 +198,7 @@ def _key(path: Path, base_path: Path, max_length: int) -> str:
     digest = hashlib.sha256()
     stat = path.stat()
     digest.update(f"{FORMAT}:{path.name}:{stat.st_size}:{stat.st_mtime_ns}:{max_length}".encode())
-    for name in _TOKENIZER_FILES:
+    for name in _RENDERED_BY:
         file = base_path / name
         if file.exists():
             digest.update(name.encode() + file.read_bytes())

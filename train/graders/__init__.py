@@ -1,6 +1,6 @@
 """Graders: from an answer of a model and the item that it answers to a reward, as OpenAI's API defines them.
 
-Never: It calls no model and holds no connection; a grader that asks a model says what to ask (`requests`), and whoever
+Never: Calls a model or holds a connection; a grader that asks a model says what to ask (`requests`), and whoever
 grades brings the answers. Code of users runs only in sandbox.py's child.
 Begin with graders.py, then grading.py.
 """

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention import varlen
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from runtime.devices.kinds import in_host_memory
@@ -22,6 +22,7 @@ from runtime.devices.kinds import in_host_memory
 NAME = "packed"
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _VARLEN_WIDEST_HEAD = 256
+_VARLEN_HEAD_STEP = 8
 
 
 def packed_attention(
@@ -37,12 +38,13 @@ def packed_attention(
     sliding_window: int | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, heads, tokens, dim), key and value (1, kv heads, tokens, dim) -> (1, tokens, heads, dim).
+    """query (1, heads, tokens, dim), key and value (1, kv heads, tokens, dim) -> (1, tokens, heads, dim). A dim of
+    value's own is the result's too.
 
     `segments` are (start, end) token ranges that cover the row without gaps.
     """
     grouped = query.shape[1] != key.shape[1]
-    if _one_kernel(query, dropout):
+    if _one_kernel(query, value, dropout):
         return _varlen(query, key, value, segments, scaling, sliding_window, grouped), None
     lengths = [end - start for start, end in segments]
     outputs = []
@@ -68,11 +70,12 @@ def packed_attention(
     return joined.transpose(1, 2), None
 
 
-def _one_kernel(query: torch.Tensor, dropout: float) -> bool:
+def _one_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
     """Whether torch's kernel for sequences of different lengths takes this: on a GPU, in half precision, without
     dropout. (FlashAttention's own limits; an older GPU than Ampere lacks bfloat16 already.)"""
     on_gpu = not in_host_memory(query.device)
-    return on_gpu and query.dtype in _VARLEN_DTYPES and query.shape[-1] <= _VARLEN_WIDEST_HEAD and not dropout
+    width = max(query.shape[-1], value.shape[-1])
+    return on_gpu and query.dtype in _VARLEN_DTYPES and width <= _VARLEN_WIDEST_HEAD and not dropout
 
 
 def _varlen(
@@ -88,12 +91,17 @@ def _varlen(
     starts, longest = _bounds(segments, query.device)
     # A window of W tokens to the left sees W + 1 with the token itself, and `sliding_window` counts that one.
     left = -1 if sliding_window is None or longest <= sliding_window else sliding_window - 1
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    # The kernel takes heads of one width, a multiple of 8, and unlike scaled_dot_product_attention this call fills up
+    # none (torch's flash_api.cpp, mha_varlen_fwd). DeepSeek's values are narrower than its keys; OpenLLaMA 3B has heads
+    # of 100. Zeros add nothing to a score, and what they give of the values is cut off.
+    width = -(-max(query.shape[-1], value.shape[-1]) // _VARLEN_HEAD_STEP) * _VARLEN_HEAD_STEP
+    q, k, v = (pad(tensor[0].transpose(0, 1), (0, width - tensor.shape[-1])) for tensor in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = varlen.varlen_attn(
-        q, k, v, starts, starts, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=grouped
+        q, k, v, starts, starts, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=grouped
     )
     assert isinstance(out, torch.Tensor), "it returns more only if asked to"
-    return out[None]
+    return out[None, ..., : value.shape[-1]]
 
 
 @lru_cache(maxsize=4)  # all layers of a row, and their recomputation, ask for the same

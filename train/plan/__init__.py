@@ -1,5 +1,5 @@
 """Describes a job without torch: its spec, automatic hyperparameters and memory estimate.
 
-Never: It starts nothing and reads no data.
+Never: Starts anything or reads data.
 Begin with spec.py.
 """

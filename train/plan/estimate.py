@@ -7,7 +7,8 @@ head whole and 1 / t of the rest):
     weights      b P, of which ZeRO-3 keeps b P / N between layers and up to b min(P, LIVE) while it computes
     gradients    4 T in ZeRO-1 (accumulated in fp32), 4 T / N in ZeRO-2 and 3
     optimizer    12 T / N: the fp32 master and Adam's two moments
-    buffers      4 R for one reduction of R = min(T, 50 M) elements (train.run.engine)
+    buffers      4 R for one reduction of R = max(largest parameter, min(T, 50 M)) elements (train.run.engine); 8 R on
+                 a GPU, where one bucket is filled while another is reduced, or is reduced in a copy in fp32
     activations  tokens x layers x (25 h + 8 f) elements' bytes at b = 2, h the hidden size and f the width of the MLP
                  that one token passes; with activation checkpointing tokens x (2 h layers + one whole layer)
                  and the chunk of fp32 logits twice (train.methods.head_gradient); under tensor parallelism
@@ -103,6 +104,14 @@ class ModelShape:
         )
 
     @property
+    def largest(self) -> int:
+        """Elements of the largest parameter as far as the shape tells: the embedding, a matrix of the MLP, or all
+        experts' gates and inner matrices of a layer, which transformers keeps in one."""
+        experts = self.tensor_slices == 1 and self.layers
+        layer = (self.n_parameters - self.outside) // self.layers * 2 // 3 if experts else 0
+        return max(self.vocab * self.hidden, self.hidden * self.ffn, layer)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Of keys and values in bf16, over all layers."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
@@ -190,7 +199,7 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
         weights_bytes=weights,
         gradients_bytes=gradients,
         optimizer_bytes=optimizer,
-        buffers_bytes=4 * min(trained, BUCKET_ELEMENTS),
+        buffers_bytes=_buffers(shape, fields, trained),
         activations_bytes=_activations(shape, fields, element),
         offloaded_bytes=offloaded,
         host_bytes=host,
@@ -225,6 +234,20 @@ def version_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
     return ELEMENT_BYTES[fields.get("serve_dtype", "bf16")] * elements
 
 
+def _buffers(shape: ModelShape, fields: Mapping[str, Any], trained: int) -> int:
+    """Of the reduction of gradients. DeepSpeed 0.19.8 allocates whole buckets: in ZeRO-1 fp32, of which overlap_comm
+    has two (stage_1_and_2.py, setup_buckets); in ZeRO-2 two in bf16, with a copy in fp32 of the one that is reduced; in
+    ZeRO-3 one in fp32 (stage3.py, "IPG"), beside what is scattered from it."""
+    elements = min(trained, BUCKET_ELEMENTS)
+    if fields["full"]:
+        elements = max(elements, min(trained, shape.largest))
+    return (4 if _on_host(fields) else 8) * elements
+
+
+def _on_host(fields: Mapping[str, Any]) -> bool:
+    return "device_kind" in fields and kind_of(fields["device_kind"]).on_host
+
+
 def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
     tokens = fields["micro_batch"] * fields["max_length"]
     # Not cut: the inputs of norms, attention and MLP.
@@ -234,8 +257,7 @@ def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> 
         kept = shape.hidden * element * shape.layers + layer
     else:
         kept = shape.layers * layer
-    on_host = "device_kind" in fields and kind_of(fields["device_kind"]).on_host
-    logits = min(HOST_LOGITS_BYTES if on_host else DEVICE_LOGITS_BYTES, 4 * tokens * shape.vocab)
+    logits = min(HOST_LOGITS_BYTES if _on_host(fields) else DEVICE_LOGITS_BYTES, 4 * tokens * shape.vocab)
     return tokens * kept + 2 * logits + (_head(shape, tokens, logits, element) if fields["full"] else 0)
 
 

@@ -12,6 +12,9 @@ from runtime.devices.kinds import HOST, KINDS
 from train.plan.errors import InvalidSpec
 from train.plan.learning_rate import SCHEDULES, Schedule
 
+MOST_VERSIONS = 50
+"""That a run publishes: as many as it has epochs at most. Each has a name of its own and a model's bytes."""
+
 
 @dataclass(frozen=True)
 class TrainSpec:
@@ -134,6 +137,11 @@ class TrainSpec:
     def follows_validations(self) -> bool:
         """Whether what the validations find decides what this run publishes, or when it ends."""
         return self.publish == "best" or self.early_stopping_patience > 0
+
+    @property
+    def most_validations(self) -> int | None:
+        """Of the run: any of them may publish a version if the best is to be published."""
+        return MOST_VERSIONS if self.publish == "best" else None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

@@ -1,5 +1,5 @@
 """Runs one rank as a process: prepares, steps, saves between steps, and leaves on command.
 
-Never: It assigns no devices.
+Never: Assigns devices.
 Begin with worker.py, then loop.py.
 """

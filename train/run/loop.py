@@ -128,6 +128,7 @@ class Run:
                 signals, self.boundary_s = self._agreed(), time.monotonic()
                 return self._suspend(0) if signals["suspend"] else {"outcome": "cancelled", "step": 0}
             self._validate()
+            self._say_how_often_it_validates()
         if self._judge():  # an earlier world may have been about to end, or to publish
             self._publish_best()
         while self.step < total and not self._ends_early:
@@ -146,7 +147,7 @@ class Run:
                 self.saving.finish()
                 self.saving.make_first_room()
                 best_here = False
-                if self.plan.validates(self.step, self.spec.eval_interval):
+                if self.plan.validates(self.step, self.spec.eval_interval, self.spec.most_validations):
                     self._validate()
                     best_here = self._judge()
                 if self.step == total or self._ends_early:
@@ -281,6 +282,13 @@ class Run:
         """Collective."""
         signals = self._agreed()
         return signals["suspend"] or signals["cancel"]
+
+    def _say_how_often_it_validates(self) -> None:
+        asked, most = self.spec.eval_interval, self.spec.most_validations
+        apart = self.plan.apart(asked, most)
+        if apart > asked:
+            text = f"validations are {apart} steps apart, not {asked} (eval_interval): publish=best has at most {most}"
+            self.emit("message", level="warn", text=text)
 
     def _judge(self) -> bool:
         """Collective: whether this step is the best so far; it also sees whether the run ends here because it has not

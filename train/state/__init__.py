@@ -1,5 +1,5 @@
 """Writes and restores a run's state: fragments of ZeRO, snapshots, published versions, parked ranks.
 
-Never: It does not decide when to save; the step loop does.
+Never: Decides when to save; the step loop does.
 Begin with snapshot.py, then saving.py.
 """

@@ -29,13 +29,11 @@ from train.state.fragments import Fragment
 from train.state.snapshot import reserve_together, write_runs
 from train.state.stored_names import StoredNames, stored_names
 from weights.format.layout import Layout, TensorSpec
+from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE
 from weights.format.slices import Strided
+from weights.format.source import AUX_SUFFIXES
 from weights.format.torch_views import dtype_code
 from weights.memory.store import WeightStore
-
-_AUX_SUFFIXES = (".json", ".jinja", ".txt", ".model")
-_NOT_AUX = ("manifest.json",)
-_AUX_LIMIT_BYTES = 64 * 2**20
 
 
 def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any]) -> Written:
@@ -181,8 +179,8 @@ def aux_files(engine: Any, spec: TrainSpec) -> dict[str, bytes]:
         return {adapter.CONFIG_FILE: adapter.config_json(engine.module.model.peft_config[ADAPTER], spec.base_model)}
     files = {}
     for path in sorted(Path(spec.base_path).iterdir()):
-        wanted = path.suffix in _AUX_SUFFIXES and path.name not in _NOT_AUX and not path.name.endswith(".index.json")
-        if wanted and path.is_file() and path.stat().st_size <= _AUX_LIMIT_BYTES:
+        written_anew = path.name == MANIFEST_FILE or path.name.endswith(INDEX_SUFFIX)
+        if path.suffix in AUX_SUFFIXES and not written_anew and path.is_file():
             files[path.name] = path.read_bytes()
     config = json.loads(files["config.json"])
     config.pop("torch_dtype", None)

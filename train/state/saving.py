@@ -80,7 +80,7 @@ class Saving:
             # A version that is written first also gets the available room first.
             publish, steps = self.spec.publish, self._steps
             version_due = (publish == "epoch" and step in steps.epoch_end_steps()) or (
-                publish == "best" and steps.validates(step, self.spec.eval_interval)
+                publish == "best" and steps.validates(step, self.spec.eval_interval, self.spec.most_validations)
             )
             if not version_due and step < self._steps.total_steps:
                 self._reservation.begin(step)

@@ -1,5 +1,5 @@
 """Defines a version's bytes: safetensors header, layout, manifest, checksums, slice arithmetic.
 
-Never: It allocates no shared memory and takes no lock.
+Never: Allocates shared memory or takes a lock.
 Begin with layout.py.
 """

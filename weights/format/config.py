@@ -54,6 +54,13 @@ class DiskTier(Packing):
     snapshots: SnapshotRules = Field(default_factory=SnapshotRules, description="snapshots kept")
 
 
+def known_kind_of_url(url: str | None) -> str | None:
+    """Raises ValueError unless it is a place for objects."""
+    if url is not None and not (url.startswith("/") or url.startswith("s3://") and url[5:].strip("/")):
+        raise ValueError("expected an absolute path of a directory or s3://bucket/prefix")
+    return url
+
+
 class RemoteTier(Packing):
     """A directory on a mount, or an S3-compatible store; versions and snapshots packed. Off without `url`."""
 
@@ -66,12 +73,7 @@ class RemoteTier(Packing):
     versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
     snapshots: SnapshotRules = Field(default_factory=SnapshotRules, description="snapshots kept")
 
-    @field_validator("url")
-    @classmethod
-    def _known_kind(cls, url: str | None) -> str | None:
-        if url is not None and not (url.startswith("/") or url.startswith("s3://") and url[5:].strip("/")):
-            raise ValueError("expected an absolute path of a directory or s3://bucket/prefix")
-        return url
+    _known_kind = field_validator("url")(known_kind_of_url)
 
 
 class WeightsConfig(_Strict):

@@ -17,6 +17,16 @@ MANIFEST_ROOM_FILE = ".manifest-room"  # memory that a draft reserves for its ma
 WRITTEN_FILE = ".written"  # one byte per writer of a draft, 1 once that writer has written its part
 TENSOR_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+VOCABULARIES = (
+    ("tokenizer.json",),
+    ("tokenizer.model",),
+    ("vocab.json", "merges.txt"),
+    ("tekken.json",),
+    ("vocab.txt",),
+)
+"""Any one of these sets of files makes a tokenizer."""
+TOKENIZER_FILES = (*(name for names in VOCABULARIES for name in names), "added_tokens.json", "chat_template.jinja")
+"""What decides, beside tokenizer_config.json, which tokens a conversation becomes."""
 MAX_SEGMENT_BYTES = 255  # NAME_MAX of Linux file systems
 
 

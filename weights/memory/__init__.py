@@ -1,5 +1,5 @@
 """Keeps versions in shared memory: reserve, write, commit, lease, evict, safe against kill -9 at any point.
 
-Never: It depends on no model and uses no network.
+Never: Depends on a model or uses the network.
 Begin with store.py.
 """

@@ -1,5 +1,5 @@
 """Copies versions to disks and remote stores, as plain directories or as packed objects that share bytes.
 
-Never: It schedules no copies; appliance.tiers does.
+Never: Schedules copies; appliance.tiers does.
 Begin with copies.py, packed.py.
 """

@@ -269,6 +269,7 @@ def _status(now: dict[str, Any]) -> Any:
         ("data", box["data_dir"]),
         ("mode", mode["policy"] + ("" if split is None else f", {split} devices for training at most")),
         ("devices", f"{busy} of {len(now['devices']) - lost} held{f', {lost} lost' if lost else ''}"),
+        ("backup", _backup(box.get("backup"))),
         ("weights", f"{formats.size(memory['used_bytes'])} in shared memory, at most {_budget(memory)}"),
     )
     devices = output.table(
@@ -293,6 +294,12 @@ def _status(now: dict[str, Any]) -> Any:
     handover = handover_steps(now["handover"]) if now["handover"] else None
     notes = [*map(_trouble, now.get("degraded") or ()), *(now.get("notes") or ())]
     return output.stack(about, devices, replicas, jobs, handover, output.notes(notes))
+
+
+def _backup(last: dict[str, Any] | None) -> str:
+    if last is None:
+        return "none yet (`appliance backup make --help`)"
+    return f"{formats.duration(max(0.0, time.time() - last['made_s']))} ago at {last['where']}"
 
 
 def _trouble(degraded: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
 """Commands about fine-tuning jobs, their files, and batches.
 
-Never: They decide nothing: each is a thin client of the OpenAI and admin APIs.
+Never: Decides: each is a thin client of the OpenAI and admin APIs.
 Begin with job.py.
 """

@@ -1,5 +1,5 @@
 """Commands about the mode of the box: set, plan, schedule, history; and `simulate`.
 
-Never: They decide nothing, but for `simulate`, which runs the scheduler's own code on a trace.
+Never: Decides, except `simulate`, which runs the scheduler's own code on a trace.
 Begin with mode.py.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from appliance.cli.errors import CliError, WaitTimedOut
 from appliance.cli.mode.history import app as history
 from appliance.cli.mode.history import handover_steps
 from appliance.cli.mode.plan import app as plan
-from appliance.cli.mode.request import FLOOR, TRAIN, wanted
+from appliance.cli.mode.request import FLOOR, TRAIN, PolicyKind, wanted
 from appliance.cli.mode.schedule import app as schedule
 from appliance.cli.mode.schedule import described
 
@@ -44,7 +44,7 @@ def show(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
 )
 def set_mode(
     session: Session,
-    policy: Annotated[Literal["serve", "train", "split", "auto"], typer.Argument(metavar="serve|train|split|auto")],
+    policy: Annotated[PolicyKind, typer.Argument(metavar="serve|train|split|auto")],
     train: TRAIN = None,
     floor: FLOOR = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when the devices have moved.")] = True,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from appliance.cli import output
 from appliance.cli.command import Session, box_command, group
-from appliance.cli.mode.request import FLOOR, TRAIN, wanted
+from appliance.cli.mode.request import FLOOR, TRAIN, PolicyKind, wanted
 
 app = group("What a mode would do; `appliance mode` takes this command in.")
 
@@ -21,9 +21,7 @@ app = group("What a mode would do; `appliance mode` takes this command in.")
 )
 def plan(
     session: Session,
-    policy: Annotated[
-        Literal["serve", "train", "split", "auto"] | None, typer.Argument(metavar="[serve|train|split|auto]")
-    ] = None,
+    policy: Annotated[PolicyKind | None, typer.Argument(metavar="[serve|train|split|auto]")] = None,
     train: TRAIN = None,
     floor: FLOOR = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Always so: nothing is done.")] = True,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from appliance.cli.errors import BadUsage
+
+PolicyKind = Literal["serve", "train", "split", "auto"]
+"""The modes, as `scheduler.core.workload` has them: the command line imports nothing of what runs a box."""
 
 TRAIN = Annotated[
     str | None, typer.Option("--train", metavar="N|auto", help="With split: devices that training may have.")

@@ -6,13 +6,14 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from appliance.cli import output
 from appliance.cli.command import API_KEY, DATA_DIR, OUTPUT, URL, Format, examples, group, open_session
 from appliance.cli.errors import BadUsage
+from appliance.cli.mode.request import PolicyKind
 
 app = group("What the scheduler would do with a trace.")
 
@@ -35,7 +36,7 @@ def simulate(
     ] = None,
     nodes: Annotated[int, typer.Option(metavar="N", min=1, max=10_000)] = 1,
     gpus_per_node: Annotated[int, typer.Option(metavar="N", min=1, max=64)] = 8,
-    policy: Annotated[Literal["serve", "train", "split", "auto"], typer.Option(metavar="MODE")] = "auto",
+    policy: Annotated[PolicyKind, typer.Option(metavar="MODE")] = "auto",
     train: Annotated[int | None, typer.Option(metavar="N", min=0, help="With split: devices for training.")] = None,
     floor: Annotated[int, typer.Option(metavar="N", min=0, help="Devices that serving keeps in any case.")] = 0,
     min_replicas: Annotated[

@@ -75,12 +75,13 @@ class Quotas:
         self._files(key_id, bounds)
         self._bytes(key_id, bounds, holdings.ANSWERS_PER_INPUT * input_bytes)
 
-    def check_eval(self, caller: Principal) -> None:
-        """One more evaluation."""
-        self.disk.check()
+    def check_eval(self, caller: Principal, size: int) -> None:
+        """One more evaluation, of `size` bytes."""
+        self.disk.check(size)
         if (key_id := _bounded(caller)) is not None:
-            number = holdings.evals(self._db, key_id)
-            _number("evals", "evals", number, self.bounds(key_id).evals, "Delete one first.")
+            bounds, (number, used) = self.bounds(key_id), holdings.evals(self._db, key_id)
+            _number("evals", "evals", number, bounds.evals, "Delete one first.")
+            self._eval_bytes(bounds, used + size)
 
     def check_eval_run(self, caller: Principal) -> None:
         """One more run of an evaluation."""
@@ -88,6 +89,7 @@ class Quotas:
         if (key_id := _bounded(caller)) is None:
             return
         bounds, (unfinished, size) = self.bounds(key_id), holdings.eval_runs(self._db, key_id)
+        size += holdings.evals(self._db, key_id)[1]
         _number(
             "eval_runs",
             "runs of evals that have not ended",
@@ -108,7 +110,8 @@ class Quotas:
     def _eval_bytes(self, bounds: OwnerBounds, size: int) -> None:
         if size >= bounds.eval_bytes:
             raise _full(
-                "eval_bytes", f"Runs of your evals hold {size} of at most {bounds.eval_bytes} bytes. Delete one first."
+                "eval_bytes",
+                f"Your evals and their runs hold {size} of at most {bounds.eval_bytes} bytes. Delete one first.",
             )
 
     def check_names(self, caller: Principal) -> None:

@@ -52,6 +52,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 **context.box,
                 "started_s": context.started_s,
                 "certificate_expires_s": load.certificate_expires_s,
+                "backup": None if (last := context.last_backup()) is None else asdict(last),
             },
             "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
             "devices": lost_nodes.in_view(db, now["devices"]),

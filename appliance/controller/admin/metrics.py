@@ -20,8 +20,7 @@ from appliance.controller.interfaces.ports import SchedulerStatus
 from appliance.store.objects import jobs, responses
 from appliance.store.records import handovers
 from appliance.store.rows import JobRow
-
-POLICIES = ("serve", "train", "split", "auto")
+from scheduler.core.workload import POLICIES
 
 
 def registry_of(context: ControllerContext) -> CollectorRegistry:
@@ -49,6 +48,9 @@ class ControllerCollector:
         yield from self._training()
         yield from self._weights(now)
         yield from self._responses()
+        if (last := self._context.last_backup()) is not None:
+            text = "Unix time of the newest backup that was taken."
+            yield GaugeMetricFamily("appliance_backup_last_success_timestamp_seconds", text, last.made_s)
 
     def _scheduler(self, now: SchedulerStatus) -> Iterator[Metric]:
         holds = mode_in_force(self._context.db, now["serving_floor"], time.time()).policy.kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field, StringConstraints
@@ -33,6 +33,7 @@ from appliance.store.ids import new_id
 from appliance.store.records import handovers, windows
 from appliance.store.rows import WindowRow
 from scheduler.core.errors import InvalidSchedule
+from scheduler.core.workload import PolicyKind
 from scheduler.loop.mode_schedule import InForce, Window, preview
 
 ROUTE = "mode.schedule"
@@ -43,7 +44,7 @@ Cron = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 class ModeSet(StrictBody):
     """serving_floor: devices that serving keeps; if omitted, the box's default."""
 
-    policy: Literal["serve", "train", "split", "auto"]
+    policy: PolicyKind
     train_devices: Annotated[int, Field(ge=0)] | None = None
     serving_floor: Annotated[int, Field(ge=0)] | None = None
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import orjson
 from appliance.controller.access.model_access import may_use, unknown_model, viewer_of
 from appliance.controller.batches import share
 from appliance.controller.batches.deaths import Deaths, last_words
+from appliance.controller.batches.followers import TOO_MANY, Followers, Held
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError
@@ -39,8 +40,6 @@ URL = "/v1/responses"
 ASKER = "background responses"
 LOOK_EVERY_S = 0.5
 COMMENT_EVERY_S = 15.0
-_FOLLOWED_BYTES = 128 << 20
-"""An owner's followers together; one alone may follow a larger response."""
 KEY_REVOKED = "The API key of this response was revoked."
 
 
@@ -72,7 +71,7 @@ class BackgroundResponses:
         self._last_sent: dict[str, int] = {}  # owner -> number of the last response sent, increasing
         self._unpaid: list[dict[str, Any]] = []
         self._deaths = Deaths()
-        self._followed: Counter[str] = Counter()  # owner -> bytes that followers of his responses hold
+        self._followers = Followers()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -123,40 +122,33 @@ class BackgroundResponses:
         return [row.id for row in rows]
 
     def check_followers(self, caller: Principal, size: int) -> None:
-        """Raises ApiError 429 if those whom this owner lets follow hold too much. size: bytes of the response."""
-        if (held := self._followed[caller.owner]) and held + 2 * size > _FOLLOWED_BYTES:
-            raise ApiError(
-                429,
-                f"Streams of your responses in background hold {held} bytes; {_FOLLOWED_BYTES} are allowed. End some "
-                "of them first, or retrieve the response without stream=true.",
-                code="too_many_streams",
-            )
+        """Raises ApiError 429 if those whom this caller lets follow hold too much. size: bytes of the response."""
+        self._followers.check(caller.owner, 2 * size)
 
-    async def follow(self, row: ResponseRow, after: int) -> AsyncIterator[bytes]:
-        """Events of its stream with numbers above `after`, until it has ended."""
-        # A follower that does not read holds the response as an object, and one event of it.
-        size = 2 * len(row.response)
-        self._followed[row.owner] += size
+    def follow(self, row: ResponseRow, after: int, caller: Principal) -> AsyncIterator[bytes]:
+        """Events of its stream with numbers above `after`, until it has ended. Raises ApiError as `check_followers`."""
+        return self._followers.enter(
+            caller.owner, 2 * len(row.response), lambda held: self._follow(row.id, after, caller.owner, held)
+        )
+
+    async def _follow(self, response_id: str, after: int, owner: str, held: Held) -> AsyncGenerator[bytes, None]:
         try:
-            async for event in self._follow(row.id, after):
-                yield event
+            while (row := responses.find(self._db, response_id)) is not None:
+                if not held.becomes(2 * len(row.response)):
+                    yield objects.error_event(after + 1, TOO_MANY, self._followers.why(owner))
+                    return
+                told = after
+                for place, event in objects.events(orjson.loads(row.response), told):
+                    yield event
+                    after = place
+                if after > told:
+                    continue  # it may have changed in the meantime
+                if row.finished:
+                    return
+                if not await self._stored.news(response_id, COMMENT_EVERY_S):
+                    yield b": waiting\n\n"
         finally:
-            self._followed[row.owner] -= size
-            if not self._followed[row.owner]:
-                del self._followed[row.owner]
-
-    async def _follow(self, response_id: str, after: int) -> AsyncIterator[bytes]:
-        while (row := responses.find(self._db, response_id)) is not None:
-            told = after
-            for place, event in objects.events(orjson.loads(row.response), told):
-                yield event
-                after = place
-            if after > told:
-                continue  # it may have changed in the meantime
-            if row.finished:
-                return
-            if not await self._stored.news(response_id, COMMENT_EVERY_S):
-                yield b": waiting\n\n"
+            held.leave()
 
     def keep_house(self, now_s: float) -> None:
         """End responses that waited too long, or whose row was deleted with its key."""

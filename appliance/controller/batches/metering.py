@@ -21,6 +21,7 @@ from appliance.controller.access.spending import Spending, spent_until_s
 from appliance.controller.batches.answers import tokens_of
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.gateway.access.allowance import Allowance
+from appliance.gateway.access.written_rate import WrittenRate
 from appliance.gateway.answers.usage import TokenRequest
 from appliance.gateway.core import errors as gateway_errors
 from appliance.store.database import Database
@@ -30,16 +31,12 @@ from appliance.store.rows import BatchRow, KeyRow
 # Of a request, to estimate its cost before an engine reports it.
 BYTES_PER_TOKEN = 4
 _UNBOUNDED = 1 << 20
-# As at the gateways: tokens per second that an engine writes for one sequence, if its model was not measured yet.
-_UNKNOWN_RATE = 10.0
-_MEASURED_FROM_TOKENS = 8
-_SMOOTHING = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Charge:
     """One line that an engine has answered. estimated: tokens charged to its key's allowance when it was sent.
-    took_s: 0 if unknown."""
+    took_s: 0 if unknown. sequences: answers that it asked for at once."""
 
     custom_id: str
     version: str
@@ -47,6 +44,7 @@ class Charge:
     body: Any
     estimated: int
     took_s: float = 0.0
+    sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ class Metering:
     def __init__(self, db: Database, changed: Callable[[], None]):
         self._db, self._spending = db, Spending(db, changed)
         self._allowances: dict[str, Allowance] = {}
-        self._rates: dict[str, float] = {}
+        self._rate = WrittenRate()
 
     def key_of(self, batch: BatchRow) -> KeyRow | None:
         """None for a batch of the box itself, which has no limits."""
@@ -105,10 +103,7 @@ class Metering:
         for charge in answered:
             used = tokens_of(charge.body)
             prompt, completion = used.get("input_tokens", 0), used.get("output_tokens", 0)
-            if completion >= _MEASURED_FROM_TOKENS and charge.took_s > 0:
-                rate = completion / charge.took_s
-                known = self._rates.get(model, rate)
-                self._rates[model] = known + _SMOOTHING * (rate - known)
+            self._rate.answered(model, completion, charge.sequences, charge.took_s)
             if key is not None:
                 self._allowance(key).correct(charge.estimated, prompt + completion)
             rows.append(
@@ -138,7 +133,7 @@ class Metering:
         for line in lines:
             # Not checked once more: of the lines of eight engines that took the loop seven seconds.
             asked = asked_of(line.url, line.body, line.size)
-            written = int((time.monotonic() - line.at_s) * self._rates.get(model, _UNKNOWN_RATE) * asked.sequences)
+            written = self._rate.written(model, asked.sequences, time.monotonic() - line.at_s)
             rows.append(
                 {
                     "key": key_id,

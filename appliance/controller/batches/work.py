@@ -25,7 +25,7 @@ from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.deaths import Deaths, last_words
 from appliance.controller.batches.input_lines import Line, Lines
-from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
+from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent, asked_of
 from appliance.controller.batches.output_files import linked, remove_bytes
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import error_object
@@ -294,7 +294,8 @@ class BatchWork:
             self.flying.pop(custom_id, None)
             self._runner.returned(self)
         estimated = self._by_id[custom_id].size // BYTES_PER_TOKEN
-        self._charges.append(Charge(custom_id, version, status, body, estimated, time.monotonic() - sent.at_s))
+        took_s, sequences = time.monotonic() - sent.at_s, asked_of(sent.url, sent.body, sent.size).sequences
+        self._charges.append(Charge(custom_id, version, status, body, estimated, took_s, sequences))
         self._answered(custom_id, request_id, status, body)
 
     def _answered(self, custom_id: str, request_id: str, status: int, body: Any) -> None:

@@ -99,6 +99,7 @@ class Bus:
         self._opened_s = 0.0
         self._ever_reported = False
         self._arrivals = Arrivals(time.time())
+        self._total: Load | None = None  # of the reports, until one of them changes
         self._encode()
 
     async def start(self) -> None:
@@ -160,10 +161,13 @@ class Bus:
     # --- listening
 
     def load(self) -> Load:
-        """Sum over all gateways that are connected or were lost only recently."""
+        """Sum over all gateways that are connected or were lost only recently. Not to be changed: the same is given
+        until the next report, since a round of the scheduler asks it of every name that can be called."""
         self._forget_gone()
-        reports = [gateway.report for gateway in self._gateways if gateway.report]
-        return total(reports, self._arrivals.totals)
+        if self._total is None:
+            reports = [gateway.report for gateway in self._gateways if gateway.report]
+            self._total = total(reports, self._arrivals.totals)
+        return self._total
 
     def connected(self) -> list[str]:
         return sorted(gateway.name for gateway in self._gateways if gateway.lost_at_s is None)
@@ -268,6 +272,7 @@ class Bus:
         limit_s = self._now_s() - self._config.gateway_gone_after_s
         for gateway in [g for g in self._gateways if g.lost_at_s is not None and g.lost_at_s <= limit_s]:
             self._gateways.discard(gateway)
+            self._total = None
 
     # --- connections
 
@@ -302,6 +307,7 @@ class Bus:
             for old in [g for g in self._gateways if g.lost_at_s is not None and g.name == report.gateway]:
                 self._gateways.discard(old)
         gateway.report, gateway.is_late = report, False
+        self._total = None
         self._arrivals.heard(report)
         self._ever_reported = True
         self._changed.set()

@@ -24,6 +24,7 @@ from appliance.controller.interfaces.ports import (
     SettingsCheck,
     TierPort,
 )
+from appliance.last_backup import LastBackup
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
 from runtime.background_tasks import BackgroundTasks
@@ -58,6 +59,7 @@ class ControllerContext:
     box: dict[str, str] = field(default_factory=dict)
     started_s: float = field(default_factory=time.time)
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
+    last_backup: Callable[[], LastBackup | None] = lambda: None
     main_troubles: Callable[[], list[dict[str, Any]]] = list
     file_work: FileWork = field(default_factory=FileWork)
 

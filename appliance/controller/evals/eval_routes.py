@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, Literal
 
+import orjson
 from fastapi import APIRouter, Query, Request
 
 from appliance.controller.access.model_access import check_may_ask
@@ -82,7 +83,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         criteria, source = _criteria(context, body, caller), body.data_source_config
 
         def make() -> EvalRow:
-            context.quotas.check_eval(caller)
+            size = len(orjson.dumps([source.item_schema, criteria]))
+            context.quotas.check_eval(caller, size)
             row = EvalRow(
                 id=new_id("eval_"),
                 name=body.name or "",
@@ -93,6 +95,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
                 include_sample=int(source.include_sample_schema),
                 criteria=criteria,
                 metadata=body.metadata,
+                bytes=size,
             )
             evals.insert(db, row)
             return row

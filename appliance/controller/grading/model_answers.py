@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 import orjson
 
 from appliance.controller.access.model_access import why_not_asked
+from appliance.controller.batches.deaths import Deaths, last_words
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
@@ -24,7 +25,6 @@ from train.graders.grading import ModelAnswer
 URL = "/v1/chat/completions"
 ASKER = "graders"
 LOOK_EVERY_S = 0.5
-MAX_DEATHS = 2
 MAX_OF_A_KEY = 16
 """Of one model at the same time: whoever waits for an engine looks again whenever anything changes, and a run may ask
 256 things at once."""
@@ -60,7 +60,7 @@ class ModelAnswers:
         return self._turns.setdefault((key_id, model), asyncio.Semaphore(MAX_OF_A_KEY))
 
     async def _asked(self, key_id: str | None, model: str, body: dict[str, Any], expires_s: float) -> ModelAnswer:
-        deaths = 0
+        question, deaths = new_id("req_"), Deaths()
         tokens = len(orjson.dumps(body)) // BYTES_PER_TOKEN
         while True:
             key = keys.find(self._db, key_id) if key_id is not None else None
@@ -71,13 +71,13 @@ class ModelAnswers:
                 await self._context.batch_engines.changed(LOOK_EVERY_S)
                 continue
             try:
-                answer, took_s = await self._sent(key, model, salted(body, key.owner if key else ""))
+                alone = deaths.goes_alone(question)
+                answer, took_s = await self._sent(key, model, salted(body, key.owner if key else ""), alone)
             except LineReturned as error:
                 self._metering.give_back(key, tokens)
-                deaths += not error.yielded
-                if deaths >= MAX_DEATHS:
-                    return ModelAnswer(model=model, error=f"the engine of this model died while it answered: {error}")
-                continue
+                if error.yielded or deaths.counted(question):
+                    continue
+                return ModelAnswer(model=model, error=last_words(str(error)))
             charge = Charge("", answer.version, answer.status, answer.body, tokens, took_s)
             self._metering.charge(key, model, [charge])
             return _read(model, answer)
@@ -93,12 +93,14 @@ class ModelAnswers:
     def _room(self, model: str) -> bool:
         return self._context.batch_engines.room(model).lines > self._flying[model]
 
-    async def _sent(self, key: KeyRow | None, model: str, body: dict[str, Any]) -> tuple[EngineAnswer, float]:
+    async def _sent(
+        self, key: KeyRow | None, model: str, body: dict[str, Any], alone: bool
+    ) -> tuple[EngineAnswer, float]:
         """Raises LineReturned."""
         began_s, sent = time.monotonic(), Sent(URL, body, len(orjson.dumps(body)), time.monotonic())
         self._flying[model] += 1
         try:
-            answer = await self._context.batch_engines.send(model, URL, body, new_id("req_"))
+            answer = await self._context.batch_engines.send(model, URL, body, new_id("req_"), alone=alone)
             return answer, time.monotonic() - began_s
         except asyncio.CancelledError:
             # Whoever gives up pays for what was computed meanwhile.

@@ -53,7 +53,7 @@ class RequestIds:
 
 
 class KnownAtGateways:
-    """Answers a change when the gateways know it: the next request, with a new key or for a canary, may be at once."""
+    """Answers a change once the gateways know it: the next request, for a new key or a canary, may follow at once."""
 
     def __init__(self, app: ASGIApp, caught_up: Callable[[], Awaitable[None]]):
         self._app = app
@@ -73,9 +73,9 @@ class KnownAtGateways:
 
 
 class ReadsInTurns:
-    """Few reads and deletions of one owner are at work at once, the others wait until one of them is answered: what
-    they cost is no matter of how many there are in a minute. Administrators, and what gateways ask for a response that
-    somebody waits for, are not held up.
+    """Works on few reads and deletions of one owner at once; the others wait until one of them is answered. A limit per
+    minute would not bound what they cost. Administrators, and a gateway's reads for a response that somebody waits for,
+    do not wait.
 
     owner_of: the owner of a key's id."""
 

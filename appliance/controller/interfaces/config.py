@@ -40,7 +40,7 @@ class OwnerBounds(BaseModel):
     eval_runs: int = Field(32, ge=0)
     """Runs of evaluations that have not ended."""
     eval_bytes: int = Field(4 * GIB, ge=0)
-    """Of all runs of evaluations, with their items, samples and results; past it no run begins or goes on."""
+    """Of all evaluations and their runs, with items, samples and results; past it none is made, and no run goes on."""
     responses: int = Field(50_000, ge=0)
     """Stored responses; beyond it, the owner's least recently used are deleted."""
     responses_bytes: int = Field(1024 * MIB, ge=0)

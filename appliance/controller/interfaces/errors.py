@@ -49,7 +49,7 @@ class OperationFailed(ControllerError):
 
 
 class SwapFailed(ControllerError):
-    """Replicas could not be swapped to the wanted version; they serve the previous one."""
+    """Replicas could not be swapped to the wanted version; they keep the previous one or go back to it."""
 
     def __init__(self, model: str, wanted: str | None, reason: str):
         super().__init__(f"the replicas of {model} could not be brought to version {wanted}: {reason}")

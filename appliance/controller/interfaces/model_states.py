@@ -6,8 +6,7 @@ from __future__ import annotations
 from appliance.controller.interfaces.ports import SchedulerStatus
 from appliance.store.database import Database
 from appliance.store.objects import adapters
-
-_AWAKE = ("starting", "ready", "open", "draining", "waking")
+from scheduler.core.workload import AWAKE
 
 
 class ModelStates:
@@ -28,7 +27,7 @@ class ModelStates:
             return "serving"
         if self.message(name):
             return "failed"
-        if not states.isdisjoint(_AWAKE):
+        if not states.isdisjoint(AWAKE):
             return "serving"
         return "asleep" if "asleep" in states else "cold"
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 from appliance.store.rows import ModelRow, VersionRow
-from scheduler.core.workload import Policy
+from scheduler.core.workload import Policy, PolicyKind
 from serve.core.model_settings import ModelSettings
 from serve.core.sizing import EngineSize
-
-PolicyName = Literal["serve", "train", "split", "auto"]
 
 
 class DeviceStatus(TypedDict):
@@ -65,7 +63,7 @@ class Mode:
     serving_floor None: the box's default. by: who set it.
     """
 
-    policy: PolicyName
+    policy: PolicyKind
     train_devices: int | None = None
     since_s: float = 0.0
     serving_floor: int | None = None
@@ -96,12 +94,13 @@ class SchedulerPort(Protocol):
         nothing."""
 
     async def wait_handover(self, handover_id: str) -> None:
-        """Returns when this hand-over has ended, successfully or not (its row in the store says which)."""
+        """Returns when nothing is left to do for the mode whose first hand-over this was (its row in the store says how
+        that one ended), and at once for another hand-over."""
 
     async def converge_model(self, model: str) -> dict[str, Any]:
         """The model's active version changed in the store: swap its replicas to it, and return the measurements
         ({"replicas", "pause_s", "seconds", "bytes", "how", "finishing"}).
-        Raises SwapFailed with every replica back on the version it had."""
+        Raises SwapFailed if a replica serves another version; the reason is that of this model's hand-overs."""
 
     async def withdraw(self, model: str) -> None:
         """The model's rows are gone from the store: returns when no replica of it is left."""
@@ -237,7 +236,8 @@ class EngineSizer(Protocol):
         """Tokens that one request may have; None if the model does not say."""
 
     def spec_fields(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int) -> dict[str, Any]:
-        """Fields of the ReplicaSpec of an engine. Raises serve.core.sizing.ModelTooLarge."""
+        """Fields of the ReplicaSpec of an engine. Raises ModelTooLarge and NotComputed of
+        serve.core.sizing."""
 
     def sized(
         self, model: ModelRow, version: VersionRow | None, tensor_parallel: int, settings: ModelSettings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from appliance.controller.context.context import ControllerContext
@@ -10,12 +11,26 @@ from appliance.store.objects import models
 from appliance.store.rows import ModelRow
 
 
-async def switch(context: ControllerContext, row: ModelRow, version: str, why: str) -> dict[str, Any]:
-    """The swap's measurements. Raises SwapFailed: replicas and store then keep the previous version."""
-    models.activate(context.db, row.id, version)
-    context.scheduler.nudge(why)
-    try:
-        return await context.scheduler.converge_model(row.id)
-    except SwapFailed:
-        models.update(context.db, row.id, active_version=row.active_version)
-        raise
+class Activations:
+    """One change of a model's version at a time: whoever calls `switch` holds the model's `lock` from before reading
+    its row. A job that publishes and an import activate without it: theirs is the newest version, and the replicas
+    follow. So a failed change takes back its own version only."""
+
+    def __init__(self, context: ControllerContext):
+        self._context = context
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    def lock(self, model: str) -> asyncio.Lock:
+        return self._locks.setdefault(model, asyncio.Lock())
+
+    async def switch(self, row: ModelRow, version: str, why: str) -> dict[str, Any]:
+        """The swap's measurements. Raises SwapFailed: the store has the version of `row` again, and its replicas keep
+        it or go back to it."""
+        models.activate(self._context.db, row.id, version)
+        self._context.scheduler.nudge(why)
+        try:
+            return await self._context.scheduler.converge_model(row.id)
+        except SwapFailed:
+            if models.reactivate(self._context.db, row.id, failed=version, previous=row.active_version):
+                self._context.scheduler.nudge(f"{row.id} stays at {row.active_version}")
+            raise

@@ -18,7 +18,7 @@ from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, SwapFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, Principal
-from appliance.controller.models.activation import switch
+from appliance.controller.models.activation import Activations
 from appliance.controller.models.canary_decision import CanaryTerms, Decision, Side, decide, p95_s
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
@@ -31,8 +31,8 @@ log = logging.getLogger("appliance.controller")
 class Canaries:
     """All canaries of a box. A lock serialises everything that ends one."""
 
-    def __init__(self, context: ControllerContext):
-        self._context = context
+    def __init__(self, context: ControllerContext, activations: Activations):
+        self._context, self._activations = context, activations
         self._ending = asyncio.Lock()
         self._leaving: set[str] = set()  # ended canaries whose engines may still exist
 
@@ -113,11 +113,11 @@ class Canaries:
     async def promote(self, model: str, caller: Principal, reason: str = "asked for") -> dict[str, Any]:
         """Make the canary the active version. Raises Conflict if there is none, or if the swap failed; it then stays a
         canary."""
-        async with self._ending:
+        async with self._ending, self._activations.lock(model):
             row, found = self._running(model), stored_model(self._context.db, model)
             compared = self.compared(row)
             try:
-                measured = await switch(self._context, found, row.version, f"{row.name} is promoted: {reason}")
+                measured = await self._activations.switch(found, row.version, f"{row.name} is promoted: {reason}")
             except SwapFailed as error:
                 record(
                     self._context, caller, "model.promote", model, outcome="failed", to=row.version, error=str(error)

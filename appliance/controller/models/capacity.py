@@ -208,7 +208,9 @@ def serve(
         )
         if box.devices // tensor_parallel:
             instead.append(f"{_replicas(box.devices // tensor_parallel)} over {_devices(tensor_parallel)} each")
-    if needed > room or size.problem:
+    if size.not_computed:
+        problems.append(f"An engine cannot be started: {size.not_computed}.")
+    elif needed > room or size.problem:
         parts = [
             f"weights {gb(memory.weights_bytes)}",
             f"KV cache {gb(memory.kv_cache_bytes)}",

@@ -66,7 +66,7 @@ class EngineSizes:
         )
 
     def spec_fields(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int) -> dict[str, Any]:
-        """Fields of a ReplicaSpec that follow from the model and its settings. Raises ModelTooLarge."""
+        """Fields of a ReplicaSpec that follow from the model and its settings. Raises ModelTooLarge, NotComputed."""
         model, version = self._served(model, version)
         return self.fields_with(model, version, tensor_parallel, self.settings(model))
 

@@ -71,7 +71,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         )
         if made:
             background.begin(row)
-        return _stream(background.follow(row, -1)) if body.get("stream") else _json(row.response.encode())
+        return _stream(background.follow(row, -1, caller)) if body.get("stream") else _json(row.response.encode())
 
     @router.get("/{response_id}")
     async def retrieve(
@@ -85,8 +85,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
             return _json(row.response.encode())
         if not row.background:
             raise BadRequest("Only a response created in background can be streamed later.", param="stream")
-        background.check_followers(caller, len(row.response))
-        return _stream(background.follow(row, -1 if starting_after is None else starting_after))
+        return _stream(background.follow(row, -1 if starting_after is None else starting_after, caller))
 
     @router.delete("/{response_id}")
     async def delete(response_id: str, caller: Caller) -> dict[str, Any]:

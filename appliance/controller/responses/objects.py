@@ -80,6 +80,12 @@ def events(response: Object, after: int = -1) -> Iterator[tuple[int, bytes]]:
             yield place, b"event: %b\ndata: %b\n\n" % (kind.encode(), told)
 
 
+def error_event(place: int, code: str, message: str) -> bytes:
+    """What ends a stream early, in wire format."""
+    told = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": place}
+    return b"event: error\ndata: %b\n\n" % orjson.dumps(told)
+
+
 def _events(response: Object) -> Iterator[tuple[str, Object]]:
     status = response["status"]
     begun = {**response, "status": "queued", "output": [], "usage": None, "error": None, "incomplete_details": None}

@@ -5,21 +5,16 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Final
 
 from appliance.gateway.access.allowance import Allowance, Bucket, KeyUse, OwnerUse
 from appliance.gateway.access.request import Request
+from appliance.gateway.access.written_rate import WrittenRate
 from appliance.gateway.answers.usage import Meter
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import ADMIN
 from appliance.gateway.payload.request_check import Checked
 from appliance.gateway.routing.table import Caller
-
-# Assumed tokens per second of one request, until a rate of its model has been measured.
-_UNKNOWN_RATE: Final = 10.0
-_MEASURED_FROM_TOKENS: Final = 8
-_SMOOTHING: Final = 0.1
 
 
 class Spending:
@@ -32,7 +27,7 @@ class Spending:
         self._workers = workers
         self._uses: dict[str, KeyUse] = {}
         self._owners: dict[str, OwnerUse] = {}
-        self._rates: dict[str, float] = {}
+        self._rate = WrittenRate()
 
     def apply(self, callers: Iterable[Caller]) -> None:
         """Apply a new table: drop the state of removed keys and of owners without any; their open requests keep a
@@ -173,10 +168,8 @@ class Spending:
             if request.status == 200 and request.sent_bytes:
                 # Its engine died in mid-stream: charge the delivered tokens.
                 tokens.prompt, tokens.completion = asked.prompt_tokens, request.stream_events
-        elif tokens.completion >= _MEASURED_FROM_TOKENS and request.sent_s:
-            rate = tokens.completion / asked.sequences / max(now_s - request.sent_s, 1e-3)
-            known = self._rates.get(request.model)
-            self._rates[request.model] = rate if known is None else known + _SMOOTHING * (rate - known)
+        elif request.sent_s:
+            self._rate.answered(request.model, tokens.completion, asked.sequences, now_s - request.sent_s)
         if request.estimated_tokens:
             use = request.use
             if use is not None and use.allowance is not None:
@@ -193,8 +186,7 @@ class Spending:
         written = request.stream_events
         if not request.streams or request.unread:
             # If the client stopped reading a stream, the engine continued to generate tokens that were never delivered.
-            rate = self._rates.get(request.model, _UNKNOWN_RATE)
-            written = max(written, int(request.left_after_s * rate * asked.sequences))
+            written = max(written, self._rate.written(request.model, asked.sequences, request.left_after_s))
         tokens.completion = max(tokens.completion, min(written, asked.completion_tokens))
 
     def refused(self, request: Request) -> None:

@@ -1,5 +1,5 @@
 """Defines what every gateway package needs: settings, errors, and the table of routes.
 
-Never: It opens no socket and holds no state.
+Never: Opens a socket or holds state.
 Begin with routes.py.
 """

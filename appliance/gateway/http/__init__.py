@@ -1,5 +1,5 @@
 """Implements HTTP/1.1 on both sides: connections, the pool to engines and controller, heads, error formats.
 
-Never: It makes no decisions about models, keys or prices.
+Never: Decides about models, keys or prices.
 Begin with client.py, handler.py, upstream.py.
 """

@@ -1,5 +1,5 @@
 """Reports on the gateway: access log, metrics, traces.
 
-Never: Nothing here changes what happens to a request.
+Never: Changes what happens to a request.
 Begin with metrics.py.
 """

@@ -1,5 +1,5 @@
 """Weighs and checks the bodies of requests. Pure functions over bytes.
 
-Never: It opens no socket, reads no clock and holds no state.
+Never: Opens a socket, reads a clock or holds state.
 Begin with request_check.py.
 """

@@ -26,6 +26,8 @@ _REGEX_QUANTIFIERS: Final = 16
 _REGEX_GROUPS_DEEP: Final = 16
 # Of one expression: how many characters it gains when its repeats are expanded.
 _REGEX_REPEATS: Final = 256
+# Of all expressions of a request, each counted once: a gateway reads every character of them, some twice.
+_REGEX_CHARS_TOGETHER: Final = 32 * 1024
 _SCHEMA_DEPTH: Final = 48
 # Of one list: more than that many items, and engines took 19 s to compile it; 2**31 never ended.
 _ITEMS: Final = 1000
@@ -158,6 +160,9 @@ class _Budget:
         self._ranges = 0
         self._lengths: set[tuple[int, int]] = set()
         self._patterns: set[str] = set()
+        self._pattern_chars = 0
+        # Those of which nobody has asked yet in how many ways a text fits them.
+        self._unread: list[str] = []
         self._us = 0
         self._formats: set[str] = set()
         self._multiples: set[int] = set()
@@ -169,6 +174,7 @@ class _Budget:
         """All that a JSON schema asks for. enforced: it is a tool's, whose expressions xgrammar follows."""
         self._of_xgrammar = self._of_xgrammar or enforced
         self._parts(name, root)
+        self._together(name)
         self._cost(name, combinations_us(root))
 
     def _parts(self, name: str, root: Any) -> None:
@@ -208,20 +214,21 @@ class _Budget:
                     stack.append((value, depth + 1))
                 elif isinstance(value, list):
                     stack.append((value, depth + 1))
-        self._together(name)
 
     def choices(self, name: str, values: list[Any]) -> None:
         self._choices += len(values)
         if self._choices > _CHOICES:
             raise _too_complex(name, f"{self._choices} values to choose from", _CHOICES)
         for value in values:
+            if isinstance(value, dict | list):
+                # Counted before it is walked and written: of constants within constants each level does so anew.
+                self._parts(name, value)
             self._cost(name, literal_us(value))
             self._choice_chars += len(value) if isinstance(value, str) else 8
             if isinstance(value, dict | list):
                 self._choice_chars += len(orjson.dumps(value))
-                self._parts(name, value)
-        if self._choice_chars > _CHOICE_CHARS:
-            raise _too_complex(name, f"values to choose from with {self._choice_chars} characters", _CHOICE_CHARS)
+            if self._choice_chars > _CHOICE_CHARS:
+                raise _too_complex(name, f"values to choose from with {self._choice_chars} characters", _CHOICE_CHARS)
 
     def regex(self, name: str, pattern: str) -> None:
         """A repeated expression costs only once."""
@@ -229,6 +236,10 @@ class _Budget:
             return
         if len(pattern) > _REGEX_CHARS:
             raise _too_complex(name, f"a regular expression of {len(pattern)} characters", _REGEX_CHARS)
+        self._pattern_chars += len(pattern)
+        if self._pattern_chars > _REGEX_CHARS_TOGETHER:
+            what = f"regular expressions of {self._pattern_chars} characters"
+            raise _too_complex(name, what, _REGEX_CHARS_TOGETHER)
         quantifiers, repeats = measure_regex(name, pattern)
         if quantifiers > _REGEX_QUANTIFIERS:
             raise _too_complex(name, f"a regular expression with {quantifiers} repeats in it", _REGEX_QUANTIFIERS)
@@ -237,6 +248,7 @@ class _Budget:
                 name, f"a regular expression that stands for {repeats} more characters than it has", _REGEX_REPEATS
             )
         self._patterns.add(pattern)
+        self._unread.append(pattern)
         self._spend(name, repeats)
 
     def _length(self, name: str, node: dict[str, Any]) -> None:
@@ -310,10 +322,9 @@ class _Budget:
                 "`anyOf` or `oneOf` with further restrictions beside it)",
                 _TOGETHER,
             )
-        if self._of_xgrammar:
-            for pattern in self._patterns:
-                if ways(pattern) > MOST_WAYS:
-                    raise _too_many_ways(name)
+        while self._of_xgrammar and self._unread:
+            if ways(self._unread.pop()) > MOST_WAYS:
+                raise _too_many_ways(name)
 
     def _spend(self, name: str, repeats: int) -> None:
         self._repeats += repeats

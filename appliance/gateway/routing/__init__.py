@@ -1,5 +1,5 @@
 """Chooses the replica for a request: the controller's table, the choice, and requests held until one is awake.
 
-Never: Pure state: no sockets, no asyncio, no clock of its own.
+Never: Opens a socket or reads a clock; it is state without asyncio.
 Begin with router.py.
 """

@@ -1,5 +1,5 @@
 """Holds one gateway process's state (settings, current table, held requests, counters, buffers) and reports it.
 
-Never: It opens no listener and answers no request.
+Never: Opens a listener or answers a request.
 Begin with state.py.
 """

@@ -15,7 +15,8 @@ REFUSED_ROWS_TOLD: Final = 10
 
 
 def load_report(state: State) -> dict[str, Any]:
-    """The load report of the bus.
+    """The load report of the bus. A model that nobody has asked since this process began has no row in it: ten thousand
+    names of checkpoints took 0.1 s of the loop four times a second.
 
     last_request_s: Unix time, None before the first; ttft_p95_s, tpot_p95_s: of the last minute, None without requests.
     arrived_*, first_tokens: since `started_s`; arrived_prompts and first_tokens by bucket of size and of time.
@@ -52,6 +53,7 @@ def load_report(state: State) -> dict[str, Any]:
                 "first_tokens": state.metrics.first_tokens(name),
             }
             for name in state.router.models
+            if name in inflight or state.metrics.arrivals(name)[0] or state.holds.held(name)
         },
         "canaries": state.comparison.report(),
         "notes": notes(state),

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from appliance.store.database import Database, Page
 from appliance.store.errors import RowNotFound
-from appliance.store.rows import CheckpointRow, JobEventRow, JobGraderRow, JobMetricRow, PermissionRow
+from appliance.store.rows import (
+    CheckpointNameRow,
+    CheckpointRow,
+    JobEventRow,
+    JobGraderRow,
+    JobMetricRow,
+    PermissionRow,
+)
 
 
 def insert_grader(db: Database, row: JobGraderRow) -> None:
@@ -68,6 +75,11 @@ def find_checkpoint(db: Database, name: str) -> CheckpointRow | None:
 
 def list_checkpoints(db: Database) -> list[CheckpointRow]:
     return db.all(CheckpointRow, "SELECT * FROM checkpoints ORDER BY seq")
+
+
+def checkpoint_names(db: Database) -> list[CheckpointNameRow]:
+    """Of all, in order of creation, what each round of the scheduler and each table need of them."""
+    return db.all(CheckpointNameRow, "SELECT name, model, version FROM checkpoints ORDER BY seq")
 
 
 def page_checkpoints(db: Database, job_id: str, *, after: str | None, limit: int) -> Page[CheckpointRow]:

@@ -1,5 +1,5 @@
 """What looks across tables: what an owner holds, what is too old, and forgetting a person.
 
-Never: It makes no rows; it counts and deletes.
+Never: Makes rows; it counts and deletes.
 Begin with retention.py.
 """

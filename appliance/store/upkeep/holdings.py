@@ -63,8 +63,9 @@ def batches(db: Database, key_id: str) -> int:
     return _number(db, f"batches WHERE status IN ({sql_list(UNFINISHED_BATCH)}) AND {_OF}", key_id)
 
 
-def evals(db: Database, key_id: str) -> int:
-    return _number(db, f"evals WHERE id NOT IN (SELECT id FROM eval_deletions) AND {_OF}", key_id)
+def evals(db: Database, key_id: str) -> tuple[int, int]:
+    """Number, and bytes of their definitions."""
+    return _number_and_bytes(db, f"evals WHERE id NOT IN (SELECT id FROM eval_deletions) AND {_OF}", key_id)
 
 
 def eval_runs(db: Database, key_id: str) -> tuple[int, int]:

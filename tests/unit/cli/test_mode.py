@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from appliance.cli import formats
+from appliance.cli.mode import request
+from scheduler.core import workload
 from tests.unit.cli.conftest import ControlledBox
 
 
@@ -182,3 +184,7 @@ def test_a_failed_step_says_why_in_the_list_too(prepared):
     }
     prepared.prepare("GET", "/admin/v1/handovers", (200, {"data": [told]}))
     assert "start_replica r3-0: no room for 45 bytes" in prepared.run("mode", "history").stdout
+
+
+def test_the_command_line_knows_the_modes_that_the_scheduler_has():
+    assert request.PolicyKind == workload.PolicyKind

@@ -23,6 +23,11 @@ FROZEN = {
     "status": [*BOX, "--every", "--watch"],
     "usage": [*BOX, "--by", "--since"],
     "forget": [*BOX, "--cancel", "--models", "--owner", "--yes"],
+    "doctor": ["--all", "--config", "--data-dir", "--help", "--output"],
+    "backup make": ["--config", "--data-dir", "--help", "--keep", "--output", "--secrets", "PLACE"],
+    "backup list": ["--config", "--data-dir", "--help", "--output", "PLACE"],
+    "backup verify": ["--config", "--data-dir", "--help", "--name", "--output", "PLACE"],
+    "restore": ["--config", "--data-dir", "--help", "--name", "--output", "PLACE"],
     "audit": [*BOX, "--limit"],
     "chat": [*BOX, "--max-tokens", "--system", "--temperature", "MODEL", "PROMPT"],
     "simulate": [

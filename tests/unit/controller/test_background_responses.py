@@ -11,15 +11,18 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.batches import background_responses, metering
+from appliance.controller.batches import background_responses, followers, metering
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
+from appliance.controller.interfaces.principal import Principal
 from appliance.controller.responses import objects
 from appliance.store.objects import responses
 from appliance.store.records import keys
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_responses import answer, copy, name, send
+
+WHO = Principal("key_test", frozenset({"inference"}), "req_test", "key_test")
 
 
 def engines(control: Control) -> SimulatedEngines:
@@ -235,17 +238,51 @@ def test_events_never_change_while_a_response_goes_on():
 
 
 async def test_followers_that_do_not_read_hold_so_much_of_an_owner_and_no_more(control: Control, monkeypatch):
-    monkeypatch.setattr("appliance.controller.batches.background_responses._FOLLOWED_BYTES", 20_000)
+    monkeypatch.setattr(followers, "FOLLOWED_BYTES", 20_000)
     engines(control).lines = 0
     made = await asked(control, instructions="x" * 6000)
     row = responses.find(control.db, made.id)
     background: BackgroundResponses = control.app.state.background
-    first = background.follow(row, -1)
+    first = background.follow(row, -1, WHO)
     assert b"response.created" in await anext(first)
     with pytest.raises(openai.RateLimitError, match="hold"):
         await control.sdk.with_options(max_retries=0).responses.retrieve(made.id, stream=True)
     await first.aclose()
-    assert not background._followed
+    assert not background._followers.bytes
+
+
+async def test_a_stream_that_is_asked_for_again_is_one_more_follower(control: Control, monkeypatch):
+    monkeypatch.setattr(followers, "FOLLOWED_BYTES", 20_000)
+    scripted(control, EngineAnswer(200, answer(1, "2", instructions="x" * 6000), "v1"))
+    background: BackgroundResponses = control.app.state.background
+    body = {"model": "starter", "input": "1+1?", "background": True, "stream": True, "instructions": "x" * 6000}
+    again = {"headers": {"idempotency-key": "once"}, "json": body}
+    told = (await control.http.post("/v1/responses", **again)).text
+    assert "response.completed" in told
+    row = responses.find(control.db, json.loads(told.partition("data: ")[2].partition("\n")[0])["response"]["id"])
+    first = background.follow(row, -1, WHO)  # nobody has asked it for an event yet
+    refused = await control.http.post("/v1/responses", **again)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_streams")
+    del first
+    assert not background._followers.bytes, "one that never began has left, too"
+    assert "response.completed" in (await control.http.post("/v1/responses", **again)).text
+
+
+async def test_a_follower_holds_what_the_answer_has_become(control: Control, monkeypatch):
+    monkeypatch.setattr(followers, "FOLLOWED_BYTES", 20_000)
+    engines(control).lines = 0
+    made = await asked(control)
+    row = responses.find(control.db, made.id)
+    background: BackgroundResponses = control.app.state.background
+    both = [background.follow(row, -1, WHO) for _ in range(2)]
+    for one in both:
+        assert b"response.created" in await anext(one) and b"response.queued" in await anext(one)
+    responses.update(control.db, made.id, status="completed", response=json.dumps(answer(1, "x" * 8000)))
+    assert b"response.in_progress" in await anext(both[0])
+    told = [event async for event in both[1]]
+    assert len(told) == 1 and b"event: error" in told[0] and b"too_many_streams" in told[0]
+    assert b"response.completed" in [event async for event in both[0]][-1]
+    assert not background._followers.bytes
 
 
 async def test_an_answer_that_its_engine_gave_back_is_charged_once(control: Control):
@@ -370,7 +407,7 @@ async def test_who_follows_is_told_that_it_goes_on(control: Control, monkeypatch
     monkeypatch.setattr(background_responses, "COMMENT_EVERY_S", 0.01)
     engines(control).lines = 0
     made = await asked(control)
-    follow = control.app.state.background.follow(responses.find(control.db, made.id), -1)
+    follow = control.app.state.background.follow(responses.find(control.db, made.id), -1, WHO)
     assert (await anext(follow)).startswith(b"event: response.created\n")
     assert (await anext(follow)).startswith(b"event: response.queued\n")
     assert await anext(follow) == b": waiting\n\n"

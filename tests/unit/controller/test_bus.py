@@ -155,6 +155,10 @@ async def test_loads_are_summed_over_gateways(bus: Bus, tmp_path: Path):
     assert load.replicas["r1"] == ReplicaLoad(inflight=5, streams=0, waiting_tokens=20)
     assert load.models["m"] == ModelLoad(inflight=6, held=1, last_request_s=9.0, ttft_p95_s=0.2, tpot_p95_s=0.03)
     assert bus.connected() == ["g1", "g2"]
+    assert bus.load() is load, "added up once: it is asked for each name that can be called"
+    await one.report(100, {"r1": 1})
+    await reported(bus, "r1", 4)
+    assert bus.load().models["m"].inflight == 4
     await one.close()
     await two.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from appliance.controller.bus.load import Load, VersionLoad
-from appliance.controller.models import canaries as canaries_module
+from appliance.controller.models.activation import Activations
 from appliance.gateway.routing.canary_comparison import bucket
 from appliance.store.objects import models
 from appliance.store.records import audit, canaries, deployments
@@ -110,7 +110,7 @@ async def test_promotion_and_roll_back_by_hand(served: Control):
 
 async def test_a_promotion_under_way_is_shown_as_one_and_ends_as_one(served: Control, monkeypatch):
     await ask(served, "PUT", version="v2")
-    seen, switch = [], canaries_module.switch
+    seen, switch = [], Activations.switch
 
     async def slow(*arguments: Any) -> Any:
         swap = await switch(*arguments)
@@ -121,7 +121,7 @@ async def test_a_promotion_under_way_is_shown_as_one_and_ends_as_one(served: Con
         seen.append(looking)
         return swap
 
-    monkeypatch.setattr(canaries_module, "switch", slow)
+    monkeypatch.setattr(Activations, "switch", slow)
     await ask(served, "POST", "/admin/v1/models/m/promote")
     assert seen[0] == {"verdict": "promote", "reason": "v2 becomes the active version"}
     assert seen[1] == "running", "a look at it ends nothing that a promotion has in hand"

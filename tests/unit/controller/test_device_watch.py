@@ -113,7 +113,7 @@ async def test_what_still_looks_bad_waits_and_broken_hardware_waits_for_a_person
     clock.now_s += 1.0
     await watch.look()
     assert box.get(db, CORDONED) == []
-    clock.read = [{"xids": (79,)}]
+    clock.read = [{"faults": ("reported Xid 79",)}]
     await watch.look()
     clock.now_s, clock.read = clock.now_s + 1e6, [{}]
     await watch.look()

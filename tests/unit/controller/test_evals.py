@@ -446,6 +446,21 @@ async def test_a_run_keeps_its_items_once(control: Control):
     assert bad.status == "failed" and bad.data_source.source.content == []
 
 
+async def test_what_evals_say_of_themselves_counts_in_their_owners_bytes(control: Control):
+    """Five hundred of three megabytes each were 500 evals and no bytes."""
+    control.as_key("carol", owner="carol", bounds={"eval_bytes": 5000})
+    check = {**CHECK, "reference": "r" * 2000}
+
+    async def post() -> Any:
+        return await control.http.post("/v1/evals", json={"data_source_config": SCHEMA, "testing_criteria": [check]})
+
+    first, second, third = [await post() for _ in range(3)]
+    assert (first.status_code, second.status_code, third.status_code) == (201, 201, 413)
+    assert "eval_bytes" in third.text
+    assert (await control.http.delete(f"/v1/evals/{first.json()['id']}")).status_code == 200
+    assert (await post()).status_code == 201
+
+
 async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
     control.as_key("carol", bounds={"eval_bytes": 6000})

@@ -109,14 +109,23 @@ async def test_a_model_of_the_box_judges_and_is_paid_for(control: Control):
     assert [(row.name, row.prompt_tokens, row.completion_tokens) for row in rows] == [("starter", 20, 9)]
 
 
-async def test_an_engine_that_dies_is_asked_once_more(control: Control):
-    died = LineReturned("its engine died", yielded=False)
-    judged(control, died, '{"reason": "", "result": 1}')
+async def test_a_question_on_which_an_engine_dies_is_asked_once_more_and_alone(control: Control, monkeypatch):
+    """It may have stood beside the one that kills engines: only a second death is its own."""
+    died, gave_back = LineReturned("its engine died", yielded=False), LineReturned("its engine leaves", yielded=True)
+    send, alone = engines(control).send, []
+
+    async def noted(*arguments: Any, **options: Any) -> EngineAnswer:
+        alone.append(options["alone"])
+        return await send(*arguments, **options)
+
+    monkeypatch.setattr(engines(control), "send", noted)
+    judged(control, gave_back, died, gave_back, '{"reason": "", "result": 1}')
     assert (await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="", item={"q": ""})).reward == 1
+    assert alone == [False, False, True, True]
     judged(control, died, died)
     found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="", item={"q": ""})
     assert found.metadata.errors.api_model_grader_server_error
-    assert "died" in (found.metadata.errors.api_model_grader_server_error_details or "")
+    assert "had it alone" in (found.metadata.errors.api_model_grader_server_error_details or "")
 
 
 async def test_an_answer_that_is_no_grade_or_an_error_has_its_flag(control: Control):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import Any
 
 import orjson
@@ -518,6 +520,42 @@ SANE = [
         tool_choice={"type": "function", "function": {"name": "f"}},
     ),
 ]
+
+
+def within(name: str, levels: int, inner: Any) -> Any:
+    for _ in range(levels):
+        inner = {name: inner if name == "const" else [inner]}
+    return inner
+
+
+# Each took a gateway's loop two seconds to several minutes.
+READ_OFTEN = {
+    "constants within constants": within("const", 110, [0] * 250_000),
+    "choices within choices": within("enum", 55, [0] * 250_000),
+    "expressions beside choices": {
+        "$defs": {"choices": {"enum": [{}] * 200}},
+        "properties": {str(i): {"pattern": f"{i:04}" + "a" * 90} for i in range(200)},
+        "propertyNames": {"maxLength": 5},
+    },
+    "many long expressions": {"propertyNames": {}, "anyOf": [{"pattern": f"{i:04}" + "a" * 1000} for i in range(400)]},
+}
+
+
+@pytest.mark.parametrize("name", READ_OFTEN)
+def test_no_part_of_a_form_is_read_again_and_again(name: str) -> None:
+    body = orjson.dumps(schema_of(READ_OFTEN[name]))
+    began_s = time.thread_time()
+    with contextlib.suppress(HttpError):
+        check_body(CHAT, body, LIMITS)
+    assert time.thread_time() - began_s < 0.5
+
+
+def test_many_tools_with_expressions_are_read_once() -> None:
+    parameters = [{"type": "object", "properties": {"a": {"pattern": f"{i:04}" + "b" * 200}}} for i in range(120)]
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": one}} for one in parameters]
+    began_s = time.thread_time()
+    assert check_body(CHAT, orjson.dumps(chat(tools=tools)), LIMITS).model == "m"
+    assert time.thread_time() - began_s < 0.5
 
 
 @pytest.mark.parametrize("number", range(len(SANE)))

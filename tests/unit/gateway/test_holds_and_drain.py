@@ -24,6 +24,7 @@ async def test_held_until_a_replica_opens_in_order(start_box: Start) -> None:
 
     await box.engine("e0", script)
     box.serve("m")
+    assert load_report(box.state)["models"] == {}, "nothing of models that nobody has asked"
     wires = []
     for i in range(5):
         wire = await box.connect()

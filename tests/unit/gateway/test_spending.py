@@ -263,7 +263,7 @@ async def test_a_client_that_leaves_a_plain_request_pays_for_the_time_that_was_c
 
 
 async def test_the_time_is_paid_at_the_models_own_rate(box: Box) -> None:
-    box.state.spending._rates["m"] = 100.0
+    box.state.spending._rate.answered("m", 100, sequences=1, took_s=1.0)
     box.engines["e0"].script = hang
     await leave(box, chat(), 2.0)
     assert 200 <= taken(box)["completion_tokens"] <= 240
@@ -275,7 +275,7 @@ async def test_the_rate_is_that_of_answers_that_came(box: Box) -> None:
 
     box.engines["e0"].script = answer
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
-    assert box.state.spending._rates["m"] > 500
+    assert box.state.spending._rate.written("m", sequences=1, for_s=1.0) > 500
 
 
 async def test_a_request_that_left_before_an_engine_had_it_costs_nothing(box: Box) -> None:

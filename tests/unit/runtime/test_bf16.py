@@ -1,8 +1,8 @@
-"""Which processors compute in bfloat16, by the text that the kernel shows of them."""
+"""Which processors compute in bfloat16 and quantised layers, by the text that the kernel shows of them."""
 
 import pytest
 
-from runtime.devices.cpu import bf16_in
+from runtime.devices.cpu import bf16_in, lacking_in
 from runtime.devices.kinds import kind_of
 
 ZEN3 = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx avx2 fma sha_ni\nbugs\t\t: avx512_bf16\n"
@@ -16,5 +16,10 @@ def test_bf16_is_read_off_the_processors_flags(cpuinfo, found):
     assert bf16_in(cpuinfo) is found
 
 
+@pytest.mark.parametrize(("cpuinfo", "lacks"), [(ZEN3, "AVX-512"), (ZEN4, ""), (GRAVITON3, ""), (GRAVITON2, "")])
+def test_what_a_processor_lacks_for_quantised_layers_is_read_off_them_too(cpuinfo, lacks):
+    assert lacking_in(cpuinfo) == lacks
+
+
 def test_every_gpu_computes_in_it():
-    assert kind_of("cuda").computes_bf16()
+    assert kind_of("cuda").computes_bf16() and not kind_of("cuda").lacks_for_quantised()

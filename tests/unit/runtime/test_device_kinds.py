@@ -112,7 +112,7 @@ def test_a_third_kind_is_found_before_the_host_and_watched(abacus):
         ("n7/0", "abacus", 64 * GIB),
         ("n7/1", "abacus", 64 * GIB),
     ]
-    assert devices[0].nvlink_peers == {"n7/1"} and devices[0].numa_node == 0
+    assert devices[0].linked == {"n7/1"} and devices[0].numa_node == 0
     told = {reading.device_id: (reading,) for reading in DeviceReadings(devices).read()}
     found = failing(told, (), 1.0, SchedulerConfig())
     assert {device: failure.reason for device, failure in found.items()} == {"n7/1": "does not answer any more (beads)"}

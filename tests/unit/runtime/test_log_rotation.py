@@ -51,13 +51,16 @@ def lines(data: bytes) -> list[int]:
 def test_no_line_is_lost_or_doubled_under_a_writer_that_never_pauses(tmp_path: Path):
     path = folder_that_can_collapse(tmp_path) / "engine-r1.log"
     rotation = LogRotation(tmp_path, LogLimits(size=64 * 1024, keep=1000, days=30.0, total=10**9))
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path), "20000"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
-    while writer.poll() is None:
-        rotation.tend(time.time())
-    assert len(list(tmp_path.glob("*.log.*"))) >= 3
-    assert lines(everything(path)) == list(range(20_000))
+    written = 0
+    # A busy machine may leave one writer time for a single rotation.
+    while len(list(tmp_path.glob("*.log.*"))) < 3:
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), "20000"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        while writer.poll() is None:
+            rotation.tend(time.time())
+        written += 1
+    assert lines(everything(path)) == list(range(20_000)) * written
 
 
 @pytest.mark.parametrize("can_collapse", [True, False])

@@ -6,6 +6,7 @@ import pynvml
 import pytest
 
 from runtime.devices.kind import Reading
+from runtime.devices.xids import fault_of
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.devices.health import Death, failing
@@ -24,19 +25,26 @@ def at(second: float, **told) -> Reading:
     return Reading("n0/0", second, **told)
 
 
+def test_what_a_driver_calls_broken_is_enough_and_stays():
+    broken = ("reported Xid 48", "could not remap a row of its memory")
+    assert judged(at(1), at(6, faults=broken[:1]), at(11)) == {"n0/0": "reported Xid 48"}
+    assert judged(at(1), at(6, faults=broken[:1]), at(11, faults=broken)) == {"n0/0": "; ".join(broken)}
+
+
 @pytest.mark.parametrize(
-    "xid, bad", [(79, True), (48, True), (95, True), (119, True), (13, False), (31, False), (43, False)]
+    "xid, says",
+    [(79, "restart"), (48, "catalogue"), (9999, "catalogue"), (95, "reset"), (109, "reset"), (119, "reset")]
+    + [(xid, "") for xid in (13, 31, 32, 43, 45, 63, 69, 80, 92, 94, 154)],
 )
-def test_an_xid_of_the_hardware_is_enough_one_of_an_application_is_not(xid, bad):
-    found = judged(at(1), at(6, xids=(xid,)), at(11))
-    assert found == ({"n0/0": f"reported Xid {xid}"} if bad else {})
+def test_an_xid_of_the_hardware_is_a_fault_one_of_an_application_is_not(xid, says):
+    fault = fault_of(xid)
+    assert says in fault and (str(xid) in fault) is bool(says)
 
 
 def test_memory_errors_count_from_where_the_watch_began():
     assert judged(at(1, ecc_uncorrected=3), at(6, ecc_uncorrected=3)) == {}
     assert judged(at(1, ecc_uncorrected=3), at(6, ecc_uncorrected=4)) == {"n0/0": "had 1 uncorrected memory error"}
     assert judged(at(1), at(6, ecc_uncorrected=9)) == {}, "it did not tell before: nothing to compare with"
-    assert judged(at(1, remap_failed=True)) == {"n0/0": "could not remap a row of its memory"}
 
 
 def test_a_device_that_does_not_answer():
@@ -81,15 +89,15 @@ def test_the_driver_is_read_as_far_as_it_tells(monkeypatch):
     readings = DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(2)))
     first, second = readings.read()
     assert (first.device_id, first.ecc_uncorrected, first.temperature_c, first.slowdown_c) == ("n0/0", 0, 41, 87)
-    assert (second.ecc_uncorrected, second.remap_failed, second.temperature_c) == (None, False, 41)
+    assert (second.ecc_uncorrected, second.faults, second.temperature_c) == (None, (), 41)
     assert (first.uuid, second.uuid) == ("GPU-h100-0", "GPU-4090-1")
     machine.xids, machine.gpus[0].ecc = [(0, 79), (1, 79), (0, 31)], 2
     machine.gpus[1].error = pynvml.NVMLError_GpuIsLost()
     again, lost = readings.read()
-    assert (again.xids, again.ecc_uncorrected, lost.lost) == ((79, 31), 2, "GPU is lost")
+    assert (again.faults, again.ecc_uncorrected, lost.lost) == ((fault_of(79),), 2, "GPU is lost")
     told = {"n0/0": (first, again), "n0/1": (second, lost)}
     assert {name: failure.reason for name, failure in failing(told, (), 0.0, CONFIG).items()} == {
-        "n0/0": "reported Xid 79",
+        "n0/0": fault_of(79),
         "n0/1": "does not answer any more (GPU is lost)",
     }
 

@@ -32,7 +32,7 @@ def test_eight_h100_behind_a_switch_are_named_with_memory_and_peers(monkeypatch)
     devices = discovery.discover_devices("auto")
     first = devices[0]
     assert (first.id, first.kind, first.name, first.memory_bytes) == ("n0/0", "cuda", "NVIDIA H100 80GB HBM3", 80 * GIB)
-    assert [device.nvlink_peers for device in devices] == [{f"n0/{m}" for m in range(8) if m != n} for n in range(8)]
+    assert [device.linked for device in devices] == [{f"n0/{m}" for m in range(8) if m != n} for n in range(8)]
     assert [device.uuid for device in devices] == [f"GPU-h100-{n}" for n in range(8)]
     assert not any(device.unfit for device in devices)
     assert machine.users == 0, "NVML stays open in no process that only looked"
@@ -41,7 +41,7 @@ def test_eight_h100_behind_a_switch_are_named_with_memory_and_peers(monkeypatch)
 def test_four_4090_are_no_peers_and_report_less(monkeypatch):
     four_4090().install(monkeypatch)
     devices = discovery.discover_devices("auto")
-    assert [(device.name, device.nvlink_peers, device.unfit) for device in devices] == [
+    assert [(device.name, device.linked, device.unfit) for device in devices] == [
         ("NVIDIA GeForce RTX 4090", frozenset(), "")
     ] * 4
 
@@ -56,7 +56,7 @@ def test_a_gpu_that_does_not_answer_takes_no_other_with_it(monkeypatch, where, e
     assert [device.index for device in devices] == list(range(8))
     assert devices[3].unfit == f"does not answer ({error})" and devices[3].memory_bytes == 80 * GIB
     assert [device.id for device in devices if device.unfit] == ["n0/3"]
-    assert devices[0].nvlink_peers == {f"n0/{n}" for n in (1, 2, 4, 5, 6, 7)}
+    assert devices[0].linked == {f"n0/{n}" for n in (1, 2, 4, 5, 6, 7)}
     assert machine.users == 0
 
 
@@ -158,7 +158,7 @@ def test_amd_gpus_are_refused_until_told_to_try(two_mi300x):
     first, second = discovery.discover_devices("auto", untried=True)
     assert (first.kind, first.index, first.memory_bytes, first.numa_node) == ("rocm", 0, 192 * GIB, 0)
     assert (second.index, second.numa_node) == (2, 1), "HIP numbers the built-in graphics too, which no box uses"
-    assert first.nvlink_peers == {"n0/2"} and second.nvlink_peers == {"n0/0"}
+    assert first.linked == {"n0/2"} and second.linked == {"n0/0"}
     assert (first.uuid, second.uuid) == ("000000000000abc2", "000000000000abc4")
     assert kinds.kind_of("rocm").visibility([2, 0]) == {"HIP_VISIBLE_DEVICES": "2,0", "CUDA_VISIBLE_DEVICES": "2,0"}
 

@@ -9,7 +9,7 @@ def linked(pairs: list[tuple[int, int]], count: int = 8) -> list[Device]:
     def peers(i: int) -> frozenset[str]:
         return frozenset(f"n0/{b if a == i else a}" for a, b in pairs if i in (a, b))
 
-    return [Device(f"n0/{i}", "n0", i, "cuda", numa_node=i // 4, nvlink_peers=peers(i)) for i in range(count)]
+    return [Device(f"n0/{i}", "n0", i, "cuda", numa_node=i // 4, linked=peers(i)) for i in range(count)]
 
 
 def test_best_fit_over_nodes_keeps_whole_nodes_free() -> None:

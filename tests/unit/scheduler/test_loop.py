@@ -768,3 +768,32 @@ def test_a_cold_engine_does_not_wait_for_a_wake_that_memory_refuses() -> None:
     assert [(chain.holder.id, chain.after) for chain in left.take] == [("r2", frozenset())]
     left = handover.only_with_room(both, lambda model, node: node != "n2")
     assert [chain.holder.id for chain in left.take] == ["r1"], "asked is the node where it would start"
+
+
+def test_a_loop_knows_the_devices_before_its_first_round() -> None:
+    """A job that was judged between a controller's start and the first round failed: there were no devices yet."""
+
+    async def test() -> None:
+        world, looked = World(box_of(3)), []
+        effects = FakeEffects(world)
+        observe = effects.observe
+
+        async def observed() -> Observed:
+            looked.append(1)
+            return await observe()
+
+        effects.observe = observed
+        loop = SchedulerLoop(virtual_time.VirtualClock(), SchedulerConfig()).connect(
+            effects, FakeStore(Policy("serve")), MemoryJournal()
+        )
+        assert loop.status()["devices"] == []
+        await loop.adopt()
+        assert len(loop.status()["devices"]) == 3 and looked == [1]
+        running = asyncio.create_task(loop.run())
+        await asyncio.sleep(0)
+        assert looked == [1], "it is done once"
+        await loop.wait_settled(loop.nudge())
+        loop.stop()
+        await running
+
+    go(test)

@@ -11,8 +11,8 @@ from ray.exceptions import ActorUnschedulableError
 
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
+from scheduler.core.memory_reading import MemoryReading
 from scheduler.devices.discovery import logical_devices
-from scheduler.loop.memory_policy import MemoryReading
 from scheduler.ray import nodes as ray_nodes
 from scheduler.ray.node import NodeConfig, NodeReport
 from scheduler.ray.nodes import Nodes

@@ -15,7 +15,7 @@ from scheduler.handover.effects import ReplicaOrder
 from scheduler.ray import replicas
 from scheduler.ray.replicas import ACTOR, Replicas
 from serve.core.config import EngineConfig
-from serve.core.sizing import ModelTooLarge
+from serve.core.sizing import ModelTooLarge, NotComputed
 
 
 class Supervisor:
@@ -109,8 +109,17 @@ async def test_one_that_nobody_knows_yet_is_waited_for(two):
         await found.observe()
 
 
-@pytest.mark.parametrize("error", [ModelTooLarge("its KV cache of 0 MB holds 0 of 8,192 tokens"), LookupError("gone")])
-def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error, says, blame",
+    [
+        (ModelTooLarge("0 of 8,192 tokens"), r"m does not fit: 0 of 8,192 tokens \(`appliance", "own"),
+        (LookupError("gone"), "m does not fit: gone$", "own"),
+        (NotComputed("its layers are quantised"), "m cannot be served: its layers are quantised$", "input"),
+    ],
+)
+def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(
+    error: Exception, says: str, blame: str
+) -> None:
     """The configuration may have changed since it was deployed."""
 
     def refuses(model: str, tensor_parallel: int) -> dict:
@@ -125,8 +134,9 @@ def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(error
         lambda event: None,
     )
     order = SimpleNamespace(id="r1-0", model="m", devices=("n0/0",), tensor_parallel=1)
-    with pytest.raises(EffectFailed, match=r"start_replica r1-0: m does not fit: .*(8,192 tokens \(`appliance|gone)"):
+    with pytest.raises(EffectFailed, match=f"start_replica r1-0: {says}") as failed:
         replicas._replica_spec(order, SimpleNamespace(name="n0"), Path("/v"))  # type: ignore[arg-type]
+    assert failed.value.blame == blame
 
 
 class Tunnelled:

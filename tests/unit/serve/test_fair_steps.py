@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,7 +85,8 @@ class Engine:
         self.tokens: dict[str, list[float]] = {}
         self.places: dict[str, int] = {}
 
-    def ask(self, owner: str, name: str, prompt: int, most: int) -> None:
+    def ask(self, owner: str, name: str, prompt: int, most: int, adapter: int = 0) -> None:
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -100,6 +102,7 @@ class Engine:
                 pooling_params=None,
                 arrival_time=self.clock.now_s,
                 priority=priority,
+                lora_request=LoRARequest(f"a{adapter}", adapter, "/nowhere") if adapter else None,
             )
         )
 
@@ -182,3 +185,21 @@ def test_nobody_has_all_places_of_an_engine(tmp_path: Path, monkeypatch: pytest.
         engine.step()
         steps += 1
     assert not ended and steps < 500, "all are written to their end"
+
+
+@pytest.mark.parametrize("adapters, given", [(1, 0), (2, 1)])
+def test_no_place_is_given_to_a_request_whose_adapter_finds_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: int, given: int
+) -> None:
+    engine = Engine(tmp_path, monkeypatch, paced=True)
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=adapters)
+    for one in range(PLACES):
+        engine.ask("many", f"long {one}", 20, 400, adapter=1)
+    for _ in range(40):
+        engine.step()
+    assert len(engine.scheduler.running) == PLACES
+    engine.ask("neighbour", "short", 20, 2, adapter=2)
+    for _ in range(5):
+        engine.step()
+    assert sum(request.num_preemptions for request in engine.scheduler.requests.values()) == given
+    assert bool(engine.tokens["short"]) == bool(given)

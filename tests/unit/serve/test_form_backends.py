@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,13 @@ from serve.api import form_backends
 class Backend:
     def __init__(self, name: str) -> None:
         self.name, self.ended = name, 0
+        self.meanwhile: list[Callable[[], Any]] = []
 
     def compile_grammar(self, spec: str) -> str:
-        return f"{self.name} {spec}"
+        self.spec = spec  # as llguidance's does
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        return f"{self.name} {self.spec}"
 
     def destroy(self) -> None:
         self.ended += 1
@@ -31,11 +36,14 @@ class Manager:
         self.backend: Backend | None = None
         self.made: list[Backend] = []
         self.later: list[Any] = []
+        self.looks: list[Callable[[], Any]] = []
 
     def grammar_init(self, request: Any) -> None:
         if request.structured_output_request is None:
             return
         if self.backend is None:
+            for look in self.looks:
+                look()  # another thread, while it is made
             self.backend = Backend(request.sampling_params.structured_outputs._backend)
             self.made.append(self.backend)
         self.later.append(lambda: self._create_grammar(request))
@@ -70,6 +78,36 @@ def test_no_form_decides_what_follows_those_of_others(manager: Any, first: str) 
     # The threads come to them when all have been taken in.
     assert [make() for make in manager.later] == [f"{first} a", f"{second} b", f"{first} c"]
     assert [backend.name for backend in manager.made] == [first, second]
+
+
+def test_no_form_is_compiled_for_another_request_whose_thread_came_between(manager: Any) -> None:
+    for spec in ("a", "b"):
+        manager.grammar_init(asking("guidance", spec))
+    first, second = manager.later
+    manager.made[0].meanwhile.append(second)
+    assert first() == "guidance a"
+
+
+def test_a_step_finds_a_backend_while_another_is_made(manager: Any) -> None:
+    """vLLM's grammar_bitmask, in the core's thread, ends the engine if there is none."""
+    manager.grammar_init(asking("xgrammar", "a"))
+    seen: list[str] = []
+    manager.looks.append(lambda: seen.append(manager.backend.name))
+    manager.grammar_init(asking("guidance", "b"))
+    assert seen == ["xgrammar"] and manager.backend.name == "xgrammar"
+    assert [make() for make in manager.later] == ["xgrammar a", "guidance b"]
+
+
+def test_a_backend_that_cannot_be_made_leaves_the_one_that_is_there(manager: Any) -> None:
+    manager.grammar_init(asking("xgrammar", "a"))
+
+    def fails() -> None:
+        raise ValueError("no such tokenizer")
+
+    manager.looks.append(fails)
+    with pytest.raises(ValueError, match="no such tokenizer"):
+        manager.grammar_init(asking("guidance", "b"))
+    assert manager.backend.name == "xgrammar"
 
 
 def test_a_request_without_a_form_makes_nothing(manager: Any) -> None:

@@ -10,6 +10,7 @@ from serve.core.sizing import (
     GRAPH_BYTES,
     LEAST_ACTIVATIONS_BYTES,
     ModelTooLarge,
+    NotComputed,
     asleep_bytes,
     engine_settings,
     engine_size,
@@ -109,6 +110,20 @@ def test_what_a_head_tied_to_the_embedding_packs_counts_and_quantised_weights_co
     assert packed.quantized is False, "an empty one is none"
     quantised = ServedShape.from_config({**SMOL, "quantization_config": {"bits": 4}}, 10**8, SMOL_PARAMETERS)
     assert on_cpu(shape=quantised, dtype="float32").memory.weights_bytes == 10**8 + 4 * 49152 * 576
+
+
+def test_quantised_layers_are_refused_where_the_processor_computes_none(monkeypatch):
+    """Before an engine is started: it would fail in vLLM's words, or answer with numbers that are wrong."""
+    quantised = ServedShape.from_config({**SMOL, "quantization_config": {"quant_method": "awq"}}, 10**8, 40)
+    for lacks in ("", "AVX-512"):
+        monkeypatch.setattr(type(kinds.kind_of("cpu")), "lacks_for_quantised", lambda self, lacks=lacks: lacks)
+        found = on_cpu(shape=quantised)
+        assert found.problem == found.not_computed and ("only on a processor with AVX-512" in found.problem) == bool(
+            lacks
+        )
+        assert not on_cpu().problem and not size(shape=quantised).problem
+    with pytest.raises(NotComputed, match=r"quantised.*import the model as its publisher trained it"):
+        engine_settings(EngineConfig(), found, task="generate", arch="LlamaForCausalLM")
 
 
 def test_slots_of_adapters_are_counted_and_a_sleeping_engine_keeps_its_processes():

@@ -31,6 +31,8 @@ def test_versions_that_differ_only_in_how_they_were_written_fit(pair):
     [
         ("config.json", '{"model_type": "llama", "rope_theta": 500000.0}', "rope_theta is 500000.0"),
         ("tokenizer.json", '{"a": 1}', "tokenizer.json differs"),
+        ("tekken.json", "{}", "tekken.json differs"),
+        ("vocab.txt", "a", "vocab.txt differs"),
         ("chat_template.jinja", "{{ messages }}", "chat_template.jinja differs"),
         ("tokenizer_config.json", '{"eos_token": "<|end|>", "chat_template": "x"}', "eos_token"),
         ("generation_config.json", '{"temperature": 0.1}', "generation_config.json: temperature"),

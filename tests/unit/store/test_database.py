@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sqlite3
 import stat
 import threading
@@ -117,6 +118,32 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path, mo
     monkeypatch.undo()
     with Database(tmp_path / "a.db") as db:
         assert schema(db) == before and db.execute("PRAGMA user_version").fetchone()[0] == max(migrations())
+
+
+def test_a_crash_between_two_migrations_leaves_the_old_version_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, found = tmp_path / "a.db", tmp_path / "found"
+    found.mkdir()
+    with Database(path) as db:
+        before = schema(db)
+    more = {**migrations(), 900: "CREATE TABLE first (x);\n", 901: "CREATE TABLE second AS SELECT crash() AS x;\n"}
+
+    def crash() -> int:
+        # What a kill or a power loss would leave at this moment.
+        for file in tmp_path.glob("a.db*"):
+            shutil.copy(file, found)
+        return 1
+
+    with (
+        contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection,
+        monkeypatch.context() as patched,
+    ):
+        connection.create_function("crash", 0, crash)
+        patched.setattr(migrator, "migrations", lambda: more)
+        migrator.migrate(connection, path)
+    assert sqlite3.connect(path).execute("SELECT x FROM second").fetchall() == [(1,)]
+    # The release before still opens it: it would refuse a number that it does not know.
+    with Database(found / "a.db") as db:
+        assert schema(db) == before and db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
 
 
 def test_a_schema_of_a_newer_release_is_refused_and_left_alone(tmp_path: Path):

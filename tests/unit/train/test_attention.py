@@ -13,13 +13,13 @@ LENGTHS = (5, 1, 17, 9)
 SEGMENTS = tuple((sum(LENGTHS[:i]), sum(LENGTHS[: i + 1])) for i in range(len(LENGTHS)))
 
 
-def row(heads=4, kv_heads=2, dim=8, dtype=torch.float64):
+def row(dim=8, value_dim=8, dtype=torch.float64):
     draw = torch.Generator().manual_seed(0)
-    shapes = ((1, count, sum(LENGTHS), dim) for count in (heads, kv_heads, kv_heads))
+    shapes = ((1, heads, sum(LENGTHS), width) for heads, width in ((4, dim), (2, dim), (2, value_dim)))
     return [torch.randn(shape, generator=draw, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def by_mask(query, key, value, window):
+def by_mask(query, key, value, window, scale=0.3):
     """One call over the whole row, with the mask that says what may see what."""
     of = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     at = torch.arange(sum(LENGTHS))
@@ -27,26 +27,28 @@ def by_mask(query, key, value, window):
     mask = (of[:, None] == of[None, :]) & (distance >= 0)
     if window is not None:
         mask &= distance < window
-    found = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
+    found = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
     return found.transpose(1, 2)
 
 
-def outcome(attend):
-    tensors = row()
+def outcome(attend, **shape):
+    tensors = row(**shape)
     out = attend(*tensors)
     out.square().sum().backward()
     return [out, *(tensor.grad for tensor in tensors)]
 
 
-def packed(query, key, value, window):
+def packed(query, key, value, window, scale=0.3):
     return packed_attention(
-        torch.nn.Module(), query, key, value, None, segments=SEGMENTS, scaling=0.3, sliding_window=window
+        torch.nn.Module(), query, key, value, None, segments=SEGMENTS, scaling=scale, sliding_window=window
     )[0]
 
 
 def varlen_by_hand(query, key, value, starts, keys_start, longest, longest_key, *, scale, window_size, enable_gqa):
     """What torch.nn.attention.varlen documents, one sequence at a time: (tokens, heads, dim), a window of W tokens to
-    the left beside the token itself."""
+    the left beside the token itself. And what the kernel checks (flash_api.cpp, mha_varlen_fwd)."""
+    assert query.shape[-1] % 8 == 0 and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
+    assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
     assert starts.dtype == torch.int32 and torch.equal(starts, keys_start)
     assert longest == longest_key == max(LENGTHS) and query.shape[0] == starts[-1] and window_size[1] == 0
     outs = []
@@ -62,25 +64,44 @@ def varlen_by_hand(query, key, value, starts, keys_start, longest, longest_key, 
     return torch.cat(outs)
 
 
+def use_varlen(monkeypatch):
+    monkeypatch.setattr(attention, "_one_kernel", lambda query, value, dropout: True)
+    monkeypatch.setattr(attention.varlen, "varlen_attn", varlen_by_hand)
+
+
 @pytest.mark.parametrize("window", [None, 4, 100])
 @pytest.mark.parametrize("one_kernel", [False, True], ids=["split", "varlen"])
 def test_a_row_equals_one_call_with_the_whole_mask(monkeypatch, window, one_kernel):
     if one_kernel:
-        monkeypatch.setattr(attention, "_one_kernel", lambda query, dropout: True)
-        monkeypatch.setattr(attention.varlen, "varlen_attn", varlen_by_hand)
+        use_varlen(monkeypatch)
     wanted = outcome(lambda *tensors: by_mask(*tensors, window))
     found = outcome(lambda *tensors: packed(*tensors, window))
     for one, other in zip(found, wanted, strict=True):
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("dim, value_dim", [(12, 8), (6, 6), (8, 20)], ids=["DeepSeek", "odd", "wide values"])
+@pytest.mark.parametrize("one_kernel", [False, True], ids=["split", "varlen"])
+def test_heads_may_have_any_width_and_values_their_own(monkeypatch, one_kernel, dim, value_dim, scale):
+    if one_kernel:
+        use_varlen(monkeypatch)
+    shape = {"dim": dim, "value_dim": value_dim}
+    wanted = outcome(lambda *tensors: by_mask(*tensors, None, scale), **shape)
+    found = outcome(lambda *tensors: packed(*tensors, None, scale), **shape)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
 def test_the_kernel_for_whole_rows_is_for_gpus_and_half_precision():
     meta = torch.empty((1, 4, 32, 64), device="meta", dtype=torch.bfloat16)  # stands for memory that is no host's
-    assert attention._one_kernel(meta, 0.0)
-    assert not attention._one_kernel(meta, 0.1)
-    assert not attention._one_kernel(meta.float(), 0.0)
-    assert not attention._one_kernel(torch.empty((1, 4, 32, 320), device="meta", dtype=torch.bfloat16), 0.0)
-    assert not attention._one_kernel(torch.empty((1, 4, 32, 64), dtype=torch.bfloat16), 0.0)
+    wide = torch.empty((1, 4, 32, 320), device="meta", dtype=torch.bfloat16)
+    assert attention._one_kernel(meta, meta, 0.0)
+    assert not attention._one_kernel(meta, meta, 0.1)
+    assert not attention._one_kernel(meta.float(), meta.float(), 0.0)
+    assert not attention._one_kernel(wide, wide, 0.0)
+    assert not attention._one_kernel(meta, wide, 0.0)
+    assert not attention._one_kernel(torch.empty((1, 4, 32, 64), dtype=torch.bfloat16), meta, 0.0)
 
 
 def test_the_backward_pass_fills_no_row_per_example():

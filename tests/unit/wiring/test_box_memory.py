@@ -12,7 +12,7 @@ from appliance.memory.host_memory import HostMemory, Means, StoredHere
 from appliance.store.objects import jobs
 from appliance.store.records import audit
 from scheduler.core.errors import EffectFailed
-from scheduler.loop.memory_policy import MemoryReading
+from scheduler.core.memory_reading import MemoryReading
 
 GB = 10**9
 
@@ -102,11 +102,11 @@ def short(world: World, available: int = GB // 2) -> None:
 async def test_an_engine_starts_on_a_node_whose_host_has_memory_for_it(box, world):
     short(world, 2 * GB)
     await box.look()
-    assert not box.has_room_for("chat", "n1") and box.has_room_for("chat", "n0")
+    assert not box.book_engine("chat", "n1") and box.book_engine("chat", "n0")
     world.home, world.away = world.away, MemoryReading(24 * GB, 20 * GB)
     await box.look()
-    assert box.has_room_for("code", "n1") and not box.has_room_for("other", "n0")
-    assert box.has_room_for("new", "n2"), "a node that has not reported yet is not refused"
+    assert box.book_engine("code", "n1") and not box.book_engine("other", "n0")
+    assert box.book_engine("new", "n2"), "a node that has not reported yet is not refused"
 
 
 async def test_a_job_begins_where_there_is_memory_for_it_and_waits_only_if_nowhere_is(

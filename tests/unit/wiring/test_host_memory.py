@@ -11,9 +11,9 @@ import pytest
 from appliance.memory.host_memory import STARTING_FOR_S, WANTED_FOR_S, HostMemory, Means, StoredHere
 from appliance.store.objects import jobs
 from appliance.store.records import audit
+from scheduler.core.memory_reading import MemoryReading
 from scheduler.core.workload import DeploymentView
 from scheduler.devices.host_reading import read_memory
-from scheduler.loop.memory_policy import MemoryReading
 from tests.unit.weights.conftest import write
 
 GB = 10**9
@@ -174,23 +174,23 @@ async def test_a_job_is_admitted_against_what_other_programs_leave(host, world, 
 
 async def test_engines_that_start_count_before_their_memory_shows(host, world):
     await looks(host, world, 6 * GB, 0.5)
-    assert host.has_room_for("chat") and host.has_room_for("code") and not host.has_room_for("third")
+    assert host.book_engine("chat") and host.book_engine("code") and not host.book_engine("third")
     world.now_s += STARTING_FOR_S
     await looks(host, world, 3 * GB, 0.5)
-    assert host.has_room_for("third")
+    assert host.book_engine("third")
 
 
 async def test_a_model_without_an_engine_takes_memory_from_training_a_further_engine_does_not(host, world):
     world.replicas = [{"model": "chat", "state": "open", "devices": ["n0/0"]}]
     world.jobs = [{"id": "ftjob-1", "devices": ["n0/0"], "phase": "running"}]
     await looks(host, world, 2 * GB, 0.5)
-    assert not host.has_room_for("chat") and await looks(host, world, 2 * GB, 3) == []
-    assert not host.has_room_for("code")
+    assert not host.book_engine("chat") and await looks(host, world, 2 * GB, 3) == []
+    assert not host.book_engine("code")
     assert await looks(host, world, 2 * GB, 1) == ["-job"]
     assert host.status()["waiting_models"] == ["code"] and "code waits for an engine" in host.notes()[0]
     await looks(host, world, 6 * GB, 0.5)
-    assert host.has_room_for("code") and host.status()["waiting_models"] == []
-    assert host.has_room_for("other") and not host.has_room_for("third"), "what starts counts before its memory shows"
+    assert host.book_engine("code") and host.status()["waiting_models"] == []
+    assert host.book_engine("other") and not host.book_engine("third"), "what starts counts before its memory shows"
     world.now_s += WANTED_FOR_S
     await looks(host, world, 6 * GB, 0.5)
     assert host.status()["waiting_models"] == [], "nobody asks for it any more"
@@ -201,16 +201,16 @@ async def test_for_an_engine_that_no_memory_is_enough_for_nobody_gives_anything_
     world.jobs = [{"id": "ftjob-1", "devices": ["n0/0"], "phase": "running"}]
     host._means = replace(host._means, engine_bytes=lambda model: 5000 * GB)
     for _ in range(3):
-        assert not host.has_room_for("chat")
+        assert not host.book_engine("chat")
         assert await looks(host, world, 20 * GB, 1) == []
     assert host.status()["waiting_models"] == [] and len([r for r in caplog.records if "more than" in r.message]) == 1
 
 
 async def test_when_nothing_is_left_to_give_half_of_the_reserve_is(host, world):
     await looks(host, world, 2 * GB + GB // 2, 0.5)
-    assert not host.has_room_for("code")
+    assert not host.book_engine("code")
     await looks(host, world, 2 * GB + GB // 2, 1)
-    assert host.has_room_for("code"), "requests wait for nothing else than that"
+    assert host.book_engine("code"), "requests wait for nothing else than that"
 
 
 async def test_versions_that_nobody_reads_go_before_anybody_has_to_wait(host, world, store):
@@ -218,7 +218,7 @@ async def test_versions_that_nobody_reads_go_before_anybody_has_to_wait(host, wo
     world.jobs = [{"id": "ftjob-1", "devices": ["n0/0"], "phase": "running"}]
     store.unpin(stored)
     assert (await StoredHere(store).idle_bytes())[1] > 0
-    host_least = "scheduler.loop.memory_policy.LEAST_BYTES"
+    host_least = "appliance.memory.memory_policy.LEAST_BYTES"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_least, 1)
         done = await looks(host, world, GB // 2, 2)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import pytest
+
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import write_mode
+from appliance.controller.interfaces.errors import SwapFailed
 from appliance.controller.interfaces.ports import Mode
+from appliance.store.objects import models
 from appliance.store.records import deployments, handovers
 from appliance.wiring.box_status import BoxStatus
 from appliance.wiring.handover_trigger import HandoverTrigger
@@ -16,6 +20,7 @@ from appliance.wiring.scheduler_port import LoopPort
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, Policy
+from scheduler.handover.journal import HandoverRecord, StepRecord
 from scheduler.handover.ports import SystemClock
 from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import FakeEffects, World, box_of
@@ -85,6 +90,42 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     wanted = write_mode(db, Mode("train", serving_floor=1, by="alice"))
     handover_id = await port.set_mode(wanted)
     await port.wait_handover(handover_id)
+    await port.wait_handover(handover_id)  # two clients that wait for the same one
     assert handovers.find(db, handover_id).detail == {"asked_by": "alice", "asked_for": "mode train"}
     loop.stop()
     await running
+
+
+async def test_a_swap_is_told_of_its_own_model_only(db, add_model):
+    """While one model is swapped, hand-overs of others go on in the same journal."""
+    add_model()
+
+    def swap(seq: int, model: str, detail: dict) -> StepRecord:
+        return StepRecord(seq, "swap", "swap_replica", f"r-{model}", "done", 1.0, 2.0, {"model": model, **detail})
+
+    done = {"pause_s": 0.1, "seconds": 1.0, "bytes": 10, "how": "shared memory"}
+    journal = SqliteJournal(db)
+    journal.begin(HandoverRecord(1, "an earlier one", "done", 1.0, 2.0, (swap(0, "starter", done),)))
+
+    async def settle(generation: int) -> None:
+        if journal.last_id() == 1:
+            steps = (
+                swap(0, "starter", done),
+                swap(1, "other", {**done, "pause_s": 9.0}),
+                swap(2, "other", {"error": "e"}),
+            )
+            journal.begin(HandoverRecord(2, "two swaps", "done", 1.0, 2.0, steps))
+
+    replica = {"id": "r1", "model": "starter", "state": "open", "version": models.find(db, "starter").active_version}
+    loop = SimpleNamespace(
+        reset_failures=lambda model: None, nudge=lambda: 1, wait_settled=settle, status=lambda: {"replicas": [replica]}
+    )
+    routing = SimpleNamespace(wait_applied=lambda: asyncio.sleep(0))
+    port = LoopPort(loop, None, journal, routing, db, None, None)
+    told = await port.converge_model("starter")
+    assert (told["replicas"], told["pause_s"], told["bytes"]) == (1, 0.1, 10)
+
+    replica["version"] = "older"
+    journal.begin(HandoverRecord(3, "another model's", "failed", 1.0, 2.0, (swap(0, "other", {"error": "e"}),), "e"))
+    with pytest.raises(SwapFailed, match="r1 serve another version"):
+        await port.converge_model("starter")

@@ -139,7 +139,8 @@ def _check_size(
 ) -> None:
     size = context.sizes.sized(model, version, devices, wanted)
     if size.problem:
-        raise BadRequest(f"{model.id} would not fit: {size.problem}.", param="set", code="invalid_value")
+        what = "cannot be served" if size.not_computed else "would not fit"
+        raise BadRequest(f"{model.id} {what}: {size.problem}.", param="set", code="invalid_value")
     if wanted.max_model_len is not None and (size.max_model_len or wanted.max_model_len) < wanted.max_model_len:
         own = size.shortened or f"the model was made for {size.max_model_len:,} tokens"
         raise BadRequest(

@@ -25,7 +25,7 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFoun
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, Report
 from appliance.controller.interfaces.principal import Caller
-from appliance.controller.models.activation import switch
+from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
 from appliance.controller.models.imported import adapter_base, register, register_adapter
 from appliance.controller.models.removal import known_model, paths_of, remove
@@ -59,7 +59,9 @@ class Rollback(StrictBody):
     version: Text | None = None
 
 
-def routes(context: ControllerContext, router: APIRouter, running: Operations, compared: Canaries) -> None:
+def routes(
+    context: ControllerContext, router: APIRouter, running: Operations, compared: Canaries, activations: Activations
+) -> None:
     """Add the routes to the admin router."""
     db = context.db
 
@@ -140,17 +142,19 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
     @router.post("/models/{name:path}/rollback")
     async def rollback(name: str, caller: Caller, body: Rollback | None = None) -> dict[str, Any]:
-        row, asked = stored_model(db, name), body.version if body else None
-        if asked is None and canaries.find_running(db, row.id) is not None:
-            return await compared.roll_back(row.id, caller)
-        before, target = row.active_version, _rollback_target(db, row, asked)
-        try:
-            measured = await switch(context, row, target, f"{row.id} rolls back to {target}")
-        except SwapFailed as error:
-            record(context, caller, "model.rollback", row.id, outcome="failed", to=target, error=str(error))
-            raise Conflict(f"The roll back failed: {error}", param="version", code="swap_failed") from error
-        record(context, caller, "model.rollback", row.id, before=before, to=target)
-        return {"model": row.id, "from": before, "to": target, "swap": measured}
+        asked = body.version if body else None
+        if asked is None and canaries.find_running(db, stored_model(db, name).id) is not None:
+            return await compared.roll_back(name, caller)
+        async with activations.lock(stored_model(db, name).id):
+            row = stored_model(db, name)
+            before, target = row.active_version, _rollback_target(db, row, asked)
+            try:
+                measured = await activations.switch(row, target, f"{row.id} rolls back to {target}")
+            except SwapFailed as error:
+                record(context, caller, "model.rollback", row.id, outcome="failed", to=target, error=str(error))
+                raise Conflict(f"The roll back failed: {error}", param="version", code="swap_failed") from error
+            record(context, caller, "model.rollback", row.id, before=before, to=target)
+            return {"model": row.id, "from": before, "to": target, "swap": measured}
 
     @router.post("/models/{name:path}/pin")
     async def pin(name: str, body: Pin, caller: Caller) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from scheduler.core.memory_reading import MemoryReading
+
 Kind = Literal["pool", "versions", "sleeper", "parked", "job", "engine"]
 
 SHORT_OF_RESERVE, ENOUGH_OF_RESERVE = 1.0, 1.5
@@ -45,18 +47,6 @@ SETTLE_S: Mapping[Kind, float] = {
 }
 """Time to wait after each action for its effect. A job that is still being suspended is waited for, up to its limit."""
 SUSPEND_LIMIT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryReading:
-    """Of the machine, or of the enclosing control group with the least memory left (`where`). In bytes; `stalled`:
-    PSI's "full avg10", percent, 0 where the kernel does not report it."""
-
-    total: int
-    available: int
-    stalled: float = 0.0
-    where: str = "this machine"
-    swap_used: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,18 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from scheduler.loop.memory_policy import (
+from appliance.memory.memory_policy import (
     CALM_S,
     LONGEST_CALM_S,
     SETTLE_S,
     Action,
     Holdings,
-    MemoryReading,
     MemoryState,
     decide,
     default_reserve,
     without,
 )
+from scheduler.core.memory_reading import MemoryReading
 
 GB = 10**9
 RESERVE = GB

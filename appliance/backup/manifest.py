@@ -1,0 +1,108 @@
+"""What one backup holds: a list of files, each a list of chunks by their SHA-256; backups share what is the same.
+
+In the place, `backups/NAME.json` is a manifest and `chunks/AB/ABCD...` a chunk. A manifest is written last: a backup
+that was broken off is none, and its chunks serve the next one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from appliance.backup.errors import BackupDamaged, NoBackup
+from weights.format.errors import ObjectDamaged
+from weights.tiers.objects import Objects
+
+FORMAT = 1
+CHUNK_BYTES = 16 << 20
+_FOLDER = "backups/"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """path: below the data directory, with "/". mtime_ns: of the file when it was read; 0: read it again next time."""
+
+    path: str
+    bytes: int
+    mtime_ns: int
+    chunks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """name: sorts by time. schema: the number of the database's newest migration. secrets: whether private keys are in
+    it. new_bytes: what no earlier backup of this place had."""
+
+    name: str
+    made_s: float
+    box_id: str
+    version: str
+    schema: int
+    data_dir: str
+    secrets: bool
+    new_bytes: int
+    files: tuple[SavedFile, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+def name_at(made_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime(made_s))
+
+
+def chunk_key(digest: str) -> str:
+    return f"chunks/{digest[:2]}/{digest}"
+
+
+def write(objects: Objects, manifest: Manifest) -> None:
+    body = json.dumps({"format": FORMAT, **asdict(manifest)}, separators=(",", ":"))
+    objects.put(f"{_FOLDER}{manifest.name}.json", f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n".encode())
+
+
+def names(objects: Objects) -> list[str]:
+    """Oldest first."""
+    return sorted(PurePosixPath(key).stem for key, _ in objects.list(_FOLDER) if key.endswith(".json"))
+
+
+def read(objects: Objects, name: str) -> Manifest:
+    """Raises NoBackup, BackupDamaged."""
+    if name not in (known := names(objects)):
+        have = f"it has {', '.join(known[-5:])}" if known else "it has none"
+        raise NoBackup(f"{objects.where} has no backup {name!r}; {have}")
+    try:
+        digest, _, body = objects.get(f"{_FOLDER}{name}.json").decode().partition("\n")
+        body = body.removesuffix("\n")
+        if hashlib.sha256(body.encode()).hexdigest() != digest:
+            raise BackupDamaged(
+                f"the manifest of {name} at {objects.where} is not what was written; use another backup"
+            )
+        fields: dict[str, Any] = json.loads(body)
+    except (ObjectDamaged, UnicodeDecodeError) as error:
+        raise BackupDamaged(f"the manifest of {name} at {objects.where} cannot be read: {error}") from error
+    if fields.pop("format") != FORMAT:
+        raise BackupDamaged(f"the backup {name} at {objects.where} is of a newer release; restore it with that one")
+    files = (SavedFile(**{**file, "chunks": tuple(file["chunks"])}) for file in fields.pop("files"))
+    return Manifest(**fields, files=tuple(files))
+
+
+def newest(objects: Objects) -> Manifest | None:
+    known = names(objects)
+    return read(objects, known[-1]) if known else None
+
+
+def remove(objects: Objects, gone: Iterable[str]) -> None:
+    """These backups, and every chunk that none of the others has. Call it only when nobody writes to the place."""
+    gone = set(gone)
+    for name in gone:
+        objects.delete(f"{_FOLDER}{name}.json")
+    kept = {chunk for name in names(objects) for file in read(objects, name).files for chunk in file.chunks}
+    for key, _ in list(objects.list("chunks/")):
+        if PurePosixPath(key).name not in kept:
+            objects.delete(key)

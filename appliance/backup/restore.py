@@ -1,0 +1,122 @@
+"""Brings a backup back into an empty directory, or reads all of it to see that it could be."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from appliance.backup import manifest as manifests
+from appliance.backup.errors import BackupDamaged, BackupError, NoBackup, NotEmpty
+from appliance.backup.manifest import Manifest, SavedFile, chunk_key
+from appliance.backup.take import DATABASE
+from appliance.store.migrator import migrations
+from weights.format.errors import ObjectDamaged
+from weights.tiers.objects import Objects
+
+Report = Callable[[int, int], None]
+
+
+def restore(objects: Objects, name: str | None, data_dir: Path, *, report: Report = lambda done, of: None) -> Manifest:
+    """Puts a backup (None: the newest) into `data_dir`, which is empty or not there, and appears there whole.
+
+    Raises NoBackup, NotEmpty, BackupDamaged, BackupError, TierUnavailable."""
+    found = _named(objects, name)
+    if found.schema > max(migrations()):
+        raise BackupError(
+            f"the backup {found.name} is of a newer release ({found.version}, schema {found.schema}; this one knows "
+            f"{max(migrations())}); restore it with that release"
+        )
+    if data_dir.is_symlink() or (data_dir.exists() and (not data_dir.is_dir() or any(data_dir.iterdir()))):
+        raise NotEmpty(f"{data_dir} is not an empty directory; restore into a new one, and move it afterwards")
+    data_dir.parent.mkdir(parents=True, exist_ok=True)
+    partial = data_dir.with_name(f".{data_dir.name}.restoring-{secrets.token_hex(4)}")
+    partial.mkdir(mode=0o700)
+    try:
+        done = 0
+        for file in found.files:
+            report(done, found.bytes)
+            _write(objects, file, _inside(partial, file.path))
+            done += file.bytes
+        _check_database(partial / DATABASE, found.name)
+        if data_dir.exists():
+            data_dir.rmdir()
+        partial.rename(data_dir)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    report(found.bytes, found.bytes)
+    return found
+
+
+def verify(objects: Objects, name: str | None, *, report: Report = lambda done, of: None) -> Manifest:
+    """Reads every byte of a backup and opens its database. Raises NoBackup, BackupDamaged, TierUnavailable."""
+    found = _named(objects, name)
+    done = 0
+    with TemporaryDirectory(prefix="appliance-backup-") as folder:
+        for file in found.files:
+            report(done, found.bytes)
+            if file.path == DATABASE:
+                _write(objects, file, Path(folder) / DATABASE)
+                _check_database(Path(folder) / DATABASE, found.name)
+            else:
+                for digest in file.chunks:
+                    _chunk(objects, digest, file.path)
+            done += file.bytes
+    report(found.bytes, found.bytes)
+    return found
+
+
+def _named(objects: Objects, name: str | None) -> Manifest:
+    found = manifests.newest(objects) if name is None else manifests.read(objects, name)
+    if found is None:
+        raise NoBackup(f"{objects.where} has no backup; `appliance backup make` takes one")
+    return found
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A manifest from elsewhere names no place outside the directory."""
+    parts = name.split("/")
+    if name.startswith("/") or any(part in ("", ".", "..") for part in parts):
+        raise BackupDamaged(f"the backup names a file outside the data directory: {name!r}")
+    return folder.joinpath(*parts)
+
+
+def _write(objects: Objects, file: SavedFile, path: Path) -> None:
+    for folder in reversed(path.parents):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "wb") as written:
+        for digest in file.chunks:
+            written.write(_chunk(objects, digest, file.path))
+        written.flush()
+        os.fsync(handle)
+    if path.stat().st_size != file.bytes:
+        raise BackupDamaged(f"{file.path} has {path.stat().st_size} bytes instead of {file.bytes}; use another backup")
+    if file.mtime_ns:
+        os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
+
+
+def _chunk(objects: Objects, digest: str, path: str) -> bytes:
+    try:
+        data = objects.get(chunk_key(digest))
+    except ObjectDamaged as error:
+        raise BackupDamaged(f"a part of {path} is missing at {objects.where}; use another backup") from error
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise BackupDamaged(f"a part of {path} at {objects.where} is not what was written; use another backup")
+    return data
+
+
+def _check_database(path: Path, name: str) -> None:
+    try:
+        with sqlite3.connect(path) as connection:
+            (said,) = connection.execute("PRAGMA integrity_check").fetchone()
+    except sqlite3.Error as error:
+        said = str(error)
+    if said != "ok":
+        raise BackupDamaged(f"the database in the backup {name} is damaged ({said}); use another backup")

@@ -1,0 +1,192 @@
+"""Takes a backup of a data directory, of a box that runs or of one that is stopped.
+
+The database is copied first, by SQLite's own online copy, then the files, which appear in the directory whole. A file
+that is deleted meanwhile may still be named in the copied database, so all of it is done again until a pass saw none
+go; the chunks of the pass before are there already.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import sqlite3
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from appliance import last_backup
+from appliance.backup import manifest as manifests
+from appliance.backup.errors import BackupError, BackupRunning, NotThisBox
+from appliance.backup.manifest import CHUNK_BYTES, Manifest, SavedFile, chunk_key, name_at
+from appliance.last_backup import LastBackup
+from appliance.paths import BoxPaths
+from weights.tiers.objects import Objects
+
+log = logging.getLogger(__name__)
+
+DATABASE = "appliance.db"
+# Logs tell of this machine, caches are made again, and the rest belongs to one run of the box.
+LEFT_OUT = frozenset({"logs", "cache", "away-jobs", "box.json", "box.lock", "backup.lock", "last-backup.json"})
+SECRETS = frozenset({"ca", "first-key", "ray.token"})
+PASSES = 5
+_COPYING = ".backup-"
+Report = Callable[[int, int], None]
+
+
+def take(
+    paths: BoxPaths,
+    objects: Objects,
+    *,
+    keep: int | None = None,
+    secrets: bool = False,
+    report: Report = lambda done, of: None,
+    clock: Callable[[], float] = time.time,
+) -> Manifest:
+    """The new backup, when all of it is at the place.
+
+    Args:
+        keep: how many backups stay there, this one included; None: all.
+        secrets: the keys of the box's certificate authority, the first API key and Ray's token too.
+        report: bytes looked at, and of how many.
+
+    Raises BackupError, TierUnavailable, TierFull.
+    """
+    if not paths.database.is_file():
+        raise BackupError(f"{paths.data_dir} is no data directory of a box: it has no {DATABASE}")
+    with _alone(paths.data_dir), TemporaryDirectory(prefix=_COPYING, dir=paths.data_dir) as folder:
+        for left in paths.data_dir.glob(f"{_COPYING}*"):  # of one that was killed
+            if left != Path(folder):
+                shutil.rmtree(left)
+        objects.sweep()
+        last = manifests.newest(objects)
+        if last is not None and last.box_id != paths.box_id:
+            raise NotThisBox(
+                f"{objects.where} has backups of another box ({last.box_id}, {last.data_dir}); give each box a place "
+                "of its own"
+            )
+        writer = _Writer(objects, {} if last is None else {file.path: file for file in last.files}, report)
+        for _ in range(PASSES):
+            copied = Path(folder) / DATABASE
+            schema = copy_database(paths.database, copied)
+            files, gone = writer.save(paths.data_dir, copied, secrets)
+            if not gone:
+                break
+            log.info("%d files were deleted while they were copied; once more", gone)
+        else:
+            raise BackupError(
+                f"files of {paths.data_dir} were deleted during each of {PASSES} passes; take the backup when fewer "
+                "jobs and requests end"
+            )
+        made_s = clock()
+        made = Manifest(
+            name_at(made_s),
+            made_s,
+            paths.box_id,
+            version("appliance"),
+            schema,
+            str(paths.data_dir),
+            secrets,
+            writer.new_bytes,
+            files,
+        )
+        manifests.write(objects, made)
+        if keep is not None:
+            manifests.remove(objects, manifests.names(objects)[:-keep])
+        last_backup.write(paths.last_backup, LastBackup(made.name, made.made_s, objects.where, made.bytes))
+        return made
+
+
+def copy_database(source: Path, target: Path) -> int:
+    """Copies the database whole, as of one moment, beside its writer. Returns its schema's number.
+
+    `sqlite3.Connection.backup` in one step: the writer of a WAL database goes on (https://www.sqlite.org/backup.html)."""
+    target.unlink(missing_ok=True)
+    os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        with sqlite3.connect(f"file:{source}?mode=ro", uri=True) as read, sqlite3.connect(target) as written:
+            read.backup(written)
+            written.execute("PRAGMA journal_mode = DELETE")  # one file, without a log beside it
+            (schema,) = written.execute("PRAGMA user_version").fetchone()
+    except sqlite3.Error as error:
+        raise BackupError(f"{source} cannot be copied: {error}") from error
+    return schema
+
+
+class _Writer:
+    def __init__(self, objects: Objects, last: dict[str, SavedFile], report: Report):
+        self._objects, self._last, self._report = objects, last, report
+        self._there = {Path(key).name for key, _ in objects.list("chunks/")}
+        self.new_bytes = 0
+
+    def save(self, data_dir: Path, database: Path, secrets: bool) -> tuple[tuple[SavedFile, ...], int]:
+        """The files now at the place, and how many others were gone before they were read."""
+        found = [(path.relative_to(data_dir).as_posix(), path) for path in _files(data_dir, secrets)]
+        sizes = {path: size for path, size in ((path, _size(path)) for _, path in found) if size is not None}
+        of, done, saved = sum(sizes.values()), 0, [self._file(DATABASE, database, 0)]
+        for name, path in found:
+            self._report(done, of)
+            done += sizes.get(path, 0)
+            try:
+                status = path.stat()
+                saved.append(self._file(name, path, status.st_mtime_ns))
+            except FileNotFoundError:
+                continue
+        self._report(of, of)
+        return tuple(saved), len(found) + 1 - len(saved)
+
+    def _file(self, name: str, path: Path, mtime_ns: int) -> SavedFile:
+        known = self._last.get(name)
+        if known and mtime_ns and (known.mtime_ns, known.bytes) == (mtime_ns, path.stat().st_size):
+            if self._there.issuperset(known.chunks):
+                return known
+        chunks, nbytes = [], 0
+        with open(path, "rb") as file:
+            while piece := file.read(CHUNK_BYTES):
+                digest = hashlib.sha256(piece).hexdigest()
+                if digest not in self._there:
+                    self._objects.put(chunk_key(digest), piece)
+                    self._there.add(digest)
+                    self.new_bytes += len(piece)
+                chunks.append(digest)
+                nbytes += len(piece)
+        self._last[name] = SavedFile(name, nbytes, mtime_ns, tuple(chunks))
+        return self._last[name]
+
+
+def _files(data_dir: Path, secrets: bool) -> Iterator[Path]:
+    """Regular files, by name; what a backup left behind is none of them."""
+    left_out = LEFT_OUT if secrets else LEFT_OUT | SECRETS
+    for entry in sorted(data_dir.iterdir()):
+        if entry.name in left_out or entry.name.startswith((DATABASE, _COPYING)):
+            continue
+        below = sorted(entry.rglob("*")) if entry.is_dir() and not entry.is_symlink() else [entry]
+        for path in below:
+            try:
+                if stat.S_ISREG(path.lstat().st_mode):
+                    yield path
+            except FileNotFoundError:
+                continue
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+@contextmanager
+def _alone(data_dir: Path) -> Iterator[None]:
+    with open(os.open(data_dir / "backup.lock", os.O_RDWR | os.O_CREAT, 0o600), "r+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BackupRunning(f"a backup of {data_dir} is being taken already; wait for its end") from None
+        yield

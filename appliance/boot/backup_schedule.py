@@ -1,0 +1,47 @@
+"""Takes a backup of a running box whenever the newest one is older than the configuration allows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from appliance import last_backup
+from runtime.processes.kernel import tail
+
+LOOK_EVERY_S = 60.0
+
+
+class BackupFailed(RuntimeError):
+    """The backup's process said why."""
+
+
+class BackupSchedule:
+    """start: starts the process that takes one and writes to `log_path`. newest: the file that tells of the last."""
+
+    def __init__(
+        self,
+        every_hours: float,
+        newest: Path,
+        log_path: Path,
+        start: Callable[[], Awaitable[asyncio.subprocess.Process]],
+        clock: Callable[[], float] = time.time,
+    ):
+        self._every_s, self._newest, self._log_path = every_hours * 3600, newest, log_path
+        self._start, self._clock = start, clock
+
+    async def look(self) -> None:
+        """Takes one if it is time. Raises BackupFailed; whoever calls again tries again."""
+        last = last_backup.read(self._newest)
+        if last is not None and self._clock() - last.made_s < self._every_s:
+            return
+        process = await self._start()
+        try:
+            if await process.wait() != 0:
+                lines = tail(self._log_path).splitlines() or [f"its process ended with {process.returncode}"]
+                raise BackupFailed(lines[-1])
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()

@@ -1,0 +1,155 @@
+"""`appliance backup` and `appliance restore`; the work is done by `appliance.backup.main`, never imported here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import formats, output
+from appliance.cli.command import DATA_DIR, OUTPUT, Format, examples, group
+from appliance.cli.errors import BadUsage, CommandFailed
+
+app = group("Backups: copies of the box elsewhere, taken while it runs.")
+
+CONFIG = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        envvar="APPLIANCE_CONFIG",
+        exists=True,
+        dir_okay=False,
+        readable=True,
+        help="Default: appliance.toml in the data directory, if there is one.",
+    ),
+]
+PLACE = Annotated[
+    str | None,
+    typer.Argument(metavar="[PLACE]", help="A directory, or s3://bucket/prefix. Default: url in [backup]."),
+]
+NAME = Annotated[str | None, typer.Option("--name", help="As `backup list` shows it. Default: the newest.")]
+
+
+@app.command(
+    epilog=examples(
+        "appliance backup make /mnt/nas/box-1",
+        "appliance backup make s3://backups/box-1 --keep 30",
+        "appliance backup make                      to the url in [backup], where every_hours can take them by itself",
+        "",
+        "The box may run. Only what is new since the last backup is written: what backups share is there once.",
+        "A backup has the database, files, models and the jobs' snapshots, so keep it as safe as the box.",
+    )
+)
+def make(
+    place: PLACE = None,
+    keep: Annotated[
+        int | None, typer.Option("--keep", min=1, help="Backups that stay there. Default: keep in [backup], 14.")
+    ] = None,
+    secrets: Annotated[
+        bool,
+        typer.Option("--secrets", help="Also private keys: the authority for nodes, the first API key."),
+    ] = False,
+    config: CONFIG = None,
+    data_dir: DATA_DIR = None,
+    output_format: OUTPUT = "table",
+) -> None:
+    """Take a backup of the box on this machine."""
+    options = ["--keep", str(keep)] if keep is not None else []
+    answer = in_process("make", place, config, data_dir, *options, *(["--secrets"] if secrets else []))
+    told(answer, output_format, "taken", f"{formats.size(answer['new_bytes'])} of it new")
+
+
+@app.command(
+    name="list",
+    epilog=examples("appliance backup list /mnt/nas/box-1", "appliance backup list -o json"),
+)
+def list_backups(
+    place: PLACE = None, config: CONFIG = None, data_dir: DATA_DIR = None, output_format: OUTPUT = "table"
+) -> None:
+    """The backups at a place, oldest first."""
+    answer = in_process("list", place, config, data_dir)
+    if output_format == "json":
+        output.print_json(answer)
+        return
+    rows = (
+        (made["name"], made["version"], made["files"], formats.size(made["bytes"]), formats.size(made["new_bytes"]))
+        for made in answer["data"]
+    )
+    output.draw(
+        output.table(
+            ("NAME", "RELEASE", ">FILES", ">SIZE", ">NEW THEN"), rows, empty=f"no backups at {answer['where']}"
+        )
+    )
+
+
+@app.command(
+    epilog=examples(
+        "appliance backup verify /mnt/nas/box-1",
+        "appliance backup verify /mnt/nas/box-1 --name 2026-11-25T03-00-00Z",
+    )
+)
+def verify(
+    place: PLACE = None,
+    name: NAME = None,
+    config: CONFIG = None,
+    data_dir: DATA_DIR = None,
+    output_format: OUTPUT = "table",
+) -> None:
+    """Read a whole backup, to see that it can be restored."""
+    answer = in_process("verify", place, config, data_dir, *named(name))
+    told(answer, output_format, "whole", "every checksum and the database are right")
+
+
+def named(name: str | None) -> list[str]:
+    return [] if name is None else ["--name", name]
+
+
+def told(answer: dict[str, Any], output_format: Format, done: str, more: str) -> None:
+    if output_format == "json":
+        output.print_json(answer)
+        return
+    size = formats.size(answer["bytes"])
+    output.say(f"{answer['name']} at {answer['where']} is {done}: {answer['files']} files, {size}; {more}")
+
+
+def in_process(
+    command: str, place: str | None, config: Path | None, data_dir: str | None, *options: str
+) -> dict[str, Any]:
+    """What the process answers, while a line shows how far it is. Raises BadUsage, CommandFailed."""
+    from appliance.config import ConfigError, load_config  # fenced: pydantic would double the time of `--help`
+
+    try:
+        resolved = load_config(config, {"data_dir": data_dir})
+    except ConfigError as error:
+        raise BadUsage(str(error)) from error
+    if place is not None:
+        url = place if place.startswith("s3://") else str(Path(place).expanduser().resolve())
+        resolved = resolved.model_copy(update={"backup": resolved.backup.model_copy(update={"url": url})})
+    # -P: a folder here that is called `train` or `serve` must not hide ours.
+    arguments = [sys.executable, "-P", "-m", "appliance.backup.main", command, "--config-json"]
+    answer: dict[str, Any] = {}
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            [*arguments, resolved.model_dump_json(), *options], stdout=subprocess.PIPE, stderr=said, text=True
+        )
+        try:
+            with output.progress("restore" if command == "restore" else f"backup {command}") as meter:
+                for line in process.stdout or ():
+                    news = json.loads(line)
+                    answer = news.get("answer", answer)
+                    if "done" in news:
+                        meter.update(done=news["done"], total=news["of"])
+            if process.wait() != 0:
+                said.seek(0)
+                lines = said.read().splitlines() or [f"the backup's process ended with {process.returncode}"]
+                raise CommandFailed(lines[-1])
+            return answer
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()

@@ -1,0 +1,65 @@
+"""`appliance doctor`; the checks are in `appliance.doctor`, run in a process of its own and never imported here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Annotated
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.box.backup import CONFIG
+from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
+from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.locate import BoxFile
+
+app = group("Is this machine fit for the box, and is the box well?")
+_MARKS = {"ok": "ok", "warn": "WARN", "fail": "FAIL", "skip": "-"}
+
+
+@app.command(
+    epilog=examples(
+        "appliance doctor                           what is not as it should be, with what to do",
+        "appliance doctor --all                     every check, with what was measured",
+        "appliance doctor -o json                   for scripts",
+        "",
+        "It takes a second, no device and no privilege; the box may run or not. Exit code: 0 all is well, 1 something",
+        "fails, 2 something is to be looked at.",
+    )
+)
+def doctor(
+    all_checks: Annotated[bool, typer.Option("--all", help="Show the checks that are right too.")] = False,
+    config: CONFIG = None,
+    data_dir: DATA_DIR = None,
+    output_format: OUTPUT = "table",
+) -> None:
+    """Is this machine fit for the box, and is the box well?"""
+    from appliance.config import ConfigError, load_config  # fenced: pydantic would double the time of `--help`
+
+    try:
+        resolved = load_config(config, {"data_dir": data_dir})
+    except ConfigError as error:
+        raise BadUsage(str(error)) from error
+    runs = ["--runs"] if BoxFile.read(resolved.box.data_dir).pid is not None else []
+    # -P: a folder here that is called `train` or `serve` must not hide ours.
+    command = [sys.executable, "-P", "-m", "appliance.doctor.main", "--config-json", resolved.model_dump_json()]
+    done = subprocess.run([*command, *runs], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise CommandFailed((done.stderr.strip() or "the doctor's process ended").splitlines()[-1])
+    answer = json.loads(done.stdout)
+    if output_format == "json":
+        output.print_json(answer)
+        raise typer.Exit(answer["exit_code"])
+    shown = [one for one in answer["data"] if all_checks or one["state"] in ("warn", "fail")]
+    rows = [(_MARKS[one["state"]], one["check"], one["found"], one["wanted"], one["remedy"]) for one in shown]
+    well = sum(one["state"] == "ok" for one in answer["data"])
+    skipped = sum(one["state"] == "skip" for one in answer["data"])
+    output.draw(
+        output.stack(
+            output.table(("", "CHECK", "FOUND", "WANTED", "WHAT TO DO"), rows, empty="nothing is wrong"),
+            f"{well} checks are right, {skipped} do not apply here; --all shows them",
+        )
+    )
+    raise typer.Exit(answer["exit_code"])

@@ -1,0 +1,30 @@
+"""`appliance restore`: a backup comes back."""
+
+from __future__ import annotations
+
+from appliance.cli.box.backup import CONFIG, NAME, PLACE, in_process, named, told
+from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
+
+app = group("Bring a backup back, on this machine or another one.")
+
+
+@app.command(
+    epilog=examples(
+        "appliance restore /mnt/nas/box-1 --data-dir /srv/box",
+        "appliance restore s3://backups/box-1 --name 2026-11-25T03-00-00Z --data-dir /srv/box",
+        "appliance up --data-dir /srv/box           then starts it: keys, models, files and jobs are as they were",
+        "",
+        "The directory is empty or not there, and appears whole. Other nodes join anew, unless --secrets was given",
+        "when the backup was taken.",
+    )
+)
+def restore(
+    place: PLACE = None,
+    name: NAME = None,
+    config: CONFIG = None,
+    data_dir: DATA_DIR = None,
+    output_format: OUTPUT = "table",
+) -> None:
+    """Bring a backup back, on this machine or another one."""
+    answer = in_process("restore", place, config, data_dir, *named(name))
+    told(answer, output_format, "restored", "`appliance up` with this --data-dir starts the box")

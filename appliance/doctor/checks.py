@@ -1,0 +1,267 @@
+"""The checks: each a question, and a pure function from what was read to a finding.
+
+Thresholds: those of Azure's node health checks and NVIDIA's DCGM for devices, of systemd's and the kernel's
+documentation for limits; where none is published, a number of ours with its reason beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from appliance.doctor.facts import Facts
+
+State = Literal["ok", "warn", "fail", "skip"]
+
+OPEN_FILES = 65_536  # each engine, rank and client connection takes some
+PROCESSES = 32_768  # eight engines and eight ranks have some thousand threads each at most
+MAP_COUNT = 262_144  # a checkpoint of many shards is mapped piece by piece
+SYNC_S = 0.010  # each change that the box acknowledges waits for one
+SHM_SHARE = 0.5  # of the host's memory: versions and snapshots lie there
+DISK_SHARE = 0.05
+MARGIN_C = 5
+EXPIRY_S = 14 * 86_400
+BACKUP_LATE = 1.1  # of the interval that the configuration asks for
+REMOTE_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """found, wanted: as a person reads them. remedy: what to do; "" where nothing is to be done."""
+
+    check: str
+    state: State
+    found: str
+    wanted: str = ""
+    remedy: str = ""
+
+
+Check = Callable[[Facts], Finding]
+
+
+def findings(facts: Facts) -> list[Finding]:
+    return [finding for check in _CHECKS for finding in check(facts)]
+
+
+def exit_code(found: list[Finding]) -> int:
+    """0: all is well; 1: something fails; 2: something is to be looked at."""
+    states = {finding.state for finding in found}
+    return 1 if "fail" in states else 2 if "warn" in states else 0
+
+
+def _judged(check: str, well: bool | None, found: str, wanted: str, remedy: str, state: State = "fail") -> Finding:
+    if well is None:
+        return Finding(check, "skip", found or "not reported here", wanted)
+    return Finding(check, "ok", found, wanted) if well else Finding(check, state, found, wanted, remedy)
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"
+
+
+def _memory(facts: Facts) -> Iterator[Finding]:
+    memory = facts.memory
+    yield _judged(
+        "memory available",
+        memory.available >= memory.total // 20,
+        f"{_gb(memory.available)} of {_gb(memory.total)} ({memory.where})",
+        "a twentieth of it",
+        "end other programs on the machine, or give the box less to do",
+        "warn",
+    )
+    yield _judged(
+        "memory pressure",
+        memory.stalled < 10.0,
+        f"all processes stalled for {memory.stalled:.0f} % of the last ten seconds",
+        "less than 10 %",
+        "end other programs on the machine",
+        "warn",
+    )
+    yield _judged(
+        "swap",
+        memory.swap_used < 2**30,
+        f"{_gb(memory.swap_used)} in use",
+        "less than 1 GB",
+        "engines that are swapped out answer late: `swapoff -a`, with enough memory free",
+        "warn",
+    )
+    kills = facts.oom_kills
+    yield _judged(
+        "killed for memory",
+        None if kills is None else kills == 0,
+        "" if kills is None else f"{kills} processes since the machine began",
+        "0",
+        "`journalctl -k | grep -i oom` names them; raise [box] memory_reserve_bytes if they were the box's",
+        "warn",
+    )
+
+
+def _shared_memory(facts: Facts) -> Iterator[Finding]:
+    yield _judged(
+        "shared memory",
+        facts.shm_bytes >= int(facts.memory.total * SHM_SHARE),
+        f"{_gb(facts.shm_bytes)}, {_gb(facts.shm_free_bytes)} free",
+        f"half of the memory, {_gb(int(facts.memory.total * SHM_SHARE))}",
+        "`mount -o remount,size=80% /dev/shm`, or --shm-size of the container: weights are handed over there",
+        "warn",
+    )
+
+
+def _disk(facts: Facts) -> Iterator[Finding]:
+    share = facts.disk_free_bytes / max(1, facts.disk_bytes)
+    yield _judged(
+        "disk free",
+        share >= DISK_SHARE,
+        f"{_gb(facts.disk_free_bytes)} of {_gb(facts.disk_bytes)} ({share:.0%})",
+        f"at least {DISK_SHARE:.0%}",
+        "delete models and files, shorten [controller.retention], or move the data directory to a larger disk",
+    )
+    remote = facts.file_system.startswith(REMOTE_FILE_SYSTEMS)
+    yield _judged(
+        "file system",
+        None if not facts.file_system else not remote,
+        facts.file_system,
+        "one of this machine",
+        "the database's log wants shared memory of one host: put the data directory on a local disk, and copy it "
+        "away with `appliance backup`",
+    )
+    slow = sorted(facts.sync_s)[-2] if len(facts.sync_s) > 1 else None
+    yield _judged(
+        "disk sync",
+        None if slow is None else slow < SYNC_S,
+        "" if slow is None else f"{slow * 1e3:.1f} ms, the slowest but one of {len(facts.sync_s)}",
+        f"under {SYNC_S * 1e3:.0f} ms",
+        "every change waits for it: a local SSD, or find who else writes to this disk",
+        "warn",
+    )
+
+
+def _limits(facts: Facts) -> Iterator[Finding]:
+    def at_least(check: str, bound: int | None, wanted: int, remedy: str) -> Finding:
+        found = "unlimited" if bound is None else f"{bound:,}"
+        return _judged(check, bound is None or bound >= wanted, found, f"{wanted:,}", remedy, "warn")
+
+    yield at_least("open files", facts.open_files, OPEN_FILES, "LimitNOFILE in the unit, or `ulimit -n`")
+    yield at_least("processes", facts.processes, PROCESSES, "TasksMax in the unit, --pids-limit, kernel.pid_max")
+    if facts.map_count is not None:
+        yield at_least("memory maps", facts.map_count, MAP_COUNT, f"`sysctl vm.max_map_count={MAP_COUNT}`")
+    if facts.locks_pages:
+        yield _judged(
+            "locked memory",
+            facts.locked_bytes is None,
+            "unlimited" if facts.locked_bytes is None else _gb(facts.locked_bytes),
+            "unlimited",
+            "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1: copies to the devices are slower without",
+            "warn",
+        )
+
+
+def _kernel(facts: Facts) -> Iterator[Finding]:
+    yield _judged(
+        "overcommit",
+        None if facts.overcommit is None else facts.overcommit != 2,
+        f"vm.overcommit_memory is {facts.overcommit}",
+        "0 or 1",
+        "`sysctl vm.overcommit_memory=0`: engines are forked, and the kernel would count their memory twice",
+    )
+    yield _judged(
+        "processor governor",
+        None if not facts.governors else facts.governors == {"performance"},
+        ", ".join(sorted(facts.governors)),
+        "performance",
+        "`cpupower frequency-set -g performance`",
+        "warn",
+    )
+    if facts.numa_nodes > 1:
+        yield _judged(
+            "NUMA balancing",
+            None if facts.numa_balancing is None else not facts.numa_balancing,
+            "on" if facts.numa_balancing else "off",
+            "off",
+            "`sysctl kernel.numa_balancing=0`: engines and ranks stay beside their device",
+            "warn",
+        )
+    yield _judged(
+        "clock",
+        facts.clock_synchronised,
+        "synchronised" if facts.clock_synchronised else "nothing synchronises it",
+        "synchronised",
+        "install chrony or systemd-timesyncd: certificates, quotas and other nodes go by it",
+        "warn",
+    )
+
+
+def _devices(facts: Facts) -> Iterator[Finding]:
+    kinds = sorted({device.kind for device in facts.devices})
+    count = f"{len(facts.devices)} of kind {', '.join(kinds)}" if facts.devices else "none"
+    yield _judged("devices", not facts.refused, facts.refused or count, "devices that can be used", facts.refused)
+    for device in facts.devices:
+        if device.unfit:
+            yield Finding(f"device {device.id}", "fail", device.unfit, "", "see docs/gpu.md")
+    for reading in facts.readings or ():
+        wrong = [reason for reason in (reading.lost, reading.unfit, *reading.faults) if reason]
+        hot = None
+        if reading.temperature_c is not None and reading.slowdown_c is not None:
+            hot = reading.slowdown_c - reading.temperature_c <= MARGIN_C
+        heat = "" if hot is None else f"{reading.temperature_c} °C of {reading.slowdown_c} °C"
+        errors = f"{reading.ecc_uncorrected} uncorrected memory errors" if reading.ecc_uncorrected else ""
+        found = "; ".join([*wrong, *filter(None, (errors, heat))]) or "answers"
+        state: State = "fail" if wrong else "warn" if hot or errors else "ok"
+        remedy = "" if state == "ok" else "drain it (`appliance gpu drain`), then reset it (docs/gpu.md)"
+        yield Finding(f"device {reading.device_id}", state, found, "no fault, cool", remedy)
+
+
+def _endpoint(facts: Facts) -> Iterator[Finding]:
+    yield _judged(
+        "port",
+        not facts.port_taken,
+        "the box has it" if facts.runs else facts.port_taken or "free",
+        "free, or the box's",
+        facts.port_taken,
+    )
+    if facts.certificate_fault:
+        yield Finding("certificate", "fail", facts.certificate_fault, "a PEM chain and its key", "make a new pair")
+    elif facts.certificate_expires_s is not None:
+        left_s = facts.certificate_expires_s - facts.now_s
+        yield _judged(
+            "certificate",
+            left_s > EXPIRY_S,
+            f"{left_s / 86_400:.0f} days left" if left_s > 0 else "has expired",
+            "more than 14 days",
+            "put a new one into the same files: it is loaded without a restart",
+            "fail" if left_s <= 0 else "warn",
+        )
+    yield _judged(
+        "compiled gateway",
+        facts.compiled,
+        "yes" if facts.compiled else "no: it runs as Python, at about half the speed",
+        "yes",
+        "install a C compiler and Python's headers, then `make setup` (or images/install.sh)",
+        "warn",
+    )
+
+
+def _box(facts: Facts) -> Iterator[Finding]:
+    if facts.runs:
+        yield _judged(
+            "box", not facts.troubles, "; ".join(facts.troubles) or "runs", "nothing degraded", "see the logs", "warn"
+        )
+    else:
+        yield Finding("box", "skip", "does not run")
+    if facts.backup is None:
+        late = "none yet"
+        yield Finding("backup", "warn", late, "one elsewhere", "`appliance backup make PLACE`, or [backup] every_hours")
+        return
+    age_s = facts.now_s - facts.backup.made_s
+    yield _judged(
+        "backup",
+        not facts.backup_every_s or age_s <= facts.backup_every_s * BACKUP_LATE,
+        f"{age_s / 3600:.1f} h old, at {facts.backup.where}",
+        f"at most {facts.backup_every_s / 3600:g} h" if facts.backup_every_s else "",
+        "`appliance status` and logs/backup.log say why the box takes none",
+        "warn",
+    )
+
+
+_CHECKS = (_devices, _memory, _shared_memory, _disk, _limits, _kernel, _endpoint, _box)

@@ -1,0 +1,154 @@
+"""Forms take turns: the masks of one step take a bounded time together, whoever's and however many they are.
+
+vLLM asks the grammar of each request in a step which tokens may follow, one after the other, and all requests wait for
+it. One mask is bounded (serve.vllm.step_bounds), but one owner may have as many requests as the engine has places:
+sixty, with texts of five bounded lengths and a vocabulary of 4,096, took a neighbour's stream from 72 tokens a second
+to 2.5. So of the requests whose masks take long each step has those that fit into STEP_S, owner by owner, and the
+others wait for a later step; new ones wait for their first as well. A mask that takes longer than that alone comes no
+more than half of the time while others are written.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from serve.api.turns import owner_in
+
+STEP_S = 0.05
+# What takes less is in every step, as most forms are: 256 of them take as long as a step of a large model.
+SHORT_S = 0.0005
+_OWNERS = 4096
+MASK = "shm_mask_s"
+"""Attribute of a grammar: what its masks take, from the last ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A request whose mask takes `cost_s`. served: the number of the last step that it was in, -1 before the first."""
+
+    name: str
+    owner: int
+    cost_s: float
+    served: int
+
+
+class MaskTurns:
+    """Who is next: of the owner who waits longest, the request that does."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._served: dict[str, int] = {}
+        self._owners: dict[int, int] = {}
+        self._rests_until_s = 0.0
+
+    def chosen(self, candidates: list[tuple[str, int, float]], now_s: float, *, others: bool) -> set[str]:
+        """Names of those that are in this step. candidates: (name, owner's mark, what its mask takes in seconds).
+        others: whether the step has requests without such a mask; else one is chosen at least."""
+        self._step += 1
+        self._served = {name: self._served.get(name, -1) for name, _, _ in candidates}
+        queues: dict[int, list[Candidate]] = {}
+        for name, owner, cost_s in candidates:
+            queues.setdefault(owner, []).append(Candidate(name, owner, cost_s, self._served[name]))
+        if len(self._owners) > _OWNERS:
+            self._owners = {owner: step for owner, step in self._owners.items() if owner in queues}
+        if others and now_s < self._rests_until_s:
+            return set()
+        for queue in queues.values():
+            queue.sort(key=lambda one: one.served, reverse=True)  # the one that waits longest is at the end
+        found: set[str] = set()
+        spent_s = 0.0
+        while queues:
+            owner = min(queues, key=lambda one: self._owners.get(one, -1))
+            one = queues[owner].pop()
+            if found and spent_s + one.cost_s > STEP_S:
+                break
+            found.add(one.name)
+            spent_s += one.cost_s
+            self._served[one.name] = self._owners[owner] = self._step
+            if not queues[owner]:
+                del queues[owner]
+        if spent_s > STEP_S:
+            self._rests_until_s = now_s + 2 * spent_s  # it takes the first half itself
+        return found
+
+
+def apply(grammars: Iterable[Any]) -> None:
+    """Once per process, before it makes its engine. grammars: classes of vLLM's StructuredOutputGrammar."""
+    for grammar in grammars:
+        grammar.fill_bitmask = _measured(grammar.fill_bitmask)
+    Scheduler.schedule = _in_turns(Scheduler.schedule)
+    Scheduler._handle_blocked_waiting_request = _unless_later(Scheduler._handle_blocked_waiting_request)
+
+
+def _measured(fill: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fill)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        began_s = time.thread_time()
+        filled = fill(self, *args, **kwargs)
+        took_s = time.thread_time() - began_s
+        # One that is quick once is still taken for slow for a few tokens: which of them takes long depends on the text.
+        setattr(self, MASK, max(took_s, (getattr(self, MASK, 0.0) + took_s) / 2))
+        return filled
+
+    return run
+
+
+def _in_turns(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(schedule)
+    def run(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        later = _later(self)
+        self.__dict__["shm_later"] = later
+        hidden = [request for request in self.running if request.request_id in later] if later else []
+        if not hidden:
+            return schedule(self, *args, **kwargs)
+        active = self.max_num_active_reqs
+        self.running = [request for request in self.running if request.request_id not in later]
+        self.max_num_active_reqs = active - len(hidden)
+        try:
+            return schedule(self, *args, **kwargs)
+        finally:
+            self.max_num_active_reqs = active
+            self.running = [*self.running, *hidden]
+
+    return run
+
+
+def _later(scheduler: Scheduler) -> set[str]:
+    """Names of those whose masks this step has no time for."""
+    slow: list[tuple[str, int, float]] = []
+    spent_s = 0.0
+    # A heap gives its items in order, which takes longer and means nothing here.
+    for request in (*scheduler.running, *getattr(scheduler.waiting, "_heap", scheduler.waiting)):
+        if (cost_s := _cost_s(request)) >= SHORT_S:
+            slow.append((request.request_id, owner_in(request.priority), cost_s))
+            spent_s += cost_s
+    if spent_s <= STEP_S:
+        return set()
+    turns = scheduler.__dict__.setdefault("shm_mask_turns", MaskTurns())
+    names = {name for name, _, _ in slow}
+    others = any(request.request_id not in names for request in scheduler.running)
+    return names - turns.chosen(slow, time.monotonic(), others=others)
+
+
+def _cost_s(request: Request) -> float:
+    """0 for a request whose prompt is not computed yet, though it runs: it gets no mask before."""
+    form = request.structured_output_request
+    if form is None or 0 < request.num_computed_tokens < request.num_tokens - 1:
+        return 0.0
+    cost_s: float = getattr(form.grammar, MASK, 0.0)  # None while it is compiled
+    return cost_s
+
+
+def _unless_later(ready: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(ready)
+    def run(self: Scheduler, request: Request) -> bool:
+        return ready(self, request) and request.request_id not in self.__dict__.get("shm_later", ())
+
+    return run

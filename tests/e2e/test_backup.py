@@ -1,0 +1,76 @@
+"""A backup of a running box is brought back on an empty machine: another directory, nothing in shared memory."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.e2e.box_support import WholeBox, gsm8k, wait_for
+from tests.e2e.machines_support import deploy_tiny
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
+
+SETTINGS = "[box]\ndevices = 2\nstart_timeout_s = 300\n[serve]\nstart_timeout_s = 400\n"
+
+
+def test_keys_files_models_and_jobs_are_as_they_were(tmp_path):
+    first, second = WholeBox(tmp_path / "first"), WholeBox(tmp_path / "second")
+    first.data_dir.mkdir()
+    (first.data_dir / "appliance.toml").write_text(SETTINGS)
+    (tmp_path / "place").mkdir()
+    place = str(tmp_path / "place")
+    try:
+        first.up()
+        deploy_tiny(first)
+        said = answer(first, "tiny")
+        file = first.upload(gsm8k("train", 24))
+        tuned = trained(first, file)
+        of_tuned = answer(first, tuned)
+        held = first.client().fine_tuning.jobs.create(model="tiny", training_file=file, extra_body={"held": True})
+        assert first.ask("status")["box"]["backup"] is None
+        made = first.ask("backup", "make", place)
+        assert first.ask("status")["box"]["backup"]["name"] == made["name"]
+        again = first.ask("backup", "make", place)
+        assert again["new_bytes"] < made["new_bytes"] / 2, "only what is new"
+        assert [one["name"] for one in first.ask("backup", "list", place)["data"]] == [made["name"], again["name"]]
+        assert first.ask("backup", "verify", place)["name"] == again["name"]
+        first.run("down")
+        assert first.left() == []
+        shutil.rmtree(first.data_dir)
+
+        back = second.ask("restore", place)
+        assert back["name"] == again["name"]
+        second.run("restore", place, code=1)  # never onto something
+        second.key = first.key
+        second.up()
+        assert {model.id for model in second.client().models.list().data} >= {"tiny", tuned}
+        assert answer(second, "tiny") == said and answer(second, tuned) == of_tuned
+        assert second.client().files.content(file).read() == gsm8k("train", 24)
+        jobs = {job.id: job for job in second.client().fine_tuning.jobs.list().data}
+        assert jobs[held.id].status == "queued", jobs[held.id].error
+        assert sorted(job.status for job in jobs.values()) == ["queued", "succeeded"]
+        second.run("down")
+        assert second.left() == []
+        wait_for(lambda: not first.segments_left() | second.segments_left(), "segments of ended engines to be gone", 10)
+    finally:
+        first.destroy()
+        second.destroy()
+
+
+def answer(box: WholeBox, model: str) -> str | None:
+    made = box.client(max_retries=5).chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "How many?"}], max_tokens=12, temperature=0
+    )
+    return made.choices[0].message.content
+
+
+def trained(box: WholeBox, file: str) -> str:
+    client = box.client()
+    job = client.fine_tuning.jobs.create(
+        model="tiny", training_file=file, hyperparameters={"n_epochs": 1, "batch_size": 8}, suffix="kept"
+    )
+    wait_for(lambda: client.fine_tuning.jobs.retrieve(job.id).status in ("succeeded", "failed"), "the job", 600)
+    done = client.fine_tuning.jobs.retrieve(job.id)
+    assert done.status == "succeeded" and done.fine_tuned_model, done.error
+    return done.fine_tuned_model

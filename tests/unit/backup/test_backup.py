@@ -1,0 +1,227 @@
+"""Backups of a data directory: what is in them, what they share, and that they come back whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from appliance import last_backup
+from appliance.backup import manifest as manifests
+from appliance.backup import take as take_module
+from appliance.backup.errors import BackupDamaged, BackupError, BackupRunning, NoBackup, NotEmpty, NotThisBox
+from appliance.backup.restore import restore, verify
+from appliance.backup.take import take
+from appliance.paths import BoxPaths
+from appliance.store.database import Database
+from appliance.store.records import box
+from weights.format.errors import TierFull
+from weights.tiers.objects import DirectoryObjects
+
+SECRET = "sk-appl-canary"
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> BoxPaths:
+    """A stopped box with a value in its database, two files and a snapshot."""
+    found = BoxPaths.of(tmp_path / "box", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    found.create()
+    with Database(found.database) as db:
+        box.put(db, "colour", "blue")
+    (found.files / "file-1").write_bytes(b"one" * 1000)
+    (found.models / "m").mkdir()
+    (found.models / "m" / "model.safetensors").write_bytes(os.urandom(100_000))
+    (found.jobs / "empty").write_bytes(b"")
+    (found.logs / "main.log").write_text("not mine to keep")
+    found.first_key.write_text(SECRET)
+    found.state_file.write_text("{}")
+    return found
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> DirectoryObjects:
+    return DirectoryObjects(tmp_path / "place", create=True)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def colour(data_dir: Path) -> str:
+    with Database(data_dir / "appliance.db") as db:
+        return box.get(db, "colour")
+
+
+def test_what_comes_back_is_what_was_there_and_nothing_of_the_old_run(paths, place, tmp_path):
+    made = take(paths, place)
+    back = tmp_path / "back"
+    assert restore(place, None, back) == made
+    found, before = tree(back), tree(paths.data_dir)
+    assert set(found) == {"appliance.db", "files/file-1", "models/m/model.safetensors", "jobs/empty"}
+    assert all(found[name] == before[name] for name in set(found) - {"appliance.db"})
+    assert colour(back) == "blue"
+    assert {path.stat().st_mode & 0o777 for path in back.rglob("*")} <= {0o600, 0o700}
+    last = last_backup.read(paths.last_backup)
+    assert last is not None and (last.name, last.where) == (made.name, place.where)
+
+
+def test_private_keys_are_in_it_only_when_asked_for(paths, place):
+    take(paths, place)
+    assert not any(SECRET.encode() in text for text in tree(place.root).values())
+    made = take(paths, place, secrets=True, clock=lambda: 2e9)
+    assert made.secrets and any(SECRET.encode() in text for text in tree(place.root).values())
+
+
+def test_a_second_backup_writes_only_what_is_new(paths, place, tmp_path):
+    first = take(paths, place, clock=lambda: 1e9)
+    (paths.files / "file-2").write_bytes(b"two" * 5000)
+    second = take(paths, place, clock=lambda: 1e9 + 60)
+    assert first.new_bytes >= 103_000 and second.new_bytes < first.new_bytes - 100_000
+    assert {file.path for file in second.files} - {file.path for file in first.files} == {"files/file-2"}
+    (paths.files / "file-1").write_bytes(b"uno" * 1000)  # as long as before
+    third = take(paths, place, clock=lambda: 1e9 + 120)
+    restore(place, third.name, tmp_path / "third")
+    assert (tmp_path / "third" / "files" / "file-1").read_bytes() == b"uno" * 1000
+    restore(place, first.name, tmp_path / "first")
+    assert (tmp_path / "first" / "files" / "file-1").read_bytes() == b"one" * 1000
+
+
+def test_old_ones_go_with_what_only_they_had(paths, place, tmp_path):
+    for second in range(3):
+        (paths.files / "file-1").write_bytes(os.urandom(50_000))
+        take(paths, place, keep=2, clock=lambda second=second: 1e9 + second)
+    assert len(manifests.names(place)) == 2
+    chunks = {chunk for name in manifests.names(place) for f in manifests.read(place, name).files for chunk in f.chunks}
+    assert {Path(key).name for key, _ in place.list("chunks/")} == chunks
+    assert all(verify(place, name) for name in manifests.names(place))
+
+
+def test_the_database_is_that_of_one_moment_while_it_is_written(paths, place, tmp_path):
+    """Two rows always change together: no backup may have one without the other."""
+    stop = threading.Event()
+
+    def writes() -> None:
+        with Database(paths.database) as db:
+            n = 0
+            while not stop.is_set():
+                n += 1
+                with db.transaction():
+                    box.put(db, "left", n)
+                    box.put(db, "right", n)
+
+    writer = threading.Thread(target=writes)
+    writer.start()
+    try:
+        for n in range(3):
+            take(paths, place, clock=lambda n=n: 1e9 + n)
+    finally:
+        stop.set()
+        writer.join()
+    for n, name in enumerate(manifests.names(place)):
+        restore(place, name, tmp_path / f"back{n}")
+        with Database(tmp_path / f"back{n}" / "appliance.db") as db:
+            assert box.get(db, "left") == box.get(db, "right")
+
+
+def test_a_file_that_goes_while_it_is_copied_is_not_in_the_database_either(paths, place, monkeypatch, tmp_path):
+    copy, passes = take_module.copy_database, []
+
+    def copied(source: Path, target: Path) -> int:
+        schema = copy(source, target)
+        passes.append(target)
+        if len(passes) == 1:  # deleted between the copy of the database and that of the files
+            with Database(paths.database) as db:
+                box.put(db, "colour", "green")
+            monkeypatch.setattr(take_module, "_size", lambda path: 1)
+            (paths.files / "file-1").unlink()
+            list_files = take_module._files
+            gone = [paths.files / "file-1"]
+            monkeypatch.setattr(take_module, "_files", lambda *given: [*list_files(*given), *(gone and [gone.pop()])])
+        return schema
+
+    monkeypatch.setattr(take_module, "copy_database", copied)
+    made = take(paths, place)
+    assert len(passes) == 2 and "files/file-1" not in {file.path for file in made.files}
+    restore(place, made.name, tmp_path / "back")
+    assert colour(tmp_path / "back") == "green"
+
+
+@pytest.mark.parametrize("how", ["missing", "changed", "manifest"])
+def test_a_damaged_backup_is_said_and_leaves_no_directory(paths, place, tmp_path, how):
+    made = take(paths, place)
+    (model,) = [file for file in made.files if file.path.endswith("safetensors")]
+    chunk = place.root / manifests.chunk_key(model.chunks[0])
+    if how == "missing":
+        chunk.unlink()
+    elif how == "changed":
+        chunk.write_bytes(b"x" + chunk.read_bytes()[1:])
+    else:
+        manifest = place.root / "backups" / f"{made.name}.json"
+        manifest.write_text(manifest.read_text().replace("file-1", "file-9"))
+    with pytest.raises(BackupDamaged, match="use another"):
+        verify(place, None)
+    with pytest.raises(BackupDamaged, match="use another"):
+        restore(place, None, tmp_path / "back")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["box", "place", "shm"]
+
+
+def test_a_manifest_cannot_write_outside_the_directory(paths, place, tmp_path):
+    made = take(paths, place)
+    evil = replace(made, name="evil", files=(*made.files, replace(made.files[1], path="../../evil")))
+    manifests.write(place, evil)
+    with pytest.raises(BackupDamaged, match="outside"):
+        restore(place, "evil", tmp_path / "back")
+    assert not (tmp_path.parent / "evil").exists() and not (tmp_path / "back").exists()
+
+
+def test_what_cannot_be_done_is_refused_by_name(paths, place, tmp_path):
+    with pytest.raises(NoBackup, match="appliance backup make"):
+        restore(place, None, tmp_path / "back")
+    made = take(paths, place)
+    with pytest.raises(NoBackup, match=made.name):
+        restore(place, "2001-01-01T00-00-00Z", tmp_path / "back")
+    with pytest.raises(NotEmpty, match="not an empty directory"):
+        restore(place, None, paths.data_dir)
+    manifests.write(place, replace(made, name="newer", schema=10_000))
+    with pytest.raises(BackupError, match="newer release"):
+        restore(place, "newer", tmp_path / "back")
+    other = BoxPaths.of(tmp_path / "other", tmp_path / "shm")
+    other.create()
+    with pytest.raises(BackupError, match="no data directory"):
+        take(other, place)
+    Database(other.database).close()
+    with pytest.raises(NotThisBox, match=made.box_id):
+        take(other, place)
+    with take_module._alone(paths.data_dir), pytest.raises(BackupRunning, match="already"):
+        take(paths, place)
+
+
+def test_a_full_place_keeps_the_backups_that_it_has(paths, place, tmp_path):
+    made = take(paths, place)
+    (paths.files / "large").write_bytes(os.urandom(200_000))
+    with pytest.raises(TierFull):
+        take(paths, DirectoryObjects(place.root, free_bytes=1 << 60))
+    assert manifests.names(place) == [made.name] and verify(place, None) == made
+    assert not list(paths.data_dir.glob(".backup-*"))
+
+
+def test_a_database_that_is_no_database_is_said(paths, place):
+    paths.database.write_bytes(b"no database at all" * 100)
+    with pytest.raises(BackupError, match="cannot be copied"):
+        take(paths, place)
+
+
+def test_a_wal_that_a_killed_box_left_is_in_the_backup(paths, place, tmp_path):
+    writer = sqlite3.connect(paths.database, isolation_level=None)
+    writer.execute("PRAGMA journal_mode = WAL")
+    writer.execute("PRAGMA wal_autocheckpoint = 0")
+    writer.execute("UPDATE box SET value = ? WHERE name = 'colour'", ['"red"'])
+    take(paths, place)
+    restore(place, None, tmp_path / "back")
+    assert colour(tmp_path / "back") == "red"
+    writer.close()

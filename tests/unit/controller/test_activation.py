@@ -1,0 +1,67 @@
+"""Changes of a model's version: one at a time, and a failed one is taken back whole."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from appliance.controller.interfaces.errors import SwapFailed
+from appliance.controller.models.activation import Activations
+from appliance.store.objects import models
+from appliance.store.rows import VersionRow
+
+from .conftest import ADMIN, Control, insert_model
+
+
+@pytest.fixture
+def two(control: Control) -> Control:
+    """A model with a version of 10 bytes that is active, and a larger one."""
+    insert_model(control.db, "m", versions=("v2", "v1"))
+    models.update_version(control.db, "m", "v2", bytes=99)
+    return control
+
+
+async def test_a_failed_change_takes_back_the_bytes_too_and_tells_the_scheduler(two: Control, monkeypatch):
+    before, nudges = models.find(two.db, "m"), []
+    monkeypatch.setattr(two.scheduler, "nudge", lambda why, by="": nudges.append(why))
+    two.scheduler.swap_error = "the fingerprint differs"
+    with pytest.raises(SwapFailed, match="fingerprint"):
+        await Activations(two.context).switch(before, "v2", "a test")
+    assert models.find(two.db, "m") == before
+    assert nudges == ["a test", "m stays at v1"]
+
+
+async def test_a_failed_change_leaves_a_version_that_was_published_meanwhile(two: Control, monkeypatch):
+    async def overtaken(model: str) -> dict[str, Any]:
+        models.insert_version(two.db, VersionRow(model, "v3", "test", 10, 1.0, disk_path="/models/v3"))
+        models.activate(two.db, model, "v3")
+        raise SwapFailed(model, "v2", "v3 came")
+
+    monkeypatch.setattr(two.scheduler, "converge_model", overtaken)
+    with pytest.raises(SwapFailed):
+        await Activations(two.context).switch(models.find(two.db, "m"), "v2", "a test")
+    assert models.find(two.db, "m").active_version == "v3"
+
+
+async def test_two_roll_backs_at_once_go_one_after_the_other(control: Control, monkeypatch):
+    insert_model(control.db, "m", versions=("v1", "v2", "v3"))
+    waiting, go = [], asyncio.Event()
+
+    async def slow(model: str) -> dict[str, Any]:
+        waiting.append(models.find(control.db, model).active_version)
+        await go.wait()
+        if waiting == ["v2"]:
+            raise SwapFailed(model, "v2", "no memory")
+        return {}
+
+    monkeypatch.setattr(control.scheduler, "converge_model", slow)
+    asked = [asyncio.create_task(control.http.post("/admin/v1/models/m/rollback", headers=ADMIN)) for _ in range(2)]
+    while not waiting:
+        await asyncio.sleep(0)
+    assert waiting == ["v2"], "the second waits for the first"
+    go.set()
+    first, second = await asyncio.gather(*asked)
+    assert (first.status_code, second.status_code) == (409, 200)
+    assert (second.json()["from"], second.json()["to"]) == ("v3", "v2")

@@ -1,0 +1,160 @@
+"""What the doctor says of a machine, check by check, and that it reads this one."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from appliance.config import load_config
+from appliance.doctor import facts as facts_module
+from appliance.doctor.checks import exit_code, findings
+from appliance.doctor.facts import Facts, read
+from appliance.last_backup import LastBackup
+from runtime.devices.kind import Reading
+from scheduler.core.inventory import Device
+from scheduler.core.memory_reading import MemoryReading
+
+GB = 10**9
+WELL = Facts(
+    memory=MemoryReading(100 * GB, 80 * GB),
+    shm_bytes=60 * GB,
+    shm_free_bytes=60 * GB,
+    disk_bytes=1000 * GB,
+    disk_free_bytes=500 * GB,
+    file_system="ext4",
+    sync_s=(0.001, 0.002, 0.5),
+    now_s=1e9,
+    devices=(Device("n0/0", "n0", 0, "cuda"),),
+    locks_pages=True,
+    readings=(Reading("n0/0", 1e9, temperature_c=60, slowdown_c=87),),
+    map_count=1 << 20,
+    overcommit=0,
+    governors=frozenset({"performance"}),
+    numa_balancing=False,
+    numa_nodes=2,
+    clock_synchronised=True,
+    oom_kills=0,
+    certificate_expires_s=1e9 + 90 * 86_400,
+    backup=LastBackup("b", 1e9 - 3600, "/mnt", 1),
+    backup_every_s=24 * 3600,
+)
+
+
+def wrong(facts: Facts) -> dict[str, str]:
+    return {one.check: one.state for one in findings(facts) if one.state in ("warn", "fail")}
+
+
+def test_a_machine_that_is_well():
+    assert wrong(WELL) == {} and exit_code(findings(WELL)) == 0
+    assert len(findings(WELL)) >= 20
+
+
+@pytest.mark.parametrize(
+    "changes, check, state",
+    [
+        ({"memory": MemoryReading(100 * GB, 4 * GB)}, "memory available", "warn"),
+        ({"memory": MemoryReading(100 * GB, 80 * GB, stalled=12.0)}, "memory pressure", "warn"),
+        ({"memory": MemoryReading(100 * GB, 80 * GB, swap_used=2 << 30)}, "swap", "warn"),
+        ({"oom_kills": 3}, "killed for memory", "warn"),
+        ({"shm_bytes": 8 * GB}, "shared memory", "warn"),
+        ({"disk_free_bytes": 40 * GB}, "disk free", "fail"),
+        ({"file_system": "nfs4"}, "file system", "fail"),
+        ({"sync_s": (0.02, 0.03)}, "disk sync", "warn"),
+        ({"open_files": 1024}, "open files", "warn"),
+        ({"processes": 4096}, "processes", "warn"),
+        ({"map_count": 65_530}, "memory maps", "warn"),
+        ({"locked_bytes": 8 << 20}, "locked memory", "warn"),
+        ({"overcommit": 2}, "overcommit", "fail"),
+        ({"governors": frozenset({"performance", "powersave"})}, "processor governor", "warn"),
+        ({"numa_balancing": True}, "NUMA balancing", "warn"),
+        ({"clock_synchronised": False}, "clock", "warn"),
+        ({"refused": "its driver is too old", "devices": (), "readings": None}, "devices", "fail"),
+        ({"devices": (Device("n0/0", "n0", 0, "cuda", unfit="is cut by MIG"),)}, "device n0/0", "fail"),
+        ({"readings": (Reading("n0/0", 1e9, faults=("reported Xid 79",)),)}, "device n0/0", "fail"),
+        ({"readings": (Reading("n0/0", 1e9, lost="GPU is lost"),)}, "device n0/0", "fail"),
+        ({"readings": (Reading("n0/0", 1e9, temperature_c=83, slowdown_c=87),)}, "device n0/0", "warn"),
+        ({"readings": (Reading("n0/0", 1e9, ecc_uncorrected=2),)}, "device n0/0", "warn"),
+        ({"port_taken": "port 8000 is in use by nginx"}, "port", "fail"),
+        ({"certificate_expires_s": 1e9 + 86_400}, "certificate", "warn"),
+        ({"certificate_expires_s": 1e9 - 1}, "certificate", "fail"),
+        ({"certificate_fault": "no PEM"}, "certificate", "fail"),
+        ({"compiled": False}, "compiled gateway", "warn"),
+        ({"runs": True, "troubles": ("usage: disk full",)}, "box", "warn"),
+        ({"backup": None}, "backup", "warn"),
+        ({"backup": LastBackup("b", 1e9 - 30 * 3600, "/mnt", 1)}, "backup", "warn"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_to_do(changes, check, state):
+    facts = replace(WELL, **changes)
+    assert wrong(facts) == {check: state}
+    (finding,) = [one for one in findings(facts) if one.check == check and one.state == state]
+    assert finding.found and finding.remedy
+    assert exit_code(findings(facts)) == {"fail": 1, "warn": 2}[state]
+
+
+def test_what_cannot_be_read_is_skipped_and_not_called_right():
+    unknown = replace(
+        WELL,
+        sync_s=(),
+        file_system="",
+        overcommit=None,
+        governors=frozenset(),
+        numa_balancing=None,
+        clock_synchronised=None,
+        oom_kills=None,
+    )
+    assert wrong(unknown) == {}
+    skipped = {one.check for one in findings(unknown) if one.state == "skip"} - {"box"}
+    assert skipped == {
+        "disk sync",
+        "file system",
+        "overcommit",
+        "processor governor",
+        "NUMA balancing",
+        "clock",
+        "killed for memory",
+    }
+
+
+def test_this_machine_is_read_and_nothing_is_left(tmp_path):
+    config = load_config(None, {"data_dir": str(tmp_path / "box" / "not" / "there"), "devices": 2})
+    found = read(config, runs=False)
+    assert len(found.devices) == 2 and found.readings is None and found.file_system
+    assert len(found.sync_s) == facts_module.SYNCS and all(took_s > 0 for took_s in found.sync_s)
+    assert found.shm_bytes > 0 and found.memory.total > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_limits_are_those_of_the_control_group_too(tmp_path):
+    root = tmp_path / "root"
+    for path, text in {
+        "proc/self/cgroup": "0::/system.slice/box.service\n",
+        "sys/fs/cgroup/system.slice/pids.max": "max\n",
+        "sys/fs/cgroup/system.slice/box.service/pids.max": "512\n",
+        "proc/sys/kernel/pid_max": "4194304\n",
+        "proc/sys/kernel/threads-max": "200000\n",
+        "proc/vmstat": "nr_free_pages 1\noom_kill 7\n",
+        "proc/self/mountinfo": (
+            "1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:5 / /srv rw,x shared:3 - nfs4 nas:/srv rw\n"
+            "3 1 0:6 / /srvother rw - xfs /dev/sdb rw\n"
+        ),
+    }.items():
+        file = root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert facts_module._processes(root) == 512
+    assert facts_module._oom_kills(root) == 7
+    assert facts_module._file_system(root, Path("/srv/box")) == "nfs4"
+    assert facts_module._file_system(root, Path("/home")) == "ext4"
+
+
+def test_a_full_disk_is_no_reason_to_fail(tmp_path, monkeypatch):
+    def full(handle: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(facts_module.os, "write", full)
+    assert facts_module._syncs(tmp_path) == () and list(tmp_path.iterdir()) == []
+    assert shutil.disk_usage(tmp_path).total > 0
