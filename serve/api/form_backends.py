@@ -7,8 +7,7 @@ xgrammar's structural tags; and after a first form of xgrammar's nothing was giv
 one shape, so here each form has its own.
 
 The core's thread asks the manager's backend, in its first step with a form, for memory for the masks, and ends if there
-is none, while another thread takes in requests and makes backends, for a second and more. So the manager keeps the one
-that it has.
+is none, while another thread takes in requests and makes backends. So the manager keeps the one that it has.
 
 And llguidance's backend keeps the form that it compiles in an attribute, which it reads a line later: of two threads
 one could compile the other's. So each compiles with a copy.

@@ -95,13 +95,18 @@ def _varlen(
     # none (torch's flash_api.cpp, mha_varlen_fwd). DeepSeek's values are narrower than its keys; OpenLLaMA 3B has heads
     # of 100. Zeros add nothing to a score, and what they give of the values is cut off.
     width = -(-max(query.shape[-1], value.shape[-1]) // _VARLEN_HEAD_STEP) * _VARLEN_HEAD_STEP
-    q, k, v = (pad(tensor[0].transpose(0, 1), (0, width - tensor.shape[-1])) for tensor in (query, key, value))
+    q, k, v = (_filled_up(tensor[0].transpose(0, 1), width) for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = varlen.varlen_attn(
         q, k, v, starts, starts, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=grouped
     )
     assert isinstance(out, torch.Tensor), "it returns more only if asked to"
     return out[None, ..., : value.shape[-1]]
+
+
+def _filled_up(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    # Not `pad` with nothing to add, which copies.
+    return tensor if tensor.shape[-1] == width else pad(tensor, (0, width - tensor.shape[-1]))
 
 
 @lru_cache(maxsize=4)  # all layers of a row, and their recomputation, ask for the same

@@ -93,6 +93,12 @@ def test_heads_may_have_any_width_and_values_their_own(monkeypatch, one_kernel, 
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
+def test_heads_that_fit_are_not_copied():
+    fits = torch.empty((5, 2, 8))
+    assert attention._filled_up(fits, 8) is fits
+    assert attention._filled_up(fits, 16).shape == (5, 2, 16)
+
+
 def test_the_kernel_for_whole_rows_is_for_gpus_and_half_precision():
     meta = torch.empty((1, 4, 32, 64), device="meta", dtype=torch.bfloat16)  # stands for memory that is no host's
     wide = torch.empty((1, 4, 32, 320), device="meta", dtype=torch.bfloat16)
