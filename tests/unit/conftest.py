@@ -1,5 +1,5 @@
-"""Most tests of the controller begin with a new database: its schema is made by the migrations once a process, and copied
-from then on (4 ms of processor time instead of 80)."""
+"""Most tests of the controller begin with a new database: its schema is made by the migrations once a process, and
+copied from then on (4 ms of processor time instead of 80)."""
 
 from __future__ import annotations
 
