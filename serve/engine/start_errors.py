@@ -107,6 +107,7 @@ _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...
         (r"Failed to find a kernel that can implement the (?P<format>\w+) linear layer", _no_kernel),
         (r"Unknown quantization method: (?P<format>[\w.-]+)", _no_format),
         (r"(?P<format>[\w.-]+) quantization is currently not supported in \w+", _no_format),
+        (r"is not supported for quantization method (?P<format>[\w-]+)", _no_format),
         # An operator that the CPU's build declares and does not have.
         (r"_C::\w*(?P<format>fp8|int8)\w*\(\) expected at most 0 argument", _no_format),
         (r"out of memory|[Cc]an(?:'|no)t allocate memory|MemoryError|std::bad_alloc", _out_of_memory),

@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 import transformers
 
+from runtime.devices.kinds import HOST
 from tests.e2e import quantised
 from tests.e2e.box_support import COMMAND, WholeBox, gsm8k, wait_for, whole_box
 from tests.e2e.test_families_soak import PROMPT, SHAPE, answered, ended
@@ -155,6 +156,11 @@ def test_sharded_and_tied_weights_compute_what_transformers_does(box, tokenizer,
     box.run("model", "rm", kind)
 
 
+def engines_started(box: WholeBox) -> list[Path]:
+    """Logs of all engines that this box ever started."""
+    return sorted((box.data_dir / "logs").glob("engine-*.log"))
+
+
 def loss(model, tokenizer, messages: list[dict]) -> float:
     """Of the assistant's and all other tokens of one conversation, in float32."""
     ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)["input_ids"][:, :256]
@@ -219,7 +225,7 @@ def test_a_quantised_checkpoint_computes_what_its_weights_mean_or_is_refused_in_
 ):
     plain = tiny(tmp_path / "plain", tokenizer, num_key_value_heads=4)
     quantised.write(plain, form, tmp_path / form, tmp_path / "means")
-    client, row = box.client(), {"format": form}
+    client, row, engines = box.client(), {"format": form}, len(engines_started(box))
     try:
         box.run("model", "import", str(tmp_path / form))
         first, _ = right(tmp_path / "means")
@@ -230,7 +236,10 @@ def test_a_quantised_checkpoint_computes_what_its_weights_mean_or_is_refused_in_
     finally:
         with capsys.disabled():
             print("\n" + json.dumps(row), flush=True)
-    if form in NOT_SERVED:
+    if lacking := HOST.lacks_for_quantised():
+        assert "its layers are quantised" in row["refused"] and lacking in row["refused"], row
+        assert len(engines_started(box)) == engines, "it is refused before an engine is started"
+    elif form in NOT_SERVED:
         assert NOT_SERVED[form] in row["refused"], row
     else:
         assert row["nats"] < OF_FORMAT.get(form, NATS), row

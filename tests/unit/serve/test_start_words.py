@@ -63,6 +63,12 @@ LONG = (
             ["by fp8", "bf16 or fp16"],
             False,
         ),
+        (
+            "1 validation error for VllmConfig\n  Value error, torch.float32 is not supported for quantization "
+            "method awq. Supported dtypes: [torch.float16, torch.bfloat16] [type=value_error]",
+            ["by awq", "bf16 or fp16"],
+            False,
+        ),
         ("ValueError: gguf quantization is currently not supported in cpu.", ["by gguf", "bf16 or fp16"], False),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.", ["[serve] kv_cache_bytes"], True),
         (
