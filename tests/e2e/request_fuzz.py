@@ -546,7 +546,7 @@ async def faults(root: Path, seed: int, share: float, pairs: int) -> list[str]:
                     kind = re.sub(r"[0-9]+", "N", f"{path} {fault}"[:110])
                     found.setdefault(kind, f"{path} {fault} {orjson.dumps(one).decode()[:1500]}")
     for task, engine in engines.items():
-        if engine.passed * 4 < engine.tried:
+        if engine.passed * 6 < engine.tried:  # most changes of a request for embeddings are refused: it has few fields
             found[task] = f"of {engine.tried} bodies only {engine.passed} passed the gateway: the scan looks at little"
     return list(found.values())
 
