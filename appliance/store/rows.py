@@ -94,7 +94,8 @@ class ModelRow:
 @dataclass(frozen=True, slots=True)
 class VersionRow:
     """One set of weights of a model. shm_path: its directory in shared memory while it is there; disk_path: its copy
-    on disk once persisted. pinned: no retention rule drops it."""
+    on disk once persisted. pinned: no retention rule drops it. held_back: its job did not
+    let it answer, and nothing else has since."""
 
     model: str
     version: str
@@ -106,6 +107,7 @@ class VersionRow:
     fingerprint: dict[str, Any] | None = json_column(default=None)
     meta: dict[str, Any] = json_column(default_factory=dict)
     pinned: int = 0
+    held_back: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,8 @@ class JobRow:
     phase: what is (the scheduler writes it); wanted: what a person asked for (the API writes it).
     hyperparameters: as requested; resolved: the training spec fields after "auto" was worked out, None until validated.
     output_model: name of the model it makes, shown as `fine_tuned_model` once it succeeded.
+    stable_name: its owner chose that name, and other jobs make versions of it too. activate: the job's last version
+        answers at once, also where another version of the model does.
     snapshot: {"step", "path"} of the newest resumable state, how many were "written", the "stall_s" of all, and which
         was the last that an event "told" of; stays after the end until its bytes were given back.
     devices: device names held now.
@@ -222,6 +226,8 @@ class JobRow:
     deadline_s: float | None = None
     preemptible: int = 1
     held: int = 0
+    stable_name: int = 0
+    activate: int = 1
     devices: list[str] = json_column(default_factory=list)
     snapshot: dict[str, Any] | None = json_column(default=None)
     step: int = 0

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from appliance.controller.access.model_access import base_of
-from appliance.controller.jobs.events import JobEvents
+from appliance.controller.access.naming import version_prefix
+from appliance.controller.jobs.events import JobEvents, activate
 from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs, models
-from appliance.store.records import deployments
-from appliance.store.rows import DeploymentRow, JobRow, VersionRow
+from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.facts import name_of
 from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
@@ -129,6 +128,7 @@ class JobRuns:
                 # Otherwise ranks would fill the tmpfs beyond the box's share, and other processes would find it full.
                 "shm_budget_bytes": self._store.budget_bytes,
                 "output_model": row.output_model,
+                "version_prefix": version_prefix(row),
                 "seed": row.seed,
             }
         )
@@ -248,9 +248,7 @@ class JobRuns:
         self._tiers.nudge()
         if row.resolved["publish"] == "epoch":
             # Requested: each epoch's weights go live at once, in the engine that already serves the model.
-            models.activate(self._db, row.output_model, version)
-            if deployments.find(self._db, row.output_model) is None:
-                deployments.insert(self._db, DeploymentRow(model=row.output_model, created_s=time.time()))
+            activate(self._db, row, version)
         self._on_change()
 
     def on_stopped(self, job_id: str) -> None:

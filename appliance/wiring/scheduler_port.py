@@ -78,7 +78,10 @@ class LoopPort:
         self._loop.reset_failures(model)
         await self._loop.wait_settled(self._loop.nudge())
         await self._routing.wait_applied()  # an adapter needs nothing more
-        wanted = models.find(self._db, model).active_version
+        row = models.find(self._db, model)
+        if row is None:
+            raise SwapFailed(model, None, "the model was deleted in the meantime")
+        wanted = row.active_version
         replicas = [r for r in self._loop.status()["replicas"] if r["model"] == model and r["state"] != "asleep"]
         stale = [r["id"] for r in replicas if r["version"] != wanted]
         swaps = steps_of(self._journal.since(last), model)

@@ -32,7 +32,6 @@ async def test_gsm8k_from_upload_to_published_version(shop, tmp_path):
         run_dir=str(tmp_path / "run"),
         shm_root=str(shop.shm / "store"),
         output_model="ft:base::gsm8k",
-        output_version="v1",
         seed=1,
         **fields,
     )
@@ -46,7 +45,7 @@ async def test_gsm8k_from_upload_to_published_version(shop, tmp_path):
     assert list((Path(spec.run_dir) / "tb").glob("events.out.tfevents.*"))
     assert [event["text"] for event in world.of("message")][0].startswith("48 examples")
 
-    stored = shop.store.find("version", "ft:base::gsm8k", "v1")
+    stored = shop.store.find("version", "ft:base::gsm8k", f"step-{last['step']}")
     tuned, tokenizer = AutoModelForCausalLM.from_pretrained(stored.path), AutoTokenizer.from_pretrained(stored.path)
     question = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is 2 + 2?"}],

@@ -149,11 +149,15 @@ async def test_resume_at_the_same_size_is_bitwise(shop):
 
 
 async def test_published_version_is_a_model_directory_with_the_trained_weights(shop):
-    spec = shop.spec(zero_stage=3, model={"tied": True, "family": "qwen2"}, output_version="v7", n_epochs=1)
+    spec = shop.spec(zero_stage=3, model={"tied": True, "family": "qwen2"}, version_prefix="a1b2c3d4-", n_epochs=1)
     world = await shop.run(spec, 2)
     (event,) = world.of("published")
     tensors, stored = shop.published(spec)
-    assert stored.version == event["version"] == "v7" and str(stored.path) == event["path"] and stored.sealed
+    assert (
+        stored.version == event["version"] == f"a1b2c3d4-step-{event['step']}"
+        and str(stored.path) == event["path"]
+        and stored.sealed
+    )
     assert "lm_head.weight" not in tensors and "model.layers.0.self_attn.q_proj.bias" in tensors
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
     model = AutoModelForCausalLM.from_pretrained(stored.path)

@@ -37,7 +37,7 @@ class TrainSpec:
     valid_path: str | None = None
     method: str = "supervised"  # a row of train.methods.methods
     options: dict = field(default_factory=dict)  # what the method alone takes (Method.own_hyperparameters)
-    output_version: str | None = None  # of the final weights; None: "step-<n>"
+    version_prefix: str = ""  # published versions are named "<version_prefix>step-<n>"
     publish: Literal["end", "epoch", "best"] = "end"  # best: after each validation that is better than all before it
     seed: int = 0
 

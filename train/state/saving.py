@@ -155,7 +155,7 @@ class Saving:
             self._emit("message", level="warn", text=text)
 
         try:
-            self.begin_version(snapshot.version_name(step), step, pace_s, no_room)
+            self.begin_version(self._version_name(step), step, pace_s, no_room)
         except StoreFull as full:  # raised on every rank
             no_room(full)
 
@@ -193,6 +193,9 @@ class Saving:
         writing = begin_publish(self.engine, self.spec, self.store, version=version, meta=meta, pace_s=pace_s)
         self._writing.append((writing, tell, no_room))
 
+    def _version_name(self, step: int) -> str:
+        return f"{self.spec.version_prefix}{snapshot.version_name(step)}"
+
     # --- at the end
 
     def give_back(self) -> None:
@@ -219,7 +222,7 @@ class Saving:
     def publish_result(self, step: int) -> None:
         """Raises StoreFull, with the state kept on disk: a later start only publishes."""
         try:
-            self.begin_version(self.spec.output_version or snapshot.version_name(step), step, None)
+            self.begin_version(self._version_name(step), step, None)
             self.finish()
         except StoreFull:
             # Hours of work must not be lost for lack of memory.

@@ -125,6 +125,7 @@ def _one(job: dict[str, Any]) -> Any:
         ("reason", formats.or_dash(job["reason"])),
         ("model", job["model"]),
         ("fine-tuned model", formats.or_dash(job["fine_tuned_model"])),
+        *([("version of", job["publish_as"])] if job.get("publish_as") else []),
         ("devices", formats.or_dash(job["devices"])),
         ("owner", formats.or_dash(job["owner"])),
         ("priority", f"{job['priority']}{'' if job['preemptible'] else ', not preemptible'}"),

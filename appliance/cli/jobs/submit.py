@@ -42,6 +42,7 @@ app = group("The making of fine-tuning jobs; `appliance job` takes this command 
     "appliance job submit --model starter --file train.jsonl --epochs 3 --publish epoch   a version after each",
     "appliance job submit --model starter --file train.jsonl --validation-file v.jsonl --epochs 9 --publish best \\",
     "    --set early_stopping_patience=2",
+    "appliance job submit --model starter --file today.jsonl --publish-as fraud --no-activate   a version of `fraud`",
     "appliance job submit --model starter --file train.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible",
     "",
     "Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,",
@@ -63,6 +64,13 @@ def submit(
         typer.Option("--grader", metavar="PATH", help="What gives answers their reward, JSON (docs/graders.md)."),
     ] = None,
     suffix: Annotated[str | None, typer.Option("--suffix", help="Part of the new model's name.")] = None,
+    publish_as: Annotated[
+        str | None,
+        typer.Option("--publish-as", metavar="NAME", help="Make a version of this model, new or one of yours."),
+    ] = None,
+    activate: Annotated[
+        bool, typer.Option("--activate/--no-activate", help="Does the version answer at once? Default: yes.")
+    ] = True,
     publish: Annotated[
         Literal["end", "epoch", "best"] | None,
         typer.Option(
@@ -92,6 +100,8 @@ def submit(
         training_file=file_id(session, "--file", file),
         validation_file=file_id(session, "--validation-file", validation_file) if validation_file else None,
         suffix=suffix,
+        publish_as=publish_as,
+        activate=None if activate else False,
         seed=seed,
         metadata=dict(pairs("--metadata", metadata or [])) or None,
         method={"type": training.method, training.method: block},

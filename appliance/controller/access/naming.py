@@ -11,13 +11,14 @@ from pydantic import StringConstraints
 
 from appliance.store.database import Database
 from appliance.store.ids import new_id
-from appliance.store.objects import job_records, models
-from appliance.store.rows import CheckpointRow, ModelRow, VersionRow
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.rows import CheckpointRow, JobRow, ModelRow, VersionRow
 
 # Printable ASCII without blanks: names are sent in header lines and paths. No leading dot or slash, no "@" (it
 # separates a version).
 _MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:/-]{0,254}[A-Za-z0-9._:-])?\Z")
 _SUFFIX = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
+STABLE_NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit, without '..'"
 SUFFIX_RULE = "1 to 64 letters, digits, '.', '_' or '-'"
 MODEL_NAME_RULE = "letters, digits, '.', '_', ':', '-' and '/', at most 256, beginning with a letter or digit"
 
@@ -49,8 +50,19 @@ def fine_tuned_name(base: str, organization: str, suffix: str | None) -> str:
     return f"ft:{base}:{organization}:{suffix or ''}:{new_id('', 8)}"
 
 
-def checkpoint_name(output_model: str, step: int) -> str:
-    return f"{output_model}:ckpt-step-{step}"
+def is_stable_name(name: str) -> bool:
+    """Whether the owner of a job may choose it for what the job makes. Without ":" and "/": such a name is nobody's
+    checkpoint, no fine-tuned model that the box names itself, and no model of a hub's organisation."""
+    return is_suffix(name) and is_model_name(name)
+
+
+def version_prefix(job: JobRow) -> str:
+    """What the names of a job's versions begin with: versions of other jobs stand beside them under a stable name."""
+    return f"{job.id.removeprefix('ftjob-')[:8]}-" if job.stable_name else ""
+
+
+def checkpoint_name(job: JobRow, step: int) -> str:
+    return f"{job.output_model}:ckpt-{version_prefix(job)}step-{step}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,13 @@ def model_of(db: Database, name: str) -> str:
         return name
     checkpoint = job_records.find_checkpoint(db, name)
     return checkpoint.model if checkpoint is not None else name.rpartition("@")[0] or name
+
+
+def made_by_jobs(db: Database, name: str) -> bool:
+    """Whether jobs make the model of this name, or will: nothing else may bring a version of it in."""
+    row = models.find(db, name)
+    made = row is not None and row.job_id is not None
+    return made or any(job.output_model == name for job in jobs.list_unfinished(db))
 
 
 def root_base(db: Database, model: ModelRow) -> str:

@@ -25,6 +25,8 @@ def job(row: JobRow) -> dict[str, Any]:
         "model": row.model,
         "fine_tuned_model": row.output_model if row.phase == "succeeded" else None,
         "output_model": row.output_model,
+        "publish_as": row.output_model if row.stable_name else None,
+        "activate": bool(row.activate),
         "devices": row.devices,
         "min_devices": row.min_devices,
         "max_devices": row.max_devices,
@@ -114,6 +116,7 @@ def model(
                 "source": v.source,
                 "kind": "adapter" if v.meta.get("adapter") else "version",
                 "pinned": bool(v.pinned),
+                "held_back": bool(v.held_back),
                 "tiers": tiers.tiers_of_version(row.id, v.version),
             }
             for v in models.list_versions(db, row.id)

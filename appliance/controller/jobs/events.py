@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from appliance.controller.access.naming import checkpoint_name, resolve
 from appliance.controller.files import storage
-from appliance.controller.jobs import forgetting
+from appliance.controller.jobs import forgetting, stable_names
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
@@ -40,6 +40,18 @@ def fail(db: Database, job_id: str, code: str, message: str, param: str | None =
     with db.transaction():
         jobs.set_phase(db, job_id, "failed", error={"code": code, "message": message, "param": param}, reason=message)
         add_message(db, job_id, f"The job failed: {message}", level="error", data={"code": code, "param": param})
+
+
+def activate(db: Database, row: JobRow, version: str) -> bool:
+    """Make a job's version the one that answers, and its model one that is served, where the job may
+    (`stable_names.answers_at_once`). Returns whether it did."""
+    if not stable_names.answers_at_once(db, row, version):
+        models.update_version(db, row.output_model, version, held_back=1)
+        return False
+    models.activate(db, row.output_model, version)
+    if deployments.find(db, row.output_model) is None:
+        deployments.insert(db, DeploymentRow(model=row.output_model, created_s=time.time()))
+    return True
 
 
 class JobEvents:
@@ -110,19 +122,33 @@ class JobEvents:
             row = jobs.get(db, job_id)
             if row.finished:
                 return
-            versions = models.list_versions(db, row.output_model)
+            versions = [v for v in models.list_versions(db, row.output_model) if v.meta.get("job_id") == job_id]
             if not versions:
                 fail(db, job_id, "nothing_published", "The job ended without publishing weights; see its log.")
                 return
-            models.activate(db, row.output_model, versions[-1].version)
-            if deployments.find(db, row.output_model) is None:
-                deployments.insert(db, DeploymentRow(model=row.output_model, created_s=time.time()))
+            told = self._made(row, versions[-1].version)
             table = _metrics_table(db, job_id)
             result = storage.add_result(db, self._files_dir, "step_metrics.csv", table, owner=row.owner)
             jobs.update(db, job_id, result_files=[result])
             jobs.set_phase(db, job_id, "succeeded", reason="")
-            add_message(db, job_id, f"New fine-tuned model created: {row.output_model}")
+            add_message(db, job_id, told)
             add_message(db, job_id, "The job has successfully completed")
+
+    def _made(self, row: JobRow, version: str) -> str:
+        """Let the job's result answer, unless another version is to go on. Returns what to say of it."""
+        db, name = self._db, row.output_model
+        before = model.active_version if (model := models.find(db, name)) is not None else None
+        activated = activate(db, row, version)
+        if not row.stable_name:
+            return f"New fine-tuned model created: {name}"
+        if not activated:
+            return (
+                f"New version of {name}: {version}. {before} goes on answering; `appliance model canary {name} "
+                f"{version}` gives the new one a share of the requests, `appliance model rollback {name} --version "
+                f"{version}` all of them."
+            )
+        replaced = f" in place of {before}" if before not in (None, version) else ""
+        return f"New version of {name}: {version}, which answers{replaced}"
 
     def failed(self, job_id: str, code: str, message: str) -> None:
         if not jobs.get(self._db, job_id).finished:
@@ -238,7 +264,7 @@ class JobEvents:
                     f"{adapter['base']} {adapter['base_version']}",
                     data=meta,
                 )
-        name = checkpoint_name(row.output_model, step)
+        name = checkpoint_name(row, step)
         if job_records.find_checkpoint(db, name) is None:
             job_records.insert_checkpoint(
                 db,

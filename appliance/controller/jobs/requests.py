@@ -58,7 +58,9 @@ class Integration(StrictBody):
 class JobCreate(StrictBody):
     """OpenAI's request plus our own fields (`extra_body` in the SDK) for how the job may use the box's devices.
 
-    deadline_s: seconds since 1970. allowed_sizes: numbers of devices. held: stays in the queue until it is released.
+    publish_as: the model that the job makes a version of, new or the owner's; None: a model of its own. activate: the
+    version answers at once. deadline_s: seconds since 1970. allowed_sizes: numbers of devices. held: stays in the queue
+    until it is released.
     """
 
     model: Name
@@ -77,6 +79,8 @@ class JobCreate(StrictBody):
     deadline_s: Moment | None = None
     preemptible: bool = True
     held: bool = False
+    publish_as: Name | None = None
+    activate: bool = True
 
 
 def check(request: JobCreate) -> None:

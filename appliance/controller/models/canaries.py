@@ -21,7 +21,7 @@ from appliance.controller.interfaces.principal import ADMIN, Principal
 from appliance.controller.models.activation import Activations
 from appliance.controller.models.canary_decision import CanaryTerms, Decision, Side, decide, p95_s
 from appliance.store.ids import new_id
-from appliance.store.objects import job_records, models
+from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, deployments
 from appliance.store.rows import CanaryRow, ModelRow, VersionRow
 
@@ -208,12 +208,22 @@ class Canaries:
         counted = self._context.load().canaries.get((row.model, row.created_s), {})
 
         def side(version: str) -> Side:
-            return Side(version, counted.get(version, VersionLoad()), self._valid_loss(row.model, version))
+            loss = self._valid_loss(row.model, version) if comparable else None
+            return Side(version, counted.get(version, VersionLoad()), loss)
 
+        # Versions of one job share its held-out data, those of several jobs where each had the same file.
+        held_out = {self._held_out(row.model, version) for version in (row.version, row.before)}
+        comparable = len(held_out) == 1
         return side(row.version), side(row.before)
 
+    def _held_out(self, model: str, version: str) -> str | None:
+        """Names the data that a version's held-out loss is measured on."""
+        found = models.find_version(self._context.db, model, version)
+        job_id = found.meta.get("job_id") if found is not None else None
+        job = jobs.find(self._context.db, job_id) if job_id is not None else None
+        return job_id if job is None else job.validation_file or job.id
+
     def _valid_loss(self, model: str, version: str) -> float | None:
-        """Comparable, since versions of one model come from one job and share its held-out data."""
         found = models.find_version(self._context.db, model, version)
         if found is None or not {"job_id", "step"} <= found.meta.keys():
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from appliance.controller.access.naming import made_by_jobs
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest, Conflict, OperationFailed, shown
 from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, ModelStats
@@ -14,6 +15,19 @@ from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import deployments
 from appliance.store.rows import DeploymentRow, ModelRow, VersionRow
+
+
+async def refuse_made_by_jobs(context: ControllerContext, stats: ModelStats) -> None:
+    """An import never becomes a version of what jobs make, whatever name its files gave it. Its bytes go. Raises
+    OperationFailed."""
+    if not made_by_jobs(context.db, stats.name):
+        return
+    orphan = VersionRow(stats.name, stats.version, stats.source, stats.bytes, time.time(), stats.disk_path)
+    await context.model_ops.remove(stats.name, [paths_of(orphan)])
+    raise OperationFailed(
+        f"{shown(stats.name)} is the name of a model that jobs make; import this one with --name, by another.",
+        code="model_exists",
+    )
 
 
 def adapter_base(context: ControllerContext, found: AdapterFound, asked: str | None) -> AdapterBase:
@@ -83,7 +97,8 @@ async def register_adapter(
     context: ControllerContext, stats: ModelStats, base: AdapterBase, caller: Principal
 ) -> dict[str, Any]:
     """Create the rows of an adapter whose bytes are in place. It is for those who may use its base, until somebody
-    changes that. Raises OperationFailed if the base was deleted meanwhile."""
+    changes that. Raises OperationFailed if the base was deleted meanwhile, or jobs make a model of this name."""
+    await refuse_made_by_jobs(context, stats)
     adapter = {"base": base.model, "base_version": base.version, "rank": stats.adapter_rank}
     below = models.find(context.db, base.model)
     if below is None or models.find_version(context.db, base.model, base.version) is None:
@@ -109,8 +124,10 @@ async def register_adapter(
     return _insert(context, row, stats, {"adapter": adapter}, audience) | {"adapter of": f"{base.model} {base.version}"}
 
 
-def register(context: ControllerContext, stats: ModelStats, caller: Principal) -> dict[str, Any]:
-    """Create the rows of a model whose bytes are in place: model or new active version, and its deployment."""
+async def register(context: ControllerContext, stats: ModelStats, caller: Principal) -> dict[str, Any]:
+    """Create the rows of a model whose bytes are in place: model or new active version, and its deployment. Raises
+    OperationFailed: jobs make a model of this name."""
+    await refuse_made_by_jobs(context, stats)
     row = ModelRow(
         id=stats.name,
         kind="base",

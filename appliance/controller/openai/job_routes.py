@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from appliance.controller.access.model_access import absent_model, caller_may_use
-from appliance.controller.access.naming import fine_tuned_name, resolve, root_base
+from appliance.controller.access.naming import resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
 from appliance.controller.files import storage
@@ -22,7 +22,7 @@ from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
-from appliance.controller.jobs import claims, data, devices, requests, settings
+from appliance.controller.jobs import claims, data, devices, requests, settings, stable_names
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import JobCreate
 from appliance.controller.jobs.validation import JobValidation, lines_of
@@ -158,6 +158,8 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     except InvalidHyperparameter as error:
         raise requests.refused(error, where) from error
     devices.check_sizes(wish, chosen.resolved, nodes)
+    makes_adapter = not chosen.resolved["full"] and chosen.resolved["lora_publish"] == "adapter"
+    output_model = stable_names.output_of(context, body, base, caller, makes_adapter=makes_adapter)
     return JobRow(
         id=new_id("ftjob-"),
         key_id=caller.key_id,
@@ -178,7 +180,9 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
         preemptible=int(body.preemptible),
         held=int(body.held),
         owner=caller.owner,
-        output_model=fine_tuned_name(root_base(context.db, base.model), context.config.organization, body.suffix),
+        output_model=output_model,
+        stable_name=int(body.publish_as is not None),
+        activate=int(body.activate),
         created_s=time.time(),
         reason="the training file is being validated",
     )

@@ -74,7 +74,9 @@ def names_made_by(db: Database, owner: str) -> list[str]:
     live = ", ".join("?" * len(FINISHED_PHASES))
     rows = db.execute(
         "SELECT output_model AS name FROM jobs WHERE owner = ?"
-        f" AND (phase NOT IN ({live}) OR EXISTS (SELECT 1 FROM models WHERE id = output_model)) UNION"
+        f" AND (phase NOT IN ({live}) OR EXISTS (SELECT 1 FROM models WHERE id = output_model"
+        # Not what somebody else made under a name that an ended job of this owner's was to have.
+        "  AND models.owner = jobs.owner)) UNION"
         " SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model"
         " WHERE jobs.owner = ?",
         [owner, *sorted(FINISHED_PHASES), owner],

@@ -95,6 +95,8 @@ def activate(db: Database, name: str, version: str) -> None:
         if found is None:
             raise RowNotFound("versions", f"{name}@{version}")
         update(db, name, active_version=version, bytes=found.bytes)
+        if found.held_back:
+            update_version(db, name, version, held_back=0)
 
 
 def reactivate(db: Database, name: str, failed: str, previous: str | None) -> bool:
@@ -149,10 +151,10 @@ def delete_version(db: Database, model: str, version: str) -> None:
 
 
 def version_before(db: Database, model: str, version: str) -> VersionRow | None:
-    """The version made just before this one, which a rollback without an argument goes to."""
+    """The version made just before this one that has answered, which a rollback without an argument goes to."""
     return db.one(
         VersionRow,
-        "SELECT * FROM versions WHERE model = ?1 AND seq < "
+        "SELECT * FROM versions WHERE model = ?1 AND NOT held_back AND seq < "
         "(SELECT seq FROM versions WHERE model = ?1 AND version = ?2) ORDER BY seq DESC LIMIT 1",
         [model, version],
     )

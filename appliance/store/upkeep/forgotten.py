@@ -52,11 +52,14 @@ def unfinished(db: Database, owner: str) -> list[str]:
 
 
 def models_made(db: Database, owner: str) -> list[str]:
-    """Names of models that the owner's jobs made, or that somebody's jobs made of the owner's files."""
+    """Names of models that the owner's jobs made, or that somebody's jobs made of the owner's files; one of several
+    versions is enough."""
     files = f"SELECT id FROM files WHERE {_mine(db, 'files')}"
     rows = db.execute(
-        f"SELECT id FROM models WHERE job_id IN (SELECT id FROM jobs WHERE {_mine(db, 'jobs')}"
-        f" OR training_file IN ({files}) OR validation_file IN ({files})) ORDER BY seq",
+        f"WITH known AS (SELECT id FROM jobs WHERE {_mine(db, 'jobs')}"
+        f" OR training_file IN ({files}) OR validation_file IN ({files}))"
+        " SELECT id FROM models WHERE job_id IN known"
+        " OR id IN (SELECT model FROM versions WHERE meta ->> '$.job_id' IN known) ORDER BY seq",
         [owner],
     )
     return [row["id"] for row in rows]

@@ -80,11 +80,14 @@ def audit_past(db: Database, key_id: str, keep: int, limit: int) -> int:
 
 def jobs_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
     """Ids of ended jobs of an owner beyond the newest `keep`; not of those whose snapshot is still to be given back, of
-    whose models one is left, or whose device-hours are still told: these are billed by the job's row."""
+    whose models one is left (a version, under a name that jobs share), or whose device-hours are still told: these are
+    billed by the job's row."""
     rows = db.execute(
         f"SELECT id FROM jobs WHERE owner = ?1 AND phase IN ({_FINISHED}) AND snapshot IS NULL"
         " AND NOT EXISTS (SELECT 1 FROM device_time WHERE device_time.job_id = jobs.id)"
-        " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model)"
+        " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model AND (NOT jobs.stable_name"
+        "  OR models.job_id = jobs.id OR EXISTS"
+        "  (SELECT 1 FROM versions WHERE model = output_model AND meta ->> '$.job_id' = jobs.id)))"
         " AND NOT EXISTS (SELECT 1 FROM checkpoints JOIN models ON models.id = checkpoints.model"
         " WHERE checkpoints.job_id = jobs.id) ORDER BY seq DESC LIMIT ?3 OFFSET ?2",
         [owner, keep, limit],

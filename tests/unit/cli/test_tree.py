@@ -115,6 +115,7 @@ FROZEN = {
     "tier verify": [*BOX, "--timeout", "--wait"],
     "job submit": [
         *BOX,
+        "--activate",
         *METHOD,
         "--batch-size",
         "--deadline",
@@ -133,6 +134,7 @@ FROZEN = {
         "--preemptible",
         "--priority",
         "--publish",
+        "--publish-as",
         "--seed",
         "--set",
         "--sizes",

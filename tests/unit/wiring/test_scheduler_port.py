@@ -129,3 +129,13 @@ async def test_a_swap_is_told_of_its_own_model_only(db, add_model):
     journal.begin(HandoverRecord(3, "another model's", "failed", 1.0, 2.0, (swap(0, "other", {"error": "e"}),), "e"))
     with pytest.raises(SwapFailed, match="r1 serve another version"):
         await port.converge_model("starter")
+
+
+async def test_a_swap_ends_as_failed_where_its_model_was_deleted_in_the_meantime(db):
+    loop = SimpleNamespace(
+        reset_failures=lambda model: None, nudge=lambda: 1, wait_settled=lambda generation: asyncio.sleep(0)
+    )
+    routing = SimpleNamespace(wait_applied=lambda: asyncio.sleep(0))
+    port = LoopPort(loop, None, SqliteJournal(db), routing, db, None, None)
+    with pytest.raises(SwapFailed, match="deleted in the meantime"):
+        await port.converge_model("starter")

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field, StringConstraints
 
 from appliance.controller.access.model_access import stored_model
-from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name
+from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name, made_by_jobs
 from appliance.controller.admin import views
 from appliance.controller.context import operations
 from appliance.controller.context.audit import record
@@ -102,7 +102,7 @@ def routes(
             )
             if body.origin is not None:
                 stats = replace(stats, source=body.origin)
-            return register(context, stats, caller)
+            return await register(context, stats, caller)
 
         answer = start("import", body.name or body.source, work)
         record(context, caller, "model.import", body.name or body.source, source=body.source, revision=body.revision)
@@ -111,10 +111,12 @@ def routes(
     @router.post("/models/starter", status_code=202)
     async def make_starter(caller: Caller, body: Starter | None = None) -> JSONResponse:
         minutes = body.minutes if body else None
+        if made_by_jobs(db, "starter"):  # else it is refused once it is made
+            raise _exists("starter")
         context.quotas.disk.check()
 
         async def work(report: Report) -> dict[str, Any]:
-            return register(context, await context.model_ops.make_starter(minutes=minutes, report=report), caller)
+            return await register(context, await context.model_ops.make_starter(minutes=minutes, report=report), caller)
 
         answer = start("starter", "starter", work)
         record(context, caller, "model.starter", "starter", minutes=minutes)
@@ -202,12 +204,16 @@ def _check_new_name(db: Database, name: str) -> None:
         )
     if name.startswith("ft:"):
         raise BadRequest("Names that begin with 'ft:' belong to fine-tuned models.", param="name", code="invalid_value")
-    if models.find(db, name) is not None:
-        raise Conflict(
-            f"The model {shown(name)} exists; delete it first or choose another name.",
-            param="name",
-            code="model_exists",
-        )
+    if models.find(db, name) is not None or made_by_jobs(db, name):
+        raise _exists(name)
+
+
+def _exists(name: str) -> Conflict:
+    return Conflict(
+        f"The model {shown(name)} exists, or a job makes it; delete it first or choose another name.",
+        param="name",
+        code="model_exists",
+    )
 
 
 async def _adapter(context: ControllerContext, body: Import) -> tuple[AdapterFound, AdapterBase] | None:

@@ -1,0 +1,256 @@
+"""Jobs that make versions of one model: whose name it is, what is alike, and which version answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from appliance.controller.access.model_access import allowed_models
+from appliance.controller.jobs.events import JobEvents, activate
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.records import canaries, deployments, keys
+from appliance.store.upkeep import forgotten, retention
+from tests.unit.controller.conftest import ADMIN, Control, insert_model
+from tests.unit.controller.test_admin import ask, ended
+from tests.unit.controller.test_job_events import metrics
+
+
+@pytest.fixture
+def events(control: Control) -> JobEvents:
+    return JobEvents(control.db, control.context.files_dir, "local")
+
+
+async def made(control: Control, **fields: Any) -> str:
+    """A queued job that makes a version of `fraud`."""
+    return await control.job(extra_body={"publish_as": "fraud", **fields})
+
+
+def published(control: Control, job_id: str, step: int, **more: Any) -> dict[str, Any]:
+    version = f"{job_id.removeprefix('ftjob-')[:8]}-step-{step}"
+    path = f"/dev/shm/x/{version}"
+    return {"event": "published", "version": version, "path": path, "step": step, "bytes": 1000, "epoch": 1, **more}
+
+
+def run(control: Control, events: JobEvents, job_id: str, step: int = 10, **more: Any) -> str:
+    """The job from its start to its end; its version."""
+    events.started(job_id, ["n0/0"], resumed=False)
+    event = published(control, job_id, step, **more)
+    events.ingest(job_id, event)
+    events.succeeded(job_id)
+    return str(event["version"])
+
+
+def active(control: Control) -> str | None:
+    row = models.find(control.db, "fraud")
+    return row.active_version if row is not None else None
+
+
+async def test_a_retrain_becomes_a_version_of_the_model(control: Control, events: JobEvents):
+    first = await made(control)
+    v1 = run(control, events, first)
+    assert (await control.sdk.fine_tuning.jobs.retrieve(first)).fine_tuned_model == "fraud"
+    assert active(control) == v1 and (await control.messages(first))[-2] == f"New version of fraud: {v1}, which answers"
+    second = await made(control)
+    v2 = run(control, events, second)  # the same step: of another job, and so another version and checkpoint
+    assert v1 != v2 and active(control) == v2
+    assert (await control.messages(second))[-2] == f"New version of fraud: {v2}, which answers in place of {v1}"
+    assert [row.version for row in models.list_versions(control.db, "fraud")] == [v1, v2]
+    (checkpoint,) = (await control.sdk.fine_tuning.jobs.checkpoints.list(second)).data
+    assert checkpoint.fine_tuned_model_checkpoint == f"fraud:ckpt-{v2}"
+    assert job_records.find_checkpoint(control.db, f"fraud:ckpt-{v1}") is not None
+    assert [model.id for model in (await control.sdk.models.list()).data].count("fraud") == 1
+    assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v1
+    shown = await ask(control, "GET", f"/jobs/{second}")
+    assert (shown["publish_as"], shown["activate"]) == ("fraud", True)
+
+
+async def test_a_job_that_published_nothing_fails_beside_versions_of_others(control: Control, events: JobEvents):
+    v1 = run(control, events, await made(control))
+    second = await made(control)
+    events.started(second, ["n0/0"], resumed=False)
+    events.succeeded(second)
+    assert jobs.get(control.db, second).phase == "failed" and active(control) == v1
+
+
+async def test_a_version_that_does_not_answer_at_once_is_a_canary_first(control: Control, events: JobEvents):
+    v1 = run(control, events, await made(control, activate=False))
+    assert active(control) == v1, "nothing else would answer"
+    second = await made(control, activate=False)
+    v2 = run(control, events, second)
+    assert active(control) == v1
+    assert f"New version of fraud: {v2}. {v1} goes on answering" in (await control.messages(second))[-2]
+    v3 = run(control, events, await made(control))
+    assert active(control) == v3
+    shown = {
+        version["version"]: version["held_back"] for version in (await ask(control, "GET", "/models/fraud"))["versions"]
+    }
+    assert shown == {v1: False, v2: True, v3: False}
+    # What never answered is no version to go back to, unless somebody names it.
+    assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v1
+    path = "/models/fraud/canary"
+    await ask(control, "PUT", path, json={"version": v2})
+    await ask(control, "POST", "/models/fraud/promote")
+    assert active(control) == v2 and canaries.list_running(control.db) == []
+    assert (await ask(control, "POST", "/models/fraud/rollback", json={"version": v3}))["to"] == v3
+    assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v2
+
+
+async def test_a_jobs_own_epochs_replace_each_other_under_a_new_name(control: Control, events: JobEvents):
+    job_id = await made(control, activate=False)
+    events.started(job_id, ["n0/0"], resumed=False)
+    for step in (10, 20):
+        events.ingest(job_id, published(control, job_id, step))
+    row = jobs.get(control.db, job_id)
+    versions = [version.version for version in models.list_versions(control.db, "fraud")]
+    assert [activate(control.db, row, version) for version in versions] == [True, True]
+    assert active(control) == versions[1] and deployments.find(control.db, "fraud") is not None
+
+
+async def test_held_out_losses_of_two_jobs_are_compared_on_the_same_data_alone(control: Control, events: JobEvents):
+    same, other = await control.upload(), await control.upload()
+    versions = []
+    for file_id in (same, same, other):
+        job_id = await control.job(validation_file=file_id, extra_body={"publish_as": "fraud"})
+        events.started(job_id, ["n0/0"], resumed=False)
+        events.ingest(job_id, metrics(10, 2.0))
+        events.ingest(job_id, {"event": "validation", "step": 10, "loss": 2.0 + len(versions)})
+        events.ingest(job_id, published(control, job_id, 10))
+        events.succeeded(job_id)
+        versions.append(active(control))
+    v1, v2, v3 = versions
+    await ask(control, "POST", "/models/fraud/rollback", json={"version": v1})
+    for version, losses in ((v2, {v1: 2.0, v2: 3.0}), (v3, {v1: None, v3: None})):
+        shown = await ask(control, "PUT", "/models/fraud/canary", json={"version": version})
+        assert {name: side["valid_loss"] for name, side in shown["versions"].items()} == losses
+        await ask(control, "DELETE", "/models/fraud/canary")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"publish_as": "a:b"}, "publish_as", "letters"),
+        ({"publish_as": "ft:starter:local:x:12345678"}, "publish_as", "letters"),
+        ({"publish_as": "org/name"}, "publish_as", "letters"),
+        ({"publish_as": ".x"}, "publish_as", "letters"),
+        ({"publish_as": "a..b"}, "publish_as", "letters"),
+        ({"publish_as": "a@b"}, "publish_as", "letters"),
+        ({"publish_as": "fraud", "suffix": "x"}, "suffix", "one of them"),
+        ({"activate": False}, "activate", "publish_as"),
+    ],
+)
+async def test_names_that_cannot_be_are_named(control: Control, fields: dict[str, Any], param: str, says: str):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await control.job(extra_body=fields)
+    assert caught.value.param == param and says in str(caught.value)
+    assert jobs.list_recent(control.db, 10) == []
+
+
+async def refused(control: Control, **fields: Any) -> str:
+    with pytest.raises(openai.ConflictError) as caught:
+        await made(control, **fields)
+    assert (caught.value.code, caught.value.param) == ("model_exists", "publish_as")
+    return str(caught.value)
+
+
+async def test_a_name_is_its_owners_from_the_first_job_on(control: Control, events: JobEvents):
+    first = await made(control)
+    control.as_key("bob", owner="bob")
+    assert "is taken" in await refused(control), "the job has made nothing yet"
+    control.http.headers.update({"x-appliance-key-id": "key_test", "x-appliance-scopes": "inference,fine_tuning"})
+    run(control, events, first)
+    models.share(control.db, "fraud", "*")
+    control.as_key("ann", owner="ann")
+    assert "is taken" in await refused(control), "who may call a model may not make versions of it"
+
+
+@pytest.mark.parametrize("name", ["starter", "imported"])
+async def test_what_jobs_did_not_make_gets_no_versions_of_theirs(control: Control, name: str):
+    insert_model(control.db, "imported", kind="fine-tuned", base="starter")
+    assert "is taken" in await refused(control, publish_as=name)
+
+
+async def test_an_import_becomes_no_version_of_what_jobs_make(control: Control, events: JobEvents):
+    first = await made(control)
+    body = {"source": "/data/x", "name": "fraud"}
+    for _ in ("while the job waits", "when its model is there"):
+        assert (await ask(control, "POST", "/models/import", 409, json=body))["error"]["code"] == "model_exists"
+        done = await ended(control, await ask(control, "POST", "/models/import", 202, json={"source": "/data/fraud"}))
+        assert done["state"] == "failed" and "--name" in done["error"]["message"]
+        if jobs.get(control.db, first).phase == "queued":
+            version = run(control, events, first)
+    assert [row.version for row in models.list_versions(control.db, "fraud")] == [version]
+
+
+async def test_versions_of_a_model_are_alike(control: Control, events: JobEvents):
+    insert_model(control.db, "other")
+    file_id = await control.upload()
+    first = await made(control)
+
+    async def of_other() -> None:
+        body = {"publish_as": "fraud"}
+        await control.sdk.fine_tuning.jobs.create(model="other", training_file=file_id, extra_body=body)
+
+    for _ in ("while the first waits", "when its model is there"):
+        with pytest.raises(openai.ConflictError, match="is made of starter, and this job trains other"):
+            await of_other()
+        if jobs.get(control.db, first).phase == "queued":
+            run(control, events, first)
+    # The model itself may be trained on: its base is the same.
+    body = {"publish_as": "fraud"}
+    again = await control.sdk.fine_tuning.jobs.create(model="fraud", training_file=file_id, extra_body=body)
+    assert jobs.get(control.db, again.id).output_model == "fraud"
+
+
+async def test_adapters_and_whole_weights_do_not_replace_each_other(control: Control, events: JobEvents):
+    object.__setattr__(control.context, "adapter_rank_limit", lambda row: 32)
+    adapter = {"adapter": {"base": "starter", "base_version": "v1", "rank": 8}}
+    first = await control.job(hyperparameters={"lora_rank": 8}, extra_body={"publish_as": "fraud"})
+    early = await made(control, hyperparameters={"full": True})
+    v1 = run(control, events, first, **adapter)
+    message = await refused(control, hyperparameters={"full": True})
+    assert "is served as an adapter, and this job would make whole weights" in message
+    # Two first jobs of different kinds: the second's version does not take the first one's engines away.
+    run(control, events, early)
+    assert active(control) == v1 and "goes on answering" in (await control.messages(early))[-2]
+
+
+async def test_a_job_that_ended_without_a_model_lends_its_keys_nothing(control: Control, events: JobEvents):
+    """A key with a list may use what its owner's jobs made; a name alone is not that."""
+    row, _ = keys.create(control.db, "listed", ["inference", "fine_tuning"], owner="bob", models=["starter"])
+    control.http.headers.update({"x-appliance-key-id": row.id})
+    job_id = await made(control)
+    events.failed(job_id, "training_failed", "x")
+    control.http.headers.update({"x-appliance-key-id": "key_test"})
+    run(control, events, await made(control))
+    models.share(control.db, "fraud", "*")
+    assert allowed_models(control.db, row) == ["starter"]
+
+
+async def test_who_is_forgotten_takes_along_a_model_with_one_version_of_theirs(control: Control, events: JobEvents):
+    run(control, events, await made(control))
+    second = await made(control)
+    run(control, events, second)
+    assert forgotten.models_made(control.db, "nobody") == []
+    jobs.update(control.db, second, owner="bob", key_id=None)
+    assert forgotten.models_made(control.db, "bob") == ["fraud"]
+
+
+async def test_jobs_go_with_their_versions_and_not_with_the_model(control: Control, events: JobEvents):
+    run(control, events, await made(control))
+    second, failed = await made(control), await made(control)
+    v2 = run(control, events, second)
+    events.failed(failed, "training_failed", "x")
+    owner = jobs.get(control.db, failed).owner
+    assert retention.jobs_past(control.db, owner, 0, 10) == [failed]
+    run(control, events, await made(control))
+    models.delete_version(control.db, "fraud", v2)
+    assert set(retention.jobs_past(control.db, owner, 0, 10)) == {failed, second}
+
+
+async def test_a_model_that_a_job_makes_a_version_of_is_not_deleted(control: Control, events: JobEvents):
+    run(control, events, await made(control))
+    await made(control)
+    answer = await control.http.delete("/admin/v1/models/fraud", headers=ADMIN)
+    assert answer.status_code == 409 and answer.json()["error"]["code"] == "model_in_use"
