@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             keep = config.backup.keep if options.keep is None else options.keep
             answer = _shown(take(paths, objects, keep=keep, secrets=options.secrets, report=_Report()))
         elif options.command == "list":
-            answer = {"data": [_shown(manifests.read(objects, name)) for name in manifests.names(objects)]}
+            answer = {"data": [_shown(manifest) for manifest in manifests.every(objects)]}
         elif options.command == "verify":
             answer = _shown(verify(objects, options.name, report=_Report()))
         else:

@@ -76,6 +76,16 @@ def read(objects: Objects, name: str) -> Manifest:
     if name not in (known := names(objects)):
         have = f"it has {', '.join(known[-5:])}" if known else "it has none"
         raise NoBackup(f"{objects.where} has no backup {name!r}; {have}")
+    return _read(objects, name)
+
+
+def every(objects: Objects) -> list[Manifest]:
+    """Oldest first. Raises BackupDamaged."""
+    return [_read(objects, name) for name in names(objects)]
+
+
+def _read(objects: Objects, name: str) -> Manifest:
+    """One that was listed: the list of a store is a request of its own, and must not come with each manifest."""
     try:
         digest, _, body = objects.get(f"{_FOLDER}{name}.json").decode().partition("\n")
         body = body.removesuffix("\n")
@@ -94,7 +104,7 @@ def read(objects: Objects, name: str) -> Manifest:
 
 def newest(objects: Objects) -> Manifest | None:
     known = names(objects)
-    return read(objects, known[-1]) if known else None
+    return _read(objects, known[-1]) if known else None
 
 
 def remove(objects: Objects, gone: Iterable[str]) -> None:
@@ -102,7 +112,7 @@ def remove(objects: Objects, gone: Iterable[str]) -> None:
     gone = set(gone)
     for name in gone:
         objects.delete(f"{_FOLDER}{name}.json")
-    kept = {chunk for name in names(objects) for file in read(objects, name).files for chunk in file.chunks}
+    kept = {chunk for manifest in every(objects) for file in manifest.files for chunk in file.chunks}
     for key, _ in list(objects.list("chunks/")):
         if PurePosixPath(key).name not in kept:
             objects.delete(key)

@@ -7,19 +7,16 @@ import os
 import secrets
 import shutil
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from appliance.backup import manifest as manifests
 from appliance.backup.errors import BackupDamaged, BackupError, NoBackup, NotEmpty
 from appliance.backup.manifest import Manifest, SavedFile, chunk_key
-from appliance.backup.take import DATABASE
+from appliance.backup.take import DATABASE, Report
 from appliance.store.migrator import migrations
 from weights.format.errors import ObjectDamaged
 from weights.tiers.objects import Objects
-
-Report = Callable[[int, int], None]
 
 
 def restore(objects: Objects, name: str | None, data_dir: Path, *, report: Report = lambda done, of: None) -> Manifest:

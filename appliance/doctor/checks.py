@@ -6,11 +6,13 @@ documentation for limits; where none is published, a number of ours with its rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from appliance.doctor.facts import Facts
+from appliance.gateway.http.certificates import SAID_BEFORE_S
+from appliance.memory.memory_policy import STALLED_PERCENT, gb
 
 State = Literal["ok", "warn", "fail", "skip"]
 
@@ -21,7 +23,6 @@ SYNC_S = 0.010  # each change that the box acknowledges waits for one
 SHM_SHARE = 0.5  # of the host's memory: versions and snapshots lie there
 DISK_SHARE = 0.05
 MARGIN_C = 5
-EXPIRY_S = 14 * 86_400
 BACKUP_LATE = 1.1  # of the interval that the configuration asks for
 REMOTE_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre")
 
@@ -35,9 +36,6 @@ class Finding:
     found: str
     wanted: str = ""
     remedy: str = ""
-
-
-Check = Callable[[Facts], Finding]
 
 
 def findings(facts: Facts) -> list[Finding]:
@@ -56,32 +54,28 @@ def _judged(check: str, well: bool | None, found: str, wanted: str, remedy: str,
     return Finding(check, "ok", found, wanted) if well else Finding(check, state, found, wanted, remedy)
 
 
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.1f} GB"
-
-
 def _memory(facts: Facts) -> Iterator[Finding]:
     memory = facts.memory
     yield _judged(
         "memory available",
         memory.available >= memory.total // 20,
-        f"{_gb(memory.available)} of {_gb(memory.total)} ({memory.where})",
+        f"{gb(memory.available)} of {gb(memory.total)} ({memory.where})",
         "a twentieth of it",
         "end other programs on the machine, or give the box less to do",
         "warn",
     )
     yield _judged(
         "memory pressure",
-        memory.stalled < 10.0,
+        memory.stalled < STALLED_PERCENT,
         f"all processes stalled for {memory.stalled:.0f} % of the last ten seconds",
-        "less than 10 %",
+        f"less than {STALLED_PERCENT:.0f} %",
         "end other programs on the machine",
         "warn",
     )
     yield _judged(
         "swap",
         memory.swap_used < 2**30,
-        f"{_gb(memory.swap_used)} in use",
+        f"{gb(memory.swap_used)} in use",
         "less than 1 GB",
         "engines that are swapped out answer late: `swapoff -a`, with enough memory free",
         "warn",
@@ -101,8 +95,8 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
     yield _judged(
         "shared memory",
         facts.shm_bytes >= int(facts.memory.total * SHM_SHARE),
-        f"{_gb(facts.shm_bytes)}, {_gb(facts.shm_free_bytes)} free",
-        f"half of the memory, {_gb(int(facts.memory.total * SHM_SHARE))}",
+        f"{gb(facts.shm_bytes)}, {gb(facts.shm_free_bytes)} free",
+        f"half of the memory, {gb(int(facts.memory.total * SHM_SHARE))}",
         "`mount -o remount,size=80% /dev/shm`, or --shm-size of the container: weights are handed over there",
         "warn",
     )
@@ -113,7 +107,7 @@ def _disk(facts: Facts) -> Iterator[Finding]:
     yield _judged(
         "disk free",
         share >= DISK_SHARE,
-        f"{_gb(facts.disk_free_bytes)} of {_gb(facts.disk_bytes)} ({share:.0%})",
+        f"{gb(facts.disk_free_bytes)} of {gb(facts.disk_bytes)} ({share:.0%})",
         f"at least {DISK_SHARE:.0%}",
         "delete models and files, shorten [controller.retention], or move the data directory to a larger disk",
     )
@@ -150,7 +144,7 @@ def _limits(facts: Facts) -> Iterator[Finding]:
         yield _judged(
             "locked memory",
             facts.locked_bytes is None,
-            "unlimited" if facts.locked_bytes is None else _gb(facts.locked_bytes),
+            "unlimited" if facts.locked_bytes is None else gb(facts.locked_bytes),
             "unlimited",
             "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1: copies to the devices are slower without",
             "warn",
@@ -226,7 +220,7 @@ def _endpoint(facts: Facts) -> Iterator[Finding]:
         left_s = facts.certificate_expires_s - facts.now_s
         yield _judged(
             "certificate",
-            left_s > EXPIRY_S,
+            left_s > SAID_BEFORE_S,
             f"{left_s / 86_400:.0f} days left" if left_s > 0 else "has expired",
             "more than 14 days",
             "put a new one into the same files: it is loaded without a restart",

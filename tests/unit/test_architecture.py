@@ -362,9 +362,7 @@ def test_the_command_line_is_a_thin_client():
     }
     # `up` resolves the configuration and looks whose the data directory is before it starts anything.
     before = {
-        "box": ("appliance.config", "appliance.config.ConfigError", "appliance.config.load_config"),
-        "backup": ("appliance.config", "appliance.config.ConfigError", "appliance.config.load_config"),
-        "doctor": ("appliance.config", "appliance.config.ConfigError", "appliance.config.load_config"),
+        "local": tuple(f"appliance.config{name}" for name in ("", ".BoxConfig", ".ConfigError", ".load_config")),
         "up": ("appliance.paths", "appliance.paths.UnsafeFolder", "appliance.paths.check_closed"),
     }
     assert wrong == {f"appliance/cli/box/{name}.py imports {one}" for name, some in before.items() for one in some}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,22 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output
+from appliance.cli.box.local import CONFIG, python, resolved
 from appliance.cli.command import DATA_DIR, OUTPUT, Format, examples, group
-from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.errors import CommandFailed
 
 app = group("Backups: copies of the box elsewhere, taken while it runs.")
 
-CONFIG = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        envvar="APPLIANCE_CONFIG",
-        exists=True,
-        dir_okay=False,
-        readable=True,
-        help="Default: appliance.toml in the data directory, if there is one.",
-    ),
-]
 PLACE = Annotated[
     str | None,
     typer.Argument(metavar="[PLACE]", help="A directory, or s3://bucket/prefix. Default: url in [backup]."),
@@ -121,22 +110,14 @@ def in_process(
     command: str, place: str | None, config: Path | None, data_dir: str | None, *options: str
 ) -> dict[str, Any]:
     """What the process answers, while a line shows how far it is. Raises BadUsage, CommandFailed."""
-    from appliance.config import ConfigError, load_config  # fenced: pydantic would double the time of `--help`
-
-    try:
-        resolved = load_config(config, {"data_dir": data_dir})
-    except ConfigError as error:
-        raise BadUsage(str(error)) from error
+    settings = resolved(config, data_dir=data_dir)
     if place is not None:
         url = place if place.startswith("s3://") else str(Path(place).expanduser().resolve())
-        resolved = resolved.model_copy(update={"backup": resolved.backup.model_copy(update={"url": url})})
-    # -P: a folder here that is called `train` or `serve` must not hide ours.
-    arguments = [sys.executable, "-P", "-m", "appliance.backup.main", command, "--config-json"]
+        settings = settings.model_copy(update={"backup": settings.backup.model_copy(update={"url": url})})
+    arguments = python("appliance.backup.main", command, "--config-json", settings.model_dump_json(), *options)
     answer: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(
-            [*arguments, resolved.model_dump_json(), *options], stdout=subprocess.PIPE, stderr=said, text=True
-        )
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=said, text=True)
         try:
             with output.progress("restore" if command == "restore" else f"backup {command}") as meter:
                 for line in process.stdout or ():

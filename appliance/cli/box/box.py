@@ -14,6 +14,7 @@ import typer
 
 from appliance.cli import formats, output
 from appliance.cli.box.gpu import health, holder
+from appliance.cli.box.local import CONFIG, python, resolved
 from appliance.cli.command import DATA_DIR, EVERY, OUTPUT, WATCH, Session, box_command, examples, group
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.jobs.job import jobs_table
@@ -38,17 +39,7 @@ app = group("The box itself.")
 )
 def up(
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave it running in the background.")] = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            envvar="APPLIANCE_CONFIG",
-            exists=True,
-            dir_okay=False,
-            readable=True,
-            help="Default: appliance.toml in the data directory, if there is one.",
-        ),
-    ] = None,
+    config: CONFIG = None,
     data_dir: DATA_DIR = None,
     host: Annotated[
         str | None, typer.Option("--host", help="Default: 127.0.0.1. Wider ones open once a key exists.")
@@ -67,17 +58,11 @@ def up(
     Starts Ray, the scheduler and the gateway; shows the endpoint and, once, a first API key. Without a terminal it
     names the file that has the key (`first-key` in the data directory, yours alone).
     """
-    # Fenced: pydantic and the configuration would double the time of `--help`.
-    from appliance.cli.box.up import MainProcess
-    from appliance.config import ConfigError, load_config
+    from appliance.cli.box.up import MainProcess  # fenced, for the time of `--help`
 
-    asked = {"data_dir": data_dir, "host": host, "port": port, "devices": _devices(devices)}
-    try:
-        resolved = load_config(config, asked)
-    except ConfigError as error:
-        raise BadUsage(str(error)) from error
-    folder = Path(resolved.box.data_dir)
-    process = MainProcess(resolved.model_dump_json(), folder, detach=detach)
+    settings = resolved(config, data_dir=data_dir, host=host, port=port, devices=_devices(devices))
+    folder = Path(settings.box.data_dir)
+    process = MainProcess(settings.model_dump_json(), folder, detach=detach)
     asked_to_stop = [] if detach else _forward_signals(process)
     try:
         with output.progress("starting the box") if detach else output.quiet() as meter:
@@ -136,26 +121,19 @@ def join(
     ] = False,
 ) -> None:
     """Give this machine's devices to a box that runs on another machine; in the foreground until Ctrl-C."""
-    from appliance.config import ConfigError, load_config
-
     if not re.fullmatch(r"[a-z][a-z0-9-]{0,30}", name) or name == "n0":
         raise BadUsage(f"--name is {name!r}; expected small letters, digits and dashes, and not n0, the box itself")
     if not re.fullmatch(r".+:[0-9]{1,5}", head):
         raise BadUsage(f"the box's address is {head!r}; expected HOST:PORT, its node_address and node_port")
-    try:
-        asked = {"data_dir": data_dir, "devices": _devices(devices), "node_address": address}
-        resolved = load_config(None, asked)
-    except ConfigError as error:
-        raise BadUsage(str(error)) from error
+    settings = resolved(None, data_dir=data_dir, devices=_devices(devices), node_address=address)
     if token is not None and token_file is not None:
         raise BadUsage("--token and --token-file say the same thing; give one of them")
     if renew and (token is not None or token_file is not None):
         raise BadUsage("--renew asks with the certificate that this node has; a token brings another one by itself")
     if token is not None:
         # In a file, because every user of this machine could read an argument.
-        token_file = _kept(Path(resolved.box.data_dir), token)
-    # -P: a folder here that is called `train` or `serve` must not hide ours.
-    command = [sys.executable, "-P", "-m", "appliance.boot.node", "--config-json", resolved.model_dump_json()]
+        token_file = _kept(Path(settings.box.data_dir), token)
+    command = python("appliance.boot.node", "--config-json", settings.model_dump_json())
     token_option = () if token_file is None else ("--token-path", str(token_file.resolve()))
     renew_option = ("--renew",) if renew else ()
     os.execv(sys.executable, [*command, "--head", head, "--name", name, *token_option, *renew_option])

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from typing import Annotated
 
 import typer
 
 from appliance.cli import output
-from appliance.cli.box.backup import CONFIG
+from appliance.cli.box.local import CONFIG, python, resolved
 from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
-from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.errors import CommandFailed
 from appliance.cli.locate import BoxFile
 
 app = group("Is this machine fit for the box, and is the box well?")
@@ -36,16 +35,10 @@ def doctor(
     output_format: OUTPUT = "table",
 ) -> None:
     """Is this machine fit for the box, and is the box well?"""
-    from appliance.config import ConfigError, load_config  # fenced: pydantic would double the time of `--help`
-
-    try:
-        resolved = load_config(config, {"data_dir": data_dir})
-    except ConfigError as error:
-        raise BadUsage(str(error)) from error
-    runs = ["--runs"] if BoxFile.read(resolved.box.data_dir).pid is not None else []
-    # -P: a folder here that is called `train` or `serve` must not hide ours.
-    command = [sys.executable, "-P", "-m", "appliance.doctor.main", "--config-json", resolved.model_dump_json()]
-    done = subprocess.run([*command, *runs], capture_output=True, text=True)
+    settings = resolved(config, data_dir=data_dir)
+    runs = ["--runs"] if BoxFile.read(settings.box.data_dir).pid is not None else []
+    command = python("appliance.doctor.main", "--config-json", settings.model_dump_json(), *runs)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise CommandFailed((done.stderr.strip() or "the doctor's process ended").splitlines()[-1])
     answer = json.loads(done.stdout)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from appliance.cli import formats, output
+from appliance.cli.box.local import python
 from appliance.cli.command import DATA_DIR, OUTPUT, Session, box_command, examples, group
 from appliance.cli.errors import CommandFailed
 from appliance.cli.locate import BoxFile
@@ -95,10 +95,8 @@ def remove(
 def _box(data_dir: Path | None, *options: str) -> str:
     """What the box on this data directory answers. Raises CommandFailed."""
     # A process of its own, like the box: importing what handles certificates takes longer than all of this command.
-    # -P: a folder here that is called `train` or `serve` must not hide ours.
-    command = [sys.executable, "-P", "-m", "appliance.nodes.enrolment"]
-    where = ["--data-dir", str(BoxFile.read(data_dir).data_dir)]
-    done = subprocess.run([*command, *where, *options], capture_output=True, text=True)
+    where = ("--data-dir", str(BoxFile.read(data_dir).data_dir))
+    done = subprocess.run(python("appliance.nodes.enrolment", *where, *options), capture_output=True, text=True)
     if done.returncode != 0:
         raise CommandFailed(done.stderr.strip())
     return done.stdout.strip()

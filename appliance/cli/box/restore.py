@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from appliance.cli.box.backup import CONFIG, NAME, PLACE, in_process, named, told
+from appliance.cli.box.backup import NAME, PLACE, in_process, named, told
+from appliance.cli.box.local import CONFIG
 from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
 
 app = group("Bring a backup back, on this machine or another one.")
