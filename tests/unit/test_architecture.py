@@ -90,6 +90,7 @@ SUBPACKAGES = (
     "train.starter",
     "train.convert",
     "train.run",
+    "train.rollouts",
     "train.state",
     "train.control",
     "train.methods",

@@ -526,14 +526,14 @@ async def test_answers_of_a_job_are_graded_by_its_grader(control: Control):
     key_id = control.as_key("ann", owner="ann")
     method = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
     job_id = await control.job(training_file=await control.upload(prompts()), method=method)
-    grade = control.app.state.rollouts.grade
-    samples = [{"text": text, "item": {"answer": "4"}} for text in ("4", "5")] + [{"text": "4", "item": {}}]
-    told = await grade(job_id, samples)
+    grade = control.app.state.rollouts["grade"]
+    asked = {"samples": [{"text": text, "item": {"answer": "4"}} for text in ("4", "5")] + [{"text": "4", "item": {}}]}
+    told = await grade(job_id, asked)
     assert told["rewards"] == [1.0, 0.0, 0.0]
     assert told["errors"][:2] == ["", ""] and "answer" in told["errors"][2]
     keys.revoke(control.db, key_id)
-    assert "revoked" in (await grade(job_id, samples))["failed"]
-    assert "deleted" in (await grade("ftjob-none", samples))["failed"]
+    assert "revoked" in (await grade(job_id, asked))["failed"]
+    assert "deleted" in (await grade("ftjob-none", asked))["failed"]
 
 
 async def test_the_events_of_a_job_of_rewards_say_them(control: Control):
