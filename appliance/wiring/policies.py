@@ -25,28 +25,21 @@ class Policies:
         self._store, self._is_unfinished = store, is_unfinished
         self._unload: Unload | None = None
         self._newest: dict[str, str] = {}  # job -> version
-        self._turn = asyncio.Lock()
-        self._tidying: set[asyncio.Task[None]] = set()
 
     def unloaded_by(self, unload: Unload) -> None:
         self._unload = unload
 
     def moved_on(self, job_id: str, version: str) -> None:
-        """The job samples from this version now: earlier ones go, beside what is asked of this one."""
-        if self._newest.get(job_id) != version:
-            self._newest[job_id] = version
-            task = asyncio.create_task(self.tidy(), name=f"policies before {version}")
-            self._tidying.add(task)
-            task.add_done_callback(self._tidying.discard)
+        """The job samples from this version now."""
+        self._newest[job_id] = version
 
     async def tidy(self) -> None:
         """Remove what is older than the newest of a job, or of none that may still train; what is in use, next time."""
-        async with self._turn:
-            self._newest = {job: version for job, version in self._newest.items() if self._is_unfinished(job)}
-            for stored in await asyncio.to_thread(self._store.list, "adapter"):
-                job_id = policy_of(stored.model)
-                if job_id is not None and not self._is_wanted(job_id, stored):
-                    await self._remove(stored)
+        self._newest = {job: version for job, version in self._newest.items() if self._is_unfinished(job)}
+        for stored in await asyncio.to_thread(self._store.list, "adapter"):
+            job_id = policy_of(stored.model)
+            if job_id is not None and not self._is_wanted(job_id, stored):
+                await self._remove(stored)
 
     def _is_wanted(self, job_id: str, stored: StoredVersion) -> bool:
         # Its ranks write one before they ask for it.

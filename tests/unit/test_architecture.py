@@ -538,7 +538,7 @@ TASKS = {
     "appliance/boot/main.py _run": AWAITED,
     "appliance/boot/node.py _run": AWAITED,
     "appliance/boot/supervised_process.py Supervised.begin": "catches everything that a start raises",
-    "appliance/wiring/batch_engines.py SocketEngines._ask": AWAITED,
+    "appliance/wiring/batch_engines.py SocketEngines._posted": AWAITED,
     "appliance/wiring/scheduler_port.py LoopPort.set_mode": AWAITED,
     "appliance/wiring/version_provider.py VersionProvider.in_memory": AWAITED,
     "runtime/processes/child.py Child.__init__": FENCED,

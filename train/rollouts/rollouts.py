@@ -217,7 +217,7 @@ class Rollouts:
     ) -> Answers | None:
         """Collective: as `_sampled`, what an engine has answered; sizes 0 where it has not."""
         assert self._policy is not None
-        made = Answers.empty(len(prompts), self._samples.room, torch.device("cpu"))
+        made = Answers.empty(len(prompts), self._samples.room)
         try:
             version = self._policy.version(step)
         except StoreFull as full:  # raised on every rank
@@ -381,7 +381,7 @@ class Rollouts:
         there = told_by_first(kept is not None)
         if not there:
             return None, None
-        made = Answers.empty(*shape, torch.device("cpu"))
+        made = Answers.empty(*shape)
         if kept is not None:
             made = Answers(*(torch.from_numpy(kept[name]) for name in ("ids", "log_probs", "sizes")))
         self._by_engine, verdict = told_by_first(kept and [int(kept.get("engine", 0)), kept["verdict"]])
