@@ -2,9 +2,9 @@
 
     python benchmarks/rollouts.py [--steps N] [--tokens N] [--json FILE]
 
-Two CPU devices in mode `split`, one for the ranks and one for the engine; a starter, LoRA of rank 8, sums, two prompts of
-eight answers in a step, the same prompts and the same settings in both jobs. Prints for each job the mean reward by step,
-and the medians of what a step takes, without its first two, which also compile and wake.
+Two CPU devices in mode `split`, one for the ranks and one for the engine; a starter, LoRA of rank 8, sums, two prompts
+of eight answers in a step, the same prompts and the same settings in both jobs. Prints for each job the mean reward by
+step, and the medians of what a step takes, without its first two, which also compile and wake.
 """
 
 from __future__ import annotations
