@@ -1,4 +1,4 @@
-"""A job of rewards twice on one box, its answers sampled by the ranks and then by an engine: time of a step, and rewards.
+"""A job of rewards twice on one box, its answers sampled by the ranks and then by an engine: time and rewards.
 
     python benchmarks/rollouts.py [--steps N] [--tokens N] [--json FILE]
 
