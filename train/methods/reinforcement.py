@@ -161,9 +161,7 @@ def _rollouts(given: Given, fields: dict[str, Any], model: ModelStats) -> str:
             f"'ranks' or 'auto': {why}, and engines know a model in training as an adapter of its base only "
             "(lora_rank makes it one)",
         )
-    if asked == "auto":
-        return "ranks" if why else "engine"
-    return asked
+    return "ranks" if asked == "auto" else asked
 
 
 def _shares(group: int, rows: int) -> int:

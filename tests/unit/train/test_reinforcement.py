@@ -57,16 +57,13 @@ def test_its_hyperparameters_are_openais():
 @pytest.mark.parametrize(
     "given, rank_limit, expected",
     [
-        ({}, 32, "ranks"),  # a small model: every weight is trained
-        ({"lora_rank": 8}, 32, "engine"),
-        ({"lora_rank": 8, "rollouts": "ranks"}, 32, "ranks"),
+        ({"lora_rank": 8}, 32, "ranks"),
+        ({"lora_rank": 8, "rollouts": "engine"}, 32, "engine"),
         ({"lora_rank": 8, "rollouts": "engine", "lora_publish": "merged"}, 32, "engine"),
-        ({"lora_rank": 8}, 0, "ranks"),
-        ({"lora_rank": 64, "lora_publish": "merged"}, 32, "ranks"),
-        ({"lora_rank": 8, "lora_targets": ["gate_proj", "w1"]}, 32, "ranks"),
+        ({"lora_rank": 8, "rollouts": "ranks"}, 32, "ranks"),
     ],
 )
-def test_an_engine_samples_where_it_can_have_the_model_as_an_adapter(given, rank_limit, expected):
+def test_an_engine_samples_where_it_is_asked_to(given, rank_limit, expected):
     model = replace(MODEL, adapter_max_rank=rank_limit)
     assert REINFORCEMENT.resolve(given, DATASET, model, 1)["options"]["rollouts"] == expected
 
