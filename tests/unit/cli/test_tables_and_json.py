@@ -213,6 +213,9 @@ def test_what_was_verified_is_listed_place_by_place(prepared):
 
 
 def test_an_operation_that_fails(box):
+    warned = box.run("model", "import", "/data/bare").stdout
+    assert "! there is no chat template" in warned and "warnings" not in warned
+    assert "! there is no chat template" in box.run("model", "show", "bare").stdout
     failed = box.run("model", "import", "broken", "--name", "x")
     assert failed.exit_code == 1
     assert "error: import failed (invalid_checkpoint): the header of model.safetensors overlaps" in failed.stderr
