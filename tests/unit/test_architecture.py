@@ -530,7 +530,7 @@ TASKS = {
     "appliance/controller/evals/runner.py EvalRunner._judged": AWAITED,
     "appliance/controller/bus/bus.py Bus._serve": AWAITED,
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,
-    "appliance/controller/context/operations.py Operations.start": ONE_SHOT,
+    "appliance/controller/context/operations.py Operations.begin": ONE_SHOT,
     "appliance/controller/http/presence.py while_present": AWAITED,
     "appliance/gateway/main.py serve": AWAITED,
     "appliance/gateway/server/tls_listener.py TlsListener._accept": "`_met` logs what a handshake raises",
