@@ -60,11 +60,6 @@ class NotEnrolled(RuntimeError):
     """This machine did not become a node; the message says why and what to do."""
 
 
-def port_of(node_port: int) -> int:
-    """Where a box enrols nodes: the port after the one where Ray lets them in."""
-    return node_port + 1
-
-
 @dataclass(frozen=True)
 class JoinToken:
     """A one-time token. `box` is the fingerprint of the certificate that the box shows."""

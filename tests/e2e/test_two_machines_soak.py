@@ -26,8 +26,9 @@ from typing import Any
 
 import pytest
 
+from appliance.config import enrolment_port
 from appliance.nodes.certificate_authority import Authority, Credentials
-from appliance.nodes.enrolment import NotEnrolled, enrol, port_of, renew
+from appliance.nodes.enrolment import NotEnrolled, enrol, renew
 from runtime.errors import TunnelRefused
 from runtime.tunnel import NodeCertificate, Shared, Tunnels, fetch_directory
 from tests.e2e.box_support import WholeBox, gsm8k, wait_for
@@ -296,12 +297,10 @@ def test_a_node_is_removed_while_an_engine_and_a_job_run_on_it(machines: Machine
     print("the job waits:", row["reason"], flush=True)
 
     # What the node had opens nothing of ours any more.
+    box = wire.home, enrolment_port(int(machines.head.rpartition(":")[2]))
     with pytest.raises(NotEnrolled, match="removed"):
-        asyncio.run(
-            renew(Credentials(stolen), (wire.home, port_of(int(machines.head.rpartition(":")[2]))), "n1", wire.away)
-        )
+        asyncio.run(renew(Credentials(stolen), box, "n1", wire.away))
     token = (stolen / "ray.token").read_bytes()
-    box = wire.home, port_of(int(machines.head.rpartition(":")[2]))
     with pytest.raises(NotEnrolled, match="was removed from this box"):
         asyncio.run(enrol(Credentials(tmp_path / "n9"), box, token.decode(), "n9", wire.away))
     lent = next((home.data_dir / "models").iterdir())
