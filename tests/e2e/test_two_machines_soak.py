@@ -47,6 +47,7 @@ from tests.e2e.machines_support import (
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 MB = 1 << 20
+JOB = "--epochs 50 --batch-size 4 --max-length 128 --lora-rank 4 --min-devices 2 --max-devices 2"
 ALL = ["n0/0", "n1/0", "n1/1", "n1/2"]
 STOPPED_S = 30.0
 RESERVE = 600 * MB
@@ -108,10 +109,7 @@ def started(machines: Machines) -> str:
     home.run("mode", "set", "split", "--train", "2")
     home.run("model", "deploy", "tiny", "--min-replicas", "2")
     (home.data_dir / "train.jsonl").write_bytes(gsm8k("train", 2000))
-    sized = ["--epochs", "50", "--batch-size", "4", "--max-length", "128", "--lora-rank", "4"]
-    where = ["--min-devices", "2", "--max-devices", "2"]
-    file = str(home.data_dir / "train.jsonl")
-    job = home.ask("job", "submit", "--model", "tiny", "--file", file, *sized, *where)["id"]
+    job = home.submit("tiny", home.data_dir / "train.jsonl", JOB)
     wait_for(lambda: whole(home, job), "engines on both machines and the job on the second", 600)
     wait_for(lambda: home.losses(job), "a step", 300)
     return job
@@ -391,10 +389,7 @@ def test_memory_of_the_other_machine_is_given_back_in_order_serving_last(machine
     home.run("model", "deploy", "tiny", "--min-replicas", "2")
     home.run("mode", "set", "split", "--train", "2")
     (home.data_dir / "train.jsonl").write_bytes(gsm8k("train", 2000))
-    sized = ["--epochs", "50", "--batch-size", "4", "--max-length", "128", "--lora-rank", "4"]
-    where = ["--min-devices", "2", "--max-devices", "2"]
-    file = str(home.data_dir / "train.jsonl")
-    job = home.ask("job", "submit", "--model", "tiny", "--file", file, *sized, *where)["id"]
+    job = home.submit("tiny", home.data_dir / "train.jsonl", JOB)
     wait_for(lambda: whole(home, job) and home.losses(job), "the job there", 600)
     engines = away.pids_of("engine")
 
