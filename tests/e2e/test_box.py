@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -18,6 +19,7 @@ import transformers
 
 from appliance.demo.load_generator import Load
 from tests.e2e.box_support import gsm8k, wait_for, whole_box
+from tests.tools.monitored import LATER, monitored_series
 from weights.format.names import encode_name
 
 pytestmark = pytest.mark.timeout(600)
@@ -541,6 +543,8 @@ def test_a_killed_engine_comes_back_and_its_greedy_stream_never_broke(box, start
     assert len({chunk.id for chunk in broken}) == 1
     metrics = httpx.get(f"http://127.0.0.1:{box.port}/metrics", headers={"Authorization": f"Bearer {box.key}"}).text
     assert 'appliance_gateway_events_total{event="continued"} 1' in metrics
+    told = set(re.findall(r"^# TYPE (\S+)", metrics, re.M))
+    assert monitored_series() - LATER <= told
     assert says_something(client, starter)
     assert replica not in {r["id"] for r in box.admin("status")["replicas"] if r["state"] == "open"}
 

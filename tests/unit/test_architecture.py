@@ -32,6 +32,7 @@ PACKAGES = tuple(BELOW)
 SUBPACKAGES = (
     "appliance.demo",
     "appliance.controller",
+    "appliance.support",
     "appliance.doctor",
     "appliance.boot",
     "appliance.backup",

@@ -157,6 +157,13 @@ async def test_models_of_the_files_go_when_asked_to(control: Control):
     assert models.find(control.db, ann.model) is None and models.find(control.db, "starter") is not None
 
 
+async def test_a_model_of_theirs_that_answers_nobody_is_no_hindrance(control: Control):
+    ann = Person(control, NAME)
+    await ann.does_something_of_everything()
+    models.update(control.db, ann.model, active_version=None)
+    assert (await ask(control, cancel=True, models=True))["models_deleted"] == [ann.model]
+
+
 async def test_a_model_that_another_uses_is_named_before_anything_is_changed(control: Control):
     ann, ben = Person(control, NAME), Person(control, OTHER)
     for person in (ann, ben):

@@ -28,7 +28,7 @@ from appliance.controller.interfaces.principal import Caller
 from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
 from appliance.controller.models.imported import adapter_base, register, register_adapter
-from appliance.controller.models.removal import known_model, paths_of, remove
+from appliance.controller.models.removal import doomed, paths_of, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import canaries
@@ -177,7 +177,7 @@ def routes(
 
     @router.delete("/models/{name:path}")
     async def delete(name: str, caller: Caller) -> dict[str, Any]:
-        await remove(context, known_model(context, name), caller)
+        await remove(context, doomed(context, name), caller)
         record(context, caller, "model.delete", name)
         return {"name": name, "deleted": True}
 

@@ -95,7 +95,7 @@ def routes(
         # Before the first change: a model that somebody else uses would stop the request halfway.
         leaving = {*there["unfinished"], *names}
         for name in names:
-            models.refuse_if_in_use(context, models.known_model(context, name), caller, leaving)
+            models.refuse_if_in_use(context, models.doomed(context, name), caller, leaving)
         for row in forgotten.keys_of(db, owner):
             keys.revoke(db, row.id)
         context.publish_keys()
@@ -175,6 +175,6 @@ def routes(
     async def _delete_models(names: list[str], caller: Principal) -> list[str]:
         deleted = []
         for name in names:
-            await models.remove(context, models.known_model(context, name), caller)
+            await models.remove(context, models.doomed(context, name), caller)
             deleted.append(name)
         return deleted
