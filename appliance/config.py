@@ -275,11 +275,16 @@ def _check_urls(config: BoxConfig, layers: list[_Layer]) -> None:
             )
 
 
+def enrolment_port(node_port: int) -> int:
+    """Where a box enrols nodes: the port after the one where Ray lets them in."""
+    return node_port + 1
+
+
 def _check_ports(box: BoxSettings, layers: list[_Layer]) -> None:
     """Of a box that other nodes may join; without node_address nobody listens at node_port."""
     if box.node_address is None:
         return
-    for port in (box.node_port, box.node_port + 1):
+    for port in (box.node_port, enrolment_port(box.node_port)):
         if port in RAY_WORKER_PORTS:
             raise ConfigError(
                 f"{_said(('box', 'node_port'), layers)} is {box.node_port}: it and the next one must not be among "

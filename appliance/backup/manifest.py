@@ -109,7 +109,8 @@ def newest(objects: Objects) -> Manifest | None:
 
 def remove(objects: Objects, gone: Iterable[str]) -> None:
     """These backups, and every chunk that none of the others has. Call it only when nobody writes to the place."""
-    gone = set(gone)
+    if not (gone := set(gone)):
+        return  # or each backup would read all manifests, and list all chunks, for nothing
     for name in gone:
         objects.delete(f"{_FOLDER}{name}.json")
     kept = {chunk for manifest in every(objects) for file in manifest.files for chunk in file.chunks}

@@ -2,7 +2,7 @@
 
 The database is copied first, by SQLite's own online copy, then the files, which appear in the directory whole. A file
 that is deleted meanwhile may still be named in the copied database, so all of it is done again until a pass saw none
-go; the chunks of the pass before are there already.
+go; the chunks of the pass before are there already. What goes is what was there before the database was copied.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import shutil
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -73,9 +73,10 @@ def take(
             )
         writer = _Writer(objects, {} if last is None else {file.path: file for file in last.files}, report)
         for _ in range(PASSES):
+            before = {name for name, _ in _files(paths.data_dir, secrets)}
             copied = Path(folder) / DATABASE
             schema = copy_database(paths.database, copied)
-            files, gone = writer.save(paths.data_dir, copied, secrets)
+            files, gone = writer.save(paths.data_dir, copied, secrets, before)
             if not gone:
                 break
             log.info("%d files were deleted while they were copied; once more", gone)
@@ -125,25 +126,24 @@ class _Writer:
         self._there = {Path(key).name for key, _ in objects.list("chunks/")}
         self.new_bytes = 0
 
-    def save(self, data_dir: Path, database: Path, secrets: bool) -> tuple[tuple[SavedFile, ...], int]:
-        """The files now at the place, and how many others were gone before they were read."""
-        found = [(path.relative_to(data_dir).as_posix(), path) for path in _files(data_dir, secrets)]
-        sizes = {path: size for path, size in ((path, _size(path)) for _, path in found) if size is not None}
-        of, done, saved = sum(sizes.values()), 0, [self._file(DATABASE, database, 0)]
-        for name, path in found:
+    def save(
+        self, data_dir: Path, database: Path, secrets: bool, before: Set[str]
+    ) -> tuple[tuple[SavedFile, ...], int]:
+        """The files now at the place, and how many others, those of `before` too, were gone before they were read."""
+        found = dict(_files(data_dir, secrets))
+        of, done, saved = sum(status.st_size for status in found.values()), 0, [self._file(DATABASE, database)]
+        for name, status in found.items():
             self._report(done, of)
-            done += sizes.get(path, 0)
-            try:
-                status = path.stat()
-                saved.append(self._file(name, path, status.st_mtime_ns))
-            except FileNotFoundError:
-                continue
+            done += status.st_size
+            with suppress(FileNotFoundError):
+                saved.append(self._file(name, data_dir / name, status))
         self._report(of, of)
-        return tuple(saved), len(found) + 1 - len(saved)
+        return tuple(saved), len(before | found.keys()) + 1 - len(saved)
 
-    def _file(self, name: str, path: Path, mtime_ns: int) -> SavedFile:
-        known = self._last.get(name)
-        if known and mtime_ns and (known.mtime_ns, known.bytes) == (mtime_ns, path.stat().st_size):
+    def _file(self, name: str, path: Path, status: os.stat_result | None = None) -> SavedFile:
+        """status: from before it is read, so that a file which changes meanwhile is read again next time."""
+        known, mtime_ns = self._last.get(name), 0 if status is None else status.st_mtime_ns
+        if known and status and (known.mtime_ns, known.bytes) == (mtime_ns, status.st_size):
             if self._there.issuperset(known.chunks):
                 return known
         chunks, nbytes = [], 0
@@ -160,26 +160,20 @@ class _Writer:
         return self._last[name]
 
 
-def _files(data_dir: Path, secrets: bool) -> Iterator[Path]:
-    """Regular files, by name; what a backup left behind is none of them."""
+def _files(data_dir: Path, secrets: bool) -> Iterator[tuple[str, os.stat_result]]:
+    """Regular files, by name below the directory; what a backup left behind is none of them."""
     left_out = LEFT_OUT if secrets else LEFT_OUT | SECRETS
     for entry in sorted(data_dir.iterdir()):
         if entry.name in left_out or entry.name.startswith((DATABASE, _COPYING)):
             continue
-        below = sorted(entry.rglob("*")) if entry.is_dir() and not entry.is_symlink() else [entry]
+        below = [entry]
+        if entry.is_dir() and not entry.is_symlink():
+            # Not by rglob, which ends when a folder goes between its name and what is in it.
+            below = sorted(Path(folder, name) for folder, _, names in os.walk(entry) for name in names)
         for path in below:
-            try:
-                if stat.S_ISREG(path.lstat().st_mode):
-                    yield path
-            except FileNotFoundError:
-                continue
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
+            with suppress(FileNotFoundError):
+                if stat.S_ISREG((status := path.lstat()).st_mode):
+                    yield path.relative_to(data_dir).as_posix(), status
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import threading
 from dataclasses import replace
@@ -137,11 +138,7 @@ def test_a_file_that_goes_while_it_is_copied_is_not_in_the_database_either(paths
         if len(passes) == 1:  # deleted between the copy of the database and that of the files
             with Database(paths.database) as db:
                 box.put(db, "colour", "green")
-            monkeypatch.setattr(take_module, "_size", lambda path: 1)
             (paths.files / "file-1").unlink()
-            list_files = take_module._files
-            gone = [paths.files / "file-1"]
-            monkeypatch.setattr(take_module, "_files", lambda *given: [*list_files(*given), *(gone and [gone.pop()])])
         return schema
 
     monkeypatch.setattr(take_module, "copy_database", copied)
@@ -149,6 +146,20 @@ def test_a_file_that_goes_while_it_is_copied_is_not_in_the_database_either(paths
     assert len(passes) == 2 and "files/file-1" not in {file.path for file in made.files}
     restore(place, made.name, tmp_path / "back")
     assert colour(tmp_path / "back") == "green"
+
+
+def test_a_folder_that_goes_while_it_is_looked_into_is_gone_and_no_error(paths, place, monkeypatch):
+    job, scan = paths.files / "job-1", os.scandir
+    job.mkdir()
+    (job / "log").write_bytes(b"x")
+
+    def scanned(path=".") -> object:
+        if str(path) == str(job) and job.exists():
+            shutil.rmtree(job)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scanned)
+    assert not [file.path for file in take(paths, place).files if "job-1" in file.path]
 
 
 @pytest.mark.parametrize("how", ["missing", "changed", "manifest"])
