@@ -24,6 +24,7 @@ FROZEN = {
     "usage": [*BOX, "--by", "--since"],
     "forget": [*BOX, "--cancel", "--models", "--owner", "--yes"],
     "doctor": ["--all", "--config", "--data-dir", "--help", "--output"],
+    "support bundle": ["--config", "--data-dir", "--help", "--hours", "--output", "--to"],
     "backup make": ["--config", "--data-dir", "--help", "--keep", "--output", "--secrets", "PLACE"],
     "backup list": ["--config", "--data-dir", "--help", "--output", "PLACE"],
     "backup verify": ["--config", "--data-dir", "--help", "--name", "--output", "PLACE"],

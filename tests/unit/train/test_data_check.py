@@ -11,6 +11,8 @@ from train.data.check import (
     MAX_REASON_CHARACTERS,
     check_training_file,
 )
+from train.data.formats import BadRecord
+from train.data.prompts import prompt
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
@@ -211,3 +213,14 @@ def test_a_file_of_nothing_but_bad_examples_is_not_read_to_its_end(tmp_path):
     source = tmp_path / "f"
     source.write_bytes(b"1\n" * (MAX_COUNTED_ERRORS + 5))
     assert check_training_file(source).n_errors == MAX_COUNTED_ERRORS
+
+
+@pytest.mark.parametrize(
+    ("given", "says"), [({"answer": "x" * (1 << 20)}, "bytes long"), ({"answer": [[]] * 10_000}, "brackets and commas")]
+)
+def test_what_a_grader_sees_of_a_prompt_is_bounded(given: dict, says: str):
+    """64 of them come at once to whoever grades, and serves others."""
+    asked = {"messages": [{"role": "user", "content": "How many?"}]}
+    with pytest.raises(BadRecord, match=says):
+        prompt({**asked, **given})
+    assert prompt({**asked, "answer": "x" * 1000, "tests": [[1, 2]] * 1000})["item"].keys() == {"answer", "tests"}
