@@ -90,8 +90,8 @@ def _no_format(found: re.Match[str], model: str) -> Words:
 
 def _head_size(found: re.Match[str], model: str) -> Words:
     return Words(
-        f"{model} has attention heads of {found['size']} elements, which engines do not compute on this kind of device; "
-        f"`appliance model rm {model}` removes it"
+        f"{model} has attention heads of {found['size']} elements, which engines do not compute on this kind of "
+        f"device; `appliance model rm {model}` removes it"
     )
 
 

@@ -49,7 +49,8 @@ _NOT_SPACE = re.compile(rb"[^ \t\r\n]")
 class DataReport:
     """What is in a data file; the longest example is measured by the longest of its sequences. `errors` has the first
     MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; counting stops at MAX_COUNTED_ERRORS. Tokens are counted or
-    estimated, see `check_training_file`; `notes` say what was done, `warnings` what may be wrong; `example_tokens` has those of each of the first COUNTED_EXAMPLES examples."""
+    estimated, see `check_training_file`; `example_tokens` has those of each of the first COUNTED_EXAMPLES examples.
+    `warnings` say what may be wrong, `notes` what was done."""
 
     shape: str = "empty"
     n_examples: int = 0

@@ -247,6 +247,14 @@ def test_jobs(box, tmp_path):
     assert f"job {job_id}" in " ".join(box.run("job", "get", job_id).stdout.split())
 
 
+def test_a_long_reason_is_cut_in_the_list_and_whole_with_the_job(box, tmp_path):
+    job_id = make_job(box, tmp_path)
+    box.do(lambda: box.job_events.failed(job_id, "invalid", "one word and another " * 40 + "end"))
+    (line,) = [line for line in box.run("job", "list").stdout.splitlines() if job_id in line]
+    assert line.endswith("…") and len(line) < 400
+    assert "another end" in box.run("job", "get", job_id).stdout
+
+
 def test_pause_resume_cancel(box, tmp_path):
     job_id = make_job(box, tmp_path)
     assert box.run("job", "pause", job_id).exit_code == 0

@@ -57,7 +57,8 @@ LONG = (
             False,
         ),
         (
-            "Exception: Call to shm_run_fingerprint method failed: Unsupported CPU attention configuration: head_dim=8 isa=1",
+            "Exception: Call to shm_run_fingerprint method failed: Unsupported CPU attention configuration: head_dim=8 "
+            "isa=1 kv_cache_idx=0",
             ["m has attention heads of 8 elements", "`appliance model rm m`"],
             False,
         ),
