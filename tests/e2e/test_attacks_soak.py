@@ -68,8 +68,8 @@ def tally(request, attacked, capsys) -> Iterator[Tally]:
     with capsys.disabled():
         print(
             f"\n{one.name:40s} {one.tried:6d} tried, {len(one.through)} got through, slowest neighbour "
-            f"{one.slowest_s * 1000:.0f} ms of {neighbour.asked} (bound {bound_s * 1000:.0f} ms, slowest while nobody attacks "
-            f"{attacked.quiet_s * 1000:.0f} ms); {dict(sorted(one.answers.items()))}",
+            f"{one.slowest_s * 1000:.0f} ms of {neighbour.asked} (bound {bound_s * 1000:.0f} ms, slowest "
+            f"while nobody attacks {attacked.quiet_s * 1000:.0f} ms); {dict(sorted(one.answers.items()))}",
             flush=True,
         )
     assert one.tried and not one.through, one.through[:20]
