@@ -138,6 +138,15 @@ def find(db: Database, config: ControllerConfig, attempt: Attempt) -> str | None
     return None if row is None else row.resource_id
 
 
+def may_come_again(request: Request, caller: Principal, route: str, db: Database, config: ControllerConfig) -> bool:
+    """Whether an earlier request may have made what this one asks for, told before its body is read: a bound that the
+    first of them has reached is no reason to refuse the second. `once` says whether it did. Raises BadRequest."""
+    attempt = Attempt.of(request, caller, route, b"")
+    if attempt.idempotency_key is not None:
+        return idempotency.by_key(db, attempt.key_id, route, attempt.idempotency_key) is not None
+    return attempt.retry and idempotency.any_since(db, attempt.key_id, route, time.time() - config.retry_window_s)
+
+
 def once(
     db: Database,
     config: ControllerConfig,

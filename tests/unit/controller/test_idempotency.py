@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
+from appliance.controller.files import upload_routes
 from appliance.controller.http.idempotency import NOT_ONCE
 from appliance.controller.interfaces.errors import SwapFailed
 from appliance.store.objects import models
-from appliance.store.records import canaries, operations
+from appliance.store.records import canaries, keys, operations
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_admin import ask, ended
 from tests.unit.controller.test_evals import CHECK, SCHEMA, given
@@ -97,6 +98,79 @@ async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
     assert deleted.status_code == 200
     later = await control.http.post("/v1/evals", json=body, headers={"idempotency-key": "one"})
     assert later.status_code == 201 and later.json()["id"] != first.json()["id"], "the first has gone"
+
+
+BOUNDS: dict[str, dict[str, int] | str] = {
+    "/v1/files": {"files": 0},
+    "/v1/uploads": {"uploads": 0},
+    "/v1/batches": {"batches": 0},
+    "/v1/fine_tuning/jobs": {"jobs": 0},
+    "/v1/responses": {"background": 0},
+    "/v1/evals": {"evals": 0},
+    "/v1/evals/{eval_id}/runs": {"eval_runs": 0},
+    # Each where it says so.
+    "/v1/uploads/{upload_id}/parts": "MAX_PARTS of an upload: test_uploads.py",
+    "/v1/models/{name:path}/share": "MAX_SHARED_WITH of a model: test_owners.py",
+    "/internal/responses": "bounds.responses and responses_bytes, past which the oldest go: test_responses.py",
+    "/admin/v1/mode/schedule": "MAX_WINDOWS of the box; only admins ask: test_admin_mode.py",
+    "/admin/v1/session-keys": "MAX_LIVE of the box; only on the machine itself: session_keys.py",
+}
+"""POSTs that leave something behind: what bounds it for each owner; a test below where a bound of keys does."""
+CHANGES_ONLY = {
+    *DEEDS,
+    *OPERATIONS,
+    *(path for path in NOT_ONCE if path.startswith("/admin/v1/") or path.endswith(("/cancel", "/pause", "/resume"))),
+    "/v1/uploads/{upload_id}/complete",  # its bytes and number count since the upload began
+    "/v1/fine_tuning/alpha/graders/validate",
+    "/v1/fine_tuning/alpha/graders/run",
+    "/v1/fine_tuning/checkpoints/{name:path}/permissions",  # only admins ask
+    "/v1/evals/{eval_id}",
+    "/v1/evals/{eval_id}/runs/{run_id}",
+}
+"""POSTs that change what is there, or that only admins may ask."""
+
+
+async def test_each_post_that_makes_something_has_a_bound_for_each_owner(control: Control):
+    posts = {route.path for route in control.app.routes if isinstance(route, APIRoute) and "POST" in route.methods}
+    judged = {*BOUNDS, *CHANGES_ONLY}
+    assert posts == judged, f"say what bounds each of these for an owner: {sorted(posts ^ judged)}"
+    ann = control.as_key("ann", owner="ann")
+    made = await bodies(control)
+    assert made.keys() <= BOUNDS.keys(), "what makes something has a bound"
+    for path, bound in BOUNDS.items():
+        if isinstance(bound, str):
+            continue
+        url, same, _ = made[path]
+        (name,) = bound
+        keys.update(control.db, ann, bounds=bound)
+        refused = await control.http.post(url, **same)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (429, name), (path, refused.text)
+    await control.settle()
+
+
+@pytest.mark.parametrize("more", [KEYED, {"x-stainless-retry-count": "1"}])
+async def test_a_file_that_is_there_is_told_of_though_no_more_may_come(control: Control, more: dict[str, str]):
+    ann = control.as_key("ann", owner="ann", bounds={"files": 1, "file_bytes": 4})
+    body, post = form("file", b"abc", purpose="user_data"), control.http.post
+    first = await post("/v1/files", headers=KEYED, **body)
+    again = await post("/v1/files", headers=more, **body)
+    assert first.status_code == again.status_code == 200 and first.json() == again.json()
+    for number, bytes_ in ((1, 99), (99, 4)):
+        keys.update(control.db, ann, bounds={"files": number, "file_bytes": bytes_})
+        other = form("file", b"xyz", purpose="user_data")
+        refused = await post("/v1/files", headers={"x-stainless-retry-count": "1"}, **other)
+        assert refused.status_code in (413, 429), refused.text
+    assert len(list(control.context.files_dir.iterdir())) == 1
+
+
+async def test_a_part_that_is_there_is_told_of_though_no_more_may_come(control: Control, monkeypatch):
+    monkeypatch.setattr(upload_routes, "MAX_PARTS", 1)
+    announced = {"filename": "f", "purpose": "batch", "bytes": 9, "mime_type": "text/plain"}
+    url = f"/v1/uploads/{(await control.http.post('/v1/uploads', json=announced)).json()['id']}/parts"
+    first, again = [await control.http.post(url, headers=KEYED, **form("data", b"a")) for _ in range(2)]
+    assert first.status_code == again.status_code == 200 and first.json() == again.json()
+    other = await control.http.post(url, headers={"x-stainless-retry-count": "1"}, **form("data", b"b"))
+    assert (other.status_code, other.json()["error"]["code"]) == (400, "too_many_parts")
 
 
 @pytest.mark.parametrize("path", NOT_ONCE)
