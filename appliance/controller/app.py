@@ -11,6 +11,7 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+from appliance import backup_copies
 from appliance.controller import retention
 from appliance.controller.admin import box, devices, mode, queue
 from appliance.controller.admin.models import canaries, deployments, engine_settings
@@ -69,6 +70,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         upload_routes.sweep(context)
         running.fail_interrupted()
         output_files.sweep(context)
+        backup_copies.sweep(context.files_dir.parent)
         validation.start_waiting()
         runner.start()
         background.start()

@@ -128,7 +128,7 @@ class SimulatedScheduler:
 
 
 class SimulatedModelOps:
-    """Imports any source but one named "broken"; holds no bytes."""
+    """Imports any source but one named "broken", and with a warning what ends with "bare"; holds no bytes."""
 
     def __init__(self) -> None:
         self.removed: list[tuple[str, list[VersionPaths]]] = []
@@ -150,6 +150,7 @@ class SimulatedModelOps:
             source=source,
             disk_path=f"/models/{name}/v1",
             max_model_len=2048,
+            info={"warnings": ["there is no chat template"]} if source.endswith("bare") else {},
         )
 
     async def find_adapter(self, source: str, *, name: str | None, revision: str | None) -> AdapterFound | None:

@@ -21,6 +21,7 @@ _MOST_NAMES, _NAME_CHARACTERS = 64, 128
 LORA_FROM_PARAMETERS = 1_000_000_000
 ZERO3_FROM_PARAMETERS = 13_000_000_000
 ZERO2_FROM_PARAMETERS = 1_000_000_000
+OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_publish")
 LEAST_STEPS = 25  # fewer teach nothing whatever the learning rate: warm-up and decay are most of them
 SHORTEST_ROW = 128  # tokens; a shorter one takes a device as long
 
@@ -194,11 +195,16 @@ def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, tenso
 
 
 def _full(given: Given, model: ModelStats, fields: dict) -> bool:
-    # LoRA above a size where the optimizer's 12 bytes per parameter hurt; asking for a rank asks for LoRA, and asking
-    # for tensor parallelism for every weight.
-    lora_asked = given.is_set("lora_rank") or given.is_set("lora_alpha") or given.is_set("lora_publish")
+    # LoRA above a size where the optimizer's 12 bytes per parameter hurt; asking for anything that adapters alone have
+    # asks for LoRA, and asking for tensor parallelism for every weight.
+    of_lora = [name for name in OF_LORA if given.is_set(name)]
     small = model.n_parameters < LORA_FROM_PARAMETERS or fields["tensor_parallel"] > 1
-    return given.flag("full", auto=not lora_asked and small)
+    full = given.flag("full", auto=not of_lora and small)
+    alone = [name for name in of_lora if name != "lora_publish"]  # which _lora_publish judges, by its value
+    if full and alone:
+        named = " and ".join(alone)
+        raise InvalidHyperparameter("full", full, f"false with {named}, which adapters alone have, or none of these")
+    return full
 
 
 def _lora_rank(given: Given, model: ModelStats) -> int:

@@ -176,6 +176,13 @@ async def test_bad_data_fails_the_job_with_line_numbers_before_any_device(contro
     assert jobs.get(control.db, job_id).started_s is None
 
 
+async def test_a_file_in_another_shape_is_converted_and_that_is_no_warning(control: Control):
+    job_id = await control.job(training_file=await control.upload(b'{"question": "q", "answer": "a"}\n' * 12))
+    events = await control.sdk.fine_tuning.jobs.list_events(job_id)
+    level = {event.message.partition(": ")[2]: event.level for event in events.data}
+    assert level["converted 12 examples from the question_answer shape to chat"] == "info"
+
+
 async def test_an_error_says_three_lines_and_where_all_stand(control: Control):
     file_id = await control.upload(chat_lines(3) + b"oops\n" * 120)
     job_id = await control.job(training_file=file_id)
