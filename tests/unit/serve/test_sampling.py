@@ -32,6 +32,7 @@ def test_answers_are_read_in_their_order():
         [choice(0, [3], [-1.0]), choice(1, [], [])],
         [choice(0, [3], [-1.0]), choice(1, [3, 4], [-1.0])],
         [choice(0, [3], [-1.0]), {"index": 1, "token_ids": [3], "logprobs": None}],
+        [choice(0, [3], [-1.0]), choice(1, [3], [-9999.0])],
         None,
     ],
 )
