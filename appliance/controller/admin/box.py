@@ -58,6 +58,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "devices": lost_nodes.in_view(db, now["devices"]),
             "replicas": now["replicas"],
             "jobs": [views.job(row) for row in jobs.list_unfinished(db)],
+            "requests": {
+                name: {"inflight": one.inflight, "held": one.held}
+                for name, one in load.models.items()
+                if one.inflight or one.held
+            },
             "memory": now["memory"],
             "handover": handover_view(now["handover"]),
             "degraded": [*context.background.degraded(), *context.main_troubles()],
