@@ -2,15 +2,27 @@
 import { BoxError, forgetKey, get, useKey } from "./api.js";
 import { LANGUAGES, language, loadLanguage, t } from "./i18n.js";
 import { Component, NeedsScope, Who, html, render, sentence, useEffect, useRef, useState } from "./ui.js";
+import { Audit } from "./pages/audit.js";
 import { Box } from "./pages/box.js";
 import { Chat } from "./pages/chat.js";
+import { Health } from "./pages/health.js";
 import { Jobs } from "./pages/jobs.js";
+import { Keys } from "./pages/keys.js";
+import { Models } from "./pages/models.js";
+import { Queue } from "./pages/queue.js";
+import { Timeline } from "./pages/timeline.js";
 
 // In the order of the navigation. scopes: any of them shows the page; admin sees all.
 const PAGES = [
   { id: "box", scopes: ["read"], page: Box },
   { id: "jobs", scopes: ["fine_tuning", "read"], page: Jobs },
   { id: "chat", scopes: ["inference"], page: Chat },
+  { id: "models", scopes: ["read"], page: Models },
+  { id: "timeline", scopes: ["read"], page: Timeline },
+  { id: "keys", scopes: ["inference", "fine_tuning", "read"], page: Keys },
+  { id: "queue", scopes: ["read", "inference"], page: Queue },
+  { id: "health", scopes: ["read"], page: Health },
+  { id: "audit", scopes: ["admin"], page: Audit },
 ];
 
 /** The page's id and what follows it, of an address like #/jobs/ID. */

@@ -117,6 +117,7 @@ JUDGED: dict[tuple[str, str], Any] = {
         [
             ("GET", "/admin/v1/status"),
             ("GET", "/admin/v1/tiers"),
+            ("GET", "/admin/v1/doctor"),
             ("GET", "/admin/v1/handovers"),
             ("GET", "/admin/v1/handovers/{handover_id}"),
             ("GET", "/admin/v1/limits"),
