@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from runtime.replace_file import replace_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,4 @@ def read(path: Path) -> LastBackup | None:
 
 
 def write(path: Path, last: LastBackup) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(asdict(last), file)
-    os.replace(partial, path)
+    replace_file(path, json.dumps(asdict(last)).encode())

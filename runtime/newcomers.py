@@ -1,7 +1,9 @@
-"""Listens on a port that strangers can reach, and holds few connections of whom it does not know yet who they are.
+"""Takes the connections of strangers: of those of whom it does not know yet who they are it holds few, and they keep
+nobody out.
 
-`asyncio.start_server` with TLS takes every connection and gives each its time for the handshake: a stranger who
-connects a thousand times and says nothing has a thousand descriptors of the process for a quarter of a minute.
+asyncio's servers with TLS show a connection only when its handshake is complete, and give each its time for that: a
+stranger who connects a thousand times and says nothing has a thousand descriptors of the process, whatever it allows
+its clients.
 """
 
 from __future__ import annotations
@@ -13,50 +15,74 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import partial
+
+from runtime.background_tasks import BackgroundTasks, RunningTasks
 
 log = logging.getLogger(__name__)
 
 MOST = 256
 GRACE_S = 2.0
-"""While the most are here, whoever has been here for so long without a word gives its place to the next."""
 _AGAIN_S = 0.05
-_NO_ROOM_S = 1.0
-_BACKLOG = 256
+_NO_ROOM_S = 0.1
+_BACKLOG = 2048
 
+Meet = Callable[[socket.socket], Awaitable[None]]
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Newcomers:
-    """Each connection is a newcomer from the first packet until `serve` calls `is_known`, or ends. Others wait in the
-    kernel's queue."""
+    """Each connection is a newcomer from its first packet until `meet` returns, or calls `is_known`.
+
+    meet: all that happens on a connection that was accepted; cancelled when it gives its place. most: newcomers held.
+    Beyond it the one that came first gives its place to the next, as soon as it has been here for `grace_s`; until then
+    the next waits in the kernel's queue. gave_place: called each time.
+    """
 
     def __init__(
-        self, serve: Serve, *, context: ssl.SSLContext | None, handshake_s: float, line_bytes: int, most: int = MOST
+        self,
+        meet: Meet,
+        *,
+        most: int = MOST,
+        grace_s: float = GRACE_S,
+        background: BackgroundTasks | None = None,
+        gave_place: Callable[[], None] = lambda: None,
     ):
-        self._serve, self._context, self._handshake_s = serve, context, handshake_s
-        self._line_bytes, self._most = line_bytes, most
-        self._socket: socket.socket | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self._meet, self._most, self._grace_s, self._gave_place = meet, most, grace_s, gave_place
+        self._background = background or BackgroundTasks()
+        self._sockets: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
         self._since_s: dict[asyncio.Task[None], float] = {}  # the oldest first
-        self._talks: set[asyncio.Task[None]] = set()
+        self._meetings = RunningTasks()
 
-    async def start(self, address: str, port: int) -> tuple[str, int]:
-        """Listen; returns address and port. Raises OSError."""
+    def __len__(self) -> int:
+        return len(self._since_s)
+
+    async def listen(self, host: str, port: int, *, reuse_port: bool = False) -> tuple[str, int]:
+        """On all addresses of the host. Returns the first and the port, the same for all. Raises OSError."""
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, where = found[0]
-        self._socket = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
-        self._socket.setblocking(False)
-        self._listening = loop.create_task(self._listen(self._socket), name=f"newcomers at {address}")
-        return self._socket.getsockname()[:2]
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        try:
+            for family, where in dict.fromkeys((family, address[0]) for family, *_, address in found):
+                made = socket.create_server((where, port), family=family, backlog=_BACKLOG, reuse_port=reuse_port)
+                made.setblocking(False)
+                self._sockets.append(made)
+                port = made.getsockname()[1]
+        except OSError:
+            await self.stop()
+            raise
+        for made in self._sockets:
+            self._accepting.append(self._background.keep(f"connections: {host}", partial(self._accept, made)))
+        return self._sockets[0].getsockname()[0], port
 
     async def stop(self) -> None:
-        """No further connection is taken; those that are there go on."""
-        if self._listening is not None and self._socket is not None:
-            self._listening.cancel()
-            await asyncio.gather(self._listening, return_exceptions=True)
-            self._socket.close()
+        """Take no more connections; those that are here go on."""
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        for made in self._sockets:
+            made.close()
+        self._accepting, self._sockets = [], []
 
     def is_known(self) -> None:
         """The connection of the current task has proved who it is: it may stay as long as it likes."""
@@ -64,51 +90,34 @@ class Newcomers:
         assert task is not None
         self._since_s.pop(task, None)
 
-    async def _listen(self, listening: socket.socket) -> None:
+    async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            while len(self._since_s) >= self._most:
-                self._end_oldest()
-                await asyncio.sleep(_AGAIN_S)
             try:
                 connection, _ = await loop.sock_accept(listening)
-            except OSError as error:  # the newcomer has left already, or there are no descriptors
+            except OSError as error:  # it has left already, or there are no descriptors
                 log.warning("a connection could not be taken: %s", error)
                 await asyncio.sleep(_NO_ROOM_S)
                 continue
-            task = loop.create_task(self._talk(connection))
+            await self._make_room()
+            task = self._meetings.add(loop.create_task(self._met(connection)))
             self._since_s[task] = time.monotonic()
-            self._talks.add(task)
             task.add_done_callback(self._ended)
+            await asyncio.sleep(0)  # it begins before the next is taken, and closes its connection whatever comes
 
-    def _end_oldest(self) -> None:
-        now_s = time.monotonic()
-        for task, since_s in list(self._since_s.items()):
-            if now_s - since_s < GRACE_S:
-                return
-            task.cancel()
+    async def _make_room(self) -> None:
+        while len(self._since_s) >= self._most:
+            oldest, since_s = next(iter(self._since_s.items()))
+            if time.monotonic() - since_s < self._grace_s:
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            del self._since_s[oldest]
+            oldest.cancel()
+            self._gave_place()
 
-    async def _talk(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=self._line_bytes, loop=loop)
-        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-        secure: dict[str, Any] = {}
-        if self._context is not None:
-            secure = {"ssl": self._context, "ssl_handshake_timeout": self._handshake_s}
+    async def _met(self, connection: socket.socket) -> None:
         try:
-            transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, **secure)
-        except OSError as error:
-            log.info("a connection ended before it was one: %s", error)
-            return
-        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-        try:
-            await self._serve(reader, writer)
-            # TLS waits for the other side's farewell for half a minute. A stranger who gives none has a descriptor
-            # until then, and counts as long.
-            if not writer.is_closing():
-                writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+            await self._meet(connection)
         except BaseException:
             # Not by the transport: one of TLS that was closed twice has forgotten its connection.
             with contextlib.suppress(OSError):
@@ -117,6 +126,33 @@ class Newcomers:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._since_s.pop(task, None)
-        self._talks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a talk with a newcomer failed", exc_info=error)
+            log.error("a connection failed", exc_info=error)
+
+
+def talk(serve: Serve, *, context: ssl.SSLContext | None, handshake_s: float, line_bytes: int) -> Meet:
+    """A meeting over streams, with TLS if there is a context: a newcomer until `serve` returns or says that it is
+    known. Lines have at most `line_bytes`."""
+
+    async def meet(connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=line_bytes, loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        timeout_s = None if context is None else handshake_s
+        try:
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=context, ssl_handshake_timeout=timeout_s
+            )
+        except OSError as error:
+            log.info("a connection ended before it was one: %s", error)
+            return
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        await serve(reader, writer)
+        # TLS waits for the other side's farewell for half a minute. A stranger who gives none has a descriptor until
+        # then, and counts as long.
+        if not writer.is_closing():
+            writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    return meet

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime.replace_file import replace_file
+
 BACKDATED_S = 86400.0
 """A certificate is valid from so long before it was given out, since clocks differ."""
 
@@ -86,13 +88,7 @@ class RemovedNodes:
             yield
 
     def _write(self, entries: Mapping[str, Any], into: Path | None = None) -> None:
-        file_ = into or self.file
-        new = file_.with_suffix(".new")
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(entries, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, file_)
+        replace_file(into or self.file, json.dumps(entries).encode(), durable=True)
 
 
 def _object_in(path: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import TunnelRefused
-from runtime.newcomers import Newcomers
+from runtime.newcomers import Newcomers, talk
 from runtime.removed_nodes import RemovedNodes
 from runtime.sockets import private_socket
 
@@ -107,9 +107,9 @@ class TunnelServer:
                 raise TunnelRefused(f"no tunnel server at {self._address}: this node has no certificate of the box")
             context = None if certificate is None else certificate.context(ssl.PROTOCOL_TLS_SERVER)
             newcomers = Newcomers(
-                self._serve, context=context, handshake_s=GREETING_TIMEOUT_S, line_bytes=GREETING_BYTES
+                talk(self._serve, context=context, handshake_s=GREETING_TIMEOUT_S, line_bytes=GREETING_BYTES)
             )
-            self._at = await newcomers.start(self._address, 0)
+            self._at = await newcomers.listen(self._address, 0)
             self._newcomers = newcomers
         return self._at
 

@@ -2,21 +2,19 @@
 
 The database is copied first, by SQLite's own online copy, then the files, which appear in the directory whole. A file
 that is deleted meanwhile may still be named in the copied database, so all of it is done again until a pass saw none
-go; the chunks of the pass before are there already.
+go; the chunks of the pass before are there already. What goes is what was there before the database was copied.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
-import shutil
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import closing, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +22,8 @@ from tempfile import TemporaryDirectory
 from appliance import last_backup
 from appliance.backup import manifest as manifests
 from appliance.backup.errors import BackupError, BackupRunning, NotThisBox
-from appliance.backup.manifest import CHUNK_BYTES, Manifest, SavedFile, chunk_key, name_at
+from appliance.backup.manifest import CHUNK_BYTES, Manifest, SavedFile, chunk_key
+from appliance.backup_copies import PREFIX, alone, remove_left
 from appliance.last_backup import LastBackup
 from appliance.paths import BoxPaths
 from weights.tiers.objects import Objects
@@ -36,7 +35,8 @@ DATABASE = "appliance.db"
 LEFT_OUT = frozenset({"logs", "cache", "away-jobs", "box.json", "box.lock", "backup.lock", "last-backup.json"})
 SECRETS = frozenset({"ca", "first-key", "ray.token"})
 PASSES = 5
-_COPYING = ".backup-"
+# Whoever has a key deletes these as often as he likes: no backup would ever end.
+_OWNERS = ("files/", "uploads/", "jobs/", "batches/")
 Report = Callable[[int, int], None]
 
 
@@ -60,33 +60,35 @@ def take(
     """
     if not paths.database.is_file():
         raise BackupError(f"{paths.data_dir} is no data directory of a box: it has no {DATABASE}")
-    with _alone(paths.data_dir), TemporaryDirectory(prefix=_COPYING, dir=paths.data_dir) as folder:
-        for left in paths.data_dir.glob(f"{_COPYING}*"):  # of one that was killed
-            if left != Path(folder):
-                shutil.rmtree(left)
+    with _alone(paths.data_dir), TemporaryDirectory(prefix=PREFIX, dir=paths.data_dir) as folder:
         objects.sweep()
-        last = manifests.newest(objects)
+        last = manifests.newest_readable(objects)
         if last is not None and last.box_id != paths.box_id:
             raise NotThisBox(
                 f"{objects.where} has backups of another box ({last.box_id}, {last.data_dir}); give each box a place "
                 "of its own"
             )
         writer = _Writer(objects, {} if last is None else {file.path: file for file in last.files}, report)
-        for _ in range(PASSES):
+        for left in reversed(range(PASSES)):
+            before = {name for name, _ in _files(paths.data_dir, secrets)}
             copied = Path(folder) / DATABASE
             schema = copy_database(paths.database, copied)
-            files, gone = writer.save(paths.data_dir, copied, secrets)
+            files, gone = writer.save(paths.data_dir, copied, secrets, before)
+            if not left:
+                gone = {name for name in gone if not name.startswith(_OWNERS)}
             if not gone:
                 break
-            log.info("%d files were deleted while they were copied; once more", gone)
+            log.info("%d files were deleted while they were copied; once more", len(gone))
         else:
             raise BackupError(
-                f"files of {paths.data_dir} were deleted during each of {PASSES} passes; take the backup when fewer "
-                "jobs and requests end"
+                f"files of {paths.data_dir} were deleted during each of {PASSES} passes, {min(gone)} for one; take the "
+                "backup when less of the box's own is deleted"
             )
+        if _forget_gone(copied, files):
+            files = (writer.database(copied), *files[1:])
         made_s = clock()
         made = Manifest(
-            name_at(made_s),
+            manifests.next_name(objects, made_s),
             made_s,
             paths.box_id,
             version("appliance"),
@@ -125,25 +127,28 @@ class _Writer:
         self._there = {Path(key).name for key, _ in objects.list("chunks/")}
         self.new_bytes = 0
 
-    def save(self, data_dir: Path, database: Path, secrets: bool) -> tuple[tuple[SavedFile, ...], int]:
-        """The files now at the place, and how many others were gone before they were read."""
-        found = [(path.relative_to(data_dir).as_posix(), path) for path in _files(data_dir, secrets)]
-        sizes = {path: size for path, size in ((path, _size(path)) for _, path in found) if size is not None}
-        of, done, saved = sum(sizes.values()), 0, [self._file(DATABASE, database, 0)]
-        for name, path in found:
+    def save(
+        self, data_dir: Path, database: Path, secrets: bool, before: Set[str]
+    ) -> tuple[tuple[SavedFile, ...], set[str]]:
+        """The files now at the place, the database first, and which others, those of `before` too, were gone before
+        they were read."""
+        found = dict(_files(data_dir, secrets))
+        of, done, saved = sum(status.st_size for status in found.values()), 0, [self.database(database)]
+        for name, status in found.items():
             self._report(done, of)
-            done += sizes.get(path, 0)
-            try:
-                status = path.stat()
-                saved.append(self._file(name, path, status.st_mtime_ns))
-            except FileNotFoundError:
-                continue
+            done += status.st_size
+            with suppress(FileNotFoundError):
+                saved.append(self._file(name, data_dir / name, status))
         self._report(of, of)
-        return tuple(saved), len(found) + 1 - len(saved)
+        return tuple(saved), (before | found.keys()) - {file.path for file in saved}
 
-    def _file(self, name: str, path: Path, mtime_ns: int) -> SavedFile:
-        known = self._last.get(name)
-        if known and mtime_ns and (known.mtime_ns, known.bytes) == (mtime_ns, path.stat().st_size):
+    def database(self, copied: Path) -> SavedFile:
+        return self._file(DATABASE, copied)
+
+    def _file(self, name: str, path: Path, status: os.stat_result | None = None) -> SavedFile:
+        """status: from before it is read, so that a file which changes meanwhile is read again next time."""
+        known, mtime_ns = self._last.get(name), 0 if status is None else status.st_mtime_ns
+        if known and status and (known.mtime_ns, known.bytes) == (mtime_ns, status.st_size):
             if self._there.issuperset(known.chunks):
                 return known
         chunks, nbytes = [], 0
@@ -160,33 +165,44 @@ class _Writer:
         return self._last[name]
 
 
-def _files(data_dir: Path, secrets: bool) -> Iterator[Path]:
-    """Regular files, by name; what a backup left behind is none of them."""
+def _files(data_dir: Path, secrets: bool) -> Iterator[tuple[str, os.stat_result]]:
+    """Regular files, by name below the directory; what a backup left behind is none of them."""
     left_out = LEFT_OUT if secrets else LEFT_OUT | SECRETS
     for entry in sorted(data_dir.iterdir()):
-        if entry.name in left_out or entry.name.startswith((DATABASE, _COPYING)):
+        if entry.name in left_out or entry.name.startswith((DATABASE, PREFIX)):
             continue
-        below = sorted(entry.rglob("*")) if entry.is_dir() and not entry.is_symlink() else [entry]
+        below = [entry]
+        if entry.is_dir() and not entry.is_symlink():
+            # Not by rglob, which ends when a folder goes between its name and what is in it.
+            below = sorted(Path(folder, name) for folder, _, names in os.walk(entry) for name in names)
         for path in below:
-            try:
-                if stat.S_ISREG(path.lstat().st_mode):
-                    yield path
-            except FileNotFoundError:
-                continue
+            with suppress(FileNotFoundError):
+                if stat.S_ISREG((status := path.lstat()).st_mode):
+                    yield path.relative_to(data_dir).as_posix(), status
 
 
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
+def _forget_gone(database: Path, files: Iterable[SavedFile]) -> bool:
+    """Takes out of a copied database what its owners deleted while the files were read: rows of files, and of parts of
+    uploads, whose bytes are not among these. Whether there were any."""
+    saved = {file.path for file in files}
+    with closing(sqlite3.connect(database)) as connection, connection:
+        gone = [
+            (table, row[0])
+            for table, path in (("files", "'files/' || id"), ("upload_parts", "'uploads/' || upload_id || '/' || id"))
+            for row in connection.execute(f"SELECT id, {path} FROM {table}")
+            if row[1] not in saved
+        ]
+        for table, row_id in gone:
+            connection.execute(f"DELETE FROM {table} WHERE id = ?", [row_id])
+    if gone:
+        log.info("%d files were deleted by their owners meanwhile: the backup has neither bytes nor rows", len(gone))
+    return bool(gone)
 
 
 @contextmanager
 def _alone(data_dir: Path) -> Iterator[None]:
-    with open(os.open(data_dir / "backup.lock", os.O_RDWR | os.O_CREAT, 0o600), "r+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BackupRunning(f"a backup of {data_dir} is being taken already; wait for its end") from None
+    with alone(data_dir) as nobody_else:
+        if not nobody_else:
+            raise BackupRunning(f"a backup of {data_dir} is being taken already; wait for its end")
+        remove_left(data_dir)
         yield

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Any
+
+from runtime.replace_file import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -40,17 +41,10 @@ class BoxState:
 
     def _write(self) -> None:
         try:
-            self._replace()
+            replace_file(self._path, json.dumps(self._fields).encode())
         except OSError as error:
             # The disk is full. The caller keeps the box's processes alive and must not end because of that.
             log.warning("%s could not be written: %s", self._path, error)
-
-    def _replace(self) -> None:
-        temporary = self._path.with_suffix(".new")
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(handle, "w") as file:
-            json.dump(self._fields, file)
-        os.replace(temporary, self._path)
 
 
 def read_troubles(path: Path) -> list[dict[str, Any]]:

@@ -36,9 +36,9 @@ from appliance.boot.clock_watch import LEAST_FOR_RAY_S, ClockWatch
 from appliance.boot.liveness import Pulse
 from appliance.boot.log_rotation import keep_logs_short
 from appliance.boot.supervised_process import Supervised, kill_leftovers, own_files_only
-from appliance.config import BoxConfig, load_resolved
+from appliance.config import BoxConfig, enrolment_port, load_resolved
 from appliance.nodes.certificate_authority import Authority, Unfit
-from appliance.nodes.enrolment import EnrolmentServer, Tokens, port_of
+from appliance.nodes.enrolment import EnrolmentServer, Tokens
 from appliance.paths import BoxPaths, UnsafeFolder, write_secret
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kind import DevicesRefused
@@ -205,7 +205,7 @@ class Box:
     async def _let_nodes_enrol(self) -> None:
         if self._enrolment is None:
             return
-        address, port = self._config.box.node_address, port_of(self._config.box.node_port)
+        address, port = self._config.box.node_address, enrolment_port(self._config.box.node_port)
         try:
             await self._enrolment.start(address, port)
         except OSError as error:

@@ -27,9 +27,9 @@ from appliance.boot import ray_head
 from appliance.boot.clock_watch import LEAST_FOR_RAY_S, ClockWatch, far_back_s
 from appliance.boot.log_rotation import keep_logs_short
 from appliance.boot.supervised_process import kill_leftovers, own_files_only
-from appliance.config import BoxConfig, load_resolved
+from appliance.config import BoxConfig, enrolment_port, load_resolved
 from appliance.nodes.certificate_authority import RENEW_BEFORE, Credentials, Unfit
-from appliance.nodes.enrolment import NotEnrolled, enrol, port_of, renew
+from appliance.nodes.enrolment import NotEnrolled, enrol, renew
 from appliance.paths import BoxPaths, UnsafeFolder
 from appliance.wiring.node_config import node_config_of
 from runtime.devices.kind import DevicesRefused
@@ -85,7 +85,7 @@ def _enrolled(
     NotEnrolled, Unfit."""
     credentials = Credentials(paths.certificates)
     host, _, port = head.rpartition(":")
-    box = host.strip("[]"), port_of(int(port))
+    box = host.strip("[]"), enrolment_port(int(port))
     if token_path is None:
         why = credentials.fit(name, address)
         if why:

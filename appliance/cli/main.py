@@ -36,6 +36,7 @@ COMMANDS = {
     "usage": ("box.usage", "Who spent what: tokens by key or model, device-hours of training."),
     "forget": ("box.forget", "Forget a person: their keys, files, responses and their name."),
     "doctor": ("box.doctor", "Is this machine fit for the box, and is the box well?"),
+    "support": ("box.support", "What somebody else needs to see what is wrong with a box."),
     "backup": ("box.backup", "Backups: copies of the box elsewhere, taken while it runs."),
     "restore": ("box.restore", "Bring a backup back, on this machine or another one."),
     "audit": ("box.audit", "Who did what: every change, by whom, and what came of it."),

@@ -20,10 +20,11 @@ from appliance.gateway.routing.moves import Waiting, moves
 from appliance.gateway.routing.table import Table
 from appliance.gateway.server.client_connection import ClientConnection
 from appliance.gateway.server.dispatch import Dispatch
-from appliance.gateway.server.tls_listener import TlsListener, newcomers_of
+from appliance.gateway.server.tls_listener import newcomers_of, tls_listener
 from appliance.gateway.state.placeable import Placeable
 from appliance.gateway.state.reports import REFUSED_ROWS_TOLD, gauges
 from appliance.gateway.state.state import State
+from runtime.newcomers import Newcomers
 
 log = logging.getLogger("appliance.gateway")
 
@@ -36,8 +37,8 @@ class Gateway:
         self.state = State(config, on_change)
         self.copies = ResponseCopies(self.state)
         self.dispatch = Dispatch(self.state, self.copies)
-        self.secure: TlsListener | None = None
-        self._servers: list[asyncio.Server | TlsListener] = []
+        self.secure: Newcomers | None = None
+        self._servers: list[asyncio.Server] = []
         self._sweeper: asyncio.Task[None] | None = None
 
     # -- life
@@ -53,7 +54,7 @@ class Gateway:
         context = self._tls()
         if context is not None:
             limits = self.config.limits
-            self.secure = TlsListener(
+            self.secure = tls_listener(
                 client,
                 context,
                 most=newcomers_of(limits.max_connections),
@@ -61,8 +62,7 @@ class Gateway:
                 background=self.state.background,
                 events=self.state.metrics.events,
             )
-            self._servers.append(self.secure)
-            return await self.secure.listen(host, port, reuse_port=reuse_port)
+            return (await self.secure.listen(host, port, reuse_port=reuse_port))[1]
         loop = asyncio.get_running_loop()
         # uvloop's, whose `sockets` are a list; asyncio's are a tuple.
         server: Any = await loop.create_server(client, host, port, reuse_port=reuse_port, backlog=2048)
@@ -74,6 +74,8 @@ class Gateway:
         for server in self._servers:
             server.close()
         self._servers.clear()
+        if self.secure is not None:
+            await self.secure.stop()
 
     async def stop(self, deadline_s: float) -> None:
         """Refuse new requests, let those in flight finish for `deadline_s` seconds, then end the rest with an error."""

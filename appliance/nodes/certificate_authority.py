@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import os
 import socket
 import ssl
 from datetime import UTC, datetime, timedelta
@@ -24,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from runtime.removed_nodes import BACKDATED_S
+from runtime.replace_file import replace_file
 from runtime.tunnel import NodeCertificate
 
 AUTHORITY_LIFE = timedelta(days=3650)
@@ -62,9 +62,9 @@ class Credentials:
         if self._key is None or mine.public_key() != self._key.public_key():
             raise Unfit("the box answered with a certificate of another key than ours")
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write(self.files.key, _private_pem(self._key))
-        _write(self.files.authority, authority)
-        _write(self.files.certificate, certificate)
+        replace_file(self.files.key, _private_pem(self._key), durable=True)
+        replace_file(self.files.authority, authority, durable=True)
+        replace_file(self.files.certificate, certificate, durable=True)
 
     def fit(self, name: str, address: str, now: datetime | None = None) -> str:
         """Why this node cannot join with these credentials; "" if it can."""
@@ -119,8 +119,8 @@ class Authority:
                 .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
                 .sign(key, hashes.SHA256())
             )
-            _write(self.home.files.authority, _pem(made))
-            _write(self._key, _private_pem(key))
+            replace_file(self.home.files.authority, _pem(made), durable=True)
+            replace_file(self._key, _private_pem(key), durable=True)
             self.home.files.certificate.unlink(missing_ok=True)
         if self.home.fit(name, address, datetime.now(UTC) + RENEW_BEFORE):
             request = self.home.new_request(name, address)
@@ -211,14 +211,3 @@ def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes the file whole or not at all, for this user alone."""
-    new = path.with_suffix(path.suffix + ".new")
-    new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)

@@ -41,7 +41,7 @@ from typing import Any
 
 from appliance.nodes.certificate_authority import Authority, Credentials, Unfit, fingerprint
 from appliance.paths import BoxPaths
-from runtime.newcomers import Newcomers
+from runtime.newcomers import Newcomers, talk
 
 log = logging.getLogger("appliance.nodes.enrolment")
 
@@ -58,11 +58,6 @@ _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError) 
 
 class NotEnrolled(RuntimeError):
     """This machine did not become a node; the message says why and what to do."""
-
-
-def port_of(node_port: int) -> int:
-    """Where a box enrols nodes: the port after the one where Ray lets them in."""
-    return node_port + 1
 
 
 @dataclass(frozen=True)
@@ -137,8 +132,10 @@ class EnrolmentServer:
     async def start(self, address: str, port: int) -> int:
         """Listen; returns the port."""
         context = self._authority.home.server_context()
-        self._newcomers = Newcomers(self._serve, context=context, handshake_s=TALK_TIMEOUT_S, line_bytes=LINE_BYTES)
-        return (await self._newcomers.start(address, port))[1]
+        self._newcomers = Newcomers(
+            talk(self._serve, context=context, handshake_s=TALK_TIMEOUT_S, line_bytes=LINE_BYTES)
+        )
+        return (await self._newcomers.listen(address, port))[1]
 
     async def stop(self) -> None:
         if self._newcomers is not None:

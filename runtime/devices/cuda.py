@@ -35,6 +35,7 @@ class Cuda(TorchCuda):
     # Nothing of vLLM's GPU code yet: some of it (vllm.compilation.backends) imports FlashInfer, whose import asks CUDA
     # for the first GPU (flashinfer/kda_kernels/__init__.py). Only a test on a GPU can show what leaves CUDA alone.
     engine_modules = ()
+    report_commands = (("nvidia-smi", "-q"),)
     runtime_library = "libcudart"
     runtime_prefix = "cuda"
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime.replace_file import replace_file
 from serve.core.errors import FingerprintMismatch
 from weights.format.names import MANIFEST_FILE
 from weights.memory.lease import StoredVersion
@@ -119,12 +118,8 @@ class FingerprintBook:
         return Fingerprint.from_answer(data.pop("origin"), data)
 
     def record(self, key: str, fingerprint: Fingerprint) -> None:
-        """Write atomically, so that a reader sees the whole record or none."""
         self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=self._dir)
-        with os.fdopen(handle, "w") as stream:
-            json.dump(asdict(fingerprint), stream)
-        os.replace(temporary, self._dir / f"{key}.json")
+        replace_file(self._dir / f"{key}.json", json.dumps(asdict(fingerprint)).encode())
 
     def open(self, key: str, *, what: str, tolerance: float) -> FingerprintRecord:
         """Read the record of one version. `what` names the version in errors; `tolerance` as in `disagreement`."""

@@ -75,6 +75,8 @@ FRONTEND = (
     "vllm.v1.structured_output.backend_lm_format_enforcer",
     "vllm.v1.structured_output.backend_outlines",
     "vllm.v1.structured_output.backend_xgrammar",
+    "llguidance.hf",
+    "llguidance.torch",
     "multiprocessing.popen_fork",
 )
 CORE = (

@@ -64,6 +64,10 @@ class WholeBox:
     def ask(self, *arguments: str, **named: Any) -> Any:
         return json.loads(self.run(*arguments, "-o", "json", **named))
 
+    def submit(self, model: str, file: str | Path, options: str, *more: str) -> str:
+        """The id of a new job. file: a path here, or the id of an uploaded one. options: as one types them."""
+        return self.ask("job", "submit", "--model", model, "--file", str(file), *options.split(), *more)["id"]
+
     def environment(self) -> dict[str, str]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("APPLIANCE_")}
         return {**clean, "APPLIANCE_DATA_DIR": str(self.data_dir), "COLUMNS": "200"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -18,6 +19,7 @@ import transformers
 
 from appliance.demo.load_generator import Load
 from tests.e2e.box_support import gsm8k, wait_for, whole_box
+from tests.tools.monitored import LATER, monitored_series
 from weights.format.names import encode_name
 
 pytestmark = pytest.mark.timeout(600)
@@ -484,21 +486,8 @@ def test_no_file_that_jobs_and_engines_left_is_open_to_others(box, unbroken):
 def test_nothing_listens_for_strangers_while_a_job_and_engines_run(box, starter, unbroken):
     file_id = box.client().fine_tuning.jobs.retrieve(unbroken.id).training_file
     box.set_mode(policy="split", train_devices=2)
-    job = box.ask(
-        "job",
-        "submit",
-        "--model",
-        starter,
-        "--file",
-        file_id,
-        "--epochs",
-        "40",
-        "--batch-size",
-        "8",
-        "--max-devices",
-        "2",
-    )
-    wait_for(lambda: box.losses(job["id"]), "a step")
+    job = box.submit(starter, file_id, "--epochs 40 --batch-size 8 --max-devices 2")
+    wait_for(lambda: box.losses(job), "a step")
     box.client().chat.completions.create(model=starter, messages=[{"role": "user", "content": "2+2?"}], max_tokens=2)
     commands = " ".join(box.running().values())
     assert "ray::RankHost" in commands and "ray::Replica" in commands, commands
@@ -507,7 +496,7 @@ def test_nothing_listens_for_strangers_while_a_job_and_engines_run(box, starter,
     strangers = {where: who for where, who in listening.items() if not where.startswith(("127.", "::1:"))}
     assert strangers == {}, "only loopback: no other machine gets to them"
     assert box.roads_of_others() == set()
-    box.run("job", "cancel", job["id"])
+    box.run("job", "cancel", job)
     box.set_mode(policy="auto")
 
 
@@ -519,32 +508,19 @@ def test_pause_resume_and_cancel(box, starter, unbroken):
     client = box.client()
     file_id = client.fine_tuning.jobs.retrieve(unbroken.id).training_file
     box.run("mode", "set", "train", "--wait")
-    job = box.ask(
-        "job",
-        "submit",
-        "--model",
-        starter,
-        "--file",
-        file_id,
-        "--epochs",
-        "40",
-        "--batch-size",
-        "8",
-        "--max-devices",
-        "2",
-    )
-    wait_for(lambda: len(box.losses(job["id"])) >= 2, "two steps")
-    assert devices_of(box, job["id"])
-    box.run("job", "pause", job["id"])
-    wait_for(lambda: box.admin(f"jobs/{job['id']}")["phase"] == "paused", "the pause")
-    wait_for(lambda: not devices_of(box, job["id"]), "the job's devices to be free")
-    paused_at = max(box.losses(job["id"]))
-    assert client.fine_tuning.jobs.retrieve(job["id"]).status == "queued"
-    box.run("job", "resume", job["id"])
-    wait_for(lambda: max(box.losses(job["id"])) > paused_at, "a step after the resume")
-    assert client.fine_tuning.jobs.cancel(job["id"]).status == "cancelled"
-    wait_for(lambda: not devices_of(box, job["id"]), "the job's devices to be free")
-    box.run("job", "resume", job["id"], code=5)
+    job = box.submit(starter, file_id, "--epochs 40 --batch-size 8 --max-devices 2")
+    wait_for(lambda: len(box.losses(job)) >= 2, "two steps")
+    assert devices_of(box, job)
+    box.run("job", "pause", job)
+    wait_for(lambda: box.admin(f"jobs/{job}")["phase"] == "paused", "the pause")
+    wait_for(lambda: not devices_of(box, job), "the job's devices to be free")
+    paused_at = max(box.losses(job))
+    assert client.fine_tuning.jobs.retrieve(job).status == "queued"
+    box.run("job", "resume", job)
+    wait_for(lambda: max(box.losses(job)) > paused_at, "a step after the resume")
+    assert client.fine_tuning.jobs.cancel(job).status == "cancelled"
+    wait_for(lambda: not devices_of(box, job), "the job's devices to be free")
+    box.run("job", "resume", job, code=5)
     box.run("mode", "set", "auto", "--wait")
 
 
@@ -567,6 +543,8 @@ def test_a_killed_engine_comes_back_and_its_greedy_stream_never_broke(box, start
     assert len({chunk.id for chunk in broken}) == 1
     metrics = httpx.get(f"http://127.0.0.1:{box.port}/metrics", headers={"Authorization": f"Bearer {box.key}"}).text
     assert 'appliance_gateway_events_total{event="continued"} 1' in metrics
+    told = set(re.findall(r"^# TYPE (\S+)", metrics, re.M))
+    assert monitored_series() - LATER <= told
     assert says_something(client, starter)
     assert replica not in {r["id"] for r in box.admin("status")["replicas"] if r["state"] == "open"}
 
@@ -579,23 +557,7 @@ def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_b
     client = box.client()
     box.run("mode", "set", "split", "--train", "2", "--wait")
     file_id = client.fine_tuning.jobs.retrieve(unbroken.id).training_file
-    job = box.ask(
-        "job",
-        "submit",
-        "--model",
-        starter,
-        "--file",
-        file_id,
-        "--epochs",
-        "8",
-        "--batch-size",
-        "8",
-        "--set",
-        "snapshot_every_s=2",
-        "--set",
-        "max_length=256",
-    )
-    job_id = job["id"]
+    job_id = box.submit(starter, file_id, "--epochs 8 --batch-size 8 --set snapshot_every_s=2 --set max_length=256")
 
     def restarts_beyond(step):
         return lambda: max(box.losses(job_id), default=0) > step

@@ -185,22 +185,8 @@ def test_kills_around_the_steps_of_hand_overs(box, capsys):
     tiny = make_model_dir(box.data_dir / "tiny", hidden_size=128, intermediate_size=256)
     assert box.ask("model", "import", str(tiny), "--name", "tiny")["state"] == "succeeded"
     (box.data_dir / "train.jsonl").write_bytes(gsm8k("train", 2000))
-    job_id = box.ask(
-        "job",
-        "submit",
-        "--model",
-        "tiny",
-        "--file",
-        str(box.data_dir / "train.jsonl"),
-        "--epochs",
-        "50",
-        "--batch-size",
-        "4",
-        "--set",
-        "snapshot_every_s=2",
-        "--set",
-        "max_length=256",
-    )["id"]
+    options = "--epochs 50 --batch-size 4 --set snapshot_every_s=2 --set max_length=256"
+    job_id = box.submit("tiny", box.data_dir / "train.jsonl", options)
     rounds = Rounds(box, job_id)
     with capsys.disabled():
         print(f"\nseed {SEED}, {KILLS} kills", flush=True)

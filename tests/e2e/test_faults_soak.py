@@ -367,20 +367,7 @@ def box(mounts, tmp_path_factory):
 
 def submitted(box: FaultyBox) -> str:
     """Id of a job that lasts longer than the run."""
-    return box.ask(
-        "job",
-        "submit",
-        "--model",
-        "starter",
-        "--file",
-        box.upload(gsm8k("train", 2000)),
-        "--epochs",
-        "50",
-        "--batch-size",
-        "4",
-        "--set",
-        "max_length=256",
-    )["id"]
+    return box.submit("starter", box.upload(gsm8k("train", 2000)), "--epochs 50 --batch-size 4 --set max_length=256")
 
 
 def test_faults_under_load(box, mounts, capsys):

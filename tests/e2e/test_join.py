@@ -127,19 +127,7 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     home.run("mode", "set", "split", "--train", "2")
 
     def submit(*more):
-        return home.ask(
-            "job",
-            "submit",
-            "--model",
-            "tiny",
-            "--file",
-            str(home.data_dir / "train.jsonl"),
-            "--batch-size",
-            "4",
-            "--max-length",
-            "256",
-            *more,
-        )["id"]
+        return home.submit("tiny", home.data_dir / "train.jsonl", "--batch-size 4 --max-length 256", *more)
 
     # To its end there: the version it published comes home, and is served.
     first = submit("--epochs", "1", "--full", "--min-devices", "2")

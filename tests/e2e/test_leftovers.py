@@ -30,20 +30,7 @@ def test_nothing_is_left_after_everything_was_killed(tmp_path):
         box.run("model", "deploy", "tiny", "--tensor-parallel", "2", "--min-replicas", "1", "--max-replicas", "1")
         (box.data_dir / "train.jsonl").write_bytes(gsm8k("train", 500))
         box.run("mode", "set", "split", "--train", "2", "--wait")
-        job = box.ask(
-            "job",
-            "submit",
-            "--model",
-            "tiny",
-            "--file",
-            str(box.data_dir / "train.jsonl"),
-            "--epochs",
-            "50",
-            "--batch-size",
-            "4",
-            "--set",
-            "max_length=256",
-        )["id"]
+        job = box.submit("tiny", box.data_dir / "train.jsonl", "--epochs 50 --batch-size 4 --set max_length=256")
         wait_for(lambda: box.losses(job), "a step of the job", 300)
         wait_for(lambda: any(is_wide(replica) for replica in box.admin("status")["replicas"]), "an engine", 200)
         main = psutil.Process(box.main_pid())

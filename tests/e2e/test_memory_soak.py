@@ -69,20 +69,7 @@ def test_under_another_program_training_waits_serving_stays_and_all_of_it_comes_
         assert box.ask("model", "import", str(tiny), "--name", "tiny")["state"] == "succeeded"
         train = tmp_path / "train.jsonl"
         train.write_bytes(gsm8k("train", 2000))
-        job_id = box.ask(
-            "job",
-            "submit",
-            "--model",
-            "tiny",
-            "--file",
-            str(train),
-            "--epochs",
-            "50",
-            "--batch-size",
-            "4",
-            "--set",
-            "max_length=256",
-        )["id"]
+        job_id = box.submit("tiny", train, "--epochs 50 --batch-size 4 --set max_length=256")
         box.client().completions.create(model="tiny", prompt="Hello", max_tokens=4)
         wait_for(lambda: running_job(box, job_id) and len(box.losses(job_id)) > 5, "the job to train")
 

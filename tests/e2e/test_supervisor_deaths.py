@@ -54,20 +54,7 @@ def box(tmp_path_factory):
 
 def test_all_supervisors_die_at_once(box, capsys):
     (box.data_dir / "train.jsonl").write_bytes(gsm8k("train", 2000))
-    job_id = box.ask(
-        "job",
-        "submit",
-        "--model",
-        "tiny",
-        "--file",
-        str(box.data_dir / "train.jsonl"),
-        "--epochs",
-        "50",
-        "--batch-size",
-        "4",
-        "--set",
-        "max_length=256",
-    )["id"]
+    job_id = box.submit("tiny", box.data_dir / "train.jsonl", "--epochs 50 --batch-size 4 --set max_length=256")
     wait_for(lambda: box.losses(job_id), "the first step of the job", START_S)
     wait_for(lambda: answers(box), "the engine", START_S)
     for round_ in range(2):

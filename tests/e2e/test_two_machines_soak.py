@@ -26,8 +26,9 @@ from typing import Any
 
 import pytest
 
+from appliance.config import enrolment_port
 from appliance.nodes.certificate_authority import Authority, Credentials
-from appliance.nodes.enrolment import NotEnrolled, enrol, port_of, renew
+from appliance.nodes.enrolment import NotEnrolled, enrol, renew
 from runtime.errors import TunnelRefused
 from runtime.tunnel import NodeCertificate, Shared, Tunnels, fetch_directory
 from tests.e2e.box_support import WholeBox, gsm8k, wait_for
@@ -46,6 +47,7 @@ from tests.e2e.machines_support import (
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 MB = 1 << 20
+JOB = "--epochs 50 --batch-size 4 --max-length 128 --lora-rank 4 --min-devices 2 --max-devices 2"
 ALL = ["n0/0", "n1/0", "n1/1", "n1/2"]
 STOPPED_S = 30.0
 RESERVE = 600 * MB
@@ -107,10 +109,7 @@ def started(machines: Machines) -> str:
     home.run("mode", "set", "split", "--train", "2")
     home.run("model", "deploy", "tiny", "--min-replicas", "2")
     (home.data_dir / "train.jsonl").write_bytes(gsm8k("train", 2000))
-    sized = ["--epochs", "50", "--batch-size", "4", "--max-length", "128", "--lora-rank", "4"]
-    where = ["--min-devices", "2", "--max-devices", "2"]
-    file = str(home.data_dir / "train.jsonl")
-    job = home.ask("job", "submit", "--model", "tiny", "--file", file, *sized, *where)["id"]
+    job = home.submit("tiny", home.data_dir / "train.jsonl", JOB)
     wait_for(lambda: whole(home, job), "engines on both machines and the job on the second", 600)
     wait_for(lambda: home.losses(job), "a step", 300)
     return job
@@ -296,12 +295,10 @@ def test_a_node_is_removed_while_an_engine_and_a_job_run_on_it(machines: Machine
     print("the job waits:", row["reason"], flush=True)
 
     # What the node had opens nothing of ours any more.
+    box = wire.home, enrolment_port(int(machines.head.rpartition(":")[2]))
     with pytest.raises(NotEnrolled, match="removed"):
-        asyncio.run(
-            renew(Credentials(stolen), (wire.home, port_of(int(machines.head.rpartition(":")[2]))), "n1", wire.away)
-        )
+        asyncio.run(renew(Credentials(stolen), box, "n1", wire.away))
     token = (stolen / "ray.token").read_bytes()
-    box = wire.home, port_of(int(machines.head.rpartition(":")[2]))
     with pytest.raises(NotEnrolled, match="was removed from this box"):
         asyncio.run(enrol(Credentials(tmp_path / "n9"), box, token.decode(), "n9", wire.away))
     lent = next((home.data_dir / "models").iterdir())
@@ -392,10 +389,7 @@ def test_memory_of_the_other_machine_is_given_back_in_order_serving_last(machine
     home.run("model", "deploy", "tiny", "--min-replicas", "2")
     home.run("mode", "set", "split", "--train", "2")
     (home.data_dir / "train.jsonl").write_bytes(gsm8k("train", 2000))
-    sized = ["--epochs", "50", "--batch-size", "4", "--max-length", "128", "--lora-rank", "4"]
-    where = ["--min-devices", "2", "--max-devices", "2"]
-    file = str(home.data_dir / "train.jsonl")
-    job = home.ask("job", "submit", "--model", "tiny", "--file", file, *sized, *where)["id"]
+    job = home.submit("tiny", home.data_dir / "train.jsonl", JOB)
     wait_for(lambda: whole(home, job) and home.losses(job), "the job there", 600)
     engines = away.pids_of("engine")
 

@@ -5,6 +5,7 @@ Nothing is counted here: the store keeps the counters, so they survive restarts.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from appliance.controller.devices import lost_nodes
 from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.http.views import job_phase
 from appliance.controller.interfaces.ports import SchedulerStatus
+from appliance.paths import SHM_MOUNT
 from appliance.store.objects import jobs, responses
 from appliance.store.records import handovers
 from appliance.store.rows import JobRow
@@ -48,6 +50,7 @@ class ControllerCollector:
         yield from self._training()
         yield from self._weights(now)
         yield from self._responses()
+        yield from self._disks()
         if (last := self._context.last_backup()) is not None:
             text = "Unix time of the newest backup that was taken."
             yield GaugeMetricFamily("appliance_backup_last_success_timestamp_seconds", text, last.made_s)
@@ -122,6 +125,16 @@ class ControllerCollector:
         number, size = responses.totals(self._context.db)
         yield GaugeMetricFamily("appliance_stored_responses", "Stored answers of /v1/responses.", number)
         yield GaugeMetricFamily("appliance_stored_response_bytes", "Bytes of stored answers of /v1/responses.", size)
+
+    def _disks(self) -> Iterator[Metric]:
+        size = GaugeMetricFamily("appliance_disk_bytes", "Size of a file system of the box.", labels=["mount"])
+        free = GaugeMetricFamily("appliance_disk_free_bytes", "Free bytes of it.", labels=["mount"])
+        for mount, folder in (("data", self._context.files_dir), ("shm", SHM_MOUNT)):
+            found = shutil.disk_usage(folder)
+            size.add_metric([mount], found.total)
+            free.add_metric([mount], found.free)
+        yield size
+        yield free
 
     def _weights(self, now: SchedulerStatus) -> Iterator[Metric]:
         used = GaugeMetricFamily("appliance_weight_store_bytes", "Shared memory of the weight store.", labels=["what"])

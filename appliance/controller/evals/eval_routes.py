@@ -198,7 +198,9 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         status: RunStatus = None,
     ) -> dict[str, Any]:
         known(eval_id, caller)
-        page = evals.page_runs(db, eval_id, status=status, after=after, limit=limit, descending=order == "desc")
+        page = evals.page_runs(
+            db, eval_id, viewer=caller.viewer, status=status, after=after, limit=limit, descending=order == "desc"
+        )
         return list_object(page, lambda row: shown_run(row, caller))
 
     @router.get("/{eval_id}/runs/{run_id}")

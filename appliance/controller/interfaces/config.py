@@ -128,7 +128,7 @@ class ControllerConfig(BaseModel):
     responses_kept_days: float = Field(30.0, ge=0)
     """Answers of /v1/responses are kept for this long after creation or their last continuation; 0: none is stored."""
     responses_bytes: int = Field(2048 * MIB, ge=MIB)
-    """Of all of them; beyond it, the least recently used of the key that holds most are deleted."""
+    """Of all of them; beyond it, the least recently used of the owner who holds most are deleted."""
 
     # --- background
     housekeeping_every_s: Seconds = 30.0

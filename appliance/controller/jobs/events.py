@@ -256,6 +256,9 @@ class JobEvents:
                     meta=meta,
                 ),
             )
+            if not stable_names.answers_at_once(db, row, version):
+                # Epochs before the last one too, and those of a job that does not reach its end.
+                models.update_version(db, row.output_model, version, held_back=1)
             if adapter:
                 add_message(
                     db,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from weakref import WeakValueDictionary
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import SwapFailed
+from appliance.store.errors import RowNotFound
 from appliance.store.objects import models
 from appliance.store.rows import ModelRow
 
@@ -18,19 +20,23 @@ class Activations:
 
     def __init__(self, context: ControllerContext):
         self._context = context
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # names come and go
 
     def lock(self, model: str) -> asyncio.Lock:
         return self._locks.setdefault(model, asyncio.Lock())
 
     async def switch(self, row: ModelRow, version: str, why: str) -> dict[str, Any]:
         """The swap's measurements. Raises SwapFailed: the store has the version of `row` again, and its replicas keep
-        it or go back to it."""
+        it or go back to it; unless that version, or the model, was deleted meanwhile."""
         models.activate(self._context.db, row.id, version)
         self._context.scheduler.nudge(why)
         try:
             return await self._context.scheduler.converge_model(row.id)
         except SwapFailed:
-            if models.reactivate(self._context.db, row.id, failed=version, previous=row.active_version):
+            try:
+                back = models.reactivate(self._context.db, row.id, failed=version, previous=row.active_version)
+            except RowNotFound as error:
+                raise SwapFailed(row.id, version, "what it would go back to was deleted meanwhile") from error
+            if back:
                 self._context.scheduler.nudge(f"{row.id} stays at {row.active_version}")
             raise

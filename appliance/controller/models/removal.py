@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from appliance.controller.access.model_access import base_of, unknown_model
 from appliance.controller.access.naming import Resolved, resolve
@@ -13,9 +14,28 @@ from appliance.controller.interfaces.ports import VersionPaths
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.objects import adapters, jobs, models
 from appliance.store.records import canaries
-from appliance.store.rows import VersionRow
+from appliance.store.rows import ModelRow, VersionRow
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """What a name that is to be deleted means: a version of the model, or with None the whole model, whether any of its
+    versions answers or not (its job may have failed after it published some)."""
+
+    name: str
+    model: ModelRow
+    version: VersionRow | None
+
+
+def doomed(context: ControllerContext, name: str) -> Doomed:
+    """Raises NotFound."""
+    model = models.find(context.db, name)
+    if model is not None:
+        return Doomed(name, model, None)
+    found = known_model(context, name)
+    return Doomed(name, found.model, found.version)
 
 
 def known_model(context: ControllerContext, name: str) -> Resolved:
@@ -31,7 +51,7 @@ def paths_of(row: VersionRow) -> VersionPaths:
     return VersionPaths(row.version, row.disk_path, row.shm_path, kind)
 
 
-async def remove(context: ControllerContext, found: Resolved, caller: Principal) -> None:
+async def remove(context: ControllerContext, found: Doomed, caller: Principal) -> None:
     """Delete a model with all its versions, or one version by its checkpoint's or pinned name.
 
     Rows first: from then on nothing new can use the bytes; then the replicas leave; then the bytes go. A crash in
@@ -39,8 +59,7 @@ async def remove(context: ControllerContext, found: Resolved, caller: Principal)
     """
     db, model = context.db, found.model
     refuse_if_in_use(context, found, caller)
-    if found.checkpoint or found.pinned:
-        version = found.version
+    if (version := found.version) is not None:
         if model.active_version == version.version:
             raise Conflict(
                 f"{found.name} is the active version of {model.id}; roll back to another version first, "
@@ -80,7 +99,7 @@ async def _unload(context: ControllerContext, versions: list[VersionRow]) -> Non
 
 
 def refuse_if_in_use(
-    context: ControllerContext, found: Resolved, caller: Principal, leaving: Collection[str] = ()
+    context: ControllerContext, found: Doomed, caller: Principal, leaving: Collection[str] = ()
 ) -> None:
     """Raises Conflict, whose message does not name another owner's objects. leaving: jobs and models that go first."""
     for job in jobs.list_unfinished(context.db):
@@ -96,7 +115,7 @@ def refuse_if_in_use(
                 param="model",
                 code="model_in_use",
             )
-    one = found.version.version if found.checkpoint or found.pinned else None
+    one = found.version.version if found.version is not None else None
     for adapter in adapters.list_on(context.db, found.model.id):
         if one in (None, adapter.base_version) and adapter.model not in leaving:
             name = adapter.model if models.is_visible(context.db, adapter.model, caller.viewer) else "Another's model"

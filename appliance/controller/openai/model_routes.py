@@ -27,7 +27,7 @@ from appliance.controller.interfaces.errors import (
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal, needs
 from appliance.controller.jobs.pauses import pause_jobs_without_model
-from appliance.controller.models.removal import known_model, remove
+from appliance.controller.models.removal import doomed, known_model, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.rows import ModelRow
@@ -64,7 +64,9 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.delete("/{name:path}", dependencies=[Depends(needs(FINE_TUNING))])
     async def delete(name: str, caller: Caller) -> dict[str, Any]:
-        found = usable_model(context, name, caller)
+        if not caller_may_use(db, caller, name):
+            raise unknown_model(name)
+        found = doomed(context, name)
         if found.model.kind == "base" and not caller.is_admin:
             raise Forbidden(ADMIN)
         _refuse_unless_own(found.model, caller, "delete")

@@ -7,13 +7,14 @@ own, each with its label `worker`. So to Prometheus a restarted worker resets on
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import orjson
+
+from runtime.replace_file import SUFFIX, replace_file
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 WRITE_EVERY_S = 1.0
@@ -74,11 +75,7 @@ class WorkerSnapshots:
         path = Path(f"{self._prefix}{self.name}")
         data = orjson.dumps({"at_s": time.time(), "families": list(families)}, default=tuple)
         with contextlib.suppress(OSError):
-            half = path.with_name(path.name + ".half")
-            fd = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(data)
-            half.replace(path)
+            replace_file(path, data)
 
     def joined(self, own: Iterable[Family]) -> list[Family]:
         """Own series and the last snapshots of the other workers (at most WRITE_EVERY_S and a sweep old)."""
@@ -86,7 +83,7 @@ class WorkerSnapshots:
         oldest_s = time.time() - STALE_S
         for path in sorted(self._prefix.parent.glob(self._prefix.name + "*")):
             name = path.name.removeprefix(self._prefix.name)
-            if name == self.name or name.endswith(".half"):
+            if name == self.name or name.endswith(SUFFIX):
                 continue
             with contextlib.suppress(OSError, orjson.JSONDecodeError):
                 data = orjson.loads(path.read_bytes())

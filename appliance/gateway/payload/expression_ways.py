@@ -18,6 +18,7 @@ _NARROW: Final = 1
 # A part that is repeated without bound counts as often.
 _UNBOUNDED: Final = 8
 _MANY: Final = 1 << 20
+_DIGITS: Final = 9
 _WIDE_ESCAPES: Final = "wWDSpP"
 # As many alternatives may stand for a class of characters.
 _FEW: Final = 3
@@ -58,8 +59,8 @@ def ways(pattern: str) -> int:
         elif char == "|":
             group.end_alternative()
             at += 1
-        elif char in "*+?" or (char == "{" and _bounds(pattern, at) is not None):
-            low, high, at = _repeat(pattern, at)
+        elif (bounds := quantifier(pattern, at)) is not None:
+            low, high, at = bounds
             before, last.ways = last.ways, min(_repeated(last, low, high), _MANY)
             group.ways += last.ways - before
             if pattern.startswith("?", at):
@@ -92,33 +93,44 @@ def _repeated(part: _Part, low: int, high: int) -> int:
     return found
 
 
-def _repeat(pattern: str, at: int) -> tuple[int, int, int]:
-    """Of a quantifier: lowest, highest (0: none), and where it ends."""
-    if pattern[at] == "{":
-        bounds = _bounds(pattern, at)
-        assert bounds is not None
-        return bounds
-    return (0, 1, at + 1) if pattern[at] == "?" else (int(pattern[at] == "+"), 0, at + 1)
-
-
-def _bounds(pattern: str, at: int) -> tuple[int, int, int] | None:
-    close = pattern.find("}", at)
+def quantifier(pattern: str, at: int) -> tuple[int, int, int] | None:
+    """Of a quantifier at this position: lowest, highest (0: none), and where it ends. None for anything else, also for
+    braces that are none."""
+    char = pattern[at]
+    if char in "*+?":
+        return int(char == "+"), int(char == "?"), at + 1
+    close = pattern.find("}", at) if char == "{" else 0
     low, comma, high = pattern[at + 1 : close].partition(",") if close > 0 else ("", "", "")
     if not (low + high).isdecimal() or (comma == "" and low == ""):
         return None
-    lowest = min(int(low[:9] or "0"), _MANY)
-    return lowest, (min(int(high[:9]), _MANY) if high else 0 if comma else lowest), close + 1
+    lowest = _number(low)
+    return lowest, (_number(high) if comma else lowest), close + 1
+
+
+def _number(digits: str) -> int:
+    """With more digits it is more than any limit, or hides behind zeros."""
+    return min(int(digits or "0"), _MANY) if len(digits) <= _DIGITS else _MANY
 
 
 def _atom(pattern: str, at: int) -> tuple[int, int]:
     """How much one character, escape or class matches, and where it ends."""
+    end = atom_end(pattern, at)
     if pattern[at] == "\\":
-        return (_BROAD if pattern[at + 1 : at + 2] in tuple(_WIDE_ESCAPES) else _NARROW), at + 2
+        return (_BROAD if pattern[at + 1 : end] in tuple(_WIDE_ESCAPES) else _NARROW), end
     if pattern[at] != "[":
-        return (_BROAD if pattern[at] == "." else _NARROW), at + 1
-    begin = at = at + 1
+        return (_BROAD if pattern[at] == "." else _NARROW), end
+    inside = pattern[at + 1 : end - 1].replace("0-9", "").replace("\\d", "")
+    wide = inside.startswith("^") or len(inside) > _FEW or any(f"\\{kind}" in inside for kind in _WIDE_ESCAPES)
+    return (_BROAD if wide or "-" in inside[1:-1] and not inside.isdecimal() else _NARROW), end
+
+
+def atom_end(pattern: str, at: int) -> int:
+    """Where one character, escape or class ends; beyond the pattern if it breaks off."""
+    if pattern[at] == "\\":
+        return at + 2
+    if pattern[at] != "[":
+        return at + 1
+    at += 1
     while at < len(pattern) and pattern[at] != "]":
         at += 2 if pattern[at] == "\\" else 1
-    inside = pattern[begin:at].replace("0-9", "").replace("\\d", "")
-    wide = inside.startswith("^") or len(inside) > _FEW or any(f"\\{kind}" in inside for kind in _WIDE_ESCAPES)
-    return (_BROAD if wide or "-" in inside[1:-1] and not inside.isdecimal() else _NARROW), at + 1
+    return at + 1

@@ -17,7 +17,7 @@ import orjson
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.payload.expression_ways import MOST_WAYS, ways
+from appliance.gateway.payload.expression_ways import MOST_WAYS, atom_end, quantifier, ways
 from appliance.gateway.payload.schema_cost import MOST_US, combinations_us, literal_us, node_us
 from appliance.gateway.payload.shapes import SCHEMA_FIELDS, schema_holders
 
@@ -376,18 +376,16 @@ def measure_regex(name: str, pattern: str) -> tuple[int, int]:
             written[-1][0] += last[0]
             written[-1][1] += last[1]
             at += 1
-        elif char in "*+?":
-            quantifiers += 1
-            at += 1
-        elif char == "{" and (bounds := _braces(pattern, at)) is not None:
-            times, at = bounds
+        elif (bounds := quantifier(pattern, at)) is not None:
+            low, high, at = bounds
+            times = max(low, high)
             quantifiers += 1
             written[-1][1] += last[1] * (times - 1) if times > 1 else 0
             last = [last[0], last[1] * max(1, times)]
         else:
             if pattern.startswith(("[]", "[^]"), at):
                 raise _empty_class(name)
-            at = _atom_end(pattern, at)
+            at = atom_end(pattern, at)
             last = [1, 1]
             written[-1][0] += 1
             written[-1][1] += 1
@@ -398,27 +396,6 @@ def measure_regex(name: str, pattern: str) -> tuple[int, int]:
         written[-1][0] += inner[0]
         written[-1][1] += inner[1]
     return quantifiers, written[0][1] - written[0][0]
-
-
-def _braces(pattern: str, at: int) -> tuple[int, int] | None:
-    """The maximum of `{n}`, `{n,}` or `{n,m}` at this position, and where it ends; None for other braces."""
-    close = pattern.find("}", at)
-    low, comma, high = pattern[at + 1 : close].partition(",") if close > 0 else ("", "", "")
-    if not (low + high).isdecimal() or (comma == "" and low == ""):
-        return None
-    return (max(int(low or "0"), int(high or "0")) if len(low + high) < _DIGITS else _MANY), close + 1
-
-
-def _atom_end(pattern: str, at: int) -> int:
-    """Where one character, escape or class ends."""
-    if pattern[at] == "\\":
-        return at + 2
-    if pattern[at] != "[":
-        return at + 1
-    at += 1
-    while at < len(pattern) and pattern[at] != "]":
-        at += 2 if pattern[at] == "\\" else 1
-    return at + 1
 
 
 def _too_complex(name: str, what: str, limit: int | str) -> HttpError:

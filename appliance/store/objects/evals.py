@@ -57,12 +57,20 @@ def update_run(db: Database, run_id: str, **changes: Any) -> None:
 
 
 def page_runs(
-    db: Database, eval_id: str, *, status: str | None, after: str | None, limit: int, descending: bool
+    db: Database,
+    eval_id: str,
+    *,
+    viewer: str | None,
+    status: str | None,
+    after: str | None,
+    limit: int,
+    descending: bool,
 ) -> Page[EvalRunRow]:
+    """Those of the viewer: an administrator may run another's eval, too."""
     return db.page(
         EvalRunRow,
         "eval_runs",
-        scope={"eval_id": eval_id},
+        scope={"eval_id": eval_id, **owned_by(viewer)},
         where=f"(? IS NULL OR status = ?) AND {_RUN_THERE}",
         parameters=[status, status],
         after=after,

@@ -99,14 +99,14 @@ def delete_of_revoked_keys(db: Database) -> bool:
 
 
 def shrink(db: Database, to_bytes: int, most_bytes: int) -> int:
-    """Delete the longest unused responses of the key that holds most, until `to_bytes` are left or this many have gone;
-    returns how many went."""
+    """Delete the longest unused responses of the owner who holds most, however many keys he has, until `to_bytes` are
+    left or this many have gone; returns how many went."""
     deleted, (_, left) = 0, totals(db)
     to_bytes = max(to_bytes, left - most_bytes)
     while left > to_bytes:
         rows = db.execute(
-            f"SELECT id, bytes FROM responses WHERE status NOT IN ({_UNFINISHED}) AND key_id = (SELECT key_id FROM "
-            f"responses WHERE status NOT IN ({_UNFINISHED}) GROUP BY key_id ORDER BY SUM(bytes) DESC LIMIT 1) "
+            f"SELECT id, bytes FROM responses WHERE status NOT IN ({_UNFINISHED}) AND owner = (SELECT owner FROM "
+            f"responses WHERE status NOT IN ({_UNFINISHED}) GROUP BY owner ORDER BY SUM(bytes) DESC LIMIT 1) "
             "ORDER BY used_s, seq LIMIT 100"
         ).fetchall()
         if not rows:

@@ -24,6 +24,7 @@ FROZEN = {
     "usage": [*BOX, "--by", "--since"],
     "forget": [*BOX, "--cancel", "--models", "--owner", "--yes"],
     "doctor": ["--all", "--config", "--data-dir", "--help", "--output"],
+    "support bundle": ["--config", "--data-dir", "--help", "--hours", "--output", "--to"],
     "backup make": ["--config", "--data-dir", "--help", "--keep", "--output", "--secrets", "PLACE"],
     "backup list": ["--config", "--data-dir", "--help", "--output", "PLACE"],
     "backup verify": ["--config", "--data-dir", "--help", "--name", "--output", "PLACE"],
@@ -205,7 +206,7 @@ FROZEN = {
     "batch cancel": [*BOX, "BATCH_ID"],
     "file upload": [*BOX, "--purpose", "PATH"],
     "file list": [*BOX, "--purpose"],
-    "file get": [*BOX, "--save", "FILE_ID"],
+    "file get": [*BOX, "--errors", "--save", "FILE_ID"],
     "file rm": [*BOX, "FILE_IDS"],
     "key create": [
         *BOX,

@@ -65,3 +65,14 @@ async def test_two_roll_backs_at_once_go_one_after_the_other(control: Control, m
     first, second = await asyncio.gather(*asked)
     assert (first.status_code, second.status_code) == (409, 200)
     assert (second.json()["from"], second.json()["to"]) == ("v3", "v2")
+
+
+async def test_a_failed_change_whose_way_back_was_deleted_is_told_as_one(two: Control, monkeypatch):
+    async def deleted(model: str) -> dict[str, Any]:
+        models.delete_version(two.db, model, "v1")
+        raise SwapFailed(model, "v2", "no memory")
+
+    monkeypatch.setattr(two.scheduler, "converge_model", deleted)
+    answer = await two.http.post("/admin/v1/models/m/rollback", headers=ADMIN, json={"version": "v2"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "swap_failed")
+    assert "deleted meanwhile" in answer.json()["error"]["message"]

@@ -157,6 +157,13 @@ async def test_models_of_the_files_go_when_asked_to(control: Control):
     assert models.find(control.db, ann.model) is None and models.find(control.db, "starter") is not None
 
 
+async def test_a_model_of_theirs_that_answers_nobody_is_no_hindrance(control: Control):
+    ann = Person(control, NAME)
+    await ann.does_something_of_everything()
+    models.update(control.db, ann.model, active_version=None)
+    assert (await ask(control, cancel=True, models=True))["models_deleted"] == [ann.model]
+
+
 async def test_a_model_that_another_uses_is_named_before_anything_is_changed(control: Control):
     ann, ben = Person(control, NAME), Person(control, OTHER)
     for person in (ann, ben):
@@ -196,6 +203,16 @@ async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(control:
     jobs.set_phase(control.db, ann.job, "cancelled")
     monkeypatch.setattr(forget, "ENDS_WITHIN_S", 20.0)
     assert (await ask(control, cancel=True))["done"] and NAME not in written(control)
+
+
+async def test_the_copy_of_the_database_that_a_killed_backup_left_goes_too(control: Control):
+    ann = Person(control, NAME)
+    await ann.does_something_of_everything()
+    left = control.context.files_dir.parent / ".backup-x"
+    left.mkdir()
+    (left / "appliance.db").write_text(NAME)
+    await ask(control, cancel=True)
+    assert not left.exists()
 
 
 async def test_the_box_is_not_forgotten(control: Control):

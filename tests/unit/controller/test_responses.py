@@ -18,6 +18,7 @@ from appliance.controller.responses import stored as stored_responses
 from appliance.store.database import Database
 from appliance.store.objects import responses
 from appliance.store.records import keys
+from appliance.store.rows import ResponseRow
 from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import ADMIN, Control
 
@@ -321,6 +322,17 @@ async def test_the_key_that_holds_most_makes_room(tmp_path: Path, db: Database):
 async def test_nothing_is_stored_where_nothing_is_kept(tmp_path: Path, db: Database):
     app = create_app(simulated_context(tmp_path, db, responses_kept_days=0))
     assert app.state.responses.take([copy(1)]) == 0 and responses.totals(db) == (0, 0)
+
+
+def test_whose_keys_hold_most_makes_room_however_many_keys_they_are(db: Database):
+    ann = [keys.create(db, f"ann-{number}", ["inference"], owner="ann")[0].id for number in range(10)]
+    ben = keys.create(db, "ben", ["inference"], owner="ben")[0].id
+    for number in range(115):
+        key_id, owner = (ann[number % 10], "ann") if number < 100 else (ben, "ben")
+        text = {"input": "[]", "response": "{}", "bytes": 100}
+        responses.insert(db, ResponseRow(name(number), key_id, "completed", 1.0, 1.0, owner=owner, **text))
+    assert responses.shrink(db, 11_000, 1 << 20) == 5
+    assert db.execute("SELECT count(*) FROM responses WHERE owner = 'ben'").fetchone()[0] == 15
 
 
 async def test_waiting_for_answers_that_do_not_come_is_bounded_by_owner(control: Control, monkeypatch):

@@ -97,6 +97,18 @@ async def test_a_version_that_does_not_answer_at_once_is_a_canary_first(control:
     assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v2
 
 
+async def test_no_epoch_of_a_job_that_is_not_to_answer_is_one_to_go_back_to(control: Control, events: JobEvents):
+    v1 = run(control, events, await made(control))
+    for end in (events.succeeded, lambda job_id: events.failed(job_id, "out_of_memory", "it died")):
+        job_id = await made(control, activate=False)
+        events.started(job_id, ["n0/0"], resumed=False)
+        for step in (10, 20):
+            events.ingest(job_id, published(control, job_id, step))
+        end(job_id)
+    run(control, events, await made(control))
+    assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v1
+
+
 async def test_a_jobs_own_epochs_replace_each_other_under_a_new_name(control: Control, events: JobEvents):
     job_id = await made(control, activate=False)
     events.started(job_id, ["n0/0"], resumed=False)

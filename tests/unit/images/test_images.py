@@ -46,8 +46,14 @@ def test_the_base_images_python_is_one_the_script_accepts():
 
 def test_compose_builds_both_images_with_enough_shared_memory_and_on_loopback_only():
     compose = yaml.safe_load((IMAGES / "compose.yaml").read_text())
-    assert set(compose["services"]) == {"cpu", "cuda"}
-    for name, service in compose["services"].items():
+    others = {name: service for name, service in compose["services"].items() if "build" not in service}
+    assert set(compose["services"]) - set(others) == {"cpu", "cuda"}
+    for service in others.values():
+        assert service["profiles"] == ["monitoring"] and all(p.startswith("127.0.0.1:") for p in service["ports"])
+        files = [volume.split(":")[0] for volume in service["volumes"] if volume.startswith("./")]
+        assert all((IMAGES / name).exists() for name in files)
+    for name in ("cpu", "cuda"):
+        service = compose["services"][name]
         assert (IMAGES / service["build"]["context"]).resolve() == PROJECT
         assert (PROJECT / service["build"]["dockerfile"]).name == f"Dockerfile.{name}"
         assert service["shm_size"].endswith("8gb}") and service["profiles"] == [name]

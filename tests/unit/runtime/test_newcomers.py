@@ -10,15 +10,18 @@ import ssl
 import pytest
 
 from appliance.nodes.certificate_authority import Authority
-from runtime import newcomers
-from runtime.newcomers import Newcomers
+from runtime.newcomers import Newcomers, Serve, talk
 
 MOST = 8
 
 
+def newcomers(serve: Serve, context: ssl.SSLContext | None) -> Newcomers:
+    meet = talk(serve, context=context, handshake_s=30.0, line_bytes=1 << 16)
+    return Newcomers(meet, most=MOST, grace_s=0.05)
+
+
 @pytest.fixture(params=[False, True], ids=["plain", "TLS"])
-async def served(request, tmp_path, monkeypatch):
-    monkeypatch.setattr(newcomers, "GRACE_S", 0.05)
+async def served(request, tmp_path):
     ours, theirs = None, None
     if request.param:
         ours = Authority(tmp_path / "ca").prepare("n0", "127.0.0.1").server_context()
@@ -33,8 +36,8 @@ async def served(request, tmp_path, monkeypatch):
         await reader.read()
         writer.close()
 
-    server = Newcomers(serve, context=ours, handshake_s=30.0, line_bytes=1 << 16, most=MOST)
-    where = await server.start("127.0.0.1", 0)
+    server = newcomers(serve, ours)
+    where = await server.listen("127.0.0.1", 0)
     yield where, theirs
     await server.stop()
 
@@ -65,18 +68,17 @@ async def test_strangers_who_say_nothing_take_few_descriptors_and_keep_nobody_ou
         other.close()
 
 
-async def test_who_is_answered_and_does_not_say_farewell_counts_until_it_is_gone(tmp_path, monkeypatch):
+async def test_who_is_answered_and_does_not_say_farewell_counts_until_it_is_gone(tmp_path):
     """TLS waits half a minute for it, which a stranger who asked for nonsense had as a descriptor, and as many as it
     liked."""
-    monkeypatch.setattr(newcomers, "GRACE_S", 0.05)
     context = Authority(tmp_path / "ca").prepare("n0", "127.0.0.1").server_context()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write((await reader.readline()).upper())
         writer.close()
 
-    server = Newcomers(serve, context=context, handshake_s=30.0, line_bytes=1 << 16, most=MOST)
-    where = await server.start("127.0.0.1", 0)
+    server = newcomers(serve, context)
+    where = await server.listen("127.0.0.1", 0)
     before, rude = descriptors(), []
     for _ in range(4 * MOST):
         rude.append(await asyncio.to_thread(without_farewell, where))

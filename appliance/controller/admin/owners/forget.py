@@ -19,6 +19,7 @@ from anyio import to_thread
 from fastapi import APIRouter, Query
 from pydantic import StringConstraints
 
+from appliance import backup_copies
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.audit import record
@@ -95,7 +96,7 @@ def routes(
         # Before the first change: a model that somebody else uses would stop the request halfway.
         leaving = {*there["unfinished"], *names}
         for name in names:
-            models.refuse_if_in_use(context, models.known_model(context, name), caller, leaving)
+            models.refuse_if_in_use(context, models.doomed(context, name), caller, leaving)
         for row in forgotten.keys_of(db, owner):
             keys.revoke(db, row.id)
         context.publish_keys()
@@ -169,12 +170,13 @@ def routes(
         gone = [one for table in ("eval_runs", "evals") for one in forgotten.ids(db, table, owner)]
         await evaluations.delete(gone, within_s=None)
         await little_by_little(partial(forgotten.delete_some_parts, db, owner))
+        await to_thread.run_sync(backup_copies.sweep, context.files_dir.parent)  # the whole database, of one killed
         for table in ("uploads", "batches", "responses", "idempotency"):
             await little_by_little(partial(forgotten.delete_some, db, owner, table))
 
     async def _delete_models(names: list[str], caller: Principal) -> list[str]:
         deleted = []
         for name in names:
-            await models.remove(context, models.known_model(context, name), caller)
+            await models.remove(context, models.doomed(context, name), caller)
             deleted.append(name)
         return deleted

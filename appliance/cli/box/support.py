@@ -1,0 +1,130 @@
+"""`appliance support bundle`; what packs it is in `appliance.support`, run in a process of its own."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from appliance.cli import formats, output
+from appliance.cli.box.local import CONFIG, python, resolved
+from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
+from appliance.cli.errors import BadUsage, CliError, CommandFailed
+from appliance.cli.locate import BoxFile
+
+if TYPE_CHECKING:
+    from appliance.cli.client import Client
+
+app = group("What somebody else needs to see what is wrong with a box.")
+# Name in the bundle -> what the box is asked for it.
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "status.json": ("/admin/v1/status", {}),
+    "devices.json": ("/admin/v1/gpus", {}),
+    "handovers.json": ("/admin/v1/handovers", {"limit": 50}),
+    "models.json": ("/admin/v1/models", {}),
+    "jobs.json": ("/v1/fine_tuning/jobs", {"limit": 50}),
+    "audit.json": ("/admin/v1/audit", {"limit": 200}),
+}
+
+
+@app.callback()
+def support() -> None:
+    """What somebody else needs to see what is wrong with a box."""
+
+
+@app.command(
+    epilog=examples(
+        "appliance support bundle                       logs of a day, configuration, versions, the doctor's findings",
+        "appliance support bundle --hours 2 --to box.tar.gz",
+        "tar -tzf box.tar.gz; tar -xzOf box.tar.gz appliance-support/manifest.json",
+        "",
+        "The box may run or not. Nothing is sent. Secrets, addresses, mails, homes and names of people and keys are",
+        "replaced, by patterns, which miss things: look before you send it. Prompts, answers, data and weights are not",
+        "in it.",
+    )
+)
+def bundle(
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="FILE", help="A new file. Default: appliance-support-<time>.tar.gz here."),
+    ] = None,
+    hours: Annotated[float, typer.Option("--hours", min=0.1, help="Logs written within so many.")] = 24.0,
+    config: CONFIG = None,
+    data_dir: DATA_DIR = None,
+    output_format: OUTPUT = "table",
+) -> None:
+    """Pack logs, configuration, versions and findings into one file, without secrets."""
+    settings = resolved(config, data_dir=data_dir)
+    target = to or Path(f"appliance-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
+    if target.exists():
+        raise BadUsage(f"--to is {str(target)!r}, which exists; expected a new file")
+    if not target.absolute().parent.is_dir():
+        raise BadUsage(f"--to is {str(target)!r}; there is no folder {str(target.absolute().parent)!r}")
+    box_file = BoxFile.read(settings.box.data_dir)
+    answers = _answers(box_file)
+    command = python(
+        "appliance.support.main",
+        *("--config-json", settings.model_dump_json(), "--output", str(target.absolute()), "--hours", str(hours)),
+        *(["--runs"] if box_file.pid is not None else []),
+    )
+    with output.progress("packing"):
+        done = subprocess.run(command, input=json.dumps(answers), capture_output=True, text=True)
+    if done.returncode != 0:
+        target.unlink(missing_ok=True)
+        raise CommandFailed((done.stderr.strip() or "the process that packs ended").splitlines()[-1])
+    manifest = json.loads(done.stdout)
+    if output_format == "json":
+        output.print_json({"file": str(target), **manifest})
+    else:
+        output.draw(_packed(target, manifest))
+
+
+def _answers(box_file: BoxFile) -> dict[str, Any]:
+    parts: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    names: list[str] = []
+    if box_file.pid is None:
+        return {"parts": {}, "missing": dict.fromkeys((*ASKED, "metrics.txt"), "the box does not run"), "names": []}
+    # Fenced, as in `command`: HTTP would add to the time of `--help`.
+    from appliance.cli.client import Address, Client
+
+    client = Client(Address(socket_path=box_file.controller_socket()))
+    for name, (path, query) in ASKED.items():
+        try:
+            parts[name] = json.dumps(client.get(path, **query), indent=1)
+        except CliError as error:
+            missing[name] = str(error)
+    try:
+        parts["metrics.txt"] = _metrics(client)
+        names = _names(client)
+    except CliError as error:
+        missing["metrics.txt"] = str(error)
+    return {"parts": parts, "missing": missing, "names": names}
+
+
+def _metrics(client: Client) -> str:
+    text = io.BytesIO()
+    client.download("/admin/v1/metrics", text)
+    return text.getvalue().decode(errors="replace")
+
+
+def _names(client: Client) -> list[str]:
+    keys = client.listed("/admin/v1/keys")["data"]
+    return sorted({name for key in keys for name in (key.get("name"), key.get("owner")) if name})
+
+
+def _packed(target: Path, manifest: dict[str, Any]) -> Any:
+    rows = [(one["name"], formats.size(one["bytes"]), one["source"]) for one in manifest["files"]]
+    replaced = ", ".join(f"{count} x {kind}" for kind, count in manifest["replaced"].items()) or "nothing"
+    left_out = "\n".join(f"left out: {one['name']}: {one['why']}" for one in manifest["missing"])
+    return output.stack(
+        output.table(("FILE", ">BYTES", "FROM"), rows, empty="nothing"),
+        left_out or None,
+        f"replaced: {replaced}",
+        f"{target} ({formats.size(target.stat().st_size)}): look at it before you send it",
+    )

@@ -1,0 +1,233 @@
+"""Writes the Grafana dashboard: python images/monitoring/dashboard.py > images/monitoring/dashboard.json
+
+A list of panels instead of 1,500 lines of JSON by hand. The dashboard asks for its data source when it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+SOURCE = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
+WIDTH, HEIGHT = 24, 8  # of Grafana's grid, and of one panel
+
+
+@dataclass(frozen=True)
+class Panel:
+    """queries: (expression, legend). unit: Grafana's name of it. width: of 24."""
+
+    title: str
+    queries: tuple[tuple[str, str], ...]
+    unit: str = "short"
+    width: int = 12
+    kind: str = "timeseries"
+    text: str = ""
+
+
+def _quantiles(series: str, by: str = "model") -> tuple[tuple[str, str], ...]:
+    rate = f'sum by (le, {by}) (rate({series}_bucket{{model=~"$model"}}[$__rate_interval]))'
+    return tuple(
+        (f"histogram_quantile({share}, {rate})", f"p{round(share * 100)} {{{{{by}}}}}") for share in (0.5, 0.95)
+    )
+
+
+ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
+    (
+        "The box",
+        (
+            Panel("Mode", (("appliance_mode == 1", "{{policy}}"),), width=4, kind="stat"),
+            Panel("Controller", (("appliance_controller_up", "up"),), width=4, kind="stat"),
+            Panel("Devices unfit", (("count(appliance_device_healthy == 0) or vector(0)", ""),), width=4, kind="stat"),
+            Panel("Requests held", (("sum(appliance_gateway_held) or vector(0)", ""),), width=4, kind="stat"),
+            Panel("Jobs waiting", (("appliance_job_queue_length", ""),), width=4, kind="stat"),
+            Panel(
+                "Backup age",
+                (("time() - appliance_backup_last_success_timestamp_seconds", ""),),
+                unit="s",
+                width=4,
+                kind="stat",
+            ),
+            Panel(
+                "Devices by holder",
+                (("sum by (holder) (appliance_devices)", "{{holder}}"),),
+                text="job: they train; replica: they serve; none: idle, or between the two",
+            ),
+            Panel(
+                "Hand-overs",
+                (
+                    ("sum by (outcome) (increase(appliance_handover_seconds_count[$__rate_interval]))", "{{outcome}}"),
+                    ("appliance_handovers_running", "running"),
+                ),
+            ),
+            Panel(
+                "Seconds a hand-over took",
+                (
+                    (
+                        "rate(appliance_handover_seconds_sum[$__rate_interval])"
+                        " / rate(appliance_handover_seconds_count[$__rate_interval])",
+                        "{{outcome}}",
+                    ),
+                ),
+                unit="s",
+            ),
+            Panel("Duration of a plan", (("appliance_scheduler_plan_seconds", ""),), unit="s"),
+        ),
+    ),
+    (
+        "Serving",
+        (
+            Panel(
+                "Requests",
+                (
+                    (
+                        "sum by (model, status) "
+                        '(rate(appliance_gateway_model_requests_total{model=~"$model"}[$__rate_interval]))',
+                        "{{model}} {{status}}",
+                    ),
+                ),
+                unit="reqps",
+            ),
+            Panel(
+                "Share of failed requests",
+                (
+                    (
+                        'sum by (model) (rate(appliance_gateway_model_requests_total{model=~"$model", status=~"5.."}'
+                        "[$__rate_interval])) / sum by (model) "
+                        '(rate(appliance_gateway_model_requests_total{model=~"$model"}[$__rate_interval]))',
+                        "{{model}}",
+                    ),
+                ),
+                unit="percentunit",
+            ),
+            Panel("Time to first byte", _quantiles("appliance_gateway_time_to_first_byte_seconds"), unit="s"),
+            Panel("Time per output token", _quantiles("appliance_gateway_time_per_output_token_seconds"), unit="s"),
+            Panel("Whole request", _quantiles("appliance_gateway_request_seconds"), unit="s"),
+            Panel("Held by model", (('appliance_gateway_held{model=~"$model"}', "{{model}}"),)),
+            Panel("In flight by replica", (("appliance_gateway_inflight", "{{replica}}"),)),
+            Panel(
+                "Replicas by state",
+                (('sum by (model, state) (appliance_replicas{model=~"$model"})', "{{model}} {{state}}"),),
+            ),
+            Panel(
+                "Time the gateway adds",
+                tuple(
+                    (
+                        f"histogram_quantile({share}, "
+                        "sum by (le) (rate(appliance_gateway_added_seconds_bucket[$__rate_interval])))",
+                        f"p{share * 100:.0f}",
+                    )
+                    for share in (0.5, 0.99)
+                ),
+                unit="s",
+            ),
+            Panel(
+                "Events", (("sum by (event) (rate(appliance_gateway_events_total[$__rate_interval]))", "{{event}}"),)
+            ),
+        ),
+    ),
+    (
+        "Training",
+        (
+            Panel("Loss", (("appliance_job_loss", "{{job}}"),)),
+            Panel("Tokens per second", (("appliance_job_tokens_per_second", "{{job}}"),)),
+            Panel("Devices of a job", (("appliance_job_devices", "{{job}}"),)),
+            Panel("Progress", (("appliance_job_step / appliance_job_steps", "{{job}}"),), unit="percentunit"),
+            Panel("Unfinished jobs", (("appliance_jobs", "{{phase}}"),), width=24),
+        ),
+    ),
+    (
+        "Memory and disk",
+        (
+            Panel("Weight store", (("appliance_weight_store_bytes", "{{what}}"),), unit="bytes"),
+            Panel("Tiers", (("appliance_tier_bytes", "{{tier}}"),), unit="bytes"),
+            Panel("Still to be copied", (("appliance_tier_backlog_bytes", "{{tier}}"),), unit="bytes"),
+            Panel(
+                "Free share of a file system",
+                (("appliance_disk_free_bytes / appliance_disk_bytes", "{{mount}}"),),
+                unit="percentunit",
+            ),
+            Panel("Memory of replicas", (("appliance_replica_resident_bytes", "{{replica}}"),), unit="bytes"),
+            Panel(
+                "Controller",
+                (("appliance_controller_process_resident_memory_bytes", "resident"),),
+                unit="bytes",
+            ),
+        ),
+    ),
+)
+
+
+def dashboard() -> dict[str, Any]:
+    """For Grafana 10 and later: Dashboards, New, Import."""
+    panels: list[dict[str, Any]] = []
+    x = y = 0
+    for title, row in ROWS:
+        panels.append(
+            _placed({"type": "row", "title": title, "collapsed": False, "panels": []}, 0, y, WIDTH, 1, panels)
+        )
+        x, y = 0, y + 1
+        for panel in row:
+            if x + panel.width > WIDTH:
+                x, y = 0, y + HEIGHT
+            panels.append(_placed(_panel(panel), x, y, panel.width, HEIGHT, panels))
+            x += panel.width
+        y += HEIGHT
+    return {
+        "__inputs": [
+            {"name": "DS_PROMETHEUS", "label": "Prometheus", "type": "datasource", "pluginId": "prometheus"},
+        ],
+        "title": "appliance",
+        "uid": "appliance-box",
+        "schemaVersion": 39,
+        "tags": ["appliance"],
+        "time": {"from": "now-6h", "to": "now"},
+        "refresh": "30s",
+        "templating": {"list": [_models()]},
+        "panels": panels,
+    }
+
+
+def _models() -> dict[str, Any]:
+    return {
+        "name": "model",
+        "type": "query",
+        "datasource": SOURCE,
+        "query": "label_values(appliance_gateway_model_requests_total, model)",
+        "refresh": 2,
+        "includeAll": True,
+        "allValue": ".*",
+        "multi": True,
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _placed(panel: dict[str, Any], x: int, y: int, width: int, height: int, before: list[Any]) -> dict[str, Any]:
+    return {"id": len(before) + 1, **panel, "gridPos": {"x": x, "y": y, "w": width, "h": height}}
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    targets = [
+        {"datasource": SOURCE, "expr": expression, "legendFormat": legend, "refId": chr(ord("A") + number)}
+        for number, (expression, legend) in enumerate(panel.queries)
+    ]
+    by_name = {"textMode": "value_and_name" if panel.title == "Mode" else "auto"} if panel.kind == "stat" else {}
+    return {
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.text,
+        "datasource": SOURCE,
+        "targets": targets,
+        "fieldConfig": {"defaults": {"unit": panel.unit}, "overrides": []},
+        "options": by_name,
+    }
+
+
+def main() -> None:
+    json.dump(dashboard(), sys.stdout, indent=1)
+    sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Rules and dashboard of images/monitoring; tests/e2e/test_box.py looks for their series on a real box."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.tools.monitored import MONITORING, monitored_series, panel_expressions, rule_expressions
+
+OPERATIONS = MONITORING.parents[1] / "docs" / "operations.md"
+
+
+def test_the_dashboard_is_what_its_list_of_panels_says():
+    written = subprocess.run([sys.executable, MONITORING / "dashboard.py"], capture_output=True, text=True, check=True)
+    assert written.stdout == (MONITORING / "dashboard.json").read_text(), "python images/monitoring/dashboard.py"
+
+
+def test_panels_do_not_overlap_and_have_one_id_each():
+    panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+    cells = [
+        (x, y)
+        for panel in panels
+        for place in [panel["gridPos"]]
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_every_series_is_documented():
+    assert len(monitored_series()) > 25
+    table = OPERATIONS.read_text().split("### Metrics")[1].split("### Logs")[0]
+    documented = {f"appliance_{name}" for name in re.findall(r"`([a-z_]+)`", table)}
+    of_process = {name for name in monitored_series() if name.startswith("appliance_controller_process_")}
+    assert monitored_series() - of_process <= documented
+
+
+def test_every_alert_says_who_gets_up_and_what_to_do():
+    groups = yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"]
+    alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    assert len(alerts) > 15
+    for alert in alerts:
+        assert alert["labels"]["severity"] in ("page", "ticket"), alert["alert"]
+        assert alert["annotations"].keys() == {"summary", "remedy"}, alert["alert"]
+    tested = (MONITORING / "rules_test.yml").read_text()
+    named = {alert["alert"] for alert in alerts if f"alertname: {alert['alert']}," in tested}
+    assert len(named) >= 10
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is not installed")
+def test_promtool_accepts_rules_and_panels(tmp_path):
+    subprocess.run(["promtool", "test", "rules", MONITORING / "rules_test.yml"], check=True)
+    shown = [text.replace("$__rate_interval", "5m").replace("$model", ".*") for text in panel_expressions()]
+    rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(shown)]
+    both = tmp_path / "rules.yml"
+    both.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    assert len(rules) > 30 and len(rule_expressions()) > 20
+    subprocess.run(["promtool", "check", "rules", both, MONITORING / "rules.yml"], check=True)

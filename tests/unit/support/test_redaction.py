@@ -1,0 +1,71 @@
+"""What is replaced in a support bundle, and what stays readable."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.support.redaction import Redaction
+
+CANARY = "Zq7Canary93xW"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Authorization: Bearer {CANARY}",
+        f"sk-appl-{CANARY}",
+        f'{{"hf_token": "{CANARY}"}}',
+        f'{{\\"aws_secret_access_key\\": \\"{CANARY}\\"}}',
+        f"AWS_SECRET_ACCESS_KEY={CANARY} python -m x",
+        f"password = '{CANARY}'",
+        f"x-api-key: {CANARY}",
+        f"https://user:{CANARY}@hub.example/models",
+        f"s3://bucket/x?X-Amz-Signature={CANARY}",
+        f"join-{CANARY}",
+        f"-----BEGIN PRIVATE KEY-----\n{CANARY}\n-----END PRIVATE KEY-----",
+        f"-----BEGIN EC PRIVATE KEY-----\n{CANARY}",
+        f"mail to {CANARY}@example.com",
+        f"/home/{CANARY}/box/appliance.toml",
+        f"secrets: tokens of {CANARY}-the-box",
+        f"a key of {CANARY} was revoked",
+    ],
+)
+def test_a_secret_or_a_person_is_gone(text):
+    known, name = (f"{CANARY}-the-box", CANARY)
+    assert CANARY not in Redaction([known], [name]).apply(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "listening on 127.0.0.1:8000 and [::1]:8000, host 0.0.0.0",
+        '{"prompt_tokens": 12, "max_tokens": null, "tokens_per_s": 31.5}',
+        '{"tls_key_path": "/etc/box/key.pem", "token_count": 12}',
+        '{"time":"2026-11-25T15:04:56.682Z","version":"0.1.0","torch":"2.13.0+cpu"}',
+        "step-48 of ftjob-V5xcf9MJVf0tJ87ZnCriMq6b left the disk tier: no rule keeps it",
+        "torch.Size([1, 2]) at std::vector<int>::push_back",
+        '"hf_token": null, "password": ""',
+    ],
+)
+def test_what_says_what_is_wrong_stays(text):
+    assert Redaction().apply(text) == text
+
+
+def test_an_address_has_one_name_in_all_files():
+    redaction = Redaction()
+    assert redaction.apply("10.0.0.5 lost 10.0.0.6") == "ip-1 lost ip-2"
+    assert redaction.apply("from 10.0.0.6 and fe80::1ff:fe23:4567:890a") == "from ip-2 and ip-3"
+    assert redaction.counts["ip"] == 4
+
+
+def test_a_name_is_replaced_as_a_word():
+    assert Redaction(names=["anna"]).apply("anna, hannah, anna-2: anna") == "name-1, hannah, anna-2: name-1"
+
+
+@given(st.text(alphabet=st.sampled_from(list("ab1:.@/=-\"' \n")), max_size=60) | st.text(max_size=60))
+def test_twice_is_once(text):
+    redaction = Redaction(["a secret of the box"], ["ab"])
+    once = redaction.apply(f"token={text} {text}")
+    assert Redaction(["a secret of the box"], ["ab"]).apply(once) == once
