@@ -75,6 +75,7 @@ SUBPACKAGES = (
     "appliance.gateway.payload",
     "appliance.gateway.answers",
     "appliance.gateway.core",
+    "appliance.ui",
     "appliance.models",
     "appliance.store.upkeep",
     "appliance.store.objects",
