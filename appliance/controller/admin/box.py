@@ -17,7 +17,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import copy_limit, lost_nodes
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.http.paging import After, list_object
-from appliance.controller.interfaces.errors import NotFound, shown
+from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, Caller, needs
 from appliance.controller.jobs.wanted import unknown_job
 from appliance.store.objects import job_records, jobs
@@ -59,6 +59,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "devices": lost_nodes.in_view(db, now["devices"]),
             "replicas": now["replicas"],
             "jobs": [views.job(row) for row in jobs.list_unfinished(db)],
+            "requests": {
+                name: {"inflight": one.inflight, "held": one.held}
+                for name, one in load.models.items()
+                if one.inflight or one.held
+            },
             "memory": now["memory"],
             "handover": handover_view(now["handover"]),
             "degraded": [*context.background.degraded(), *context.main_troubles()],
@@ -75,6 +80,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/tiers")
     async def tiers() -> dict[str, Any]:
         return {"object": "list", "data": context.tiers.status()}
+
+    @router.get("/doctor")
+    async def doctor() -> dict[str, Any]:
+        """What `appliance doctor` says of this machine and the box on it, at most half a minute old."""
+        try:
+            return {"object": "list", **await context.doctor()}
+        except OperationFailed as error:
+            raise ApiError(500, str(error), kind="server_error", code=error.code) from error
 
     @router.get("/handovers")
     async def list_handovers(limit: RecentLimit = 20) -> dict[str, Any]:
