@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from runtime.devices.torch_cuda import TorchCuda
 from runtime.devices.xids import fault_of
 
 LEAST_DRIVER = 580  # of CUDA 13, which the lock's torch and vLLM are built for; images/install.sh asks for it too
+LEAST_CAPABILITY = (8, 0)  # of bfloat16 and FlashAttention, in engines and in ranks (vllm/platforms/cuda.py)
 NO_ANSWER = "does not answer"
 _WATCHED = pynvml.nvmlEventTypeXidCriticalError
 _CONTROL = Path("/dev/nvidiactl")
@@ -43,7 +45,8 @@ class Cuda(TorchCuda):
         return _CONTROL.exists()
 
     def probe(self) -> tuple[Found, ...]:
-        """Reads NUMA node and NVLink peers if the driver reports them (NVML API reference, nvmlDeviceGetP2PStatus)."""
+        """Reads NUMA node and NVLink peers if the driver reports them (NVML API reference, nvmlDeviceGetP2PStatus).
+        Leaves out GPUs that neither engines nor ranks compute on, such as a small one for a screen."""
         try:
             pynvml.nvmlInit()
         except _NO_DRIVER:
@@ -53,17 +56,21 @@ class Cuda(TorchCuda):
         try:
             _check_driver()
             handles = [_handle_or_error(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            found = [_found(index, handles) for index in range(len(handles))]
+            old = {index: words for index, handle in enumerate(handles) if (words := _too_old(handle))}
+            peers = {index: handle for index, handle in enumerate(handles) if index not in old}
+            found = [_found(index, peers) for index in peers]
         finally:
             pynvml.nvmlShutdown()
-        # A silent one is taken for one like the others: plans are made for devices that are alike.
+        if old and not found:
+            raise DevicesRefused(f"the NVIDIA GPUs of this machine are too old: {next(iter(old.values()))}. {_ON_CPU}")
+        # One whose memory is not known is taken for one like the others: plans are made for devices that are alike.
         alike_bytes = min((one.memory_bytes for one in found if one.memory_bytes), default=0)
         if found and not alike_bytes:
             raise DevicesRefused(
-                f"the driver names {len(found)} NVIDIA GPUs and none of them answers ({found[0].unfit}); "
+                f"the driver names {len(found)} NVIDIA GPUs and none of them can be used (the first {found[0].unfit}); "
                 f"`nvidia-smi` and `dmesg | grep -i xid` say more. {_ON_CPU}"
             )
-        return tuple(one if one.memory_bytes else _silent(one, alike_bytes) for one in found)
+        return tuple(one if one.memory_bytes else replace(one, memory_bytes=alike_bytes) for one in found)
 
     def visibility(self, devices: Iterable[int | str]) -> dict[str, str]:
         # NVML's numbers, not CUDA's default order, which puts the fastest first.
@@ -90,7 +97,12 @@ class Cuda(TorchCuda):
         return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
     def before_fork(self) -> None:
-        # DeepSpeed's accelerator keeps NVML open from its import on.
+        # DeepSpeed's accelerator keeps NVML open from its import on, and so does every torch.cuda.is_available() that
+        # asks NVML, as Triton's import does, by handles on the library of their own. It counts its users for all.
+        try:
+            pynvml.nvmlInit()  # without it pynvml says that nothing is open
+        except pynvml.NVMLError:
+            return
         while True:
             try:
                 pynvml.nvmlShutdown()
@@ -162,26 +174,48 @@ def _handle_or_error(index: int) -> Any:
         return error
 
 
-def _found(index: int, handles: list) -> Found:
+def _too_old(handle: Any) -> str:
+    """Why engines and ranks do not compute on this GPU, whatever is set; "" if they do."""
+    if isinstance(handle, pynvml.NVMLError):
+        return ""
+    try:
+        capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        if capability >= LEAST_CAPABILITY:
+            return ""
+        least, its = (".".join(map(str, one)) for one in (LEAST_CAPABILITY, capability))
+        return (
+            f"{_text(pynvml.nvmlDeviceGetName(handle))} is of compute capability {its}, and the box computes in "
+            f"bfloat16 and with FlashAttention, which begin with {least} (Ampere)"
+        )
+    except pynvml.NVMLError:  # it does not answer, which what is found of it says
+        return ""
+
+
+def _found(index: int, handles: Mapping[int, Any]) -> Found:
     handle = handles[index]
     if isinstance(handle, pynvml.NVMLError):
         return Found(index, "NVIDIA GPU", 0, unfit=f"{NO_ANSWER} ({handle})")
     try:
+        reason = unfit(handle)
         return Found(
             index=index,
             name=_text(pynvml.nvmlDeviceGetName(handle)),
-            memory_bytes=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+            memory_bytes=_memory_bytes(handle, known_unfit=bool(reason)),
             numa_node=_numa_node(_bus_id(pynvml.nvmlDeviceGetPciInfo(handle))),
-            linked=frozenset(n for n in range(len(handles)) if n != index and _linked(handle, handles[n])),
+            linked=frozenset(n for n, other in handles.items() if n != index and _linked(handle, other)),
             uuid=_uuid(handle),
-            unfit=unfit(handle),
+            unfit=reason,
         )
     except pynvml.NVMLError as error:
         return Found(index, "NVIDIA GPU", 0, unfit=f"{NO_ANSWER} ({error})")
 
 
-def _silent(one: Found, memory_bytes: int) -> Found:
-    return Found(one.index, one.name, memory_bytes, unfit=one.unfit)
+def _memory_bytes(handle: Any, known_unfit: bool) -> int:
+    if not known_unfit:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    # Of a GPU that is cut by MIG the driver tells its memory to root alone (NVML API, nvmlDeviceGetMemoryInfo).
+    told = _ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
+    return 0 if told is None else int(told.total)
 
 
 def unfit(handle: Any) -> str:
