@@ -255,6 +255,23 @@ def test_a_long_reason_is_cut_in_the_list_and_whole_with_the_job(box, tmp_path):
     assert "another end" in box.run("job", "get", job_id).stdout
 
 
+def test_settings_of_a_job_stand_as_set_takes_them(prepared):
+    settings = {"full": False, "learning_rate": 0.00029067546140603784, "lora_targets": [], "snapshot_every_s": None}
+    job = {name: None for name in ("reason", "fine_tuned_model", "devices", "owner", "deadline_s", "loss", "step")}
+    job |= {"tokens_per_s": None, "created_s": 0.0, "resolved": settings | {"beta": 0.1, "lora_rank": 16}}
+    job |= {"id": "ftjob-1", "status": "queued", "phase": "queued", "model": "m", "priority": 0, "preemptible": True}
+    prepared.prepare("GET", "/admin/v1/jobs/ftjob-1", (200, job))
+    shown = dict(line.split() for line in prepared.run("job", "get", "ftjob-1").stdout.splitlines()[-6:])
+    assert shown == {
+        "beta": "0.1",
+        "full": "false",
+        "learning_rate": "0.000290675",
+        "lora_rank": "16",
+        "lora_targets": "-",
+        "snapshot_every_s": "-",
+    }
+
+
 def test_pause_resume_cancel(box, tmp_path):
     job_id = make_job(box, tmp_path)
     assert box.run("job", "pause", job_id).exit_code == 0
