@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -43,8 +44,16 @@ _SHARED = {"HF_ENDPOINT": ("box", "hub_endpoint")}
 RAY_WORKER_PORTS = range(10002, 20000)  # `ray start --help`: --min-worker-port, --max-worker-port
 
 
+# What stands before the @ of an address: `https://USER:PASSWORD@host`, also where the scheme is mistyped or left out.
+_CREDENTIALS = re.compile(r"(?<=//)[^\s'\"@]*(?:@[^\s'\"@/]*)*@|[^\s'\"@/:]+:[^\s'\"@/]*@")
+
+
 class ConfigError(ValueError):
-    """The configuration cannot be used; the message names its source and key, what was given and what is expected."""
+    """The configuration cannot be used; the message names its source and key, what was given and what is expected. What
+    looks like credentials is not shown, whoever is the author of the message: it may end in a journal."""
+
+    def __init__(self, message: str):
+        super().__init__(_CREDENTIALS.sub("***@", message))
 
 
 class _Section(BaseModel):
@@ -264,10 +273,18 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
     return config.model_copy(update={"gateway": gateway, "box": config.box.model_copy(update={"data_dir": data_dir})})
 
 
+_ADDRESSES = ("url", "endpoint", "otlp_endpoint", "hub_endpoint", "host", "node_address")
+
+
 def _check_urls(config: BoxConfig, layers: list[_Layer]) -> None:
     """The resolved configuration is an argument of processes: every user of the machine reads it in `ps`."""
     for location, text in _texts(config.model_dump()):
-        if "://" in text and "@" in urlsplit(text).netloc:
+        try:
+            netloc = urlsplit(text).netloc if "://" in text else ""
+        except ValueError as error:
+            raise ConfigError(f"{_said(location, layers)} is {text!r}, which is no URL: {error}") from error
+        bare = location[-1] in _ADDRESSES and _CREDENTIALS.search(text)
+        if "@" in netloc or bare:
             raise ConfigError(
                 f"{_said(location, layers)} has credentials in its URL, which every user of this machine would see in "
                 "`ps`; take them out. OTEL_EXPORTER_OTLP_HEADERS has those for a collector, credentials_file those for "

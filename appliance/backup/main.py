@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             keep = config.backup.keep if options.keep is None else options.keep
             answer = _shown(take(paths, objects, keep=keep, secrets=options.secrets, report=_Report()))
         elif options.command == "list":
-            answer = {"data": [_shown(manifest) for manifest in manifests.every(objects)]}
+            found, damaged = manifests.readable(objects)
+            answer = {"data": [_shown(manifest) for manifest in found], "damaged": damaged}
         elif options.command == "verify":
             answer = _shown(verify(objects, options.name, report=_Report()))
         else:

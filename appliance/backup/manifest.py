@@ -6,8 +6,10 @@ that was broken off is none, and its chunks serve the next one.
 
 from __future__ import annotations
 
+import calendar
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -21,6 +23,8 @@ from weights.tiers.objects import Objects
 FORMAT = 1
 CHUNK_BYTES = 16 << 20
 _FOLDER = "backups/"
+_TIME = "%Y-%m-%dT%H-%M-%SZ"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class Manifest:
 
 
 def name_at(made_s: float) -> str:
-    return time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime(made_s))
+    return time.strftime(_TIME, time.gmtime(made_s))
 
 
 def chunk_key(digest: str) -> str:
@@ -79,11 +83,6 @@ def read(objects: Objects, name: str) -> Manifest:
     return _read(objects, name)
 
 
-def every(objects: Objects) -> list[Manifest]:
-    """Oldest first. Raises BackupDamaged."""
-    return [_read(objects, name) for name in names(objects)]
-
-
 def _read(objects: Objects, name: str) -> Manifest:
     """One that was listed: the list of a store is a request of its own, and must not come with each manifest."""
     try:
@@ -94,12 +93,46 @@ def _read(objects: Objects, name: str) -> Manifest:
                 f"the manifest of {name} at {objects.where} is not what was written; use another backup"
             )
         fields: dict[str, Any] = json.loads(body)
-    except (ObjectDamaged, UnicodeDecodeError) as error:
+        if fields.pop("format") != FORMAT:
+            raise BackupDamaged(f"the backup {name} at {objects.where} is of a newer release; restore it with that one")
+        files = tuple(SavedFile(**{**file, "chunks": tuple(file["chunks"])}) for file in fields.pop("files"))
+        return Manifest(**fields, files=files)
+    except (ObjectDamaged, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BackupDamaged(f"the manifest of {name} at {objects.where} cannot be read: {error}") from error
-    if fields.pop("format") != FORMAT:
-        raise BackupDamaged(f"the backup {name} at {objects.where} is of a newer release; restore it with that one")
-    files = (SavedFile(**{**file, "chunks": tuple(file["chunks"])}) for file in fields.pop("files"))
-    return Manifest(**fields, files=tuple(files))
+
+
+def next_name(objects: Objects, made_s: float) -> str:
+    """Of a backup made now: after all others at the place, also those of a time when the clock was ahead, or the oldest
+    would be taken for the newest, and the newest would be deleted as the oldest."""
+    for name in reversed(names(objects)):
+        try:
+            last_s = calendar.timegm(time.strptime(name, _TIME))
+        except ValueError:
+            continue  # somebody else's
+        return name_at(max(made_s, last_s + 1))
+    return name_at(made_s)
+
+
+def readable(objects: Objects) -> tuple[list[Manifest], list[str]]:
+    """Those that can be read, oldest first, and the names of the others."""
+    found, damaged = [], []
+    for name in names(objects):
+        try:
+            found.append(_read(objects, name))
+        except BackupDamaged as error:
+            log.warning("%s", error)
+            damaged.append(name)
+    return found, damaged
+
+
+def newest_readable(objects: Objects) -> Manifest | None:
+    """One damaged manifest keeps no further backup from being taken."""
+    for name in reversed(names(objects)):
+        try:
+            return _read(objects, name)
+        except BackupDamaged as error:
+            log.warning("%s", error)
+    return None
 
 
 def newest(objects: Objects) -> Manifest | None:
@@ -113,7 +146,11 @@ def remove(objects: Objects, gone: Iterable[str]) -> None:
         return  # or each backup would read all manifests, and list all chunks, for nothing
     for name in gone:
         objects.delete(f"{_FOLDER}{name}.json")
-    kept = {chunk for manifest in every(objects) for file in manifest.files for chunk in file.chunks}
+    others, damaged = readable(objects)
+    if damaged:
+        log.warning("no chunks are deleted at %s: nobody knows which of them %s has", objects.where, ", ".join(damaged))
+        return
+    kept = {chunk for manifest in others for file in manifest.files for chunk in file.chunks}
     for key, _ in list(objects.list("chunks/")):
         if PurePosixPath(key).name not in kept:
             objects.delete(key)

@@ -7,16 +7,14 @@ go; the chunks of the pass before are there already. What goes is what was there
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
-import shutil
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import closing, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +22,8 @@ from tempfile import TemporaryDirectory
 from appliance import last_backup
 from appliance.backup import manifest as manifests
 from appliance.backup.errors import BackupError, BackupRunning, NotThisBox
-from appliance.backup.manifest import CHUNK_BYTES, Manifest, SavedFile, chunk_key, name_at
+from appliance.backup.manifest import CHUNK_BYTES, Manifest, SavedFile, chunk_key
+from appliance.backup_copies import PREFIX, alone, remove_left
 from appliance.last_backup import LastBackup
 from appliance.paths import BoxPaths
 from weights.tiers.objects import Objects
@@ -36,7 +35,8 @@ DATABASE = "appliance.db"
 LEFT_OUT = frozenset({"logs", "cache", "away-jobs", "box.json", "box.lock", "backup.lock", "last-backup.json"})
 SECRETS = frozenset({"ca", "first-key", "ray.token"})
 PASSES = 5
-_COPYING = ".backup-"
+# Whoever has a key deletes these as often as he likes: no backup would ever end.
+_OWNERS = ("files/", "uploads/", "jobs/", "batches/")
 Report = Callable[[int, int], None]
 
 
@@ -60,34 +60,35 @@ def take(
     """
     if not paths.database.is_file():
         raise BackupError(f"{paths.data_dir} is no data directory of a box: it has no {DATABASE}")
-    with _alone(paths.data_dir), TemporaryDirectory(prefix=_COPYING, dir=paths.data_dir) as folder:
-        for left in paths.data_dir.glob(f"{_COPYING}*"):  # of one that was killed
-            if left != Path(folder):
-                shutil.rmtree(left)
+    with _alone(paths.data_dir), TemporaryDirectory(prefix=PREFIX, dir=paths.data_dir) as folder:
         objects.sweep()
-        last = manifests.newest(objects)
+        last = manifests.newest_readable(objects)
         if last is not None and last.box_id != paths.box_id:
             raise NotThisBox(
                 f"{objects.where} has backups of another box ({last.box_id}, {last.data_dir}); give each box a place "
                 "of its own"
             )
         writer = _Writer(objects, {} if last is None else {file.path: file for file in last.files}, report)
-        for _ in range(PASSES):
+        for left in reversed(range(PASSES)):
             before = {name for name, _ in _files(paths.data_dir, secrets)}
             copied = Path(folder) / DATABASE
             schema = copy_database(paths.database, copied)
             files, gone = writer.save(paths.data_dir, copied, secrets, before)
+            if not left:
+                gone = {name for name in gone if not name.startswith(_OWNERS)}
             if not gone:
                 break
-            log.info("%d files were deleted while they were copied; once more", gone)
+            log.info("%d files were deleted while they were copied; once more", len(gone))
         else:
             raise BackupError(
-                f"files of {paths.data_dir} were deleted during each of {PASSES} passes; take the backup when fewer "
-                "jobs and requests end"
+                f"files of {paths.data_dir} were deleted during each of {PASSES} passes, {min(gone)} for one; take the "
+                "backup when less of the box's own is deleted"
             )
+        if _forget_gone(copied, files):
+            files = (writer.database(copied), *files[1:])
         made_s = clock()
         made = Manifest(
-            name_at(made_s),
+            manifests.next_name(objects, made_s),
             made_s,
             paths.box_id,
             version("appliance"),
@@ -128,17 +129,21 @@ class _Writer:
 
     def save(
         self, data_dir: Path, database: Path, secrets: bool, before: Set[str]
-    ) -> tuple[tuple[SavedFile, ...], int]:
-        """The files now at the place, and how many others, those of `before` too, were gone before they were read."""
+    ) -> tuple[tuple[SavedFile, ...], set[str]]:
+        """The files now at the place, the database first, and which others, those of `before` too, were gone before
+        they were read."""
         found = dict(_files(data_dir, secrets))
-        of, done, saved = sum(status.st_size for status in found.values()), 0, [self._file(DATABASE, database)]
+        of, done, saved = sum(status.st_size for status in found.values()), 0, [self.database(database)]
         for name, status in found.items():
             self._report(done, of)
             done += status.st_size
             with suppress(FileNotFoundError):
                 saved.append(self._file(name, data_dir / name, status))
         self._report(of, of)
-        return tuple(saved), len(before | found.keys()) + 1 - len(saved)
+        return tuple(saved), (before | found.keys()) - {file.path for file in saved}
+
+    def database(self, copied: Path) -> SavedFile:
+        return self._file(DATABASE, copied)
 
     def _file(self, name: str, path: Path, status: os.stat_result | None = None) -> SavedFile:
         """status: from before it is read, so that a file which changes meanwhile is read again next time."""
@@ -164,7 +169,7 @@ def _files(data_dir: Path, secrets: bool) -> Iterator[tuple[str, os.stat_result]
     """Regular files, by name below the directory; what a backup left behind is none of them."""
     left_out = LEFT_OUT if secrets else LEFT_OUT | SECRETS
     for entry in sorted(data_dir.iterdir()):
-        if entry.name in left_out or entry.name.startswith((DATABASE, _COPYING)):
+        if entry.name in left_out or entry.name.startswith((DATABASE, PREFIX)):
             continue
         below = [entry]
         if entry.is_dir() and not entry.is_symlink():
@@ -176,11 +181,28 @@ def _files(data_dir: Path, secrets: bool) -> Iterator[tuple[str, os.stat_result]
                     yield path.relative_to(data_dir).as_posix(), status
 
 
+def _forget_gone(database: Path, files: Iterable[SavedFile]) -> bool:
+    """Takes out of a copied database what its owners deleted while the files were read: rows of files, and of parts of
+    uploads, whose bytes are not among these. Whether there were any."""
+    saved = {file.path for file in files}
+    with closing(sqlite3.connect(database)) as connection, connection:
+        gone = [
+            (table, row[0])
+            for table, path in (("files", "'files/' || id"), ("upload_parts", "'uploads/' || upload_id || '/' || id"))
+            for row in connection.execute(f"SELECT id, {path} FROM {table}")
+            if row[1] not in saved
+        ]
+        for table, row_id in gone:
+            connection.execute(f"DELETE FROM {table} WHERE id = ?", [row_id])
+    if gone:
+        log.info("%d files were deleted by their owners meanwhile: the backup has neither bytes nor rows", len(gone))
+    return bool(gone)
+
+
 @contextmanager
 def _alone(data_dir: Path) -> Iterator[None]:
-    with open(os.open(data_dir / "backup.lock", os.O_RDWR | os.O_CREAT, 0o600), "r+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BackupRunning(f"a backup of {data_dir} is being taken already; wait for its end") from None
+    with alone(data_dir) as nobody_else:
+        if not nobody_else:
+            raise BackupRunning(f"a backup of {data_dir} is being taken already; wait for its end")
+        remove_left(data_dir)
         yield

@@ -34,7 +34,8 @@ class BackupSchedule:
     async def look(self) -> None:
         """Takes one if it is time. Raises BackupFailed; whoever calls again tries again."""
         last = last_backup.read(self._newest)
-        if last is not None and self._clock() - last.made_s < self._every_s:
+        # One of a time when the clock was ahead says nothing: there would be none until the clock is there again.
+        if last is not None and 0 <= self._clock() - last.made_s < self._every_s:
             return
         process = await self._start()
         try:

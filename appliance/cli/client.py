@@ -18,6 +18,7 @@ from urllib.parse import urlencode, urlsplit
 from appliance.cli.errors import AuthFailed, BadUsage, CommandFailed, Unreachable, of_answer
 
 TIMEOUT_S = 60.0
+WORK_TIMEOUT_S = 900.0  # of an answer that the box works for: it reads a whole file line by line
 _CHUNK_BYTES = 256 * 1024
 
 
@@ -168,7 +169,7 @@ class Client:
                 "content-type": f"multipart/form-data; boundary={boundary}",
                 "content-length": str(len(head) + os.fstat(file.fileno()).st_size + len(end)),
             }
-            with self._answer("POST", "/v1/files", body(file), headers, TIMEOUT_S) as response:
+            with self._answer("POST", "/v1/files", body(file), headers, WORK_TIMEOUT_S) as response:
                 return _json(response.read())
 
     def download(self, path: str, out: BinaryIO) -> int:
@@ -204,7 +205,10 @@ class Client:
             told = f"{self.address} belongs to another user; reach the box with --url and an API key instead"
             raise AuthFailed(told) from error
         except TimeoutError as error:
-            raise Unreachable(f"the box at {self.address} did not answer within {timeout_s:.0f} s") from error
+            raise Unreachable(
+                f"the box at {self.address} did not answer within {timeout_s:.0f} s: it is busy or hangs; `appliance "
+                "status` shows what it does, and what was asked may still be done"
+            ) from error
         except ssl.SSLCertVerificationError as error:
             raise Unreachable(
                 f"the certificate of the box at {self.address} is not trusted: {error.verify_message}; "

@@ -11,6 +11,7 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+from appliance import backup_copies
 from appliance.controller import retention
 from appliance.controller.admin import box, devices, mode, queue
 from appliance.controller.admin.models import canaries, deployments, engine_settings
@@ -28,6 +29,7 @@ from appliance.controller.files import file_routes, storage, upload_routes
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.rollouts import RolloutGrading
+from appliance.controller.grading.sampling import WANTS_EVERY_S, RolloutSampling
 from appliance.controller.http import error_handlers
 from appliance.controller.http.middleware import BodyLimits, KnownAtGateways, ReadsInTurns, RequestIds
 from appliance.controller.http.routers import make_router
@@ -59,7 +61,8 @@ def create_app(context: ControllerContext) -> FastAPI:
     background = BackgroundResponses(context, stored, metering)
     graders, answers = GraderHosts(), ModelAnswers(context, metering)
     evaluations = EvalRunner(context, graders, answers)
-    rollouts = RolloutGrading(context, graders, answers)
+    sampling = RolloutSampling(context)
+    rollouts = {"grade": RolloutGrading(context, graders, answers).grade, "sample": sampling.sample}
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -67,6 +70,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         upload_routes.sweep(context)
         running.fail_interrupted()
         output_files.sweep(context)
+        backup_copies.sweep(context.files_dir.parent)
         validation.start_waiting()
         runner.start()
         background.start()
@@ -77,6 +81,7 @@ def create_app(context: ControllerContext) -> FastAPI:
             tasks.keep_every(
                 "housekeeping", partial(_keep_house, context, stored, background), context.config.housekeeping_every_s
             ),
+            tasks.keep_every("rollouts", sampling.look, WANTS_EVERY_S),
             tasks.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
         )
         try:

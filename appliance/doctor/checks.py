@@ -250,7 +250,7 @@ def _box(facts: Facts) -> Iterator[Finding]:
     age_s = facts.now_s - facts.backup.made_s
     yield _judged(
         "backup",
-        not facts.backup_every_s or age_s <= facts.backup_every_s * BACKUP_LATE,
+        not facts.backup_every_s or 0 <= age_s <= facts.backup_every_s * BACKUP_LATE,
         f"{age_s / 3600:.1f} h old, at {facts.backup.where}",
         f"at most {facts.backup_every_s / 3600:g} h" if facts.backup_every_s else "",
         "`appliance status` and logs/backup.log say why the box takes none",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.facts import name_of
 from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
+from appliance.wiring.policies import Policies, Unload
 from train.data.general_questions import answers_key
 from train.plan.spec import TrainSpec
 from train.run.event_log import read_events
@@ -30,8 +31,8 @@ from weights.tiers.record import Name
 
 log = logging.getLogger(__name__)
 
-Grade = Callable[[str, list[dict[str, Any]]], Awaitable[dict[str, Any]]]
-"""`appliance.controller.grading.rollouts.RolloutGrading.grade`."""
+Answer = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+"""What is answered to a job's question of one kind, given the job's id and the question."""
 
 TIDY_EVERY_S = 10.0
 NUDGE_EVERY_S = 30.0
@@ -59,8 +60,9 @@ class JobRuns:
         self._events, self._tiers, self._back, self._on_change = events, tiers, back, on_change
         self._whole: set[Path] = set()
         self._leases: dict[str, list[Lease]] = {}
-        self._grade: Grade | None = None
-        self._can_grade = asyncio.Event()
+        self._answers: Mapping[str, Answer] = {}
+        self._can_answer = asyncio.Event()
+        self.policies = Policies(store, self._is_running)
         self._nudged_s = -NUDGE_EVERY_S
 
     def catch_up(self, job_id: str) -> None:
@@ -73,16 +75,23 @@ class JobRuns:
             if new:
                 self._events.ingest(job_id, event)
 
-    def graded_by(self, grade: Grade) -> None:
-        self._grade = grade
-        self._can_grade.set()
+    def answered_by(self, answers: Mapping[str, Answer], unload: Unload) -> None:
+        """answers: by kind of question. unload: has every engine unload the adapters of these names."""
+        self._answers = answers
+        self.policies.unloaded_by(unload)
+        self._can_answer.set()
 
     async def answer(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
-        """What a job's ranks ask: the rewards of their samples. Ranks that outlived a controller may ask before there
-        is anybody who grades."""
-        await self._can_grade.wait()
-        assert self._grade is not None
-        return await self._grade(job_id, question["samples"])
+        """What a job's ranks ask: their samples, and the rewards of them. Ranks that outlived a controller may ask
+        before there is anybody who answers."""
+        await self._can_answer.wait()
+        if question["kind"] == "sample":
+            self.policies.moved_on(job_id, question["policy"]["version"])
+        return await self._answers[question["kind"]](job_id, question)
+
+    def _is_running(self, job_id: str) -> bool:
+        row = jobs.find(self._db, job_id)
+        return row is not None and not row.finished
 
     async def prepare(self, job_id: str) -> None:
         """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError."""
@@ -292,7 +301,8 @@ class JobRuns:
             self._events.cancelled(job_id)
 
     async def tidy(self) -> None:
-        """Delete the snapshots of jobs that are over; called every `TIDY_EVERY_S`."""
+        """Delete the snapshots of jobs that are over, and their policies; called every `TIDY_EVERY_S`."""
+        await self.policies.tidy()
         for row in jobs.list_left_snapshots(self._db):
             if await asyncio.to_thread(self._forget, row.id):
                 jobs.update(self._db, row.id, snapshot=None)

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 from vllm.entrypoints.serve.exception_handling import error_response
 from vllm.exceptions import VLLMError, VLLMValidationError
+from vllm.renderers.chat_utils import ChatTemplateResolutionError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from serve.api import answer_version
@@ -26,6 +27,10 @@ _UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, Rec
 UNREADABLE = (
     "A value in this request has a type or shape that is not expected in its place: compare messages, tools and "
     "formats with the documentation of this route."
+)
+NO_TEMPLATE = (
+    "This model has no chat template, so it knows no conversations: ask it with /v1/completions, or give it one with "
+    "`appliance model deploy MODEL --chat-template FILE`."
 )
 # That a value is not of one type is no fault where another type fits but for something else.
 _OTHER_TYPE = ("_type", "literal_error", "union_tag_invalid")
@@ -58,6 +63,8 @@ def of_request(error: Exception) -> Exception:
         error = error.__cause__
     if isinstance(error, VLLMError):
         return error
+    if isinstance(error, ChatTemplateResolutionError):
+        return VLLMValidationError(NO_TEMPLATE)
     if isinstance(error, ValidationError):
         return VLLMValidationError(_mismatch(error))
     if isinstance(error, _UNREADABLE):

@@ -78,7 +78,7 @@ class Replica:
             self._state = "dead"
             raise EngineStartFailed(
                 f"engine {spec.replica_id} was not healthy after {self._config.start_timeout_s} s; "
-                f"its log {log_path} ends with:\n{tail(log_path)}"
+                f"its log {log_path} says more\n{tail(log_path)}"
             ) from error
         if ready is None or ready["event"] == "fatal":
             await child.kill_and_wait()
@@ -92,7 +92,7 @@ class Replica:
                 failed = EngineOutOfMemory if words.memory else EngineStartFailed
                 raise failed(f"{words.text}\n{cause.removeprefix(': ')}; its log {log_path} says more")
             raise EngineStartFailed(
-                f"engine {spec.replica_id} ended during start{cause}; its log {log_path} ends with:\n{tail(log_path)}"
+                f"engine {spec.replica_id} ended during start{cause}; its log {log_path} says more\n{tail(log_path)}"
             )
         self._state = "ready"
         self._pulse = Pulse(

@@ -88,6 +88,13 @@ def _no_format(found: re.Match[str], model: str) -> Words:
     )
 
 
+def _head_size(found: re.Match[str], model: str) -> Words:
+    return Words(
+        f"{model} has attention heads of {found['size']} elements, which engines do not compute on this kind of "
+        f"device; `appliance model rm {model}` removes it"
+    )
+
+
 _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...] = tuple(
     (re.compile(pattern, re.S), words)
     for pattern, words in (
@@ -104,6 +111,8 @@ _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...
         ),
         (r"Model architectures? \[?'?(?P<arch>[\w', ]+?)'?\]? (?:are|is|was) (?:not )?supported", _unsupported),
         (r"attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<devices>\d+)\)", _heads),
+        (r"Unsupported CPU attention configuration: head_dim=(?P<size>\d+)", _head_size),
+        (r"Head size (?P<size>\d+) is not supported", _head_size),
         (r"Failed to find a kernel that can implement the (?P<format>\w+) linear layer", _no_kernel),
         (r"Unknown quantization method: (?P<format>[\w.-]+)", _no_format),
         (r"(?P<format>[\w.-]+) quantization is currently not supported in \w+", _no_format),

@@ -14,6 +14,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.ports import (
+    SAMPLING,
     AdapterBase,
     AdapterFound,
     BatchCapacity,
@@ -31,6 +32,7 @@ from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Policy
+from serve.core import sampling
 from serve.core.config import EngineConfig
 
 
@@ -126,7 +128,7 @@ class SimulatedScheduler:
 
 
 class SimulatedModelOps:
-    """Imports any source but one named "broken"; holds no bytes."""
+    """Imports any source but one named "broken", and with a warning what ends with "bare"; holds no bytes."""
 
     def __init__(self) -> None:
         self.removed: list[tuple[str, list[VersionPaths]]] = []
@@ -148,6 +150,7 @@ class SimulatedModelOps:
             source=source,
             disk_path=f"/models/{name}/v1",
             max_model_len=2048,
+            info={"warnings": ["there is no chat template"]} if source.endswith("bare") else {},
         )
 
     async def find_adapter(self, source: str, *, name: str | None, revision: str | None) -> AdapterFound | None:
@@ -235,8 +238,15 @@ class SimulatedEngines:
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
         return answer or EngineAnswer(200, {"object": "chat.completion", "echo": body, "usage": usage})
 
+    def sampling_room(self, model: str, version: str) -> BatchCapacity:
+        return self.room(model)
+
+    async def sample(self, model: str, version: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
+        return await self.send(model, sampling.URL, body, request_id)
+
     def wants(self, models: list[str], asker: str = "batches") -> None:
-        self.wanted = models
+        if asker != SAMPLING:
+            self.wanted = models
 
     async def changed(self, timeout_s: float) -> None:
         await asyncio.sleep(min(timeout_s, 0.005))

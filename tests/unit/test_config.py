@@ -179,5 +179,30 @@ def test_no_message_shows_the_credentials_that_it_refuses(tmp_path):
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[backup]\nurl = 'ftp://key:secret@host/x'",
+        "[backup]\nurl = 'https://secret@host/x'",
+        "[backup]\nendpoint = 'key:secret@minio'",
+        "[backup]\nendpoint = 'https:/key:secret@minio'",
+        "[weights.remote]\nurl = 'ftp://key:se@secret@host'",
+        "[observability]\notlp_endpoint = 'http://key:secret@host x'",
+        "[gateway]\ncors_origins = ['https://key:secret@page']",
+        "[box]\nhost = 'key:secret@host'",
+    ],
+)
+def test_no_mistake_beside_credentials_shows_them_or_lets_them_pass(tmp_path, text: str):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, {})
+    assert "secret" not in str(caught.value) and "secret" not in repr(caught.value)
+    assert text.split("\n")[1].split(" = ")[0] in str(caught.value), "it names the key"
+
+
+def test_what_is_no_url_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="otlp_endpoint.*no URL"):
+        load(tmp_path, "[observability]\notlp_endpoint = 'http://[::1'", {})
+
+
 def test_ports_of_a_box_alone_are_free_to_choose(tmp_path):
     assert load(tmp_path, "[box]\nnode_port = 12000", {}).box.node_port == 12000

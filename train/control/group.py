@@ -344,7 +344,13 @@ class Group:
             )
         else:
             of_input = isinstance(getattr(errors, fatal["type"], None), type)
-            self._fail(rank, f"raised {fatal['type']}: {fatal['message']}", retryable=not of_input, code=fatal["type"])
+            self._fail(
+                rank,
+                f"raised {fatal['type']}: {fatal['message']}",
+                retryable=not of_input,
+                code=fatal["type"],
+                message=fatal["message"] if of_input else None,  # a person's input, in words for that person
+            )
 
     async def _death(self, rank: int) -> RuntimeLayerError | None:
         """Cause of its death; None while it lives."""
@@ -357,12 +363,21 @@ class Group:
             return None
         return None
 
-    def _fail(self, rank: int, reason: str, *, retryable: bool, code: str = "rank_failed", blame: str = "own") -> None:
+    def _fail(
+        self,
+        rank: int,
+        reason: str,
+        *,
+        retryable: bool,
+        code: str = "rank_failed",
+        blame: str = "own",
+        message: str | None = None,
+    ) -> None:
         error = {
             "code": code,
             "rank": rank,
             "reason": reason,
-            "message": f"rank {rank} {reason}",
+            "message": message or f"rank {rank} {reason}",
             "retryable": retryable,
             "blame": blame,
         }

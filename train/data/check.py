@@ -49,7 +49,8 @@ _NOT_SPACE = re.compile(rb"[^ \t\r\n]")
 class DataReport:
     """What is in a data file; the longest example is measured by the longest of its sequences. `errors` has the first
     MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; counting stops at MAX_COUNTED_ERRORS. Tokens are counted or
-    estimated, see `check_training_file`; `example_tokens` has those of each of the first COUNTED_EXAMPLES examples."""
+    estimated, see `check_training_file`; `example_tokens` has those of each of the first COUNTED_EXAMPLES examples.
+    `warnings` say what may be wrong, `notes` what was done."""
 
     shape: str = "empty"
     n_examples: int = 0
@@ -59,6 +60,7 @@ class DataReport:
     n_errors: int = 0
     errors: list[tuple[int, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -175,11 +177,22 @@ def _parse(raw: bytes) -> Any:
     try:
         record = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise BadRecord(f"is not valid JSON ({error})") from error
+        raise BadRecord(_why_no_json(raw, error)) from error
     # Walking is not cheap either, but few records have enough brackets to be too deep.
     if brackets > MAX_DEPTH and is_deeper(record, MAX_DEPTH):
         raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
     return record
+
+
+def _why_no_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
+    try:
+        raw.decode()
+    except UnicodeDecodeError as wrong:
+        byte = f"byte {wrong.start + 1} is 0x{raw[wrong.start]:02x}"
+        return f"is not UTF-8 ({byte}); save the file as UTF-8, or convert it: iconv -f latin1 -t utf-8"
+    if raw.lstrip()[:1] not in (b"{", b"[", b'"'):
+        return "is not valid JSON: expected one example in braces on each line, not a table (CSV) or plain text"
+    return f"is not valid JSON ({error})"
 
 
 def _estimate_tokens(chat: dict[str, Any]) -> int:
@@ -195,7 +208,7 @@ def _summarise(report: DataReport) -> None:
     if report.ok and report.n_examples < MIN_EXAMPLES:
         report.warnings.append(f"only {report.n_examples} examples; fine-tuning wants at least {MIN_EXAMPLES}")
     if report.ok and report.shape not in ("chat", "preference", "prompt"):
-        report.warnings.append(f"converted {report.n_examples} examples from the {report.shape} shape to chat")
+        report.notes.append(f"converted {report.n_examples} examples from the {report.shape} shape to chat")
 
 
 def _examples(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | BadRecord]]:

@@ -6,8 +6,12 @@ OpenAI     {"messages": [..., {"role": "user", "content": ...}], "tools"?, "refe
 
 from __future__ import annotations
 
+import orjson
+
 from train.data.formats import BadRecord, Record, check_messages, tools_in
 
+MAX_ITEM_BYTES, MAX_ITEM_MARKS = 1 << 20, 1 << 14
+"""As JSON, and how many brackets and commas of it: whoever grades has 64 samples at once, each with its item."""
 _OF_THE_REQUEST = ("messages", "tools", "functions", "parallel_tool_calls")
 
 
@@ -22,8 +26,15 @@ def prompt(record: Record) -> Record:
         )
     if any("weight" in message for message in messages):
         raise BadRecord("has a message with a 'weight'; of a prompt nothing is learnt")
-    return {
-        "messages": messages,
-        **tools_in(record),
-        "item": {name: value for name, value in record.items() if name not in _OF_THE_REQUEST},
-    }
+    item = {name: value for name, value in record.items() if name not in _OF_THE_REQUEST}
+    _check_size({**item, "messages": messages})
+    return {"messages": messages, **tools_in(record), "item": item}
+
+
+def _check_size(item: Record) -> None:
+    """Raises BadRecord."""
+    text = orjson.dumps(item)
+    if len(text) > MAX_ITEM_BYTES:
+        raise BadRecord(f"is {len(text)} bytes long; the limit for what a grader sees is {MAX_ITEM_BYTES}")
+    if (marks := text.count(b"{") + text.count(b"[") + text.count(b",")) > MAX_ITEM_MARKS:
+        raise BadRecord(f"has {marks} brackets and commas; the limit for what a grader sees is {MAX_ITEM_MARKS}")

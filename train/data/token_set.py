@@ -183,7 +183,7 @@ def open_token_set(
     tokens = TokenSet(directory, max_length=max_length, packing=packing, sequences=sequences, lay_out=lay_out)
     if not len(tokens.packs):
         raise InvalidTrainingData(
-            str(path), [(1, f"no example has anything to learn within max_length {max_length}")], 1
+            Path(path).name, [(1, f"no example has anything to learn within max_length {max_length}")], 1
         )
     return tokens
 
@@ -253,7 +253,7 @@ def _raise_if_bad(path: Path, shards: Path, world_size: int) -> None:
         total += count
         listed += [(line, reason) for line, reason in errors]
     if total:
-        raise InvalidTrainingData(str(path), listed[:_MAX_LISTED_ERRORS], total)
+        raise InvalidTrainingData(path.name, listed[:_MAX_LISTED_ERRORS], total)
 
 
 def _merge(shards: Path, directory: Path, world_size: int, pad_id: int) -> None:

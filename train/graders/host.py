@@ -23,6 +23,7 @@ OWN_TIME_S = 60.0
 """For a batch, beside what its python graders may take."""
 IDLE_S = 300.0
 _RESULT_BYTES = 32 << 20
+_AT_ONCE_BYTES = 256 << 10
 
 
 class WorkerBroke(Exception):
@@ -39,7 +40,7 @@ class GraderHost:
 
     async def requests(self, grader: Grader, samples: Sequence[tuple[Sample, Any]]) -> list[dict[str, dict[str, Any]]]:
         """What models are to be asked for each sample, by the name of the grader that asks."""
-        told = await self._ask(_asked(grader, samples, None) | {"only_requests": True}, OWN_TIME_S)
+        told = await self._ask(await _written(grader, samples, None, only_requests=True), OWN_TIME_S)
         return list(told["requests"])
 
     async def grade(
@@ -52,7 +53,7 @@ class GraderHost:
         runs = sum(isinstance(leaf, Python) for leaf in leaves(grader).values())
         most_s = OWN_TIME_S + TIME_S * runs * len(samples)
         try:
-            told = await self._ask(_asked(grader, samples, answers), most_s)
+            told = await self._ask(await _written(grader, samples, answers), most_s)
             return [graded_of(one) for one in told["graded"]]
         except WorkerBroke as error:
             if len(samples) > 1:
@@ -64,7 +65,8 @@ class GraderHost:
         """(place, why) of the first few items that do not follow a JSON schema; place -1: it is no schema. Raises
         WorkerBroke, also for one that takes more than `cpu_s` or CHECK_BYTES."""
         try:
-            told = await self._ask({"schema": schema, "items": list(items), "cpu_s": cpu_s}, OWN_TIME_S)
+            asked = {"schema": schema, "items": list(items), "cpu_s": cpu_s}
+            told = await self._ask(json.dumps(asked).encode(), OWN_TIME_S)
         except WorkerBroke as error:
             limits = f"{cpu_s} s of CPU and {CHECK_BYTES >> 30} GiB of memory"
             raise WorkerBroke(f"{error}; to check {len(items)} items, {limits} are allowed") from None
@@ -74,9 +76,8 @@ class GraderHost:
         async with self._lock:
             await self._end()
 
-    async def _ask(self, asked: dict[str, Any], most_s: float) -> dict[str, Any]:
+    async def _ask(self, written: bytes, most_s: float) -> dict[str, Any]:
         """Raises WorkerBroke."""
-        written = json.dumps(asked).encode()
         async with self._lock:
             if self._idle is not None:
                 self._idle.cancel()
@@ -147,15 +148,25 @@ class GraderHost:
 _ROOT = os.path.join(os.path.dirname(__file__), "..", "..")
 
 
-def _asked(
-    grader: Grader, samples: Sequence[tuple[Sample, Any]], answers: Sequence[dict[str, ModelAnswer]] | None
-) -> dict[str, Any]:
-    told = [
-        {
+async def _written(
+    grader: Grader,
+    samples: Sequence[tuple[Sample, Any]],
+    answers: Sequence[dict[str, ModelAnswer]] | None,
+    *,
+    only_requests: bool = False,
+) -> bytes:
+    """What a worker is asked, as JSON. Sample by sample, with the loop free in between: the items of one question of a
+    job may be 64 MiB together, and whoever serves others writes them."""
+    pieces, size = [], 0
+    for place, (sample, item) in enumerate(samples):
+        one = {
             "sample": {"output_text": sample.output_text, "output_tools": sample.output_tools},
             "item": item,
-            "answers": {name: asdict(one) for name, one in answers[place].items()} if answers else {},
+            "answers": {name: asdict(told) for name, told in answers[place].items()} if answers else {},
         }
-        for place, (sample, item) in enumerate(samples)
-    ]
-    return {"grader": grader.model_dump(mode="json", exclude_unset=True), "samples": told}
+        pieces.append(json.dumps(one).encode())
+        if (size := size + len(pieces[-1])) > _AT_ONCE_BYTES:
+            size = 0
+            await asyncio.sleep(0)
+    known = {"grader": grader.model_dump(mode="json", exclude_unset=True), "only_requests": only_requests}
+    return b'%b, "samples": [%b]}' % (json.dumps(known).encode()[:-1], b", ".join(pieces))

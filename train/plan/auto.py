@@ -21,6 +21,7 @@ _MOST_NAMES, _NAME_CHARACTERS = 64, 128
 LORA_FROM_PARAMETERS = 1_000_000_000
 ZERO3_FROM_PARAMETERS = 13_000_000_000
 ZERO2_FROM_PARAMETERS = 1_000_000_000
+OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_publish")
 LEAST_STEPS = 25  # fewer teach nothing whatever the learning rate: warm-up and decay are most of them
 SHORTEST_ROW = 128  # tokens; a shorter one takes a device as long
 
@@ -194,11 +195,16 @@ def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, tenso
 
 
 def _full(given: Given, model: ModelStats, fields: dict) -> bool:
-    # LoRA above a size where the optimizer's 12 bytes per parameter hurt; asking for a rank asks for LoRA, and asking
-    # for tensor parallelism for every weight.
-    lora_asked = given.is_set("lora_rank") or given.is_set("lora_alpha") or given.is_set("lora_publish")
+    # LoRA above a size where the optimizer's 12 bytes per parameter hurt; asking for anything that adapters alone have
+    # asks for LoRA, and asking for tensor parallelism for every weight.
+    of_lora = [name for name in OF_LORA if given.is_set(name)]
     small = model.n_parameters < LORA_FROM_PARAMETERS or fields["tensor_parallel"] > 1
-    return given.flag("full", auto=not lora_asked and small)
+    full = given.flag("full", auto=not of_lora and small)
+    alone = [name for name in of_lora if name != "lora_publish"]  # which _lora_publish judges, by its value
+    if full and alone:
+        named = " and ".join(alone)
+        raise InvalidHyperparameter("full", full, f"false with {named}, which adapters alone have, or none of these")
+    return full
 
 
 def _lora_rank(given: Given, model: ModelStats) -> int:
@@ -216,15 +222,24 @@ def _lora_rank(given: Given, model: ModelStats) -> int:
     return rank
 
 
+def why_no_adapter(model: ModelStats, fields: Mapping[str, Any]) -> str:
+    """Why engines of the base do not serve what a run with these fields of a TrainSpec trains beside it; "" if they
+    do."""
+    if fields["full"]:
+        return "full is true"
+    if not model.adapter_max_rank:
+        return "engines of this base take no adapters"
+    if not all(target.endswith("_proj") for target in fields["lora_targets"]):
+        return "engines take adapters of the layers named *_proj only"
+    if fields["lora_rank"] > model.adapter_max_rank:
+        return f"engines take adapters of rank {model.adapter_max_rank} at most"
+    return ""
+
+
 def _lora_publish(given: Given, model: ModelStats, fields: dict) -> str:
     # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
-    refusal = None
-    if fields["full"]:
-        refusal = "'merged', because full is true"
-    elif not model.adapter_max_rank:
-        refusal = "'merged': engines of this base take no adapters"
-    elif not all(target.endswith("_proj") for target in fields["lora_targets"]):
-        refusal = "'merged': engines take adapters of the layers named *_proj only"
+    why = why_no_adapter(model, fields)
+    refusal = f"'merged': {why}" if why else ""
     publish = given.choice("lora_publish", ("adapter", "merged"), auto="merged" if refusal else "adapter")
     if publish == "adapter" and refusal:
         raise InvalidHyperparameter("lora_publish", publish, refusal)

@@ -32,10 +32,10 @@ class InvalidHyperparameter(TrainError):
 class InvalidTrainingData(TrainError):
     """A data file cannot be trained on: `errors` are (line, reason) pairs, the first of `n_errors`."""
 
-    def __init__(self, path: str, errors: list[tuple[int, str]], n_errors: int):
+    def __init__(self, name: str, errors: list[tuple[int, str]], n_errors: int):
         shown = "; ".join(f"line {line}: {reason}" for line, reason in errors[:5])
         more = f" and {n_errors - 5} more" if n_errors > 5 else ""
-        super().__init__(f"{path} cannot be trained on: {shown}{more}")
+        super().__init__(f"{name} cannot be trained on: {shown}{more}")
         self.errors, self.n_errors = errors, n_errors
         self.data = {"errors": errors, "n_errors": n_errors}
 

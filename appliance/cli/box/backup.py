@@ -65,6 +65,8 @@ def list_backups(
     if output_format == "json":
         output.print_json(answer)
         return
+    for name in answer["damaged"]:
+        output.say(f"the manifest of {name} cannot be read: it can neither be restored nor deleted by the box")
     rows = (
         (made["name"], made["version"], made["files"], formats.size(made["bytes"]), formats.size(made["new_bytes"]))
         for made in answer["data"]

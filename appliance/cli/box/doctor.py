@@ -52,7 +52,7 @@ def doctor(
     output.draw(
         output.stack(
             output.table(("", "CHECK", "FOUND", "WANTED", "WHAT TO DO"), rows, empty="nothing is wrong"),
-            f"{well} checks are right, {skipped} do not apply here; --all shows them",
+            f"right: {well} checks; not for this machine: {skipped}; --all shows them",
         )
     )
     raise typer.Exit(answer["exit_code"])

@@ -10,7 +10,7 @@ import typer
 from appliance.cli import formats, output, paths
 from appliance.cli.command import Session, box_command, group
 from appliance.cli.errors import CommandFailed
-from appliance.cli.jobs.file import send
+from appliance.cli.jobs.file import kept_if_taken, send
 from appliance.cli.operations import TIMEOUT, Patience
 
 app = group("Batches: many requests from a file, answered while engines are idle.")
@@ -36,10 +36,11 @@ def create(
     timeout: TIMEOUT = None,
 ) -> None:
     """Upload FILE and start a batch of its lines, which is done within 24 hours or expires."""
-    file = send(session, path, "batch")
-    made = session.client.post(
-        "/v1/batches", {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "24h"}
-    )
+    with kept_if_taken(session) as uploaded:
+        uploaded.append(send(session, path, "batch")["id"])
+        made = session.client.post(
+            "/v1/batches", {"input_file_id": uploaded[0], "endpoint": endpoint, "completion_window": "24h"}
+        )
     if wait:
         made = _wait(session, made, timeout)
     session.show(made, _fields)

@@ -14,7 +14,7 @@ from appliance.cli import formats, output, paths
 from appliance.cli.command import Session, box_command, given, group
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage, CommandFailed
-from appliance.cli.jobs.file import send
+from appliance.cli.jobs.file import kept_if_taken, send
 from appliance.cli.jobs.request import json_file
 from appliance.cli.operations import TIMEOUT, Patience
 
@@ -51,15 +51,21 @@ def run(
         raise BadUsage("give either --grader, the graders of a new evaluation, or --eval, that of an earlier one")
     for model in models:  # before anything is made
         session.client.get(f"/v1/models/{paths.segment(model)}")
-    file_id = _sent(session, suite)
-    if grader is not None:
-        graders = json_file("--grader", grader)
-        made = {
-            "name": suite.stem,
-            "data_source_config": {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True},
-            "testing_criteria": graders if isinstance(graders, list) else [graders],
-        }
-        eval_id = session.client.post("/v1/evals", made)["id"]
+    graders = None if grader is None else json_file("--grader", grader)
+    with kept_if_taken(session) as uploaded:
+        file_id = _sent(session, suite)
+        uploaded.append(file_id)
+        if graders is not None:
+            made = {
+                "name": suite.stem,
+                "data_source_config": {
+                    "type": "custom",
+                    "item_schema": {"type": "object"},
+                    "include_sample_schema": True,
+                },
+                "testing_criteria": graders if isinstance(graders, list) else [graders],
+            }
+            eval_id = session.client.post("/v1/evals", made)["id"]
     assert eval_id is not None
     sampling = given(max_completion_tokens=max_tokens, temperature=temperature, seed=seed)
     for model in models:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +13,9 @@ import typer
 
 from appliance.cli import formats, output, paths
 from appliance.cli.command import Session, box_command, group
-from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.errors import BadUsage, CliError, CommandFailed, Unreachable, WaitTimedOut
+
+_ERRORS_ROUTE = re.compile(r"GET /v1/files/(\S+)/errors")
 
 app = group("Files: training and validation data, and what jobs leave behind.")
 
@@ -49,6 +54,7 @@ def list_files(
     "appliance file get file-abc123",
     "appliance file get file-abc123 --save metrics.csv",
     "appliance file get file-abc123 --save - | head",
+    "appliance file get file-abc123 --errors",
 )
 def get(
     session: Session,
@@ -56,8 +62,14 @@ def get(
     save: Annotated[
         str | None, typer.Option("--save", metavar="PATH", help="Write its content there; - is stdout.")
     ] = None,
+    errors: Annotated[bool, typer.Option("--errors", help="Every bad line of training data, and why.")] = False,
 ) -> None:
     """Show what the box knows of a file, or save its content."""
+    if errors and save is not None:
+        raise BadUsage("give either --errors or --save")
+    if errors:
+        session.show(session.client.get(f"{paths.file(file_id)}/errors"), _errors)
+        return
     answer = session.client.get(paths.file(file_id))
     if save is None:
         session.show(answer, _fields)
@@ -96,6 +108,22 @@ def send(session: Session, path: Path, purpose: str) -> dict[str, Any]:
         return session.client.upload(path, purpose, on_bytes)
 
 
+@contextmanager
+def kept_if_taken(session: Session) -> Iterator[list[str]]:
+    """Collects ids of files that a command uploads for one request; deletes them when the box refuses the request, as
+    nobody asked for the files alone."""
+    uploaded: list[str] = []
+    try:
+        yield uploaded
+    except (Unreachable, WaitTimedOut):  # the request may have been taken
+        raise
+    except CliError:
+        for file_id in uploaded:
+            with suppress(CliError):  # the first error is the one to tell
+                session.client.delete(paths.file(file_id))
+        raise
+
+
 def refuse_bad(answer: dict[str, Any]) -> None:
     """Raises CommandFailed with line numbers and reasons when the box found bad lines; says what else it noticed."""
     details = answer.get("status_details")
@@ -114,12 +142,24 @@ def _fields(answer: dict[str, Any]) -> Any:
         ("bytes", f"{answer['bytes']:,}"),
         ("created", formats.moment(answer["created_at"])),
         ("status", answer["status"]),
-        *((("why", _details(answer)),) if answer.get("status_details") else ()),
+        *(((_about(answer), _details(answer)),) if answer.get("status_details") else ()),
     )
 
 
+def _about(answer: dict[str, Any]) -> str:
+    return "why" if answer["status"] == "error" else "note"
+
+
 def _details(answer: dict[str, Any]) -> str:
-    return answer["status_details"].replace("; line ", "\nline ").replace(": line ", ":\nline ", 1)
+    told = _ERRORS_ROUTE.sub(r"`appliance file get \1 --errors`", answer["status_details"])
+    return told.replace("; line ", "\nline ").replace(": line ", ":\nline ", 1)
+
+
+def _errors(answer: dict[str, Any]) -> str:
+    lines = [f"line {error['line']}: {error['reason']}" for error in answer["data"]]
+    if answer["has_more"]:
+        lines.append(f"and {answer['total'] - len(lines):,} more, of which the box keeps no reasons")
+    return "\n".join(lines) or "no line is bad"
 
 
 def _table(answer: dict[str, Any]) -> Any:

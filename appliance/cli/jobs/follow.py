@@ -12,6 +12,16 @@ from appliance.cli.command import Session
 from appliance.cli.errors import CommandFailed
 from appliance.cli.operations import LOOK_EVERY_S, Patience
 
+# By name in an event: how a line calls it, and its form.
+_MEASURED = (
+    ("train_loss", "loss", ".4f"),
+    ("valid_loss", "validation loss", ".4f"),
+    ("train_mean_reward", "reward", ".4f"),
+    ("valid_mean_reward", "validation reward", ".4f"),
+    ("equal_rewards", "prompts with equal rewards", ".0%"),
+    ("mean_unresponsive_rewards", "not graded", ".0%"),
+    ("completion_tokens_mean", "tokens an answer", ".0f"),
+)
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 _PAGE = 200
 
@@ -68,9 +78,7 @@ def event_line(event: dict[str, Any], job: dict[str, Any] | None) -> str:
         mark = "" if event["level"] == "info" else f"{event['level']}: "
         return f"{at}  {mark}{event['message']}"
     parts = [f"step {data.get('step')}/{formats.or_dash(data.get('total_steps'))}"]
-    for name, label in (("train_loss", "loss"), ("valid_loss", "validation loss")):
-        if data.get(name) is not None:
-            parts.append(f"{label} {data[name]:.4f}")
+    parts += [f"{label} {data[name]:{form}}" for name, label, form in _MEASURED if data.get(name) is not None]
     own = {name: value for name, value in data.items() if "/" in name and isinstance(value, (int, float))}
     parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in own.items()]  # of the training method
     if data.get("grad_norm") is not None:

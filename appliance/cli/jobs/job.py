@@ -13,6 +13,8 @@ from appliance.cli.jobs.queue import JOB
 from appliance.cli.jobs.queue import app as queue
 from appliance.cli.jobs.submit import app as submit
 
+_REASON_CHARACTERS = 160
+
 app = group("Fine-tuning jobs.")
 app.registered_commands += [*submit.registered_commands, *queue.registered_commands]
 
@@ -104,12 +106,17 @@ def jobs_table(answer: dict[str, Any]) -> Any:
                 formats.loss(j["loss"]),
                 formats.count(j["tokens_per_s"]),
                 _eta(j),
-                formats.or_dash(j["reason"]),
+                _short(formats.or_dash(j["reason"])),
             )
             for j in answer["data"]
         ),
         empty="no jobs; `appliance job submit --help` shows how to make one",
     )
+
+
+def _short(reason: str) -> str:
+    """One that a table can show; `job get` has all of it."""
+    return reason if len(reason) <= _REASON_CHARACTERS else f"{reason[: _REASON_CHARACTERS - 1]}…"
 
 
 def _ask(session: Session, job_id: str, verb: str) -> None:

@@ -57,7 +57,7 @@ def device_fields(
     return {
         "allowed_sizes": None if sizes is None else _sizes(sizes),
         "priority": priority,
-        "deadline_s": None if deadline is None else moment_of("--deadline", deadline),
+        "deadline_s": None if deadline is None else _to_come("--deadline", deadline),
         "preemptible": preemptible,
     }
 
@@ -67,6 +67,13 @@ def _sizes(text: str) -> list[int]:
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise BadUsage(f"--sizes is {text!r}; expected numbers of devices with commas between, e.g. 2,4,8")
     return [int(part) for part in parts]
+
+
+def _to_come(option: str, text: str) -> float:
+    moment = moment_of(option, text)
+    if moment <= time.time():
+        raise BadUsage(f"{option} is {text!r}, which is over; expected a time to come, such as 8h from now")
+    return moment
 
 
 def moment_of(option: str, text: str) -> float:

@@ -48,7 +48,7 @@ app = group("The making of fine-tuning jobs; `appliance job` takes this command 
     "Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,",
     "learning_rate, lr_scheduler (cosine, linear, constant, wsd), warmup_ratio, weight_decay, max_grad_norm,",
     "gradient_accumulation, micro_batch, packing, eval_interval, early_stopping_patience, activation_checkpointing,",
-    "offload, snapshot_every_s, step_patience_s, general_questions.",
+    "offload, snapshot_every_s, step_patience_s, general_questions; for rewards also rollouts (engine, ranks).",
 )
 @with_training
 def submit(
@@ -97,8 +97,6 @@ def submit(
     block = given(hyperparameters=training.hyperparameters(publish=publish), grader=_grader(training, grader))
     body = given(
         model=model,
-        training_file=file_id(session, "--file", file),
-        validation_file=file_id(session, "--validation-file", validation_file) if validation_file else None,
         suffix=suffix,
         publish_as=publish_as,
         activate=None if activate else False,
@@ -110,8 +108,12 @@ def submit(
         **device_fields(sizes, priority, deadline, preemptible),
         held=hold or None,
     )
-    # The key keeps a copy of this request, sent again by something on the way, from making a second job.
-    job = session.client.send("POST", paths.JOBS, body=body, headers={"idempotency-key": str(uuid.uuid4())})
+    with files.kept_if_taken(session) as uploaded:
+        body["training_file"] = file_id(session, "--file", file, uploaded)
+        if validation_file:
+            body["validation_file"] = file_id(session, "--validation-file", validation_file, uploaded)
+        # The key keeps a copy of this request, sent again by something on the way, from making a second job.
+        job = session.client.send("POST", paths.JOBS, body=body, headers={"idempotency-key": str(uuid.uuid4())})
     if not wait:
         session.show(job, lambda made: made["id"])
         return
@@ -137,13 +139,15 @@ def _grader(training: Training, path: Path | None) -> Any:
     return json_file("--grader", path)
 
 
-def file_id(session: Session, option: str, given: str) -> str:
-    """The id of an uploaded file, or of one that is uploaded now. Raises BadUsage and CommandFailed."""
+def file_id(session: Session, option: str, given: str, uploaded: list[str]) -> str:
+    """The id of an uploaded file, or of one that is uploaded now and added to `uploaded`. One with bad lines is left on
+    the box, which knows why. Raises BadUsage and CommandFailed."""
     path = Path(given).expanduser()
     if path.is_file():
-        uploaded = files.send(session, path, "fine-tune")
-        files.refuse_bad(uploaded)
-        return uploaded["id"]
+        sent = files.send(session, path, "fine-tune")
+        files.refuse_bad(sent)
+        uploaded.append(sent["id"])
+        return sent["id"]
     if given.startswith("file-"):
         return given
     raise BadUsage(f"{option} is {given!r}; expected a file on this machine, or the id of an uploaded one (file-…)")

@@ -181,13 +181,15 @@ def _operation(operation: dict[str, Any]) -> Any:
                 ((v["version"], v["tensors"], formats.size(v["bytes"]), v["path"]) for v in value),
                 empty="",
             )
+        elif name == "warnings":
+            continue
         elif name == "bytes":
             rows.append(("size", formats.size(value)))
         elif name == "params":
             rows.append(("parameters", formats.count(value)))
         else:
             rows.append((name, formats.or_dash(value)))
-    return output.stack(output.fields(*rows), checked)
+    return output.stack(output.fields(*rows), checked, output.notes(result.get("warnings", ())))
 
 
 def _table(answer: dict[str, Any]) -> Any:
@@ -252,7 +254,8 @@ def _one(model: dict[str, Any]) -> Any:
         empty="no versions",
     )
     last = model.get("canary")
-    return output.stack(about, versions, canary_fields(last) if last else None)
+    warnings = output.notes((model.get("info") or {}).get("warnings", ()))
+    return output.stack(about, versions, canary_fields(last) if last else None, warnings)
 
 
 def _context(model: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output, paths
+from appliance.cli.client import WORK_TIMEOUT_S
 from appliance.cli.command import Session, box_command, given, group
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage, CommandFailed
@@ -106,12 +107,20 @@ def job(
     if file is None:
         _answer(session, {"job": body})
         return
-    uploaded = file_id(session, "--file", file)
+    uploaded: list[str] = []
+    training_file = file_id(session, "--file", file, uploaded)
     try:
-        _answer(session, {"job": body | {"training_file": uploaded}})
+        with output.progress(f"the box counts the tokens of {file}"):
+            plan = session.client.send(
+                "POST",
+                "/admin/v1/plan",
+                body={"job": body | {"training_file": training_file}},
+                timeout_s=WORK_TIMEOUT_S,
+            )
     finally:
-        if uploaded != file:
-            session.client.delete(paths.file(uploaded))
+        for one in uploaded:
+            session.client.delete(paths.file(one))
+    _show(session, plan)
 
 
 def _without_box(

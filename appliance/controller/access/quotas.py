@@ -32,6 +32,7 @@ class Quotas:
         self.kept = KeptBytes()
         self._arriving_bytes: Counter[str] = Counter()
         self._arriving: Counter[str] = Counter()
+        self._again: set[str] = set()  # owners with a file in transit that may be there already
         self._reading: Counter[str] = Counter()
 
     def bounds(self, key_id: str) -> OwnerBounds:
@@ -201,32 +202,50 @@ class Quotas:
     # --- bytes
 
     @contextmanager
-    def receiving(self, caller: Principal) -> Iterator[Took]:
-        """A file in transit: call the yielded function with the number of bytes received, before they are written."""
+    def receiving(self, caller: Principal, *, again: bool = False) -> Iterator[Took]:
+        """A file in transit: call the yielded function with the number of bytes received, before they are written.
+
+        again: it may be one that is there already. Of an owner one such is received past his bounds at a time; if it is
+        a new one, `check_arrived` refuses it."""
         self.disk.check()
         key_id = _bounded(caller)
         if key_id is None:
             yield self.disk.check
             return
         bounds, owner = self.bounds(key_id), self._owner(key_id)
-        self._files(key_id, bounds)
+        again = again and owner not in self._again
+        if not again:
+            self._files(key_id, bounds)
         mine = 0
 
         def took(count: int) -> None:
             nonlocal mine
             self.disk.check(count)
-            self._bytes(key_id, bounds, count)
+            if not again:
+                self._bytes(key_id, bounds, count)
             mine += count
             self._arriving_bytes[owner] += count
 
         self._arriving[owner] += 1
+        if again:
+            self._again.add(owner)
         try:
             yield took
         finally:
+            if again:
+                self._again.discard(owner)
             self._arriving[owner] -= 1
             self._arriving_bytes[owner] -= mine
             if not self._arriving[owner]:
                 del self._arriving[owner], self._arriving_bytes[owner]
+
+    def check_arrived(self, caller: Principal) -> None:
+        """One more file, which has arrived whole and still counts as arriving."""
+        if (key_id := _bounded(caller)) is None:
+            return
+        bounds = self.bounds(key_id)
+        self._files(key_id, bounds, arrived=1)
+        self._bytes(key_id, bounds, 0)
 
     @contextmanager
     def reading(self, caller: Principal) -> Iterator[None]:
@@ -257,8 +276,8 @@ class Quotas:
         if key_id is not None:
             self.kept.gone(object_id, self._owner(key_id))
 
-    def _files(self, key_id: str, bounds: OwnerBounds) -> None:
-        there = holdings.files(self._db, key_id)[0] + holdings.uploads(self._db, key_id)[0]
+    def _files(self, key_id: str, bounds: OwnerBounds, arrived: int = 0) -> None:
+        there = holdings.files(self._db, key_id)[0] + holdings.uploads(self._db, key_id)[0] - arrived
         _number("files", "files", there + self._arriving[self._owner(key_id)], bounds.files, "Delete some first.")
 
     def _bytes(self, key_id: str, bounds: OwnerBounds, more: int) -> None:

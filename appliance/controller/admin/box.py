@@ -60,6 +60,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "jobs": [views.job(row) for row in jobs.list_unfinished(db)],
             "memory": now["memory"],
             "handover": handover_view(now["handover"]),
+            "doctor": context.doctor_findings(),
             "degraded": [*context.background.degraded(), *context.main_troubles()],
             "troubles": now["troubles"],
             "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes],

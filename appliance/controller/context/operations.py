@@ -49,8 +49,8 @@ class Operations:
         rows = operations.list_running(self._context.db)
         return next((row for row in rows if row.kind == kind and row.target == target), None)
 
-    def start(self, kind: str, target: str, work: Work) -> OperationRow:
-        """`work` gets a `report` function (any thread may call it) and returns the result as a JSON object."""
+    def insert(self, kind: str, target: str) -> OperationRow:
+        """Its row; `begin` it once that is in the store for good."""
         row = OperationRow(
             id=new_id("op_"),
             kind=kind,
@@ -60,8 +60,11 @@ class Operations:
             progress=asdict(Progress(0, None, "", "starting")),
         )
         operations.insert(self._context.db, row)
-        self.tasks.add(asyncio.create_task(self._run(row.id, work), name=f"{kind} {target}"))
         return row
+
+    def begin(self, row: OperationRow, work: Work) -> None:
+        """`work` gets a `report` function (any thread may call it) and returns the result as a JSON object."""
+        self.tasks.add(asyncio.create_task(self._run(row.id, work), name=f"{row.kind} {row.target}"))
 
     async def _run(self, operation_id: str, work: Work) -> None:
         db = self._context.db

@@ -35,7 +35,8 @@ def routes(context: ControllerContext) -> APIRouter:
     async def create(request: Request, caller: Caller) -> dict[str, Any]:
         file_id = new_id("file-")
         incoming = context.files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
-        with context.quotas.receiving(caller) as took:
+        again = idempotency.may_come_again(request, caller, ROUTE, db, context.config)
+        with context.quotas.receiving(caller, again=again) as took:
             upload = await multipart.receive(
                 request.stream(),
                 request.headers.get("content-type", ""),
@@ -61,6 +62,8 @@ def routes(context: ControllerContext) -> APIRouter:
                 )
 
                 def make() -> FileRow:
+                    if again:
+                        context.quotas.check_arrived(caller)
                     os.rename(incoming, context.files_dir / file_id)
                     files.insert(db, row)
                     return row

@@ -149,7 +149,7 @@ async def described(
 
 
 def summary(report: DataReport, errors_url: str = "") -> str | None:
-    """For `status_details`: the first bad lines with their reasons, or the warnings; None if there are none.
+    """For `status_details`: the first bad lines with their reasons, or the warnings and notes; None if there are none.
     errors_url: where all of them stand, as `errors_object` shows them."""
     if not report.ok:
         lines = "; ".join(f"line {line}: {reason}" for line, reason in report.errors[:_LINES_SHOWN])
@@ -157,7 +157,7 @@ def summary(report: DataReport, errors_url: str = "") -> str | None:
         where = f" (GET {errors_url})" if errors_url else ""
         more = f"; and {left} more{where}" if left > 0 else ""
         return f"{report.n_errors} bad example(s): {lines}{more}"
-    return "; ".join(report.warnings) or None
+    return "; ".join([*report.warnings, *report.notes]) or None
 
 
 def errors_object(found: list[tuple[int, str]], total: int) -> dict[str, Any]:

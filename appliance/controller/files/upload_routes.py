@@ -108,12 +108,9 @@ def routes(context: ControllerContext) -> APIRouter:
     async def add_part(upload_id: str, request: Request, caller: Caller) -> dict[str, Any]:
         row = _pending(context, upload_id, caller)
         number, settled_bytes = upload_rows.stored(db, row.id)
-        if number + coming[row.id] >= MAX_PARTS:
-            raise BadRequest(
-                f"The upload {row.id} has {MAX_PARTS} parts, the most that it may; send larger ones.",
-                param="data",
-                code="too_many_parts",
-            )
+        again = idempotency.may_come_again(request, caller, PARTS_ROUTE, db, config)
+        if not again:
+            _check_parts(row, number + coming[row.id])
         if row.id in completing:
             raise _busy(row)
         context.quotas.disk.check()
@@ -153,6 +150,8 @@ def routes(context: ControllerContext) -> APIRouter:
                 _pending(context, upload_id, caller)  # it may have ended while its bytes arrived
 
                 def make() -> UploadPartRow:
+                    if again:
+                        _check_parts(row, upload_rows.stored(db, row.id)[0])
                     os.rename(incoming, folder / part_id)
                     made = UploadPartRow(part_id, row.id, part.size, time.time())
                     upload_rows.insert_part(db, made)
@@ -284,6 +283,16 @@ def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> U
             code="upload_not_pending",
         )
     return row
+
+
+def _check_parts(row: UploadRow, number: int) -> None:
+    """One more part beside so many. Raises BadRequest."""
+    if number >= MAX_PARTS:
+        raise BadRequest(
+            f"The upload {row.id} has {MAX_PARTS} parts, the most that it may; send larger ones.",
+            param="data",
+            code="too_many_parts",
+        )
 
 
 def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete) -> list[Path]:

@@ -4,8 +4,9 @@ The `openai` client retries POSTs without an Idempotency-Key but marks them in `
 an Idempotency-Key decides if there is one; otherwise a retry finds the newest resource that the same key made from the
 same body within a time window, and a first attempt always makes a new one.
 
-So does every POST that makes something, by `once`. POSTs that need it not are listed with the reason; a route that
-nobody has judged fails a test.
+So does every POST that makes something, by `once`, and every POST that would change something a second time (a model
+goes back one version), by `once` too: what it makes is a Deed. POSTs that need it not are listed with the reason; a
+route that nobody has judged fails a test.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BadRequest, Conflict, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.database import Database
+from appliance.store.ids import new_id
 from appliance.store.objects import idempotency
 from appliance.store.rows import IdempotencyRow
 
 _AGAIN_SAME = "a second time changes nothing more"
 _NOTHING_MADE = "nothing is kept"
-_ONE_AT_A_TIME = "refused while the first is under way, whose operation is named"
 NOT_ONCE: Mapping[str, str] = {
     "/v1/uploads/{upload_id}/complete": _AGAIN_SAME,
     "/v1/uploads/{upload_id}/cancel": _AGAIN_SAME,
@@ -50,12 +51,6 @@ NOT_ONCE: Mapping[str, str] = {
     "/admin/v1/mode/plan": _NOTHING_MADE,
     "/admin/v1/plan": _NOTHING_MADE,
     "/admin/v1/limits/measure": "what is measured replaces what was",
-    "/admin/v1/models/import": _ONE_AT_A_TIME,
-    "/admin/v1/models/starter": _ONE_AT_A_TIME,
-    "/admin/v1/models/{name:path}/verify": _ONE_AT_A_TIME,
-    "/admin/v1/tiers/verify": _ONE_AT_A_TIME,
-    "/admin/v1/models/{name:path}/promote": "a canary that is promoted is none any more",
-    "/admin/v1/models/{name:path}/rollback": "nothing is made; who asks twice names the version",
     "/admin/v1/models/{name:path}/pin": _AGAIN_SAME,
     "/admin/v1/jobs/{job_id}/hold": _AGAIN_SAME,
     "/admin/v1/jobs/{job_id}/release": _AGAIN_SAME,
@@ -69,6 +64,21 @@ NOT_ONCE: Mapping[str, str] = {
 class Kept(Protocol):
     @property
     def id(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """A change that leaves nothing of its own in the store, kept by what was answered of it. id: that, as JSON."""
+
+    id: str
+
+    @classmethod
+    def of(cls, **told: Any) -> Deed:
+        return cls(orjson.dumps({"deed": new_id("deed_"), "told": told}).decode())
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return dict(orjson.loads(self.id)["told"])
 
 
 Row = TypeVar("Row", bound=Kept)
@@ -107,7 +117,7 @@ class Attempt:
         )
 
 
-def _find(db: Database, attempt: Attempt, config: ControllerConfig) -> str | None:
+def find(db: Database, config: ControllerConfig, attempt: Attempt) -> str | None:
     """Id of the resource that an earlier attempt made, or None. Raises Conflict if the idempotency key was used with
     another body."""
     if attempt.idempotency_key is not None:
@@ -128,6 +138,15 @@ def _find(db: Database, attempt: Attempt, config: ControllerConfig) -> str | Non
     return None if row is None else row.resource_id
 
 
+def may_come_again(request: Request, caller: Principal, route: str, db: Database, config: ControllerConfig) -> bool:
+    """Whether an earlier request may have made what this one asks for, told before its body is read: a bound that the
+    first of them has reached is no reason to refuse the second. `once` says whether it did. Raises BadRequest."""
+    attempt = Attempt.of(request, caller, route, b"")
+    if attempt.idempotency_key is not None:
+        return idempotency.by_key(db, attempt.key_id, route, attempt.idempotency_key) is not None
+    return attempt.retry and idempotency.any_since(db, attempt.key_id, route, time.time() - config.retry_window_s)
+
+
 def once(
     db: Database,
     config: ControllerConfig,
@@ -142,12 +161,32 @@ def once(
     Conflict for a key that was used with another body.
     """
     with db.transaction():
-        earlier = _find(db, attempt, config)
+        earlier = find(db, config, attempt)
         if earlier is not None and (row := known(earlier)) is not None:
             return row, False
         row = make()
         _remember(db, attempt, row.id)
     return row, True
+
+
+class Carried:
+    """Carries one request out that changes something, unless an earlier attempt of it has."""
+
+    def __init__(self, db: Database, config: ControllerConfig, attempt: Attempt):
+        self._db, self._config, self._attempt = db, config, attempt
+        self._deed: Deed | None = None
+
+    def before(self, make: Callable[[], Deed]) -> dict[str, Any] | None:
+        """What an earlier attempt has changed. None: there was none, and this one is to do what `make` says. Ask while
+        nothing else can change the same."""
+        deed, new = once(self._db, self._config, self._attempt, Deed, make)
+        self._deed = deed if new else None
+        return None if new else deed.told
+
+    def came_to_nothing(self) -> None:
+        """The next request like it is carried out."""
+        if self._deed is not None:
+            idempotency.forget(self._db, self._attempt.key_id, self._attempt.route, self._deed.id)
 
 
 def _remember(db: Database, attempt: Attempt, resource_id: str) -> None:

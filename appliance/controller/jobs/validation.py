@@ -62,9 +62,9 @@ class JobValidation:
         if row is None or row.phase != "validating":
             return  # deleted, or started again after its end was written
         try:
-            report, warnings = await self._validate(row)
+            report, told = await self._validate(row)
             if self._still_validating(job_id):
-                self._queue(row, report, warnings)
+                self._queue(row, report, told)
         except InvalidData as error:
             if self._still_validating(job_id):
                 with db.transaction():
@@ -98,7 +98,8 @@ class JobValidation:
         row = jobs.find(self._context.db, job_id)
         return row is not None and row.phase == "validating"
 
-    async def _validate(self, row: JobRow) -> tuple[DataReport, list[str]]:
+    async def _validate(self, row: JobRow) -> tuple[DataReport, list[tuple[str, str]]]:
+        """What is in the training file, and (level, message) of events about the files."""
         context = self._context
         base = base_of(context.db, row)
         if base is None:
@@ -108,12 +109,12 @@ class JobValidation:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         tokenizer = settings.tokenizer_of(context, base)
         report = await self._convert(row, "training_file", training, folder / "train.jsonl", tokenizer)
-        warnings = [f"{training.filename}: {text}" for text in report.warnings]
+        told = _told(training, report)
         if row.validation_file is not None:
             held_out = self._file(row.validation_file)
             held_out_report = await self._convert(row, "validation_file", held_out, folder / "valid.jsonl", tokenizer)
-            warnings += [f"{held_out.filename}: {text}" for text in held_out_report.warnings]
-        return report, warnings
+            told += _told(held_out, held_out_report)
+        return report, told
 
     def _file(self, file_id: str) -> FileRow:
         # Ignores the expiry: a file that was valid when the job was created stays valid while its bytes are here.
@@ -134,7 +135,7 @@ class JobValidation:
             raise InvalidData(param, file.id, report, row.id)
         return report
 
-    def _queue(self, row: JobRow, report: DataReport, warnings: list[str]) -> None:
+    def _queue(self, row: JobRow, report: DataReport, told: list[tuple[str, str]]) -> None:
         context, db = self._context, self._context.db
         row, method = jobs.get(db, row.id), method_of(row.method)  # a user may have changed it in the meantime
         base = base_of(context.db, row)
@@ -158,14 +159,19 @@ class JobValidation:
             fail(db, row.id, "insufficient_memory", " ".join(verdict.problems) + instead)
             return
         # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
-        sizes, warnings = list(verdict.sizes), [*warnings, *verdict.warnings]
+        sizes, told = list(verdict.sizes), [*told, *(("warn", text) for text in verdict.warnings)]
         with db.transaction():
-            for text in warnings:
-                add_message(db, row.id, text, level="warn")
+            for level, text in told:
+                add_message(db, row.id, text, level=level)
             examples = report.n_examples
             add_message(db, row.id, f"Files validated, {examples} training examples, moving job to queued state")
             jobs.update(db, row.id, resolved=resolved, allowed_sizes=sizes)
             jobs.set_phase(db, row.id, "queued", reason="waiting for devices")
+
+
+def _told(file: FileRow, report: DataReport) -> list[tuple[str, str]]:
+    by_level = (("warn", report.warnings), ("info", report.notes))
+    return [(level, f"{file.filename}: {text}") for level, texts in by_level for text in texts]
 
 
 class _Gone(Exception):

@@ -16,6 +16,7 @@ from appliance.controller.access.model_access import stored_model
 from appliance.controller.bus.load import VersionLoad
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.idempotency import Carried, Deed
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, SwapFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, Principal
 from appliance.controller.models.activation import Activations
@@ -110,15 +111,21 @@ class Canaries:
             min_requests=row.min_requests,
         )
 
-    async def promote(self, model: str, caller: Principal, reason: str = "asked for") -> dict[str, Any]:
-        """Make the canary the active version. Raises Conflict if there is none, or if the swap failed; it then stays a
-        canary."""
+    async def promote(
+        self, model: str, caller: Principal, reason: str = "asked for", *, carried: Carried | None = None
+    ) -> dict[str, Any]:
+        """Make the canary the active version. carried: the request, which may have come before. Raises Conflict if
+        there is none, or if the swap failed; it then stays a canary."""
         async with self._ending, self._activations.lock(model):
+            if carried is not None and (told := carried.before(lambda: self._promotion(model))) is not None:
+                return told
             row, found = self._running(model), stored_model(self._context.db, model)
             compared = self.compared(row)
             try:
                 measured = await self._activations.switch(found, row.version, f"{row.name} is promoted: {reason}")
             except SwapFailed as error:
+                if carried is not None:
+                    carried.came_to_nothing()
                 record(
                     self._context, caller, "model.promote", model, outcome="failed", to=row.version, error=str(error)
                 )
@@ -135,9 +142,22 @@ class Canaries:
             )
             return {"model": model, "from": found.active_version, "to": row.version, "swap": measured}
 
-    async def roll_back(self, model: str, caller: Principal, reason: str = "asked for") -> dict[str, Any]:
-        """Send all requests to the previous version again. Raises Conflict: there is no canary."""
+    def _promotion(self, model: str) -> Deed:
+        row, before = self._running(model), stored_model(self._context.db, model).active_version
+        return Deed.of(model=model, **{"from": before, "to": row.version, "swap": {}})
+
+    def _return(self, model: str) -> Deed:
+        row, to = self._running(model), stored_model(self._context.db, model).active_version
+        return Deed.of(model=model, **{"from": row.version, "to": to, "swap": {}})
+
+    async def roll_back(
+        self, model: str, caller: Principal, reason: str = "asked for", *, carried: Carried | None = None
+    ) -> dict[str, Any]:
+        """Send all requests to the previous version again. carried: the request, which may have come before. Raises
+        Conflict: there is no canary."""
         async with self._ending:
+            if carried is not None and (told := carried.before(lambda: self._return(model))) is not None:
+                return told
             row, found = self._running(model), stored_model(self._context.db, model)
             self._end(row, "rolled_back", reason, self.compared(row))
             record(

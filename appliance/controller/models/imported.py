@@ -173,4 +173,6 @@ def _insert(
         if deployments.find(db, row.id) is None:
             deployments.insert(db, DeploymentRow(model=row.id, created_s=row.created_s))
     context.scheduler.nudge(f"model {row.id} version {stats.version} is ready")
-    return {"name": row.id, "version": stats.version, "params": stats.params, "bytes": stats.bytes}
+    made = {"name": row.id, "version": stats.version, "params": stats.params, "bytes": stats.bytes}
+    warnings = stats.info.get("warnings")
+    return {**made, "warnings": warnings} if warnings else made

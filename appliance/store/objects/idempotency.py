@@ -35,6 +35,18 @@ def last_by_body(db: Database, key_id: str, route: str, body_sha256: str, *, sin
     )
 
 
+def any_since(db: Database, key_id: str, route: str, since_s: float) -> bool:
+    """Whether this key has made anything by this route since then."""
+    found = "SELECT 1 FROM idempotency WHERE key_id = ? AND route = ? AND created_s >= ? LIMIT 1"
+    return db.execute(found, [key_id, route, since_s]).fetchone() is not None
+
+
+def forget(db: Database, key_id: str, route: str, resource_id: str) -> None:
+    """What these requests made has gone, or came to nothing."""
+    where = "key_id = ? AND route = ? AND resource_id = ?"
+    db.execute(f"DELETE FROM idempotency WHERE {where}", [key_id, route, resource_id])
+
+
 def forget_some(db: Database, before_s: float) -> bool:
     """Delete a few of those made before this moment. False: none was left."""
     return chunks.delete_few(db, "idempotency", "created_s < ?", [before_s])

@@ -93,6 +93,15 @@ def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
     return db.all(JobRow, "SELECT * FROM jobs WHERE phase = ? ORDER BY seq", [phase])
 
 
+def models_sampled(db: Database) -> list[str]:
+    """Models that running jobs of rewards have trained, whose rollouts engines are to sample."""
+    rows = db.execute(
+        "SELECT model FROM jobs WHERE phase = 'running' AND json_extract(resolved, '$.options.rollouts') = 'engine' "
+        "GROUP BY model ORDER BY min(seq)"
+    )
+    return [row[0] for row in rows.fetchall()]
+
+
 def list_left_snapshots(db: Database) -> list[JobRow]:
     """Finished jobs whose snapshot was not given back yet. Who gives it back sets `snapshot` to None afterwards."""
     marks = ", ".join("?" * len(FINISHED_PHASES))

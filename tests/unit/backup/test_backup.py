@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance import last_backup
+from appliance import backup_copies, last_backup
 from appliance.backup import manifest as manifests
 from appliance.backup import take as take_module
 from appliance.backup.errors import BackupDamaged, BackupError, BackupRunning, NoBackup, NotEmpty, NotThisBox
@@ -19,7 +19,9 @@ from appliance.backup.restore import restore, verify
 from appliance.backup.take import take
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
+from appliance.store.objects import files
 from appliance.store.records import box
+from appliance.store.rows import FileRow
 from weights.format.errors import TierFull
 from weights.tiers.objects import DirectoryObjects
 
@@ -47,6 +49,10 @@ def paths(tmp_path: Path) -> BoxPaths:
 @pytest.fixture
 def place(tmp_path: Path) -> DirectoryObjects:
     return DirectoryObjects(tmp_path / "place", create=True)
+
+
+def insert_file(db: Database, name: str) -> None:
+    files.insert(db, FileRow(name, "f.jsonl", "user_data", 1, "0", "processed", 1.0))
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -236,3 +242,80 @@ def test_a_wal_that_a_killed_box_left_is_in_the_backup(paths, place, tmp_path):
     restore(place, None, tmp_path / "back")
     assert colour(tmp_path / "back") == "red"
     writer.close()
+
+
+def test_a_clock_that_was_ahead_costs_no_later_backup(paths, place, tmp_path):
+    """The newest by its name was the one of 2033, and what was just made was deleted as the oldest."""
+    take(paths, place, keep=2, clock=lambda: 2e9)
+    for second in range(3):
+        (paths.files / "file-1").write_bytes(b"later" * (1 + second))
+        made = take(paths, place, keep=2, clock=lambda second=second: 1.9e9 + second)
+        assert manifests.names(place)[-1] == made.name and verify(place, None) == made
+    assert len(manifests.names(place)) == 2 and made.made_s == 1.9e9 + 2
+    restore(place, None, tmp_path / "back")
+    assert (tmp_path / "back" / "files" / "file-1").read_bytes() == b"later" * 3
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_one_damaged_manifest_costs_that_backup(paths, place, tmp_path, which):
+    for second in range(2):
+        (paths.files / "file-1").write_bytes(os.urandom(1000))
+        take(paths, place, clock=lambda second=second: 1e9 + second)
+    name = manifests.names(place)[which]
+    manifest = place.root / "backups" / f"{name}.json"
+    manifest.write_bytes(b"x" + manifest.read_bytes()[1:])
+    chunks = set(place.list("chunks/"))
+    for second in range(2):
+        made = take(paths, place, keep=3, clock=lambda second=second: 1e9 + 10 + second)
+        assert verify(place, made.name) == made and last_backup.read(paths.last_backup).name == made.name
+    assert len(manifests.names(place)) == 3
+    if which:  # the damaged one is among those that stay: who knows what it has
+        assert manifests.readable(place)[1] == [name] and chunks <= set(place.list("chunks/"))
+
+
+def test_whoever_deletes_files_without_end_keeps_no_backup_from_being_taken(paths, place, monkeypatch, tmp_path):
+    copy, passes = take_module.copy_database, []
+    with Database(paths.database) as db:
+        for name in ("file-1", *(f"file-x{n}" for n in range(take_module.PASSES))):
+            insert_file(db, name)
+            (paths.files / name).write_bytes(b"x")
+
+    def copied(source: Path, target: Path) -> int:
+        schema = copy(source, target)
+        (paths.files / f"file-x{len(passes)}").unlink()
+        passes.append(schema)
+        return schema
+
+    monkeypatch.setattr(take_module, "copy_database", copied)
+    made = take(paths, place)
+    assert len(passes) == take_module.PASSES
+    restore(place, made.name, tmp_path / "back")
+    with Database(tmp_path / "back" / "appliance.db") as db:
+        assert files.ids(db) == {"file-1"} == {path.name for path in (tmp_path / "back" / "files").iterdir()}
+
+
+def test_what_is_the_boxs_own_may_not_go_in_each_pass(paths, place, monkeypatch):
+    copy, passes = take_module.copy_database, []
+
+    def copied(source: Path, target: Path) -> int:
+        (paths.models / "m" / f"{len(passes)}").unlink()
+        passes.append(source)
+        return copy(source, target)
+
+    for number in range(take_module.PASSES):
+        (paths.models / "m" / f"{number}").write_bytes(b"x")
+    monkeypatch.setattr(take_module, "copy_database", copied)
+    with pytest.raises(BackupError, match="models/m/4"):
+        take(paths, place)
+
+
+def test_what_a_killed_backup_left_goes_unless_one_runs(paths):
+    left = paths.data_dir / ".backup-x"
+    left.mkdir()
+    (left / "appliance.db").write_bytes(b"everybody's")
+    with backup_copies.alone(paths.data_dir) as nobody_else:
+        assert nobody_else
+        backup_copies.sweep(paths.data_dir)
+        assert left.exists(), "it is being written"
+    backup_copies.sweep(paths.data_dir)
+    assert not left.exists()

@@ -32,6 +32,21 @@ async def test_one_is_taken_when_the_newest_is_older_than_allowed(tmp_path: Path
     assert len(started) == 2
 
 
+async def test_one_of_a_time_when_the_clock_was_ahead_counts_for_nothing(tmp_path: Path):
+    newest, started = tmp_path / "last-backup.json", []
+    last_backup.write(newest, LastBackup("b", 2e9, "/mnt", 1))
+
+    async def start() -> asyncio.subprocess.Process:
+        started.append(1)
+        last_backup.write(newest, LastBackup("b", 1.9e9, "/mnt", 1))
+        return await asyncio.create_subprocess_exec("true")
+
+    schedule = BackupSchedule(24, newest, tmp_path / "backup.log", start, clock=lambda: 1.9e9)
+    await schedule.look()
+    await schedule.look()
+    assert started == [1]
+
+
 async def test_one_that_fails_says_why_and_is_tried_again(tmp_path: Path):
     log = tmp_path / "backup.log"
 

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from appliance.cli import operations
+from appliance.cli.client import WORK_TIMEOUT_S, Client
 from appliance.cli.jobs.follow import event_line
 from tests.unit.cli.conftest import openai_error, run
 from tests.unit.cli.test_tables_and_json import make_job
@@ -161,6 +162,62 @@ def test_every_option_is_a_hyperparameter_that_training_knows(box, tmp_path):
     assert large.exit_code == 2 and "min_devices is 20; expected at most 8" in large.stderr
 
 
+@pytest.mark.parametrize("of", ["job", "batch", "eval"])
+@pytest.mark.parametrize("status, stays", [(400, False), (403, False), (429, False), (503, True)])
+def test_a_request_that_is_refused_leaves_no_file_behind(prepared, tmp_path, of, status, stays):
+    """503: the box may have taken the request and read the file yet."""
+    data, grader = tmp_path / "d.jsonl", tmp_path / "g.json"
+    data.write_text('{"messages": []}\n')
+    grader.write_text("{}")
+    commands = {
+        "job": ("job", "submit", "--model", "starter", "--file", str(data)),
+        "batch": ("batch", "create", str(data)),
+        "eval": ("eval", "run", "starter", "--suite", str(data), "--grader", str(grader)),
+    }
+    prepared.prepare("GET", "/v1/models/starter", (200, {"id": "starter"}))
+    prepared.prepare("POST", "/v1/files", (200, {"id": "file-1", "filename": "f", "status": "processed"}))
+    for path in (JOB.rpartition("/")[0], "/v1/batches", "/v1/evals"):
+        prepared.prepare("POST", path, (status, openai_error("not so", None)))
+    prepared.prepare("DELETE", "/v1/files/file-1", (200, {"id": "file-1", "deleted": True}))
+    done = prepared.run(*commands[of])
+    assert done.exit_code != 0 and "not so" in done.stderr
+    assert bool(prepared.sent("DELETE", "/v1/files/file-1")) != stays
+
+
+def test_a_file_that_was_there_before_stays_when_the_job_is_refused(prepared):
+    prepared.prepare("POST", "/v1/fine_tuning/jobs", (400, openai_error("not so", None)))
+    assert prepared.run("job", "submit", "--model", "starter", "--file", "file-9").exit_code == 2
+    assert not prepared.sent("DELETE", "/v1/files/file-9")
+
+
+def test_a_deadline_that_is_over_is_refused(prepared):
+    prepared.prepare("POST", "/v1/fine_tuning/jobs", (200, {"id": "ftjob-1"}))
+    asked = ("job", "submit", "--model", "starter", "--file", "file-9", "--deadline")
+    done = prepared.run(*asked, "2020-01-01T00:00")
+    assert done.exit_code == 2 and "which is over" in done.stderr and not prepared.requests
+    assert prepared.run(*asked, "2h").exit_code == 0
+
+
+def test_every_bad_line_of_a_file_is_shown_by_the_command_that_the_refusal_names(box, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b"oops\n" * 9)
+    refused = box.run("file", "upload", str(path))
+    file_id = box.json("file", "list")["data"][0]["id"]
+    assert refused.exit_code == 1 and f"and 6 more (`appliance file get {file_id} --errors`)" in refused.stderr
+    shown = box.run("file", "get", file_id, "--errors").stdout.splitlines()
+    assert len(shown) == 9 and shown[8].startswith("line 9: is not valid JSON")
+    assert box.run("file", "get", file_id, "--errors", "--save", "x").exit_code == 2
+
+
+def test_a_plan_waits_for_the_tokens_of_a_long_file(prepared, monkeypatch, tmp_path):
+    waited = []
+    real = Client.send
+    monkeypatch.setattr(Client, "send", lambda *a, **k: waited.append((a[2], k.get("timeout_s"))) or real(*a, **k))
+    prepared.prepare("POST", "/admin/v1/plan", (400, openai_error("not so", None)))
+    prepared.run("plan", "job", "--model", "starter", "--file", "file-9")
+    assert waited == [("/admin/v1/plan", WORK_TIMEOUT_S)]
+
+
 def test_a_file_that_is_on_the_box_already(prepared):
     prepared.prepare("POST", "/v1/fine_tuning/jobs", (200, {"id": "ftjob-1"}))
     prepared.run("job", "submit", "--model", "starter", "--file", "file-9")
@@ -252,6 +309,24 @@ def test_following_gives_up_in_the_end(prepared, monkeypatch):
             "step 3/10  loss 2.5000  900 tokens/s  1 device  ETA 1 min 40 s",
         ),
         ({"step": 3, "total_steps": None, "train_loss": None}, None, "step 3/-"),
+        (
+            {
+                "step": 3,
+                "total_steps": 4,
+                "train_loss": 0.5,
+                "train_mean_reward": 0.75,
+                "equal_rewards": 0.5,
+                "mean_unresponsive_rewards": 0.0,
+                "completion_tokens_mean": 17.4,
+            },
+            None,
+            "step 3/4  loss 0.5000  reward 0.7500  prompts with equal rewards 50%  not graded 0%  tokens an answer 17",
+        ),
+        (
+            {"step": 4, "total_steps": 4, "valid_mean_reward": 0.25},
+            None,
+            "step 4/4  validation reward 0.2500",
+        ),
     ],
 )
 def test_a_line_of_metrics(data, finish_in_s, expected, monkeypatch):

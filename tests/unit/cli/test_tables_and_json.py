@@ -85,6 +85,7 @@ def test_status(box, tmp_path):
         "jobs",
         "memory",
         "handover",
+        "doctor",
         "degraded",
         "troubles",
         "notes",
@@ -213,6 +214,9 @@ def test_what_was_verified_is_listed_place_by_place(prepared):
 
 
 def test_an_operation_that_fails(box):
+    warned = box.run("model", "import", "/data/bare").stdout
+    assert "! there is no chat template" in warned and "warnings" not in warned
+    assert "! there is no chat template" in box.run("model", "show", "bare").stdout
     failed = box.run("model", "import", "broken", "--name", "x")
     assert failed.exit_code == 1
     assert "error: import failed (invalid_checkpoint): the header of model.safetensors overlaps" in failed.stderr
@@ -242,6 +246,14 @@ def test_jobs(box, tmp_path):
     } <= set(data)
     assert box.json("job", "get", job_id)["id"] == job_id
     assert f"job {job_id}" in " ".join(box.run("job", "get", job_id).stdout.split())
+
+
+def test_a_long_reason_is_cut_in_the_list_and_whole_with_the_job(box, tmp_path):
+    job_id = make_job(box, tmp_path)
+    box.do(lambda: box.job_events.failed(job_id, "invalid", "one word and another " * 40 + "end"))
+    (line,) = [line for line in box.run("job", "list").stdout.splitlines() if job_id in line]
+    assert line.endswith("…") and len(line) < 400
+    assert "another end" in box.run("job", "get", job_id).stdout
 
 
 def test_pause_resume_cancel(box, tmp_path):

@@ -206,7 +206,7 @@ FROZEN = {
     "batch cancel": [*BOX, "BATCH_ID"],
     "file upload": [*BOX, "--purpose", "PATH"],
     "file list": [*BOX, "--purpose"],
-    "file get": [*BOX, "--save", "FILE_ID"],
+    "file get": [*BOX, "--errors", "--save", "FILE_ID"],
     "file rm": [*BOX, "FILE_IDS"],
     "key create": [
         *BOX,

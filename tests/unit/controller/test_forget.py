@@ -205,6 +205,16 @@ async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(control:
     assert (await ask(control, cancel=True))["done"] and NAME not in written(control)
 
 
+async def test_the_copy_of_the_database_that_a_killed_backup_left_goes_too(control: Control):
+    ann = Person(control, NAME)
+    await ann.does_something_of_everything()
+    left = control.context.files_dir.parent / ".backup-x"
+    left.mkdir()
+    (left / "appliance.db").write_text(NAME)
+    await ask(control, cancel=True)
+    assert not left.exists()
+
+
 async def test_the_box_is_not_forgotten(control: Control):
     answer = await control.http.post("/admin/v1/forget", headers=ADMIN, json={"owner": "the box itself"})
     assert answer.status_code == 400

@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
+from appliance.controller.files import upload_routes
 from appliance.controller.http.idempotency import NOT_ONCE
-from tests.unit.controller.conftest import ADMIN, Control
+from appliance.controller.interfaces.errors import SwapFailed
+from appliance.store.objects import models
+from appliance.store.records import canaries, keys, operations
+from tests.unit.controller.conftest import ADMIN, Control, insert_model
+from tests.unit.controller.test_admin import ask, ended
 from tests.unit.controller.test_evals import CHECK, SCHEMA, given
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "starter", "messages": []}}
@@ -17,6 +22,18 @@ LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body
 
 def form(name: str, data: bytes, **fields: str) -> dict[str, Any]:
     return {"files": {name: ("items.jsonl", data)}, "data": fields}
+
+
+KEYED = {"idempotency-key": "one"}
+OPERATIONS = {
+    "/admin/v1/models/import": ("/models/import", {"source": "/data/x", "name": "x"}),
+    "/admin/v1/models/starter": ("/models/starter", None),
+    "/admin/v1/models/{name:path}/verify": ("/models/m/verify", None),
+    "/admin/v1/tiers/verify": ("/tiers/verify", None),
+}
+"""POSTs that begin long work: by route, the URL and body of one."""
+DEEDS = {"/admin/v1/models/{name:path}/rollback", "/admin/v1/models/{name:path}/promote"}
+"""POSTs that make nothing and would change something a second time."""
 
 
 async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -51,7 +68,8 @@ async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[
 async def test_every_route_that_makes_something_makes_one_of_a_request_that_comes_twice(control: Control):
     made = await bodies(control)
     posts = {route.path for route in control.app.routes if isinstance(route, APIRoute) and "POST" in route.methods}
-    assert posts == made.keys() | NOT_ONCE.keys() and not made.keys() & NOT_ONCE.keys(), "a route was judged by nobody"
+    judged = [*made, *NOT_ONCE, *OPERATIONS, *DEEDS]
+    assert posts == set(judged) and len(judged) == len(posts), "a route was judged by nobody, or twice"
     for path, (url, same, other) in made.items():
         identity = ADMIN if path.startswith("/admin") else {}
 
@@ -82,6 +100,146 @@ async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
     assert later.status_code == 201 and later.json()["id"] != first.json()["id"], "the first has gone"
 
 
+BOUNDS: dict[str, dict[str, int] | str] = {
+    "/v1/files": {"files": 0},
+    "/v1/uploads": {"uploads": 0},
+    "/v1/batches": {"batches": 0},
+    "/v1/fine_tuning/jobs": {"jobs": 0},
+    "/v1/responses": {"background": 0},
+    "/v1/evals": {"evals": 0},
+    "/v1/evals/{eval_id}/runs": {"eval_runs": 0},
+    # Each where it says so.
+    "/v1/uploads/{upload_id}/parts": "MAX_PARTS of an upload: test_uploads.py",
+    "/v1/models/{name:path}/share": "MAX_SHARED_WITH of a model: test_owners.py",
+    "/internal/responses": "bounds.responses and responses_bytes, past which the oldest go: test_responses.py",
+    "/admin/v1/mode/schedule": "MAX_WINDOWS of the box; only admins ask: test_admin_mode.py",
+    "/admin/v1/session-keys": "MAX_LIVE of the box; only on the machine itself: session_keys.py",
+}
+"""POSTs that leave something behind: what bounds it for each owner; a test below where a bound of keys does."""
+CHANGES_ONLY = {
+    *DEEDS,
+    *OPERATIONS,
+    *(path for path in NOT_ONCE if path.startswith("/admin/v1/") or path.endswith(("/cancel", "/pause", "/resume"))),
+    "/v1/uploads/{upload_id}/complete",  # its bytes and number count since the upload began
+    "/v1/fine_tuning/alpha/graders/validate",
+    "/v1/fine_tuning/alpha/graders/run",
+    "/v1/fine_tuning/checkpoints/{name:path}/permissions",  # only admins ask
+    "/v1/evals/{eval_id}",
+    "/v1/evals/{eval_id}/runs/{run_id}",
+}
+"""POSTs that change what is there, or that only admins may ask."""
+
+
+async def test_each_post_that_makes_something_has_a_bound_for_each_owner(control: Control):
+    posts = {route.path for route in control.app.routes if isinstance(route, APIRoute) and "POST" in route.methods}
+    judged = {*BOUNDS, *CHANGES_ONLY}
+    assert posts == judged, f"say what bounds each of these for an owner: {sorted(posts ^ judged)}"
+    ann = control.as_key("ann", owner="ann")
+    made = await bodies(control)
+    assert made.keys() <= BOUNDS.keys(), "what makes something has a bound"
+    for path, bound in BOUNDS.items():
+        if isinstance(bound, str):
+            continue
+        url, same, _ = made[path]
+        (name,) = bound
+        keys.update(control.db, ann, bounds=bound)
+        refused = await control.http.post(url, **same)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (429, name), (path, refused.text)
+    await control.settle()
+
+
+@pytest.mark.parametrize("more", [KEYED, {"x-stainless-retry-count": "1"}])
+async def test_a_file_that_is_there_is_told_of_though_no_more_may_come(control: Control, more: dict[str, str]):
+    ann = control.as_key("ann", owner="ann", bounds={"files": 1, "file_bytes": 4})
+    body, post = form("file", b"abc", purpose="user_data"), control.http.post
+    first = await post("/v1/files", headers=KEYED, **body)
+    again = await post("/v1/files", headers=more, **body)
+    assert first.status_code == again.status_code == 200 and first.json() == again.json()
+    for number, bytes_ in ((1, 99), (99, 4)):
+        keys.update(control.db, ann, bounds={"files": number, "file_bytes": bytes_})
+        other = form("file", b"xyz", purpose="user_data")
+        refused = await post("/v1/files", headers={"x-stainless-retry-count": "1"}, **other)
+        assert refused.status_code in (413, 429), refused.text
+    assert len(list(control.context.files_dir.iterdir())) == 1
+
+
+async def test_a_part_that_is_there_is_told_of_though_no_more_may_come(control: Control, monkeypatch):
+    monkeypatch.setattr(upload_routes, "MAX_PARTS", 1)
+    announced = {"filename": "f", "purpose": "batch", "bytes": 9, "mime_type": "text/plain"}
+    url = f"/v1/uploads/{(await control.http.post('/v1/uploads', json=announced)).json()['id']}/parts"
+    first, again = [await control.http.post(url, headers=KEYED, **form("data", b"a")) for _ in range(2)]
+    assert first.status_code == again.status_code == 200 and first.json() == again.json()
+    other = await control.http.post(url, headers={"x-stainless-retry-count": "1"}, **form("data", b"b"))
+    assert (other.status_code, other.json()["error"]["code"]) == (400, "too_many_parts")
+
+
 @pytest.mark.parametrize("path", NOT_ONCE)
 def test_what_is_left_out_has_its_reason(path: str):
     assert len(NOT_ONCE[path]) > 10
+
+
+async def repeated(control: Control, path: str, body: Any = None, **more: str) -> Any:
+    return await control.http.post(f"/admin/v1{path}", json=body, headers=ADMIN | KEYED | more)
+
+
+@pytest.mark.parametrize("route", OPERATIONS)
+async def test_long_work_is_begun_once_also_when_it_has_ended(control: Control, route: str):
+    insert_model(control.db, "m")
+    path, body = OPERATIONS[route]
+    first = await repeated(control, path, body)
+    again = await repeated(control, path, body)
+    assert first.status_code == again.status_code == 202, again.text
+    done = await ended(control, first.json())
+    third = await control.http.post(f"/admin/v1{path}", json=body, headers=ADMIN | {"x-stainless-retry-count": "1"})
+    found = {one.json()["operation"]["id"] for one in (again, third, await repeated(control, path, body))}
+    assert found == {done["id"]} == {row.id for row in operations.list_recent(control.db, 9)}
+
+
+async def test_a_roll_back_that_comes_twice_goes_back_one_version(control: Control):
+    insert_model(control.db, "m", versions=("v1", "v2", "v3"))
+    first, again = await repeated(control, "/models/m/rollback"), await repeated(control, "/models/m/rollback")
+    assert first.status_code == again.status_code == 200 and again.json() == first.json() | {"swap": {}}
+    assert models.find(control.db, "m").active_version == "v2"
+    # What somebody has changed since stays so.
+    await ask(control, "POST", "/models/m/rollback", json={"version": "v3"})
+    assert (await repeated(control, "/models/m/rollback")).json()["to"] == "v2"
+    assert models.find(control.db, "m").active_version == "v3"
+    refused = await repeated(control, "/models/m/rollback", {"version": "v1"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "idempotency_key_reused")
+
+
+async def test_a_roll_back_that_failed_is_carried_out_when_it_comes_again(control: Control):
+    insert_model(control.db, "m", versions=("v1", "v2"))
+    control.scheduler.swap_error = "no memory"
+    assert (await repeated(control, "/models/m/rollback")).status_code == 409
+    control.scheduler.swap_error = None
+    assert (await repeated(control, "/models/m/rollback")).json()["to"] == "v1"
+    assert models.find(control.db, "m").active_version == "v1"
+
+
+async def test_a_roll_back_of_a_canary_that_comes_twice_leaves_the_model_its_version(control: Control):
+    insert_model(control.db, "m", versions=("v1", "v3", "v2"))
+    await ask(control, "PATCH", "/models/m/deployment", json={"min_replicas": 1})
+    await ask(control, "PUT", "/models/m/canary", json={"version": "v3"})
+    first, again = await repeated(control, "/models/m/rollback"), await repeated(control, "/models/m/rollback")
+    assert first.json() == again.json() == {"model": "m", "from": "v3", "to": "v2", "swap": {}}
+    assert models.find(control.db, "m").active_version == "v2" and canaries.list_running(control.db) == []
+
+
+async def test_a_promotion_that_comes_twice_promotes_no_later_canary(control: Control, monkeypatch):
+    insert_model(control.db, "m", versions=("v3", "v2", "v1"))
+    await ask(control, "PATCH", "/models/m/deployment", json={"min_replicas": 1})
+    await ask(control, "PUT", "/models/m/canary", json={"version": "v2"})
+
+    async def fails(model: str) -> dict[str, Any]:
+        raise SwapFailed(model, "v2", "no memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(control.scheduler, "converge_model", fails)
+        assert (await repeated(control, "/models/m/promote")).status_code == 409
+    assert (await repeated(control, "/models/m/promote")).json()["to"] == "v2"
+    await ask(control, "PUT", "/models/m/canary", json={"version": "v3"})
+    again = await repeated(control, "/models/m/promote")
+    assert (again.status_code, again.json()["from"], again.json()["to"]) == (200, "v1", "v2")
+    assert models.find(control.db, "m").active_version == "v2"
+    assert [row.version for row in canaries.list_running(control.db)] == ["v3"]

@@ -176,6 +176,13 @@ async def test_bad_data_fails_the_job_with_line_numbers_before_any_device(contro
     assert jobs.get(control.db, job_id).started_s is None
 
 
+async def test_a_file_in_another_shape_is_converted_and_that_is_no_warning(control: Control):
+    job_id = await control.job(training_file=await control.upload(b'{"question": "q", "answer": "a"}\n' * 12))
+    events = await control.sdk.fine_tuning.jobs.list_events(job_id)
+    level = {event.message.partition(": ")[2]: event.level for event in events.data}
+    assert level["converted 12 examples from the question_answer shape to chat"] == "info"
+
+
 async def test_an_error_says_three_lines_and_where_all_stand(control: Control):
     file_id = await control.upload(chat_lines(3) + b"oops\n" * 120)
     job_id = await control.job(training_file=file_id)
@@ -526,14 +533,14 @@ async def test_answers_of_a_job_are_graded_by_its_grader(control: Control):
     key_id = control.as_key("ann", owner="ann")
     method = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
     job_id = await control.job(training_file=await control.upload(prompts()), method=method)
-    grade = control.app.state.rollouts.grade
-    samples = [{"text": text, "item": {"answer": "4"}} for text in ("4", "5")] + [{"text": "4", "item": {}}]
-    told = await grade(job_id, samples)
+    grade = control.app.state.rollouts["grade"]
+    asked = {"samples": [{"text": text, "item": {"answer": "4"}} for text in ("4", "5")] + [{"text": "4", "item": {}}]}
+    told = await grade(job_id, asked)
     assert told["rewards"] == [1.0, 0.0, 0.0]
     assert told["errors"][:2] == ["", ""] and "answer" in told["errors"][2]
     keys.revoke(control.db, key_id)
-    assert "revoked" in (await grade(job_id, samples))["failed"]
-    assert "deleted" in (await grade("ftjob-none", samples))["failed"]
+    assert "revoked" in (await grade(job_id, asked))["failed"]
+    assert "deleted" in (await grade("ftjob-none", asked))["failed"]
 
 
 async def test_the_events_of_a_job_of_rewards_say_them(control: Control):

@@ -56,6 +56,12 @@ LONG = (
             ["m has quantised layers", "NVFP4", "kind of device", "GGUF"],
             False,
         ),
+        (
+            "Exception: Call to shm_run_fingerprint method failed: Unsupported CPU attention configuration: head_dim=8 "
+            "isa=1 kv_cache_idx=0",
+            ["m has attention heads of 8 elements", "`appliance model rm m`"],
+            False,
+        ),
         ("ValueError: Unknown quantization method: hqq. Must be one of ['awq'].", ["by hqq", "bf16 or fp16"], False),
         (
             "RuntimeError: _C::static_scaled_fp8_quant() expected at most 0 argument(s) but received 4 argument(s). "

@@ -56,6 +56,16 @@ def test_numbers_and_extras_pass_through():
     assert (fields["zero_stage"], fields["offload"], fields["max_length"]) == (3, "parameters", 256)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("lora_rank", 8), ("lora_alpha", 4), ("lora_dropout", 0.1), ("lora_targets", ["q_proj"])]
+)
+def test_what_adapters_alone_have_asks_for_one_and_is_refused_beside_every_weight(name, value):
+    assert not resolve({name: value}, GSM8K, SMALL, 8)["full"]
+    with pytest.raises(InvalidHyperparameter, match=f"false with {name}, which adapters alone have"):
+        resolve({name: value, "full": True}, GSM8K, SMALL, 8)
+    assert resolve({name: "auto", "full": True, "lora_publish": "merged"}, GSM8K, SMALL, 8)["full"]
+
+
 def test_lora_publishes_an_adapter_where_engines_take_it():
     served = dataclasses.replace(SMALL, adapter_max_rank=32)
     assert resolve({"lora_rank": 8}, GSM8K, served, 8)["lora_publish"] == "adapter"

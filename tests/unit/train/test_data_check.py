@@ -11,6 +11,8 @@ from train.data.check import (
     MAX_REASON_CHARACTERS,
     check_training_file,
 )
+from train.data.formats import BadRecord
+from train.data.prompts import prompt
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
@@ -95,7 +97,7 @@ def test_converts_every_shape_to_chat(tmp_path, shape, record, messages, array):
     source.write_text(json.dumps([record] * 12, indent=2) if array else "\n".join([json.dumps(record)] * 12))
     report = check_training_file(source, chat_path=tmp_path / "out.jsonl")
     assert report.ok and (report.shape, report.n_examples) == (shape, 12)
-    assert bool(report.warnings) == (shape != "chat")
+    assert bool(report.notes) == (shape != "chat") and not report.warnings, "what was done is no fault"
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert len(lines) == 12
     assert [(m["role"], m["content"]) for m in json.loads(lines[3])["messages"]] == messages
@@ -141,7 +143,8 @@ def test_tools_survive_and_are_checked(tmp_path):
         (b'[{"a": 1}', "closing ]"),
         (b'[{"a": 1}] x', "after the closing ]"),
         (b"[1, 2]", "expected an object"),
-        (b'{"messages": "\xff"}', "not valid JSON"),
+        (b'{"messages": "\xff"}', "not UTF-8 (byte 15 is 0xff); save the file as UTF-8"),
+        (b"prompt,completion\na,b\n", "expected one example in braces on each line, not a table (CSV)"),
         (b'{"messages": NaN}', "not valid JSON"),
         (b'{"messages": ' + b"9" * 900 + b"}", "not valid JSON"),
     ],
@@ -210,3 +213,14 @@ def test_a_file_of_nothing_but_bad_examples_is_not_read_to_its_end(tmp_path):
     source = tmp_path / "f"
     source.write_bytes(b"1\n" * (MAX_COUNTED_ERRORS + 5))
     assert check_training_file(source).n_errors == MAX_COUNTED_ERRORS
+
+
+@pytest.mark.parametrize(
+    ("given", "says"), [({"answer": "x" * (1 << 20)}, "bytes long"), ({"answer": [[]] * 10_000}, "brackets and commas")]
+)
+def test_what_a_grader_sees_of_a_prompt_is_bounded(given: dict, says: str):
+    """64 of them come at once to whoever grades, and serves others."""
+    asked = {"messages": [{"role": "user", "content": "How many?"}]}
+    with pytest.raises(BadRecord, match=says):
+        prompt({**asked, **given})
+    assert prompt({**asked, "answer": "x" * 1000, "tests": [[1, 2]] * 1000})["item"].keys() == {"answer", "tests"}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import Field, StringConstraints
 
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.idempotency import Attempt, Carried
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import NotFound, shown
 from appliance.controller.interfaces.principal import Caller
@@ -65,5 +66,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Canaries) -> 
         return await running.roll_back(name, caller)
 
     @router.post("/models/{name:path}/promote")
-    async def promote(name: str, caller: Caller) -> dict[str, Any]:
-        return await running.promote(name, caller)
+    async def promote(name: str, request: Request, caller: Caller) -> dict[str, Any]:
+        """A request that comes again is told what the first has changed: by then another canary may run."""
+        attempt = Attempt.of(request, caller, "models.promote", name)
+        return await running.promote(name, caller, carried=Carried(db, context.config, attempt))

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import Field, StringConstraints
 
@@ -20,11 +20,13 @@ from appliance.controller.context import operations
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
+from appliance.controller.http import idempotency
+from appliance.controller.http.idempotency import Attempt, Carried, Deed
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, OperationFailed, SwapFailed, shown
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, Report
-from appliance.controller.interfaces.principal import Caller
+from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
 from appliance.controller.models.imported import adapter_base, register, register_adapter
@@ -65,15 +67,30 @@ def routes(
     """Add the routes to the admin router."""
     db = context.db
 
-    def start(kind: str, target: str, work: operations.Work) -> JSONResponse:
-        twin = running.running(kind, target)
-        if twin is not None:
-            raise Conflict(
-                f"{kind} of {shown(target)} is already running as operation {twin.id}.",
-                param=None,
-                code="operation_running",
-            )
-        return _accepted(running.start(kind, target, work))
+    def attempted(request: Request, caller: Principal, kind: str, body: Any) -> tuple[Attempt, OperationRow | None]:
+        """The attempt, and the operation that an earlier one of it began."""
+        attempt = Attempt.of(request, caller, f"operations.{kind}", body)
+        earlier = idempotency.find(db, context.config, attempt)
+        return attempt, operation_rows.find(db, earlier) if earlier is not None else None
+
+    def start(
+        attempt: Attempt, caller: Principal, kind: str, target: str, work: operations.Work, action: str, **told: Any
+    ) -> JSONResponse:
+        def make() -> OperationRow:
+            twin = running.running(kind, target)
+            if twin is not None:
+                raise Conflict(
+                    f"{kind} of {shown(target)} is already running as operation {twin.id}.",
+                    param=None,
+                    code="operation_running",
+                )
+            return running.insert(kind, target)
+
+        row, new = idempotency.once(db, context.config, attempt, lambda earlier: operation_rows.find(db, earlier), make)
+        if new:
+            running.begin(row, work)
+            record(context, caller, action, target, **told)
+        return _accepted(row)
 
     @router.get("/models")
     async def list_models() -> dict[str, Any]:
@@ -83,7 +100,10 @@ def routes(
         return {"object": "list", "data": data}
 
     @router.post("/models/import", status_code=202)
-    async def import_model(body: Import, caller: Caller) -> JSONResponse:
+    async def import_model(body: Import, request: Request, caller: Caller) -> JSONResponse:
+        attempt, earlier = attempted(request, caller, "import", body.model_dump(mode="json"))
+        if earlier is not None:
+            return _accepted(earlier)
         for field, text in (("source", body.source), ("origin", body.origin or "")):
             if not text.isprintable():
                 raise BadRequest(f"The {field} contains control characters.", param=field, code="invalid_value")
@@ -104,13 +124,15 @@ def routes(
                 stats = replace(stats, source=body.origin)
             return await register(context, stats, caller)
 
-        answer = start("import", body.name or body.source, work)
-        record(context, caller, "model.import", body.name or body.source, source=body.source, revision=body.revision)
-        return answer
+        told = {"source": body.source, "revision": body.revision}
+        return start(attempt, caller, "import", body.name or body.source, work, "model.import", **told)
 
     @router.post("/models/starter", status_code=202)
-    async def make_starter(caller: Caller, body: Starter | None = None) -> JSONResponse:
+    async def make_starter(request: Request, caller: Caller, body: Starter | None = None) -> JSONResponse:
         minutes = body.minutes if body else None
+        attempt, earlier = attempted(request, caller, "starter", minutes)
+        if earlier is not None:
+            return _accepted(earlier)
         if made_by_jobs(db, "starter"):  # else it is refused once it is made
             raise _exists("starter")
         context.quotas.disk.check()
@@ -118,39 +140,53 @@ def routes(
         async def work(report: Report) -> dict[str, Any]:
             return await register(context, await context.model_ops.make_starter(minutes=minutes, report=report), caller)
 
-        answer = start("starter", "starter", work)
-        record(context, caller, "model.starter", "starter", minutes=minutes)
-        return answer
+        return start(attempt, caller, "starter", "starter", work, "model.starter", minutes=minutes)
 
     @router.post("/models/{name:path}/verify", status_code=202)
-    async def verify(name: str, caller: Caller) -> JSONResponse:
+    async def verify(name: str, request: Request, caller: Caller) -> JSONResponse:
         row = stored_model(db, name)
+        attempt, earlier = attempted(request, caller, "verify", row.id)
+        if earlier is not None:
+            return _accepted(earlier)
         paths = [paths_of(version) for version in models.list_versions(db, row.id)]
 
         async def work(report: Report) -> dict[str, Any]:
             return await context.model_ops.verify(row.id, paths, report)
 
-        answer = start("verify", row.id, work)
-        record(context, caller, "model.verify", row.id)
-        return answer
+        return start(attempt, caller, "verify", row.id, work, "model.verify")
 
     @router.post("/tiers/verify", status_code=202)
-    async def verify_tiers(caller: Caller) -> JSONResponse:
-        answer = start("verify", "tiers", context.model_ops.verify_tiers)
-        record(context, caller, "tiers.verify", "box")
-        return answer
+    async def verify_tiers(request: Request, caller: Caller) -> JSONResponse:
+        attempt, earlier = attempted(request, caller, "verify.tiers", "")
+        if earlier is not None:
+            return _accepted(earlier)
+        return start(attempt, caller, "verify", "tiers", context.model_ops.verify_tiers, "tiers.verify")
 
     @router.post("/models/{name:path}/rollback")
-    async def rollback(name: str, caller: Caller, body: Rollback | None = None) -> dict[str, Any]:
+    async def rollback(name: str, request: Request, caller: Caller, body: Rollback | None = None) -> dict[str, Any]:
+        """A request that comes again, while the first is under way or later, is told what that one has changed."""
         asked = body.version if body else None
-        if asked is None and canaries.find_running(db, stored_model(db, name).id) is not None:
-            return await compared.roll_back(name, caller)
-        async with activations.lock(stored_model(db, name).id):
+        stored_model(db, name)
+        carried = Carried(db, context.config, Attempt.of(request, caller, "models.rollback", [name, asked]))
+        if asked is None and canaries.find_running(db, name) is not None:
+            return await compared.roll_back(name, caller, carried=carried)
+        async with activations.lock(name):
             row = stored_model(db, name)
-            before, target = row.active_version, _rollback_target(db, row, asked)
+            before = row.active_version
+
+            def make() -> Deed:
+                target = _rollback_target(db, row, asked)
+                models.activate(db, row.id, target)  # with the deed, or a restart between the two would repeat it
+                return Deed.of(model=row.id, **{"from": before, "to": target, "swap": {}})
+
+            if (told := carried.before(make)) is not None:
+                return told
+            target = stored_model(db, name).active_version
+            assert target is not None
             try:
                 measured = await activations.switch(row, target, f"{row.id} rolls back to {target}")
             except SwapFailed as error:
+                carried.came_to_nothing()
                 record(context, caller, "model.rollback", row.id, outcome="failed", to=target, error=str(error))
                 raise Conflict(f"The roll back failed: {error}", param="version", code="swap_failed") from error
             record(context, caller, "model.rollback", row.id, before=before, to=target)

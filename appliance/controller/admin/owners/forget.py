@@ -19,6 +19,7 @@ from anyio import to_thread
 from fastapi import APIRouter, Query
 from pydantic import StringConstraints
 
+from appliance import backup_copies
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.audit import record
@@ -169,6 +170,7 @@ def routes(
         gone = [one for table in ("eval_runs", "evals") for one in forgotten.ids(db, table, owner)]
         await evaluations.delete(gone, within_s=None)
         await little_by_little(partial(forgotten.delete_some_parts, db, owner))
+        await to_thread.run_sync(backup_copies.sweep, context.files_dir.parent)  # the whole database, of one killed
         for table in ("uploads", "batches", "responses", "idempotency"):
             await little_by_little(partial(forgotten.delete_some, db, owner, table))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -99,3 +101,27 @@ async def test_half_a_sign_is_no_text_that_is_told(host: GraderHost) -> None:
     if not sandbox.refusal():
         (found,) = await host.grade(python("raise ValueError('\\ud800')"), [(Sample(""), None)])
         assert found.messages == ["p: ValueError: ? (line 2)"]
+
+
+async def test_the_loop_is_free_while_a_long_question_is_written(monkeypatch) -> None:
+    turns, free, seen = 0, True, []
+
+    async def others() -> None:
+        nonlocal turns
+        while free:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def ask(self: GraderHost, written: bytes, most_s: float) -> dict[str, Any]:
+        seen.append((turns, json.loads(written)))
+        return {"graded": [], "requests": []}
+
+    monkeypatch.setattr(GraderHost, "_ask", ask)
+    beside = asyncio.create_task(others())
+    await asyncio.sleep(0)
+    began = turns
+    await GraderHost().grade(python("return 1"), [(Sample("a"), {"text": "x" * (1 << 20)})] * 8)
+    free = False
+    await beside
+    ((after, asked),) = seen
+    assert after - began >= 8 and len(asked["samples"]) == 8 and asked["only_requests"] is False
