@@ -84,11 +84,6 @@ def names_made_by(db: Database, owner: str) -> list[str]:
     return [row["name"] for row in rows]
 
 
-def list_recent(db: Database, limit: int) -> list[JobRow]:
-    """Newest first."""
-    return db.all(JobRow, "SELECT * FROM jobs ORDER BY seq DESC LIMIT ?", [limit])
-
-
 def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
     return db.all(JobRow, "SELECT * FROM jobs WHERE phase = ? ORDER BY seq", [phase])
 

@@ -131,7 +131,7 @@ async def test_bad_fields_are_named(control: Control, fields: dict[str, Any], pa
     error = answer.json()["error"]
     assert answer.status_code in (400, 404), answer.text
     assert error["param"] == param and says in error["message"], error
-    assert jobs.list_recent(control.db, 10) == []
+    assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
 
 
 async def test_missing_fields_and_files_of_other_purposes_are_named(control: Control):
@@ -270,7 +270,7 @@ async def test_a_retry_finds_the_first_job_and_a_new_submission_makes_another(co
     second = await create(0)
     assert second != first
     assert await create(1, **{"x-appliance-key-id": another.id}) not in (first, second)
-    assert len(jobs.list_recent(control.db, 10)) == 4
+    assert len(jobs.page(control.db, viewer=None, after=None, limit=10).data) == 4
 
 
 async def test_two_copies_of_a_retry_at_once_make_one_job(control: Control):
