@@ -57,14 +57,15 @@ class RolloutSampling:
         self._flying: Counter[str] = Counter()
         self._gave_up: set[str] = set()  # jobs whose last question met no engine
 
-    def look(self) -> None:
-        """Models whose rollouts are to be sampled may be woken, from now on for as long as their jobs run."""
+    async def look(self) -> None:
+        """Models whose rollouts are to be sampled may be woken, for as long as their jobs run; called every
+        `WANTS_EVERY_S`."""
         self._engines.wants(jobs.models_sampled(self._db), SAMPLING)
 
     async def sample(self, job_id: str, asked: dict[str, Any]) -> dict[str, Any]:
         """{"samples": [{"place" of the first, "ids", "log_probs"}], "why"}: the answers that engines gave to a question
         of train.rollouts.asked, and why there are no more; "" where all are there. An answer is whole or left out."""
-        self.look()
+        await self.look()
         patience_s = 0.0 if job_id in self._gave_up else self._patience_s
         lines = deque(line for prompt in asked["prompts"] for line in _lines(prompt))
         question = _Question(asked, patience_s, lines)
