@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import sys
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,6 +41,7 @@ from appliance.tiers.tiers import Tiers
 from appliance.wiring.adapter_source import AdapterSource
 from appliance.wiring.batch_engines import SocketEngines, circumstances
 from appliance.wiring.box_status import BoxStatus
+from appliance.wiring.doctor_process import DoctorProcess
 from appliance.wiring.handover_trigger import HandoverTrigger
 from appliance.wiring.job_runs import JobRuns
 from appliance.wiring.journal import SqliteJournal
@@ -199,6 +201,9 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         main_troubles=partial(read_troubles, paths.state_file),
         last_backup=partial(last_backup.read, paths.last_backup),
         doctor_findings=partial(read_findings, paths.last_checkup),
+        doctor=DoctorProcess(
+            [sys.executable, "-P", "-m", "appliance.doctor.main", "--runs", "--config-json", config.model_dump_json()]
+        ).look,
         box={
             "id": paths.box_id,
             "version": importlib.metadata.version("appliance"),

@@ -75,6 +75,7 @@ SUBPACKAGES = (
     "appliance.gateway.payload",
     "appliance.gateway.answers",
     "appliance.gateway.core",
+    "appliance.ui",
     "appliance.models",
     "appliance.store.upkeep",
     "appliance.store.objects",
@@ -109,8 +110,8 @@ SUBPACKAGES = (
     "weights.tiers",
     "weights.memory",
     "weights.format",
-    "runtime.devices",
     "runtime.processes",
+    "runtime.devices",
     "runtime",
 )
 MOST_FILES, MOST_LINES = 15, 2_500
