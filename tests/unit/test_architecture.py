@@ -110,8 +110,8 @@ SUBPACKAGES = (
     "weights.tiers",
     "weights.memory",
     "weights.format",
-    "runtime.devices",
     "runtime.processes",
+    "runtime.devices",
     "runtime",
 )
 MOST_FILES, MOST_LINES = 15, 2_500
