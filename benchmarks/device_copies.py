@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
@@ -40,6 +41,7 @@ COLUMNS = 8192
 SHARE = 8
 ROUNDS = 3
 LOAD_THREADS = 8
+LINK_BYTES = 256 * 2**20  # of the page-locked buffer by which the link is measured
 NO_GPU = "no NVIDIA GPU here"
 WITH_CUDA = ("what the other scripts claim of engines and ranks, with CUDA", "all", "as there")
 LOCKED_OVER_LIMIT = "page-locked copy of a version over the limit of the link in the same run"
@@ -54,7 +56,9 @@ def main() -> int:
     parser.add_argument("--version", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
-        print(json.dumps(measured(options.version)))
+        import torch
+
+        print(json.dumps(measured(options.version, torch.device("cuda:0"), _free_bytes)))
         return 0
 
     from runtime.devices import cuda
@@ -82,8 +86,8 @@ def main() -> int:
     return 0
 
 
-def measured(version: Path) -> dict[str, float]:
-    """Rates in bytes/s (`*_s`: seconds) on the one GPU that this process sees."""
+def measured(version: Path, device: Any, free_bytes: Callable[[], int]) -> dict[str, Any]:
+    """Rates in bytes/s (`*_s`: seconds) of this torch.device; None where there is no link. free_bytes: of it."""
     import torch
 
     from runtime.devices.kinds import of_torch
@@ -91,45 +95,48 @@ def measured(version: Path) -> dict[str, float]:
     from serve.load.host_to_device import bytes_per_s
     from serve.load.shm_source import ToLock, VersionSource
 
-    device = torch.device("cuda:0")
-    before = _free_bytes()
-    found: dict[str, float] = {"limit_in": bytes_per_s(0)}
-    torch.cuda.synchronize()
+    kind, before = of_torch(device), free_bytes()
+    found: dict[str, Any] = {"limit_in": bytes_per_s(kind.name)}
+    kind.synchronize(device)
 
     def fastest(copy: Callable[[], None], nbytes: int) -> float:
         seconds = []
         for _ in range(ROUNDS):
             began_s = time.perf_counter()
             copy()
-            torch.cuda.synchronize()
+            kind.synchronize(device)
             seconds.append(time.perf_counter() - began_s)
         return nbytes / min(seconds)
 
-    pinned = torch.empty(256 * 2**20, dtype=torch.uint8, pin_memory=True)
+    pinned = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=kind.locks_pages)
     here = torch.empty(pinned.nbytes, dtype=torch.uint8, device=device)
     found["limit_out"] = fastest(lambda: pinned.copy_(here, non_blocking=True), pinned.nbytes)
-    found["context_bytes"] = before - _free_bytes() - torch.cuda.memory_reserved()
+    found["context_bytes"] = before - free_bytes() - torch.cuda.memory_reserved()
 
     source = VersionSource(version).map()
-    matrices = [tensor for _, tensor in source.tensors()]
-    targets = [torch.empty_like(tensor, device=device) for tensor in matrices]
+    targets = {name: torch.empty_like(tensor, device=device) for name, tensor in source.tensors()}
 
-    def copy_all() -> None:
-        for target, tensor in zip(targets, matrices, strict=True):
-            target.copy_(tensor, non_blocking=True)
+    def copy_all(*, out: bool = False) -> None:
+        for name, target in targets.items():
+            there, device_side = source.tensor(name).view(-1), target.view(-1)
+            # No copy may cross from one locked piece into the next: the driver refuses it.
+            for first, last in source.locked_runs(name, 0, target.nbytes) or [(0, target.nbytes)]:
+                run = slice(first // target.itemsize, last // target.itemsize)
+                into, of = (there, device_side) if out else (device_side, there)
+                into[run].copy_(of[run], non_blocking=not out)
 
     found["pageable"] = fastest(copy_all, source.nbytes)
     part = COLUMNS // SHARE
-    slices = [torch.empty((tensor.shape[0], part), dtype=tensor.dtype, device=device) for tensor in matrices]
+    slices = {name: torch.empty_like(target[:, :part]) for name, target in targets.items()}
 
     def copy_columns() -> None:
-        for target, tensor in zip(slices, matrices, strict=True):
-            target.copy_(tensor[:, :part], non_blocking=True)
+        for name, target in slices.items():
+            target.copy_(source.tensor(name)[:, :part], non_blocking=True)
 
     def pack_columns() -> None:
         with HostRing(device, LOAD_THREADS) as ring:
-            for target, tensor in zip(slices, matrices, strict=True):
-                ring.copy(target, tensor[:, :part])
+            for name, target in slices.items():
+                ring.copy(target, source.tensor(name)[:, :part])
 
     found["columns_by_torch"] = fastest(copy_columns, source.nbytes // SHARE)
     found["columns_gathered"] = fastest(pack_columns, source.nbytes // SHARE)
@@ -137,21 +144,15 @@ def measured(version: Path) -> dict[str, float]:
 
     spans = {file.name: [(0, file.nbytes)] for file in source.layout.files}
     began_s = time.perf_counter()
-    source = VersionSource(version).map(ToLock(spans, of_torch(device).page_lock()))
+    source = VersionSource(version).map(ToLock(spans, kind.page_lock()))
     found["map_and_lock_s"] = time.perf_counter() - began_s
-    matrices = [tensor for _, tensor in source.tensors()]
     found["locked"] = fastest(copy_all, source.nbytes)
-
-    def write_back() -> None:
-        for target, tensor in zip(targets, matrices, strict=True):
-            tensor.copy_(target)
-
-    found["snapshot_locked"] = fastest(write_back, source.nbytes)
+    found["snapshot_locked"] = fastest(lambda: copy_all(out=True), source.nbytes)
     source.close()
-    source = VersionSource(version).map(ToLock({}, of_torch(device).page_lock()))
-    matrices = [tensor for _, tensor in source.tensors()]
-    found["snapshot"] = fastest(write_back, source.nbytes)
+    source = VersionSource(version).map(ToLock({}, kind.page_lock()))
+    found["snapshot"] = fastest(lambda: copy_all(out=True), source.nbytes)
     found["bytes"] = source.nbytes
+    source.close()
     return found
 
 

@@ -72,33 +72,12 @@ class Handed:
         box.run("model", "import", str(folder / "model"), "--name", MODEL)
         self.ask()
         (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-        job = box.ask(
-            "job",
-            "submit",
-            "--model",
-            MODEL,
-            "--file",
-            str(folder / "rows.jsonl"),
-            "--full",
-            "--zero-stage",
-            "1",
-            "--epochs",
-            "50",
-            "--batch-size",
-            str(DEVICES),
-            "--max-length",
-            "32",
-            "--min-devices",
-            str(DEVICES),
-            "--set",
-            "precision=fp32",
-            "--set",
-            "packing=false",
-            "--set",
-            "snapshot_every_s=0",
+        options = (
+            f"--full --zero-stage 1 --epochs 50 --batch-size {DEVICES} --max-length 32 --min-devices {DEVICES} "
+            "--set precision=fp32 --set packing=false --set snapshot_every_s=0"
         )
-        self.events = box.data_dir / "jobs" / job["id"] / "events.jsonl"
-        self.job = job["id"]
+        self.job = box.submit(MODEL, folder / "rows.jsonl", options)
+        self.events = box.data_dir / "jobs" / self.job / "events.jsonl"
         self.mode("train")
         wait_for(lambda: self.step() >= 3, "three training steps", timeout_s=300)
 

@@ -1,5 +1,5 @@
-"""Provides what every process of the box shares: logs, sockets, background tasks, tunnels between nodes.
+"""Provides what every process of the box shares: logs, sockets, small files, background tasks, tunnels between nodes.
 
-Never: it knows neither vLLM nor DeepSpeed.
+Never: Knows vLLM or DeepSpeed.
 Begin with processes/, then background_tasks.py.
 """

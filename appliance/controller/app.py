@@ -29,6 +29,7 @@ from appliance.controller.files import file_routes, storage, upload_routes
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.rollouts import RolloutGrading
+from appliance.controller.grading.sampling import WANTS_EVERY_S, RolloutSampling
 from appliance.controller.http import error_handlers
 from appliance.controller.http.middleware import BodyLimits, KnownAtGateways, ReadsInTurns, RequestIds
 from appliance.controller.http.routers import make_router
@@ -60,7 +61,8 @@ def create_app(context: ControllerContext) -> FastAPI:
     background = BackgroundResponses(context, stored, metering)
     graders, answers = GraderHosts(), ModelAnswers(context, metering)
     evaluations = EvalRunner(context, graders, answers)
-    rollouts = RolloutGrading(context, graders, answers)
+    sampling = RolloutSampling(context)
+    rollouts = {"grade": RolloutGrading(context, graders, answers).grade, "sample": sampling.sample}
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -79,6 +81,7 @@ def create_app(context: ControllerContext) -> FastAPI:
             tasks.keep_every(
                 "housekeeping", partial(_keep_house, context, stored, background), context.config.housekeeping_every_s
             ),
+            tasks.keep_every("rollouts", sampling.look, WANTS_EVERY_S, at_once=True),
             tasks.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
         )
         try:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import sys
 from dataclasses import dataclass
 from functools import partial
 
 from appliance import last_backup
 from appliance.boot.box_state import read_troubles
+from appliance.boot.checkup_schedule import read_findings
 from appliance.config import BoxConfig
 from appliance.controller.access.spending import Spending
 from appliance.controller.bus.bus import Bus, first_generation
@@ -39,6 +41,7 @@ from appliance.tiers.tiers import Tiers
 from appliance.wiring.adapter_source import AdapterSource
 from appliance.wiring.batch_engines import SocketEngines, circumstances
 from appliance.wiring.box_status import BoxStatus
+from appliance.wiring.doctor_process import DoctorProcess
 from appliance.wiring.handover_trigger import HandoverTrigger
 from appliance.wiring.job_runs import JobRuns
 from appliance.wiring.journal import SqliteJournal
@@ -197,6 +200,10 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         background=background,
         main_troubles=partial(read_troubles, paths.state_file),
         last_backup=partial(last_backup.read, paths.last_backup),
+        doctor_findings=partial(read_findings, paths.last_checkup),
+        doctor=DoctorProcess(
+            [sys.executable, "-P", "-m", "appliance.doctor.main", "--runs", "--config-json", config.model_dump_json()]
+        ).look,
         box={
             "id": paths.box_id,
             "version": importlib.metadata.version("appliance"),

@@ -96,7 +96,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     await parts.loop.adopt()  # before a route answers, and before validations of jobs go on
 
     app = create_app(parts.context)
-    parts.runs.graded_by(app.state.rollouts.grade)
+    parts.runs.answered_by(app.state.rollouts, parts.context.scheduler.unload_adapters)
     listeners = (
         (_server(FromBox(app)), paths.controller_socket),
         (_server(FromGateways(app, paths.gateway_token.read_text())), paths.gateway_socket),

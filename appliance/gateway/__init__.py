@@ -1,6 +1,6 @@
 """The public HTTP endpoint: a process of its own that authenticates, holds, routes and relays bytes.
 
-Never: it opens no database and starts no engine; it knows what the controller's table says.
+Never: Opens a database or starts an engine; it knows what the controller's table says.
 Begin with gateway.py, then server/dispatch.py and inference/handler.py.
 """
 

@@ -13,23 +13,26 @@ from collections.abc import Callable, Iterable
 
 SHORTEST_SECRET = 8  # a shorter known value would be found within words
 
-# The order matters: what names a secret goes before what only resembles one.
-_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
+# What repeats has a bound: a log may hold megabytes without a blank, and a search that looks to the end of them from
+# each of its letters takes days. The order matters: what names a secret goes before what only resembles one.
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)", re.DOTALL
+)
 _API_KEY = re.compile(r"\bsk-[A-Za-z0-9_-]{6,}")
 _JOIN_TOKEN = re.compile(r"\bjoin-[A-Za-z0-9_-]{8,}")
 _CREDENTIALS = re.compile(r"\b(Bearer|Basic)(\s+)[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE)
 _CLOUD_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b")
 # `hf_token = "…"`, `"secret_key": "…"`, `PASSWORD=…`, `x-api-key: …`; quotes may be escaped, in JSON within JSON.
 _FIELD = re.compile(
-    r"""((?:[A-Za-z0-9_-]*[_-])?(?:token|secret|password|passwd|passphrase|credentials?|(?:api|access|private|secret)[_-]?key)
+    r"""((?:token|secret|password|passwd|passphrase|credentials?|(?:api|access|private|secret)[_-]?key)
         (?:\\?["'])?\s*[=:]\s*)
-        (?:(\\?["'])((?:(?!\2)[^\n])+)\2 | ([^\s"',;&}\])]+))""",
+        (?:(\\?["'])((?:(?!\2)[^\n]){1,8192})\2 | ([^\s"',;&}\])]+))""",
     re.IGNORECASE | re.VERBOSE,
 )
 _NOT_SECRET = re.compile(r"(?:null|none|true|false|\d{1,6}|\*+|<[a-z ]+>)", re.IGNORECASE)
-_USER_OF_URL = re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/@\"'<>]+@", re.IGNORECASE)
-_QUERY_OF_URL = re.compile(r"([a-z][a-z0-9+.-]*://[^\s?\"'<>]+)\?[^\s\"'<>]+", re.IGNORECASE)
-_MAIL = re.compile(r"\b[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,}\b")
+_USER_OF_URL = re.compile(r"([a-z][a-z0-9+.-]{0,30}://)[^\s/@\"'<>]{1,1024}@", re.IGNORECASE)
+_QUERY_OF_URL = re.compile(r"([a-z][a-z0-9+.-]{0,30}://[^\s?\"'<>]{1,1024})\?[^\s\"'<>]+", re.IGNORECASE)
+_MAIL = re.compile(r"\b[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9-]{1,63}(?:\.[A-Za-z0-9-]{1,63}){0,8}\.[A-Za-z]{2,63}\b")
 _IPV4 = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\d)")
 _IPV6 = re.compile(r"(?<![0-9A-Za-z:.])(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{0,4}(?![0-9A-Za-z:])")
 _HOME = re.compile(r"(/home/|/Users/)([^/\s\"':]+)")

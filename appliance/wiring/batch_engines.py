@@ -1,4 +1,5 @@
-"""Sends batch lines to the engines over the replicas' own sockets, bypassing the gateways.
+"""Sends batch lines, and requests for the rollouts of jobs that train, to the engines over the replicas' own sockets,
+bypassing the gateways.
 
 Bypassing them means that no line is ever held, counted as demand, or delays a drain: the moment a replica leaves the
 routing table, its lines are recalled and wait for the next idle engine. The gateways' own rules check what a request
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -20,7 +21,7 @@ from appliance.controller.batches import share
 from appliance.controller.bus.bus import Bus
 from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.ports import BatchCapacity, EngineAnswer, LineReturned
+from appliance.controller.interfaces.ports import SAMPLING, BatchCapacity, EngineAnswer, LineReturned
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve as route_of
@@ -28,6 +29,8 @@ from appliance.gateway.payload.request_check import check_body, with_fields, wit
 from appliance.store.database import Database
 from appliance.store.objects import jobs
 from scheduler.core.workload import Demand
+from serve.api.turns import ROLLOUTS
+from serve.core import sampling
 
 CONNECT_S = 5.0
 # A dying engine answers 500 before it exits; a 404 for a model in the table means it has just switched models.
@@ -35,11 +38,21 @@ _DEAD, _MOVED = "EngineCore", "The model "
 _KEPT = "the model's engine is kept for one line, whose last engine died"
 
 
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """policy and floor (devices that serving keeps): in force. free_devices: that nobody holds."""
+
+    policy: str
+    jobs_want_devices: bool
+    free_devices: int
+    floor: int = 0
+
+
 class SocketEngines:
     """Implements `appliance.controller.interfaces.ports.BatchEngines`.
 
-    hosts: the model on whose engines a name is served (itself, except for adapters). circumstances: (policy in force,
-    whether jobs want devices, free devices). on_wants: called when `wants` changed, so that the scheduler replans.
+    hosts: the model on whose engines a name is served (itself, except for adapters). circumstances: what may be woken
+    depends on. on_wants: called when `wants` changed, so that the scheduler replans.
     """
 
     def __init__(
@@ -48,7 +61,7 @@ class SocketEngines:
         config: ControllerConfig,
         limits: Limits,
         hosts: Callable[[str], str],
-        circumstances: Callable[[], tuple[str, bool, int]],
+        circumstances: Callable[[], Circumstances],
         on_wants: Callable[[], Any],
     ):
         self._bus, self._config, self._limits = bus, config, limits
@@ -63,15 +76,24 @@ class SocketEngines:
     # --- ports.BatchEngines
 
     def room(self, model: str) -> BatchCapacity:
-        config, engines = self._config, self._free(model)
+        engines = self._free(model)
         if not engines and self._open(model):
             return BatchCapacity(0, _KEPT)
+        return self._capacity(model, engines)
+
+    def sampling_room(self, model: str, version: str) -> BatchCapacity:
+        engines = self._free(model, version)
+        if not engines and self._open(model):
+            return BatchCapacity(0, f"no engine of the model has its version {version}")
+        return self._capacity(model, engines)
+
+    def _capacity(self, model: str, engines: Mapping[str, str]) -> BatchCapacity:
         return share.room(
             {model, self._hosts(model)},
             list(engines),
             self._bus.load(),
-            lines_per_engine=config.batch_lines_per_engine,
-            busy_inflight=config.batch_busy_inflight,
+            lines_per_engine=self._config.batch_lines_per_engine,
+            busy_inflight=self._config.batch_busy_inflight,
         )
 
     async def send(
@@ -102,6 +124,10 @@ class SocketEngines:
             self._kept_for_one.discard(replica_id)
             self._changed.set()
 
+    async def sample(self, model: str, version: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
+        replica_id, socket = self._least_loaded(model, version)
+        return await self._posted(model, replica_id, socket, sampling.URL, orjson.dumps(body), request_id, ROLLOUTS)
+
     def _check(self, url: str, content: bytes) -> bytes:
         """What is added to its fields. Raises HttpError."""
         if len(content) > self._limits.inference_body_bytes:
@@ -124,12 +150,18 @@ class SocketEngines:
         adapter = self._bus.models[model].get("adapter")
         if adapter:
             content = with_model(content, adapter)
+        # As one owner in an engine's queue (serve.api.fair_order): theirs have taken turns before it comes here.
+        return await self._posted(model, replica_id, socket, url, content, request_id, "batches")
+
+    async def _posted(
+        self, model: str, replica_id: str, socket: str, url: str, content: bytes, request_id: str, owner: str
+    ) -> EngineAnswer:
+        """Raises LineReturned."""
         headers = {
             "content-type": "application/json",
             "content-length": str(len(content)),
             "x-request-id": request_id,
-            # As one owner in an engine's queue (serve.api.fair_order): theirs have taken turns before it comes here.
-            "x-appliance-owner": "batches",
+            "x-appliance-owner": owner,
         }
         asking = asyncio.create_task(self._client(socket).post(url, content=content, headers=headers))
         self._lines[asking] = (model, replica_id)
@@ -165,31 +197,33 @@ class SocketEngines:
         self._changed.set()
 
     def demand(self, host: str, reported: Demand) -> Demand:
-        """The gateways' reported demand for a model, plus that of batches where it is in nobody's way."""
-        wanted = [name for models in self._wanted.values() for name in models]
-        name = next((name for name in wanted if self._hosts(name) == host), None)
-        if name is None or reported.requests:
+        """The gateways' reported demand for a model, plus that of batches and rollouts where it is in nobody's way."""
+        lines = [name for asker, models in self._wanted.items() if asker != SAMPLING for name in models]
+        name = next((name for name in lines if self._hosts(name) == host), None)
+        sampled = host in self._wanted.get(SAMPLING, ())
+        if (name is None and not sampled) or reported.requests:
             return reported
-        policy, jobs_want_devices, free_devices = self._circumstances()
-        others = share.others_asked(self._bus.load(), {host, name})
-        if not share.may_wake(policy, jobs_want_devices, others, free_devices):
-            return reported
-        return share.with_wish(reported, bool(self._open(name)), time.time())
+        now = self._circumstances()
+        others = share.others_asked(self._bus.load(), {host, name or host})
+        awake = bool(self._open(name or host))
+        for_lines = name is not None and share.may_wake(now.policy, now.jobs_want_devices, others, now.free_devices)
+        for_samples = sampled and (awake or share.may_wake_to_sample(now.policy, now.floor, others, now.free_devices))
+        return share.with_wish(reported, awake, time.time()) if for_lines or for_samples else reported
 
     async def close(self) -> None:
         for client in self._clients.values():
             await client.aclose()
 
-    def _open(self, model: str) -> dict[str, str]:
-        return share.open_engines(self._bus.models.get(model))
+    def _open(self, model: str, version: str | None = None) -> dict[str, str]:
+        return share.open_engines(self._bus.models.get(model), version)
 
-    def _free(self, model: str) -> dict[str, str]:
+    def _free(self, model: str, version: str | None = None) -> dict[str, str]:
         """Of the open ones, those that are not kept for one line."""
-        return {name: socket for name, socket in self._open(model).items() if name not in self._kept_for_one}
+        return {name: socket for name, socket in self._open(model, version).items() if name not in self._kept_for_one}
 
-    def _least_loaded(self, model: str) -> tuple[str, str]:
+    def _least_loaded(self, model: str, version: str | None = None) -> tuple[str, str]:
         """(replica id, socket) of the engine with the fewest lines. Raises LineReturned."""
-        engines = self._free(model)
+        engines = self._free(model, version)
         if not engines:
             raise LineReturned(_KEPT if self._open(model) else "no engine of the model is awake", yielded=True)
         busy = [replica_id for _, replica_id in self._lines.values()]
@@ -206,14 +240,14 @@ class SocketEngines:
         return self._clients[socket]
 
 
-def circumstances(db: Database, box_floor: int, loop_status: Callable[[], Mapping[str, Any]]) -> tuple[str, bool, int]:
-    """(policy in force, whether jobs want devices, devices that nobody holds)."""
-    policy = mode_in_force(db, box_floor, time.time()).policy.kind
+def circumstances(db: Database, box_floor: int, loop_status: Callable[[], Mapping[str, Any]]) -> Circumstances:
+    policy = mode_in_force(db, box_floor, time.time()).policy
     wanting = any(
         row.phase in ("queued", "running", "suspended") and row.wanted == "run" and not row.held
         for row in jobs.list_unfinished(db)
     )
-    return policy, wanting, sum(device["holder"] is None for device in loop_status()["devices"])
+    free = sum(device["holder"] is None for device in loop_status()["devices"])
+    return Circumstances(policy.kind, wanting, free, policy.serving_floor)
 
 
 def _answer(asking: asyncio.Task[httpx.Response]) -> EngineAnswer:

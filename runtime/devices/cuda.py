@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from runtime.devices.torch_cuda import TorchCuda
 from runtime.devices.xids import fault_of
 
 LEAST_DRIVER = 580  # of CUDA 13, which the lock's torch and vLLM are built for; images/install.sh asks for it too
+LEAST_CAPABILITY = (8, 0)  # of bfloat16 and FlashAttention, in engines and in ranks (vllm/platforms/cuda.py)
 NO_ANSWER = "does not answer"
 _WATCHED = pynvml.nvmlEventTypeXidCriticalError
 _CONTROL = Path("/dev/nvidiactl")
@@ -43,7 +45,8 @@ class Cuda(TorchCuda):
         return _CONTROL.exists()
 
     def probe(self) -> tuple[Found, ...]:
-        """Reads NUMA node and NVLink peers if the driver reports them (NVML API reference, nvmlDeviceGetP2PStatus)."""
+        """Reads NUMA node and NVLink peers if the driver reports them (NVML API reference, nvmlDeviceGetP2PStatus).
+        Leaves out GPUs that neither engines nor ranks compute on, such as a small one for a screen."""
         try:
             pynvml.nvmlInit()
         except _NO_DRIVER:
@@ -53,23 +56,27 @@ class Cuda(TorchCuda):
         try:
             _check_driver()
             handles = [_handle_or_error(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            found = [_found(index, handles) for index in range(len(handles))]
+            old = {index: words for index, handle in enumerate(handles) if (words := _too_old(handle))}
+            peers = {index: handle for index, handle in enumerate(handles) if index not in old}
+            found = [_found(index, peers) for index in peers]
         finally:
             pynvml.nvmlShutdown()
-        # A silent one is taken for one like the others: plans are made for devices that are alike.
+        if old and not found:
+            raise DevicesRefused(f"the NVIDIA GPUs of this machine are too old: {next(iter(old.values()))}. {_ON_CPU}")
+        # One whose memory is not known is taken for one like the others: plans are made for devices that are alike.
         alike_bytes = min((one.memory_bytes for one in found if one.memory_bytes), default=0)
         if found and not alike_bytes:
             raise DevicesRefused(
-                f"the driver names {len(found)} NVIDIA GPUs and none of them answers ({found[0].unfit}); "
+                f"the driver names {len(found)} NVIDIA GPUs and none of them can be used (the first {found[0].unfit}); "
                 f"`nvidia-smi` and `dmesg | grep -i xid` say more. {_ON_CPU}"
             )
-        return tuple(one if one.memory_bytes else _silent(one, alike_bytes) for one in found)
+        return tuple(one if one.memory_bytes else replace(one, memory_bytes=alike_bytes) for one in found)
 
     def visibility(self, devices: Iterable[int | str]) -> dict[str, str]:
         # NVML's numbers, not CUDA's default order, which puts the fastest first.
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
-    def watch(self, devices: Mapping[int, str]) -> Callable[[], tuple[Reading, ...]]:
+    def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]]:
         return _Watch(devices).read
 
     def foreign(self) -> dict[int, str]:
@@ -90,12 +97,9 @@ class Cuda(TorchCuda):
         return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
     def before_fork(self) -> None:
-        # DeepSpeed's accelerator keeps NVML open from its import on.
-        while True:
-            try:
-                pynvml.nvmlShutdown()
-            except pynvml.NVMLError:  # it counts its users, and this was the last
-                return
+        # DeepSpeed's accelerator keeps NVML open from its import on, and so does every torch.cuda.is_available() that
+        # asks NVML, as Triton's import does, by handles on the library of their own. It counts its users for all.
+        _close()
 
     def after_fork(self) -> None:
         # DeepSpeed asks NVML for free memory through the handle on the library that it opened before.
@@ -144,6 +148,19 @@ def _broken(error: pynvml.NVMLError) -> str:
     return f"NVML, the NVIDIA driver's library, does not start ({error}); `nvidia-smi` says more. {_ON_CPU}"
 
 
+def _close() -> None:
+    """Give up every GPU that this process opened through NVML, by whatever handle on its library."""
+    try:
+        pynvml.nvmlInit()  # without it pynvml says that nothing is open
+    except pynvml.NVMLError:
+        return
+    while True:
+        try:
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError:  # it counts its users, and this was the last
+            return
+
+
 def _check_driver() -> None:
     version = _text(pynvml.nvmlSystemGetDriverVersion())
     major = version.partition(".")[0]
@@ -162,26 +179,48 @@ def _handle_or_error(index: int) -> Any:
         return error
 
 
-def _found(index: int, handles: list) -> Found:
+def _too_old(handle: Any) -> str:
+    """Why engines and ranks do not compute on this GPU, whatever is set; "" if they do."""
+    if isinstance(handle, pynvml.NVMLError):
+        return ""
+    try:
+        capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        if capability >= LEAST_CAPABILITY:
+            return ""
+        least, its = (".".join(map(str, one)) for one in (LEAST_CAPABILITY, capability))
+        return (
+            f"{_text(pynvml.nvmlDeviceGetName(handle))} is of compute capability {its}, and the box computes in "
+            f"bfloat16 and with FlashAttention, which begin with {least} (Ampere)"
+        )
+    except pynvml.NVMLError:  # it does not answer, which what is found of it says
+        return ""
+
+
+def _found(index: int, handles: Mapping[int, Any]) -> Found:
     handle = handles[index]
     if isinstance(handle, pynvml.NVMLError):
         return Found(index, "NVIDIA GPU", 0, unfit=f"{NO_ANSWER} ({handle})")
     try:
+        reason = unfit(handle)
         return Found(
             index=index,
             name=_text(pynvml.nvmlDeviceGetName(handle)),
-            memory_bytes=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+            memory_bytes=_memory_bytes(handle, known_unfit=bool(reason)),
             numa_node=_numa_node(_bus_id(pynvml.nvmlDeviceGetPciInfo(handle))),
-            linked=frozenset(n for n in range(len(handles)) if n != index and _linked(handle, handles[n])),
+            linked=frozenset(n for n, other in handles.items() if n != index and _linked(handle, other)),
             uuid=_uuid(handle),
-            unfit=unfit(handle),
+            unfit=reason,
         )
     except pynvml.NVMLError as error:
         return Found(index, "NVIDIA GPU", 0, unfit=f"{NO_ANSWER} ({error})")
 
 
-def _silent(one: Found, memory_bytes: int) -> Found:
-    return Found(one.index, one.name, memory_bytes, unfit=one.unfit)
+def _memory_bytes(handle: Any, known_unfit: bool) -> int:
+    if not known_unfit:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    # Of a GPU that is cut by MIG the driver tells its memory to root alone (NVML API, nvmlDeviceGetMemoryInfo).
+    told = _ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
+    return 0 if told is None else int(told.total)
 
 
 def unfit(handle: Any) -> str:
@@ -256,22 +295,35 @@ def _ask(question: Callable[[], Any]) -> Any:
 
 
 class _Watch:
-    """Reads on demand. The driver collects Xids (`xids`) from the first `read` on, of each GPU that answers then."""
+    """Reads on demand. The driver collects Xids (`xids`) from the first `read` on, of each GPU that answers then.
+
+    Whose handle was asked for is open until NVML is closed, and the driver resets no GPU that somebody has open
+    (nvidia-smi, --gpu-reset: not even a monitoring application may). So NVML is opened anew to let one go.
+    """
 
     def __init__(self, devices: Mapping[int, str]):
         self._devices = dict(devices)
+        self._watched: tuple[int, ...] = ()  # of whom the driver collects Xids in `_events`
         self._events: Any = None
 
-    def read(self) -> tuple[Reading, ...]:
-        """One reading per GPU."""
-        if self._events is None:
-            pynvml.nvmlInit()
-            events = pynvml.nvmlEventSetCreate()
-            for index in self._devices:
-                self._register(index, events)
-            self._events = events
-        faults = self._new_faults()
-        return tuple(self._reading(index, faults.get(index, ())) for index in self._devices)
+    def read(self, let_go: Collection[str]) -> tuple[Reading, ...]:
+        """One reading per GPU but of those to let go, by id."""
+        kept = tuple(index for index, device_id in self._devices.items() if device_id not in let_go)
+        faults = {} if self._events is None else self._new_faults()
+        if self._events is None or kept != self._watched:
+            self._open(kept)
+        return tuple(self._reading(index, faults.get(index, ())) for index in kept)
+
+    def _open(self, indices: tuple[int, ...]) -> None:
+        if self._events is not None:
+            events, self._events = self._events, None
+            pynvml.nvmlEventSetFree(events)
+            _close()
+        pynvml.nvmlInit()
+        events = pynvml.nvmlEventSetCreate()
+        for index in indices:
+            self._register(index, events)
+        self._watched, self._events = indices, events
 
     @staticmethod
     def _register(index: int, events: Any) -> None:

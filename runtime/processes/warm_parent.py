@@ -9,6 +9,7 @@ args)`.
 
 Rules
 - The parent runs no OpenMP work and never initialises CUDA: neither survives a fork.
+- It keeps nothing open of a device's driver, whatever it imported: every fork would inherit it.
 - It stays single-threaded: a lock that another thread holds at the fork would stay locked in the child for ever.
 - `gc.freeze()` after the imports keeps the collector from touching, and thereby copying, the shared pages.
 """
@@ -29,6 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 from runtime import numa
+from runtime.devices import kinds
 from runtime.errors import ChannelClosed, FrameTooLarge
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.processes.channel import BlockingChannel
@@ -51,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging("warm parent")
     gc.disable()  # it would repeatedly walk everything imported so far and find nothing to free
     importlib.import_module(options.preload)
+    kinds.before_fork()
     adopt_libraries()
     gc.collect()
     gc.freeze()

@@ -13,6 +13,8 @@ Rules
 - An adapter belongs to one version of one base. An engine with other weights rejects it, and the gateway tries another.
 - The engine holds the lease while a request can still cause a load: until the adapter is unloaded and all requests
   admitted before have ended.
+- An adapter whose name is private (weights.format.names.POLICY_PREFIX) is a model in training. Only whoever asks for
+  its job's rollouts gets answers by it; for everybody else it does not exist.
 - While `closed`, the engine admits no adapter requests, because the base weights are about to change.
 """
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from serve.adapters.source import AdapterUnavailable, brought_in
 from serve.load.shm_source import VersionUnreadable, lease
 from weights.format.errors import WeightsError
 from weights.format.manifest import Manifest
-from weights.format.names import decode_name, encode_name
+from weights.format.names import decode_name, encode_name, policy_of
 from weights.memory.locks import DirectoryLock
 
 # The lookup admits a request some time before vLLM counts it as running, because vLLM renders its prompt in between.
@@ -68,13 +70,21 @@ class EngineAdapters(LoRAResolver):
     """The adapters of one engine. Call all methods on its event loop.
 
     `source`: the box's socket for adapters outside the `roots`, "" if the box has none. `fetch_timeout_s`: how long a
-    request waits for an adapter.
+    request waits for an adapter. for_rollouts: whether the request whose task asks is one for rollouts.
     """
 
     def __init__(
-        self, llm: AsyncLLM, models: Any, roots: Sequence[str], resident: int, source: str, fetch_timeout_s: float
+        self,
+        llm: AsyncLLM,
+        models: Any,
+        roots: Sequence[str],
+        resident: int,
+        source: str,
+        fetch_timeout_s: float,
+        for_rollouts: Callable[[], bool],
     ):
         self.closed = False
+        self._for_rollouts = for_rollouts
         self._llm, self._models, self._roots, self._resident = llm, models, tuple(map(Path, roots)), resident
         self._source, self._fetch_timeout_s = source, fetch_timeout_s
         self._known: dict[str, Known] = {}
@@ -95,7 +105,7 @@ class EngineAdapters(LoRAResolver):
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
         """vLLM calls this for an unknown name and loads the result. None: this engine has no such adapter."""
         await self.forget_idle()
-        if self.closed:
+        if self.closed or not self._may_know(lora_name):
             return None
         model, _, version = lora_name.rpartition("@")
         found = await self._leased(model, version) if model else None
@@ -116,7 +126,7 @@ class EngineAdapters(LoRAResolver):
     def touch(self, name: str) -> bool:
         """Record that a request uses the adapter; False if requests may not use it now."""
         known = self._known.get(name)
-        if known is None or self.closed:
+        if known is None or self.closed or not self._may_know(name):
             return False
         known.used_s = time.monotonic()
         return True
@@ -162,6 +172,9 @@ class EngineAdapters(LoRAResolver):
         """known: leased and ready for requests; resident: loaded now; number and seconds of loads since the start."""
         workers = await self._llm.collective_rpc("shm_adapters")
         return {"known": sorted(self._known), **workers[0]}
+
+    def _may_know(self, name: str) -> bool:
+        return policy_of(name) is None or self._for_rollouts()
 
     async def _leased(self, model: str, version: str) -> tuple[DirectoryLock, Path] | None:
         found = await asyncio.to_thread(self._find, model, version)

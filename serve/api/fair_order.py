@@ -4,7 +4,8 @@ vLLM takes waiting requests in the order in which they came, so that an owner wh
 had an engine for himself until they were computed. With `--scheduling-policy priority` it takes the smallest number
 first. Here each request gets the number that start-time fair queueing gives it (Goyal, Vin and Cheng, SIGCOMM 1996):
 where its owner's earlier requests end if each took as long as it has tokens, but not before what is being served now.
-Who asks little is next, whoever has asked much before; who is alone has the whole engine. Where KV memory ends, vLLM
+Who asks little is next, whoever has asked much before; who is alone has the whole engine; rollouts of a job that trains
+wait behind everybody. Where KV memory ends, vLLM
 preempts the largest number first.
 """
 
@@ -18,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from serve.api import answer_version
-from serve.api.turns import Turns, mark_of, number
+from serve.api.turns import Turns, behind, mark_of, number
 
 
 def apply() -> None:
@@ -48,7 +49,7 @@ async def _placed(
     place = turns.enter(owner, tokens)
     cumulative = getattr(params, "output_kind", None) is RequestOutputKind.CUMULATIVE
     served, written = False, 0
-    outputs = answer(priority=number(place, mark_of(owner)))
+    outputs = answer(priority=number(behind(owner, place), mark_of(owner)))
     try:
         async for output in outputs:
             if not served:

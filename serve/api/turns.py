@@ -5,6 +5,10 @@ from __future__ import annotations
 import zlib
 
 _OWNERS = 1 << 16
+ROLLOUTS = ".rollouts"
+"""Who asks for the rollouts of a job: no owner of a key, whose names begin with a letter or a digit."""
+_BEHIND = 1 << 40
+"""Tokens: more than an engine serves in its life."""
 
 
 def mark_of(owner: str) -> int:
@@ -15,6 +19,11 @@ def mark_of(owner: str) -> int:
 def number(place: int, mark: int) -> int:
     """A request's priority: by its place, and among equal ones by its owner's mark."""
     return place * _OWNERS + mark
+
+
+def behind(owner: str, place: int) -> int:
+    """Where the owner's place is in the whole queue: rollouts stand behind everybody."""
+    return place + _BEHIND if owner == ROLLOUTS else place
 
 
 def place_in(priority: int) -> int:

@@ -40,6 +40,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from runtime.devices.kinds import kind_of
 from runtime.processes.kernel import group_resident_bytes, group_rss_bytes
 from serve.adapters.adapters import EngineAdapters
+from serve.api import answer_version
+from serve.api.turns import ROLLOUTS
 from serve.core.errors import BY_NAME, EngineFailed, ServeError, SwapFailed, WrongState
 from serve.core.fingerprint import FingerprintBook, FingerprintRecord, fingerprint_prompt, version_key
 from serve.core.spec import ReplicaSpec
@@ -82,6 +84,7 @@ class EngineControl:
                 spec.adapters_resident,
                 spec.adapter_source,
                 limits["adapter_fetch_timeout_s"],
+                _for_rollouts,
             )
             self._adapters.serve_on(spec.version_path)
 
@@ -390,3 +393,8 @@ class EngineControl:
         self.model, self.version, self.path, self._lease = model, version, path, held
         if self._adapters is not None:
             self._adapters.serve_on(path)
+
+
+def _for_rollouts() -> bool:
+    asked = answer_version.current()
+    return asked is not None and asked.owner == ROLLOUTS

@@ -20,7 +20,8 @@ GIB = 2**30
 @dataclass
 class Gpu:
     """One GPU. `switched`: behind an NVSwitch with the others. `datacentre`: it reports ECC, remapped rows and MIG;
-    a GeForce raises NotSupported. `handle_error`, `error`: what asking for it, or anything about it, raises."""
+    a GeForce raises NotSupported. `private`: it tells its memory, and who uses it, to root alone, as one that is cut by
+    MIG does. `handle_error`, `error`: what asking for it, or anything about it, raises."""
 
     uuid: str
     name: str = "NVIDIA H100 80GB HBM3"
@@ -30,6 +31,8 @@ class Gpu:
     switched: bool = False
     datacentre: bool = True
     mig: bool = False
+    private: bool = False
+    capability: tuple[int, int] = (9, 0)
     mode: int = pynvml.NVML_COMPUTEMODE_DEFAULT
     pids: tuple[int, ...] = ()
     temperature_c: int = 41
@@ -40,13 +43,17 @@ class Gpu:
 
 @dataclass
 class Machine:
-    """`xids`: (GPU's number, Xid) that the driver has to tell. `users`: how often NVML was started and not ended."""
+    """`xids`: (GPU's number, Xid) that the driver has to tell. `users`: how often NVML was started and not ended, by
+    whatever handle on its library; `loaded`: whether pynvml has one. `opened`: the GPUs, by number, that somebody asked
+    for since; no other process can reset them."""
 
     gpus: list[Gpu]
     driver: str = "580.95.05"
     init_error: pynvml.NVMLError | None = None
     xids: list[tuple[int, int]] = field(default_factory=list)
     users: int = 0
+    loaded: bool = False
+    opened: set[int] = field(default_factory=set)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Machine:
         """Put it in place of this machine's driver."""
@@ -77,6 +84,14 @@ class _Functions:
         def about(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
             return lambda handle, *_: answer(asked(handle))
 
+        def of_root(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
+            def ask(handle: Gpu, *_: Any) -> Any:
+                if asked(handle).private:
+                    raise pynvml.NVMLError_NoPermission()
+                return answer(handle)
+
+            return ask
+
         def of_datacentre(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
             def ask(handle: Gpu, *_: Any) -> Any:
                 if not asked(handle).datacentre:
@@ -88,12 +103,14 @@ class _Functions:
         def init() -> None:
             if machine.init_error is not None:
                 raise machine.init_error
-            machine.users += 1
+            machine.users, machine.loaded = machine.users + 1, True
 
         def shutdown() -> None:
-            if not machine.users:
+            if not machine.users or not machine.loaded:
                 raise pynvml.NVMLError_Uninitialized()
             machine.users -= 1
+            if not machine.users:
+                machine.opened.clear()
 
         def handle_by_index(index: int) -> Gpu:
             if not machine.users:
@@ -101,6 +118,7 @@ class _Functions:
             gpu = machine.gpus[index]
             if gpu.handle_error is not None:
                 raise gpu.handle_error
+            machine.opened.add(index)
             return gpu
 
         def p2p(one: Gpu, other: Gpu, caps: int) -> int:
@@ -122,14 +140,15 @@ class _Functions:
         self.nvmlDeviceGetIndex = about(lambda gpu: machine.gpus.index(gpu))
         self.nvmlDeviceGetName = about(lambda gpu: gpu.name)
         self.nvmlDeviceGetUUID = about(lambda gpu: gpu.uuid)
-        self.nvmlDeviceGetMemoryInfo = about(
+        self.nvmlDeviceGetCudaComputeCapability = about(lambda gpu: gpu.capability)
+        self.nvmlDeviceGetMemoryInfo = of_root(
             lambda gpu: types.SimpleNamespace(total=gpu.memory_bytes, used=gpu.used_bytes)
         )
         self.nvmlDeviceGetPciInfo = about(lambda gpu: types.SimpleNamespace(busId=gpu.bus))
         self.nvmlDeviceGetP2PStatus = p2p
         self.nvmlDeviceGetMigMode = of_datacentre(lambda gpu: [int(gpu.mig), int(gpu.mig)])
         self.nvmlDeviceGetComputeMode = about(lambda gpu: gpu.mode)
-        self.nvmlDeviceGetComputeRunningProcesses = about(
+        self.nvmlDeviceGetComputeRunningProcesses = of_root(
             lambda gpu: [types.SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in gpu.pids]
         )
         self.nvmlDeviceGetTemperature = about(lambda gpu: gpu.temperature_c)
@@ -137,5 +156,6 @@ class _Functions:
         self.nvmlDeviceGetTotalEccErrors = of_datacentre(lambda gpu: gpu.ecc)
         self.nvmlDeviceGetRemappedRows = of_datacentre(lambda gpu: (0, 1, 0, 0))
         self.nvmlEventSetCreate = lambda: object()
+        self.nvmlEventSetFree = lambda events: None
         self.nvmlDeviceRegisterEvents = of_datacentre(lambda gpu: None)
         self.nvmlEventSetWait_v2 = wait

@@ -6,12 +6,15 @@ import asyncio
 import shutil
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
+from serve.api.turns import ROLLOUTS
+from serve.core import sampling
 from serve.engine.replica import Replica
 from tests.e2e.engine_support import client, greedy, save_model
-from weights.format.names import encode_name
+from weights.format.names import encode_name, policy_name
 from weights.tiers import copies
 
 SLOTS, RESIDENT, REGISTERED = 2, 4, 20
@@ -177,6 +180,49 @@ async def test_many_adapters_share_few_places_and_are_forgotten_on_request(box, 
         assert await engine.unload_adapter("ft:nobody@v1") is False
     finally:
         await engine.stop()
+
+
+async def test_a_policy_in_training_samples_for_its_job_and_exists_for_nobody_else(box, base):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    name, public = policy_name("ftjob-1"), "ft:public"
+    merged = box.root / "versions" / "merged-policy"
+    model = save_adapter(box.root / "adapters", base, name, seed=3, merged=merged)
+    save_adapter(box.root / "adapters", base, public, seed=4)
+    engine = Replica(str(box.warm_socket), str(box.logs))
+    spec = spec_of(box, base, "policy")
+    await engine.start(spec)
+    try:
+        sdk = client(spec)
+        prompt, room, ends = list(range(5, 15)), 12, [7]
+        body = sampling.request(model, prompt, n=4, seed=11, max_tokens=room, ends=ends)
+        async with httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=spec.socket_path), base_url="http://engine"
+        ) as http:
+            own = {"x-appliance-owner": ROLLOUTS}
+            for owner in ({}, {"x-appliance-owner": "batches"}):  # before it is loaded
+                assert (await http.post(sampling.URL, json=body, headers=owner)).status_code == 404
+            first, again = [await http.post(sampling.URL, json=body, headers=own) for _ in range(2)]
+            assert first.status_code == 200, first.text
+            made = sampling.read(first.json(), 4)
+            for owner in ({}, {"x-appliance-owner": "batches"}):  # and after
+                assert (await http.post(sampling.URL, json=body, headers=owner)).status_code == 404
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            await greedy(sdk, model)
+        with pytest.raises(openai.NotFoundError):
+            await sdk.chat.completions.create(model=model, messages=[{"role": "user", "content": "hello"}])
+        await greedy(sdk, f"{public}@v1")
+    finally:
+        await engine.stop()
+    assert len({tuple(one.ids) for one in made}) > 1 and sampling.read(again.json(), 4)[0].ids == made[0].ids
+    whole = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    for one in made:
+        assert len(one.ids) <= room and 7 not in one.ids[:-1] and (len(one.ids) == room or one.ids[-1] in (7, 2))
+        with torch.no_grad():
+            logits = whole(input_ids=torch.tensor([prompt + one.ids])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(one.ids)[:, None])[:, 0]
+        assert one.log_probs == pytest.approx(expected.tolist(), abs=0.15), "of the policy, with the end token"
 
 
 def assert_same_model(answer: tuple[list[str], list[float]], expected: tuple[list[str], list[float]]) -> None:

@@ -14,6 +14,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.ports import (
+    SAMPLING,
     AdapterBase,
     AdapterFound,
     BatchCapacity,
@@ -31,6 +32,7 @@ from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Policy
+from serve.core import sampling
 from serve.core.config import EngineConfig
 
 
@@ -213,6 +215,7 @@ class SimulatedEngines:
         self.sent: list[dict[str, Any]] = []
         self.sent_alone: list[dict[str, Any]] = []
         self.wanted: list[str] = []
+        self.sampled: list[str] = []
         self.most_at_once = 0
         self._at_once = 0
         self.rule: Callable[[dict[str, Any]], Awaitable[EngineAnswer | None]] | None = None
@@ -236,8 +239,17 @@ class SimulatedEngines:
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
         return answer or EngineAnswer(200, {"object": "chat.completion", "echo": body, "usage": usage})
 
+    def sampling_room(self, model: str, version: str) -> BatchCapacity:
+        return self.room(model)
+
+    async def sample(self, model: str, version: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
+        return await self.send(model, sampling.URL, body, request_id)
+
     def wants(self, models: list[str], asker: str = "batches") -> None:
-        self.wanted = models
+        if asker == SAMPLING:
+            self.sampled = models
+        else:
+            self.wanted = models
 
     async def changed(self, timeout_s: float) -> None:
         await asyncio.sleep(min(timeout_s, 0.005))

@@ -59,19 +59,20 @@ class Samples:
 class Method(ABC):
     """What is particular to one way of training.
 
-    name: as OpenAI's `method.type` and in a TrainSpec. summary: for commands. metric_names: of the values of `metrics`,
-    in order. sequences: how many sequences of tokens an example is; max_length is the limit of each, and all of them
-    stand in one micro-batch. needs_reference: before the first step the run asks the objective about every sequence
-    once and keeps the answers with the job (train.run.reference); rows have them from then on. rolls_out: an example is
-    a prompt; in each step the model answers those of the step, a grader judges the answers, and the rows are made of
-    them (train.run.rollouts). takes: what a request may say of it beside hyperparameters, by name; "grader" is one of
-    them where it rolls out.
+    name: as OpenAI's `method.type` and in a TrainSpec. summary: for commands. metric_names, peak_names: of the values
+    of `metrics` and `peaks`, in order. sequences: how many sequences of tokens an example is; max_length is the limit
+    of each, and all of them stand in one micro-batch. needs_reference: before the first step the run asks the objective
+    about every sequence once and keeps the answers with the job (train.run.reference); rows have them from then on.
+    rolls_out: an example is a prompt; in each step the model answers those of the step, a grader judges the answers,
+    and the rows are made of them (train.rollouts). takes: what a request may say of it beside hyperparameters, by name;
+    "grader" is one of them where it rolls out.
     """
 
     name: str
     summary: str
     options: tuple[Option, ...] = ()
     metric_names: tuple[str, ...] = ()
+    peak_names: tuple[str, ...] = ()
     sequences: int = 1
     needs_reference: bool = False
     rolls_out: bool = False
@@ -157,4 +158,8 @@ class Method(ABC):
     def metrics(self, objective: torch.nn.Module) -> list[float]:
         """Of the micro-batches since it was asked last, one for each of `metric_names`; they are summed over all ranks
         and reported with the step."""
+        return []
+
+    def peaks(self, objective: torch.nn.Module) -> list[float]:
+        """As `metrics`, for each of `peak_names`: of all ranks the largest is reported."""
         return []

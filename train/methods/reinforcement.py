@@ -44,7 +44,8 @@ class Reinforcement(Method):
         Option("eval_samples", 1, 64, 1, "answers of each prompt of the validation file"),
         Option("max_completion_tokens", 1, 131072, ANSWER_TOKENS, "tokens that an answer may have"),
     )
-    metric_names = ("mismatch_kl", "clipped")
+    metric_names = ("mismatch_kl", "mismatch_mean", "clipped")
+    peak_names = ("mismatch_max",)
     rolls_out = True
     takes = ("grader", "response_format")
 
@@ -77,6 +78,7 @@ class Reinforcement(Method):
             raise InvalidHyperparameter(
                 "reasoning_effort", effort, "'default': models of this box reason as much as they have learnt to"
             )
+        options["rollouts"] = _rollouts(given, fields, model)
         fields["max_length"] = _length(given, options, longest, model.max_position_embeddings)
         options["group"] = max(2, round(GROUP * options["compute_multiplier"]))
         row = _HOST_ROW if estimate.kind_of(model.device_kind).on_host else _DEVICE_ROW
@@ -134,7 +136,7 @@ class Reinforcement(Method):
     def objective(self, model: Any, options: Mapping[str, Any]) -> torch.nn.Module:
         from train.methods.reinforcement_objective import ReinforcementObjective
 
-        return ReinforcementObjective(model)
+        return ReinforcementObjective(model, by_engine=options.get("rollouts") == "engine")
 
     def batch(self, row: Row, scale: float, device: torch.device | str) -> Any:
         from train.methods.reinforcement_objective import to_batch
@@ -143,6 +145,23 @@ class Reinforcement(Method):
 
     def metrics(self, objective: torch.nn.Module) -> list[float]:
         return objective.take_metrics()
+
+    def peaks(self, objective: torch.nn.Module) -> list[float]:
+        return objective.take_peaks()
+
+
+def _rollouts(given: Given, fields: dict[str, Any], model: ModelStats) -> str:
+    """Who samples: "engine" or "ranks"."""
+    asked = given.choice("rollouts", ("auto", "engine", "ranks"), auto="auto")
+    why = auto.why_no_adapter(model, fields)
+    if asked == "engine" and why:
+        raise InvalidHyperparameter(
+            "rollouts",
+            asked,
+            f"'ranks' or 'auto': {why}, and engines know a model in training as an adapter of its base only "
+            "(lora_rank makes it one)",
+        )
+    return "ranks" if asked == "auto" else asked
 
 
 def _shares(group: int, rows: int) -> int:

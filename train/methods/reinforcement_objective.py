@@ -21,6 +21,10 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 TRUNCATED_AT = 3.0
 """The largest ratio that counts where the advantage is below 0, else one token could outweigh a whole step (dual-clip
 PPO: Ye et al., 2020, arXiv:1912.09729)."""
+WEIGHT_CAP = 2.0
+"""The most that a token of an engine counts for being likelier to the trainer than to the engine: truncated importance
+sampling (Ionides, 2008) between sampler and trainer, with the cap of Yao et al., 2025, "Your Efficient RL Framework
+Secretly Brings You Off-Policy RL Training"."""
 
 
 class Float32LogProbHead(LogProbHead):
@@ -36,31 +40,61 @@ class Float32LogProbHead(LogProbHead):
 
 
 class ReinforcementObjective(PackedObjective):
-    """A row's sequences are prompts with answers that the model has sampled, of which the answers are learnt."""
+    """A row's sequences are prompts with answers that the model has sampled, of which the answers are learnt.
 
-    def __init__(self, model: PreTrainedModel):
+    by_engine: an engine has sampled them. Its kernels round otherwise, and it may have the weights of a step before, so
+    that a token's ratio says how far the two samplers differ, not how far the step has moved: it weighs the token, up
+    to WEIGHT_CAP, and stops no gradient, as clipping would.
+    """
+
+    def __init__(self, model: PreTrainedModel, by_engine: bool = False):
         super().__init__(model, Float32LogProbHead)
+        self._by_engine = by_engine
         self._seen: list[torch.Tensor] = []
+        self._farthest: list[torch.Tensor] = []
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Minus the sum of the clipped surrogate over the row's learnt tokens, times batch["scale"]; float32 scalar."""
-        moved = self.log_probs(batch) - batch["sampled"]
-        ratio, advantages = moved.exp(), batch["advantages"]
-        plain = ratio * advantages
-        clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages
-        surrogate = torch.minimum(plain, clipped)
-        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, TRUNCATED_AT * advantages), surrogate)
+        """Minus the sum of the surrogate over the row's learnt tokens, times batch["scale"]; float32 scalar."""
+        log_probs, advantages = self.log_probs(batch), batch["advantages"]
+        moved = log_probs - batch["sampled"]
+        surrogate, cut = _weighted(log_probs, moved, advantages) if self._by_engine else _clipped(moved, advantages)
         with torch.no_grad():
             # The unbiased estimate of KL(sampler, trainer) that is never negative (Schulman, 2020).
-            told = [(ratio - 1 - moved).sum(), (surrogate != plain).float().sum()]
+            told = [(moved.exp() - 1 - moved).sum(), moved.abs().sum(), cut.float().sum()]
             self._seen.append(torch.stack(told) * batch["scale"])
+            self._farthest.append(moved.abs().max())
         return -surrogate.sum() * batch["scale"]
 
     def take_metrics(self) -> list[float]:
         """Means over the tokens of the step, as far as this rank has seen them; in the order of
         Reinforcement.metric_names."""
         seen, self._seen = self._seen, []
-        return torch.stack(seen).sum(0).tolist() if seen else [0.0] * 2
+        return torch.stack(seen).sum(0).tolist() if seen else [0.0] * 3
+
+    def take_peaks(self) -> list[float]:
+        """As `take_metrics`, in the order of Reinforcement.peak_names."""
+        farthest, self._farthest = self._farthest, []
+        return [float(torch.stack(farthest).max())] if farthest else [0.0]
+
+
+def _clipped(moved: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The surrogate of each token whose log-probability has moved so far, and whether the clip decides it."""
+    ratio = moved.exp()
+    plain = ratio * advantages
+    clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages
+    surrogate = torch.minimum(plain, clipped)
+    surrogate = torch.where(advantages < 0, torch.maximum(surrogate, TRUNCATED_AT * advantages), surrogate)
+    return surrogate, surrogate != plain
+
+
+def _weighted(
+    log_probs: torch.Tensor, moved: torch.Tensor, advantages: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_clipped`. Its gradient is weight x advantage x that of the log-probability: the samples of a step are learnt
+    from once, so the trainer's own ratio is 1 wherever it is differentiated."""
+    ratio = moved.detach().exp()
+    own = (log_probs - log_probs.detach()).exp()
+    return ratio.clamp(max=WEIGHT_CAP) * own * advantages, ratio > WEIGHT_CAP
 
 
 def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, Any]:

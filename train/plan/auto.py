@@ -222,15 +222,24 @@ def _lora_rank(given: Given, model: ModelStats) -> int:
     return rank
 
 
+def why_no_adapter(model: ModelStats, fields: Mapping[str, Any]) -> str:
+    """Why engines of the base do not serve what a run with these fields of a TrainSpec trains beside it; "" if they
+    do."""
+    if fields["full"]:
+        return "full is true"
+    if not model.adapter_max_rank:
+        return "engines of this base take no adapters"
+    if not all(target.endswith("_proj") for target in fields["lora_targets"]):
+        return "engines take adapters of the layers named *_proj only"
+    if fields["lora_rank"] > model.adapter_max_rank:
+        return f"engines take adapters of rank {model.adapter_max_rank} at most"
+    return ""
+
+
 def _lora_publish(given: Given, model: ModelStats, fields: dict) -> str:
     # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
-    refusal = None
-    if fields["full"]:
-        refusal = "'merged', because full is true"
-    elif not model.adapter_max_rank:
-        refusal = "'merged': engines of this base take no adapters"
-    elif not all(target.endswith("_proj") for target in fields["lora_targets"]):
-        refusal = "'merged': engines take adapters of the layers named *_proj only"
+    why = why_no_adapter(model, fields)
+    refusal = f"'merged': {why}" if why else ""
     publish = given.choice("lora_publish", ("adapter", "merged"), auto="merged" if refusal else "adapter")
     if publish == "adapter" and refusal:
         raise InvalidHyperparameter("lora_publish", publish, refusal)

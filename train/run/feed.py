@@ -1,5 +1,5 @@
 """What each step of a run learns from: the rows of the data, or answers that the model samples in the step itself
-(train.run.rollouts)."""
+(train.rollouts.rollouts)."""
 
 from __future__ import annotations
 

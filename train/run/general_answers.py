@@ -35,7 +35,7 @@ from train.data.general_questions import (
 )
 from train.model.model import load_tokenizer
 from train.plan.spec import TrainSpec
-from train.run.sampler import answering, next_logits, padded
+from train.rollouts.sampler import answering, next_logits, padded
 from train.state.fragments import Grid
 
 _BEFORE = "general_before.json"  # beside the run: what was heard before the first step

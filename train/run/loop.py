@@ -29,12 +29,12 @@ from train.methods.methods import method_of
 from train.plan.errors import TrainingDiverged
 from train.plan.learning_rate import learning_rate
 from train.plan.spec import TrainSpec
+from train.rollouts.rollouts import Rollouts
 from train.run.event_log import EventLog
 from train.run.feed import DataFeed, Feed
 from train.run.general_answers import GeneralQuestions
 from train.run.leave_step import Leaving, StepLeft
 from train.run.reference import Reference
-from train.run.rollouts import Rollouts
 from train.run.tensorboard_writer import TensorboardWriter
 from train.run.validations import Validations
 from train.state import fragments, parking, snapshot
@@ -79,7 +79,7 @@ class Run:
         self.feed: Feed = DataFeed(self.method, self.plan, train, self.grid)
         if self.method.rolls_out:
             self.rollouts = Rollouts(
-                spec, self.method, engine, self.grid, self.plan, (train, valid), emit, signals, progress
+                spec, self.method, engine, store, self.grid, self.plan, (train, valid), emit, signals, progress
             )
             self.feed = self.rollouts
         self.saving = Saving(spec, store, engine, self.plan, len(train.packs), self.emit, signals, progress)
@@ -189,7 +189,8 @@ class Run:
 
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         rows = self.feed.rows()
-        self.method.metrics(self.engine.module)  # of a step that was left
+        for left in (self.method.metrics, self.method.peaks):  # of a step that was left
+            left(self.engine.module)
         self.leaving.begin()
         for turn, (number, row) in enumerate(rows, 1):
             self.progress.enter("step", step)
@@ -276,6 +277,10 @@ class Run:
         total, draft, *sent = message.tolist()
         found = {name: count > 0 for name, count in zip(SIGNALS, sent[: len(SIGNALS)], strict=True)}
         metrics = dict(zip(self.method.metric_names, sent[len(SIGNALS) :], strict=True))
+        if loss is not None and self.method.peak_names:
+            peaks = torch.tensor(self.method.peaks(self.engine.module), device=self.engine.device)
+            comm.all_reduce(peaks, op=comm.ReduceOp.MAX)
+            metrics |= dict(zip(self.method.peak_names, peaks.tolist(), strict=True))
         return {"loss": total, "draft": int(draft), "metrics": metrics} | found
 
     def _devices_wanted(self) -> bool:
@@ -340,7 +345,8 @@ class Run:
         scale = 1.0 / self.method.denominator(self.valid, packs)
         # The loss, then the metrics of the method.
         told = torch.zeros(1 + len(self.method.metric_names), dtype=torch.float32, device=self.engine.device)
-        self.method.metrics(self.engine.module)  # of a step that was left
+        for left in (self.method.metrics, self.method.peaks):  # of a step that was left
+            left(self.engine.module)
         self.engine.eval()
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
         for turn in range(-(-len(packs) // self.grid.data_size)):

@@ -36,4 +36,3 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping  #
 import train.run.worker  # noqa: E402, F401
 
 get_checkpoint_conversion_mapping("llama")  # compiles 700 regular expressions once, here instead of in every rank
-kinds.before_fork()

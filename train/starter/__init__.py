@@ -1,5 +1,5 @@
 """Pretrains the `starter` model on this machine: a small, honestly labelled Llama for boxes without any model.
 
-Never: Jobs do not use it; it runs in its own process.
+Never: Takes part in a job; it runs in a process of its own.
 Begin with main.py.
 """

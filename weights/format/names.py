@@ -30,6 +30,21 @@ TOKENIZER_FILES = (*(name for names in VOCABULARIES for name in names), "added_t
 MAX_SEGMENT_BYTES = 255  # NAME_MAX of Linux file systems
 
 
+POLICY_PREFIX = ".policy/"
+"""Adapters whose names begin with it are models in training, for the sampling of their own rollouts. No model has such
+a name, and engines answer by them to nobody else."""
+
+
+def policy_name(job_id: str) -> str:
+    """The name of the adapters that are this job's model in training."""
+    return POLICY_PREFIX + job_id
+
+
+def policy_of(name: str) -> str | None:
+    """The inverse of `policy_name`; None for the name of a model."""
+    return name.removeprefix(POLICY_PREFIX) if name.startswith(POLICY_PREFIX) else None
+
+
 def encode_name(name: str) -> str:
     """One directory name for a model or version name. Raises InvalidName."""
     if not isinstance(name, str) or not name:

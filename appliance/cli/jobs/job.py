@@ -27,7 +27,7 @@ def list_jobs(
     every: EVERY = 2.0,
 ) -> None:
     """Every job: how far it is, which devices it holds, and what it waits for."""
-    session.follow(lambda: session.client.get("/admin/v1/jobs", limit=limit), jobs_table, watch, every)
+    session.follow(lambda: session.client.listed("/admin/v1/jobs", limit), jobs_table, watch, every)
 
 
 @box_command(app, "appliance job get ftjob-abc123", "appliance job get ftjob-abc123 -o json | jq .loss")

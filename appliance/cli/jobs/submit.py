@@ -48,7 +48,7 @@ app = group("The making of fine-tuning jobs; `appliance job` takes this command 
     "Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,",
     "learning_rate, lr_scheduler (cosine, linear, constant, wsd), warmup_ratio, weight_decay, max_grad_norm,",
     "gradient_accumulation, micro_batch, packing, eval_interval, early_stopping_patience, activation_checkpointing,",
-    "offload, snapshot_every_s, step_patience_s, general_questions.",
+    "offload, snapshot_every_s, step_patience_s, general_questions; for rewards also rollouts (engine, ranks).",
 )
 @with_training
 def submit(

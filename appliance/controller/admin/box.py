@@ -17,13 +17,14 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import copy_limit, lost_nodes
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.http.paging import After, list_object
-from appliance.controller.interfaces.errors import NotFound, shown
+from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, Caller, needs
 from appliance.controller.jobs.wanted import unknown_job
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import audit, handovers, keys
 from appliance.store.rows import JobRow
 
+_MOST_STEPS = 2000
 RecentLimit = Annotated[int, Query(ge=1, le=1000)]
 
 
@@ -58,8 +59,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "devices": lost_nodes.in_view(db, now["devices"]),
             "replicas": now["replicas"],
             "jobs": [views.job(row) for row in jobs.list_unfinished(db)],
+            "requests": {
+                name: {"inflight": one.inflight, "held": one.held}
+                for name, one in load.models.items()
+                if one.inflight or one.held
+            },
             "memory": now["memory"],
             "handover": handover_view(now["handover"]),
+            "doctor": context.doctor_findings(),
             "degraded": [*context.background.degraded(), *context.main_troubles()],
             "troubles": now["troubles"],
             "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes],
@@ -74,6 +81,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/tiers")
     async def tiers() -> dict[str, Any]:
         return {"object": "list", "data": context.tiers.status()}
+
+    @router.get("/doctor")
+    async def doctor() -> dict[str, Any]:
+        """What `appliance doctor` says of this machine and the box on it, at most half a minute old."""
+        try:
+            return {"object": "list", **await context.doctor()}
+        except OperationFailed as error:
+            raise ApiError(500, str(error), kind="server_error", code=error.code) from error
 
     @router.get("/handovers")
     async def list_handovers(limit: RecentLimit = 20) -> dict[str, Any]:
@@ -106,8 +121,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return found
 
     @router.get("/jobs")
-    async def list_jobs(limit: RecentLimit = 100) -> dict[str, Any]:
-        return {"object": "list", "data": [views.job(row) for row in jobs.list_recent(db, limit)]}
+    async def list_jobs(after: After = None, limit: RecentLimit = 100) -> dict[str, Any]:
+        return list_object(jobs.page(db, viewer=None, after=after, limit=limit), views.job)
 
     @router.get("/jobs/{job_id}")
     async def show_job(job_id: str) -> dict[str, Any]:
@@ -119,7 +134,10 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         after_step: Annotated[int, Query(ge=-1, lt=2**62)] = -1,
         limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
     ) -> dict[str, Any]:
+        """A page ends after so many steps as take 25 ms, however many are asked for; `has_more` says that there are
+        more, behind the last one's step."""
         _known_job(job_id)
+        limit = min(limit, _MOST_STEPS)
         rows = job_records.list_metrics(db, job_id, after_step=after_step, limit=limit + 1)
         data = [asdict(row) for row in rows[:limit]]
         return {"object": "list", "data": data, "has_more": len(rows) > limit}

@@ -6,6 +6,8 @@ model without an awake engine is woken for a batch only if that takes nothing fr
 - mode serve and split: the devices belong to serving; while no other model has requests, or a device is free;
 - mode auto: the same, but only while no job wants devices;
 - mode train: never. A batch waits for another mode, or until an interactive request wakes an engine.
+
+Rollouts of a job that trains take no device from training either, their own job's least of all: `may_wake_to_sample`.
 """
 
 from __future__ import annotations
@@ -58,6 +60,13 @@ def may_wake(policy: str, jobs_want_devices: bool, others_asked: bool, free_devi
     return not others_asked or free_devices > 0
 
 
+def may_wake_to_sample(policy: str, floor: int, others_asked: bool, free_devices: int) -> bool:
+    """Whether a model may be woken for the rollouts of a job that trains. floor: devices that serving keeps whatever
+    training wants; a model asleep claims one of them, or one that nobody holds, where no other model has requests."""
+    theirs = policy in ("serve", "split") or floor > 0
+    return free_devices > 0 or (theirs and not others_asked)
+
+
 def with_wish(demand: Demand, awake: bool, now_s: float) -> Demand:
     """Demand of a model that a batch may wake: asleep, one more request; awake, it counts as just used, which keeps it
     from idling to sleep but claims nothing."""
@@ -71,12 +80,12 @@ def others_asked(load: Load, names: set[str]) -> bool:
     return any(row.inflight or row.held for name, row in load.models.items() if name not in names)
 
 
-def open_engines(table_row: Mapping | None) -> dict[str, str]:
+def open_engines(table_row: Mapping | None, version: str | None = None) -> dict[str, str]:
     """Replica id to socket of the open replicas in a model's row of the routing table whose engines give signs of
-    life."""
+    life; version: only those that serve it."""
     replicas = table_row.get("replicas", ()) if table_row else ()
     return {
         replica["id"]: replica["socket"]
         for replica in replicas
-        if replica["state"] == "open" and not replica.get("avoid")
+        if replica["state"] == "open" and not replica.get("avoid") and version in (None, replica["version"])
     }

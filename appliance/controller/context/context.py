@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,11 @@ from appliance.store.rows import ModelRow
 from runtime.background_tasks import BackgroundTasks
 
 
+async def _no_doctor() -> dict[str, Any]:
+    """Of a controller without a box around it."""
+    return {"exit_code": 0, "data": [], "at_s": time.time()}
+
+
 @dataclass
 class ControllerContext:
     """files_dir: bytes of files by id. jobs_dir: one folder per job. batches_dir: answers of unfinished batches.
@@ -37,7 +42,8 @@ class ControllerContext:
     adapter_rank_limit: the largest LoRA rank that engines of a model accept, 0: none. load: the gateways' reports.
     models_shared: call it when access to a model has changed, to inform the gateways. background: tasks of this
     process. main_troubles: troubles of the processes that the main process supervises, in the form of
-    `BackgroundTasks.degraded`."""
+    `BackgroundTasks.degraded`. doctor_findings: what is wrong, as the doctor last saw it. doctor: its
+    findings now (`appliance.wiring.doctor_process`)."""
 
     db: Database
     files_dir: Path
@@ -61,7 +67,9 @@ class ControllerContext:
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
     last_backup: Callable[[], LastBackup | None] = lambda: None
     main_troubles: Callable[[], list[dict[str, Any]]] = list
+    doctor_findings: Callable[[], list[dict[str, Any]]] = list
     file_work: FileWork = field(default_factory=FileWork)
+    doctor: Callable[[], Awaitable[dict[str, Any]]] = _no_doctor
 
     def __post_init__(self) -> None:
         self.quotas = Quotas(

@@ -25,10 +25,11 @@ class RolloutGrading:
     def __init__(self, context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers):
         self._db, self._hosts, self._answers = context.db, hosts, answers
 
-    async def grade(self, job_id: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """{"rewards", "errors"} of samples {"text", "item"}, in their order. One that the box could not grade has None;
-        one that the grader failed at has 0. An answer that is no JSON where JSON is read is no error, but what the
-        model has to learn. {"failed"}, in words, where the job cannot go on."""
+    async def grade(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
+        """{"rewards", "errors"} of the question's "samples", {"text", "item"}, in their order. One that the box could
+        not grade has None; one that the grader failed at has 0. An answer that is no JSON where JSON is read is no
+        error, but what the model has to learn. {"failed"}, in words, where the job cannot go on."""
+        samples = question["samples"]
         row, found = jobs.find(self._db, job_id), job_records.find_grader(self._db, job_id)
         if row is None or found is None:
             return {"failed": "the grader of the job was deleted"}

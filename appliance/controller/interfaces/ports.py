@@ -301,6 +301,10 @@ class NodePort(Protocol):
         """Each node as it answers now, as the admin API shows it."""
 
 
+SAMPLING = "rollouts"
+"""Who wants models for the rollouts of jobs (`BatchEngines.wants`)."""
+
+
 class BatchEngines(Protocol):
     """Engines for batch lines, on the capacity that interactive requests leave idle."""
 
@@ -312,6 +316,13 @@ class BatchEngines(Protocol):
     ) -> EngineAnswer:
         """The answer to one line, after the checks that every request passes. alone: no other line is on its engine
         meanwhile; it waits for those that are there. Raises LineReturned."""
+
+    def sampling_room(self, model: str, version: str) -> BatchCapacity:
+        """As `room`, of the engines that have this version of the model's weights, for rollouts."""
+
+    async def sample(self, model: str, version: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
+        """The answer of one of those engines to a request of serve.core.sampling. The model that it names may be one in
+        training, which no other request reaches. Raises LineReturned."""
 
     def wants(self, models: list[str], asker: str = "batches") -> None:
         """Models with lines left, in order of their oldest batch: they may be woken if that disturbs nobody. Replaces

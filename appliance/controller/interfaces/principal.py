@@ -13,7 +13,7 @@ from appliance.controller.interfaces.identity import ADMIN, GATEWAY, Identity
 from appliance.store.records import keys
 
 FINE_TUNING, INFERENCE, READ, METRICS = "fine_tuning", "inference", "read", "metrics"
-_SCRAPE, _USAGE = "/admin/v1/metrics", "/admin/v1/usage"
+_SCRAPE, _USAGE, _ME = "/admin/v1/metrics", "/admin/v1/usage", "/admin/v1/me"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def needs(*scopes: str) -> Callable[[Principal], Awaitable[None]]:
 
 async def of_admin_routes(request: Request, caller: Caller) -> None:
     """A dependency of /admin/v1: `read` allows every GET, `metrics` only the scrape, and `inference` and `fine_tuning`
-    the usage of their owner; none of them changes anything.
+    the usage of their owner; any key may ask what it is itself. None of them changes anything.
 
     Routes that even `read` must not see also use `needs(ADMIN)`.
     """
@@ -96,5 +96,7 @@ async def of_admin_routes(request: Request, caller: Caller) -> None:
         scopes.append(METRICS)
     if request.url.path == _USAGE and scopes:
         scopes += [INFERENCE, FINE_TUNING]
+    if request.url.path == _ME and scopes:
+        scopes += [INFERENCE, FINE_TUNING, METRICS]
     if not caller.may(*scopes):
         raise Forbidden(" or ".join([ADMIN, *scopes]))

@@ -26,6 +26,7 @@ class Kind(enum.Enum):
     HEALTH = "health"
     METRICS = "metrics"
     PREFLIGHT = "preflight"
+    PAGE = "page"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,9 @@ class Route:
     SSE stream of this route, None without a fixed ending. upload: bodies may be as large as a file. engine_path: for
     inference.
 
-    The `path` of a CONTROL route includes all URLs below it. posts_to: only URLs with this ending accept POST, others
-    do not exist. narrower: rows that replace this one if their method and URL match; `ending` and `below` (never the
-    path itself) select the URLs.
+    The `path` of a CONTROL or PAGE route includes all URLs below it. posts_to: only URLs with this ending accept POST,
+    others do not exist. narrower: rows that replace this one if their method and URL match; `ending` and `below` (never
+    the path itself) select the URLs.
     """
 
     name: str
@@ -84,6 +85,9 @@ EXACT: dict[bytes, Route] = {
     )
 }
 
+# The box's own page and its files: the same for everybody, so without a key. What they ask for has one.
+PAGE = Route("page", Kind.PAGE, _GET, frozenset(), b"/ui")
+
 # What a browser asks before a page's request; any URL, since the request itself is checked when it comes.
 PREFLIGHT = Route("preflight", Kind.PREFLIGHT, frozenset({b"OPTIONS"}), frozenset())
 _ANTHROPIC = b"/v1/messages"
@@ -94,7 +98,7 @@ def is_anthropic(path: bytes) -> bool:
     return path.startswith(_ANTHROPIC) and path[len(_ANTHROPIC) : len(_ANTHROPIC) + 1] in (b"", b"/")
 
 
-_USAGE = b"/admin/v1/usage"
+_USAGE, _ME = b"/admin/v1/usage", b"/admin/v1/me"
 
 
 def _control(
@@ -150,9 +154,12 @@ CONTROL: tuple[Route, ...] = (
     ),
 )
 
+_ROOTS: tuple[Route, ...] = (*CONTROL, PAGE)
+
 # By its whole URL: a model may be called `usage`, and what is below /admin/v1 stays as it is. Whose usage a key sees is
 # the controller's to say.
 EXACT[_USAGE] = _control(_USAGE.decode(), "GET", frozenset({ADMIN, READ, INFERENCE, FINE_TUNING}))
+EXACT[_ME] = _control(_ME.decode(), "GET", frozenset({ADMIN, READ, METRICS, INFERENCE, FINE_TUNING}))
 
 # No dot segments, no empty segments, no backslash, neither plain nor percent-encoded, and no fragment, which the
 # controller's parser cuts off: the path that is checked here must be the path that the controller routes.
@@ -189,7 +196,7 @@ def resolve(method: bytes, path: bytes) -> Route:
 
 
 def _below(method: bytes, path: bytes) -> Route:
-    for route in CONTROL:
+    for route in _ROOTS:
         size = len(route.path)
         if path.startswith(route.path) and (len(path) == size or path[size] == 0x2F):
             if _UNSAFE_PATH.search(path) or (method == b"POST" and not path.endswith(route.posts_to)):

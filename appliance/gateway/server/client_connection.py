@@ -242,6 +242,13 @@ class ClientConnection(Receiver):
         assert request.route is not None
         if request.route.kind is Kind.PREFLIGHT:
             self._answer_head(204, preflight_headers(request))
+        elif request.route.kind is Kind.PAGE:
+            page = self._dispatch.page(request)
+            if page.status == 304:
+                self._answer_head(304, page.headers)
+                return
+            request.more_headers = [*request.more_headers, *page.headers]
+            self.answer(page.status, page.content_type, page.body)
         elif request.route.kind is not Kind.HEALTH:
             request.received_s = time.monotonic()
             try:

@@ -18,6 +18,8 @@ from appliance.gateway.inference.handler import InferenceHandler
 from appliance.gateway.inference.response_copies import ResponseCopies
 from appliance.gateway.payload.request_check import Checked, check_object, parsed_body
 from appliance.gateway.state.state import State
+from appliance.ui.site import SiteAnswer, site
+from appliance.ui.site import answer as answer_file
 
 
 class Dispatch:
@@ -31,7 +33,10 @@ class Dispatch:
         """Check everything that a request's head determines. Raises HttpError."""
         state, route = self._state, request.route
         assert route is not None
-        if route.kind is not Kind.HEALTH and route.kind is not Kind.PREFLIGHT:
+        if route.kind is Kind.PAGE:
+            if request.path not in site():
+                raise errors.unknown_url(request.method.decode(), request.path.decode("ascii", "replace"), "")
+        elif route.kind is not Kind.HEALTH and route.kind is not Kind.PREFLIGHT:
             digest = key_digest(request.headers)
             if state.generation < 0:
                 raise errors.unavailable("The gateway has no routing table yet. Please retry.", "starting", 2)
@@ -99,6 +104,15 @@ class Dispatch:
         if state.tracing is not None:
             state.tracing.begin(request)
         return InferenceHandler(state, self._copies, client, request, checked)
+
+    def page(self, request: Request) -> SiteAnswer:
+        """Of a file of the page, which `admit` found."""
+        headers = request.headers
+        return answer_file(
+            site()[request.path],
+            if_none_match=headers.get(b"if-none-match"),
+            accept_encoding=headers.get(b"accept-encoding"),
+        )
 
     def health(self) -> tuple[int, bytes, bytes]:
         """Of /health: status, content type, body."""

@@ -1,5 +1,6 @@
-"""Tables of what users make: files, uploads, jobs, batches, responses, models and adapters.
+"""Tables of what users make: files, uploads, jobs, batches, responses, evaluations, models and
+adapters.
 
-Never: One file reads and writes one table; no rule of the API stands here.
+Never: Holds a rule of the API; each file has the tables of one kind of object.
 Begin with jobs.py.
 """

@@ -44,13 +44,6 @@ def is_visible(db: Database, name: str, viewer: str | None) -> bool:
     return viewer is None or bool(db.execute(f"{_VISIBLE} AND models.id = ?2", [viewer, name]).fetchone())
 
 
-def visible(db: Database, viewer: str | None) -> set[str]:
-    """All models that this owner sees."""
-    if viewer is None:
-        return {row["id"] for row in db.execute("SELECT id FROM models")}
-    return {row["id"] for row in db.execute(_VISIBLE, [viewer])}
-
-
 def callable_names(db: Database, viewer: str | None) -> list[str]:
     """What this owner may call, None: an admin, all: models, oldest first, then their checkpoints."""
     seen, given = ("SELECT id FROM models", []) if viewer is None else (_VISIBLE, [viewer])

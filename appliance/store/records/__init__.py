@@ -1,5 +1,5 @@
 """Tables of what the box itself keeps: keys, usage, audit, deployments, canaries, hand-overs, windows.
 
-Never: One file reads and writes one table; no rule of the API stands here.
+Never: Holds a rule of the API; each file has the tables of one kind of record.
 Begin with keys.py.
 """

@@ -24,47 +24,14 @@ def test_submit_sends_what_was_asked(prepared, tmp_path):
     uploads = [(200, {"id": f"file-{n}", "filename": "f", "status": "processed"}) for n in (1, 2)]
     prepared.prepare("POST", "/v1/files", *uploads)
     prepared.prepare("POST", "/v1/fine_tuning/jobs", (200, {"id": "ftjob-1"}))
-    done = prepared.run(
-        "job",
-        "submit",
-        "--model",
-        "starter",
-        "--file",
-        str(tmp_path / "train.jsonl"),
-        "--validation-file",
-        str(tmp_path / "valid.jsonl"),
-        "--suffix",
-        "s",
-        "--epochs",
-        "3",
-        "--batch-size",
-        "auto",
-        "--learning-rate-multiplier",
-        "0.5",
-        "--lora-rank",
-        "8",
-        "--lora",
-        "--zero-stage",
-        "2",
-        "--max-length",
-        "256",
-        "--seed",
-        "7",
-        "--set",
-        "lora_dropout=0.1",
-        "--set",
-        "precision=fp32",
-        "--set",
-        "packing=false",
-        "--set",
-        'lora_targets=["q_proj"]',
-        "--metadata",
-        "team=a=b",
-        "--max-devices",
-        "4",
-        "--priority",
-        "-1",
+    train, valid = str(tmp_path / "train.jsonl"), str(tmp_path / "valid.jsonl")
+    options = (
+        "--suffix s --epochs 3 --batch-size auto --learning-rate-multiplier 0.5 --lora-rank 8 --lora --zero-stage 2 "
+        "--max-length 256 --seed 7 --set lora_dropout=0.1 --set precision=fp32 --set packing=false "
+        '--set lora_targets=["q_proj"] --metadata team=a=b --max-devices 4 --priority -1'
     )
+    asked = ["job", "submit", "--model", "starter", "--file", train, "--validation-file", valid, *options.split()]
+    done = prepared.run(*asked)
     assert (done.exit_code, done.stdout) == (0, "ftjob-1\n")
     first, second = prepared.sent("POST", "/v1/files")
     assert b'name="purpose"\r\n\r\nfine-tune\r\n' in first["content"] and b"train.jsonl" in first["content"]
@@ -130,29 +97,11 @@ def test_a_plan_says_what_offloading_puts_into_host_memory(box):
 def test_every_option_is_a_hyperparameter_that_training_knows(box, tmp_path):
     data = tmp_path / "train.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 20)
-    done = box.run(
-        "job",
-        "submit",
-        "--model",
-        "starter",
-        "--file",
-        str(data),
-        "--epochs",
-        "1",
-        "--batch-size",
-        "8",
-        "--learning-rate-multiplier",
-        "1.5",
-        "--lora-rank",
-        "4",
-        "--lora",
-        "--zero-stage",
-        "1",
-        "--max-length",
-        "128",
-        "--set",
-        "weight_decay=0.1",
+    options = (
+        "--epochs 1 --batch-size 8 --learning-rate-multiplier 1.5 --lora-rank 4 --lora --zero-stage 1 --max-length 128 "
+        "--set weight_decay=0.1"
     )
+    done = box.run("job", "submit", "--model", "starter", "--file", str(data), *options.split())
     assert done.exit_code == 0, done.stderr
     unknown = box.run("job", "submit", "--model", "starter", "--file", str(data), "--set", "lora_alpa=3")
     assert unknown.exit_code == 2 and "lora_alpa" in unknown.stderr

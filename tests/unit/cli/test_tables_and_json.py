@@ -85,6 +85,7 @@ def test_status(box, tmp_path):
         "jobs",
         "memory",
         "handover",
+        "doctor",
         "degraded",
         "troubles",
         "notes",

@@ -131,7 +131,7 @@ async def test_bad_fields_are_named(control: Control, fields: dict[str, Any], pa
     error = answer.json()["error"]
     assert answer.status_code in (400, 404), answer.text
     assert error["param"] == param and says in error["message"], error
-    assert jobs.list_recent(control.db, 10) == []
+    assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
 
 
 async def test_missing_fields_and_files_of_other_purposes_are_named(control: Control):
@@ -270,7 +270,7 @@ async def test_a_retry_finds_the_first_job_and_a_new_submission_makes_another(co
     second = await create(0)
     assert second != first
     assert await create(1, **{"x-appliance-key-id": another.id}) not in (first, second)
-    assert len(jobs.list_recent(control.db, 10)) == 4
+    assert len(jobs.page(control.db, viewer=None, after=None, limit=10).data) == 4
 
 
 async def test_two_copies_of_a_retry_at_once_make_one_job(control: Control):
@@ -380,6 +380,10 @@ async def test_lists_page_and_filter_by_metadata(control: Control):
     api = control.sdk.fine_tuning.jobs
     assert [job.id async for job in api.list(limit=2)] == [bare, *ids[::-1]]
     assert [job.id async for job in api.list(limit=1, metadata={"n": "1"})] == [ids[3], ids[1]]
+    both = await control.job(training_file=file_id, metadata={"n": "1", "of": "two"})
+    assert [job.id async for job in api.list(metadata={"n": "1", "of": "two"})] == [both]
+    assert [job.id async for job in api.list(metadata={"n": "0", "of": "two"})] == []
+    await api.cancel(both)
     nulls = await control.http.get("/v1/fine_tuning/jobs?metadata=null")
     assert [job["id"] for job in nulls.json()["data"]] == [bare]
     for query in ("metadata=null&metadata[n]=1", "metadata=1"):
@@ -533,14 +537,14 @@ async def test_answers_of_a_job_are_graded_by_its_grader(control: Control):
     key_id = control.as_key("ann", owner="ann")
     method = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
     job_id = await control.job(training_file=await control.upload(prompts()), method=method)
-    grade = control.app.state.rollouts.grade
-    samples = [{"text": text, "item": {"answer": "4"}} for text in ("4", "5")] + [{"text": "4", "item": {}}]
-    told = await grade(job_id, samples)
+    grade = control.app.state.rollouts["grade"]
+    asked = {"samples": [{"text": text, "item": {"answer": "4"}} for text in ("4", "5")] + [{"text": "4", "item": {}}]}
+    told = await grade(job_id, asked)
     assert told["rewards"] == [1.0, 0.0, 0.0]
     assert told["errors"][:2] == ["", ""] and "answer" in told["errors"][2]
     keys.revoke(control.db, key_id)
-    assert "revoked" in (await grade(job_id, samples))["failed"]
-    assert "deleted" in (await grade("ftjob-none", samples))["failed"]
+    assert "revoked" in (await grade(job_id, asked))["failed"]
+    assert "deleted" in (await grade("ftjob-none", asked))["failed"]
 
 
 async def test_the_events_of_a_job_of_rewards_say_them(control: Control):

@@ -48,7 +48,7 @@ class InBody:
 _RUN = {"data_source": {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {"a": "1"}}]}}}
 # What a gateway lets nobody through to: asked by processes of the box alone.
 CLOSED = {("GET", "/internal/responses/context"), ("POST", "/internal/responses")}
-LIST, NOTHING, ADMINS, READERS, SCRAPE, OWN = "list", "nothing", "admins", "readers", "scrape", "own"
+LIST, NOTHING, ADMINS, READERS, SCRAPE, OWN, SELF = "list", "nothing", "admins", "readers", "scrape", "own", "self"
 # Every route, and what it can name. One that is not here was judged by nobody. In this order they are asked for, so
 # what deletes comes last.
 JUDGED: dict[tuple[str, str], Any] = {
@@ -117,6 +117,7 @@ JUDGED: dict[tuple[str, str], Any] = {
         [
             ("GET", "/admin/v1/status"),
             ("GET", "/admin/v1/tiers"),
+            ("GET", "/admin/v1/doctor"),
             ("GET", "/admin/v1/handovers"),
             ("GET", "/admin/v1/handovers/{handover_id}"),
             ("GET", "/admin/v1/limits"),
@@ -141,6 +142,7 @@ JUDGED: dict[tuple[str, str], Any] = {
         READERS,
     ),
     ("GET", "/admin/v1/usage"): OWN,
+    ("GET", "/admin/v1/me"): SELF,
     ("GET", "/admin/v1/metrics"): SCRAPE,
     **dict.fromkeys(
         [
@@ -599,6 +601,13 @@ async def test_usage_is_of_ones_own_keys_and_jobs_alone(control: Control, people
             assert {"alice", "bob"} <= (await seen(all_, path, "owner")).keys()
 
 
+async def test_a_key_is_told_what_it_is_itself_and_nothing_of_others(control: Control, people: People):
+    told = (await call(control, people.alice, "GET", "/admin/v1/me")).json()
+    assert (told["name"], told["owner"]) == ("alice", "alice") and "inference" in told["scopes"]
+    assert not {"key", "sha256"} & told.keys()
+    assert "admin" in (await call(control, ADMIN, "GET", "/admin/v1/me")).json()["scopes"]
+
+
 # --- scopes
 
 
@@ -609,10 +618,10 @@ def filled(path: str) -> str:
 @pytest.mark.parametrize(
     ("scopes", "allowed"),
     [
-        ("read", (READERS, SCRAPE, OWN)),
-        ("metrics", (SCRAPE,)),
-        ("inference", (OWN,)),
-        ("fine_tuning", (OWN,)),
+        ("read", (READERS, SCRAPE, OWN, SELF)),
+        ("metrics", (SCRAPE, SELF)),
+        ("inference", (OWN, SELF)),
+        ("fine_tuning", (OWN, SELF)),
         ("", ()),
     ],
 )

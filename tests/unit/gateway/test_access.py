@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from typing import Any
 
 import httptools
 import pytest
@@ -14,6 +15,7 @@ from appliance.gateway.core.routes import EXACT, Kind, plain_target, resolve
 from appliance.gateway.http.handler import Handler
 from appliance.gateway.payload.fields import FIELDS
 from appliance.gateway.server.client_connection import ClientConnection
+from weights.format.names import policy_name
 
 from .conftest import Box, Start, chat
 from .upstreams import Reply, UpstreamRequest
@@ -31,6 +33,7 @@ from .upstreams import Reply, UpstreamRequest
         "/collective_rpc",
         "/update_weights",
         "/v1/load_lora_adapter",
+        "/inference/v1/generate",
         "/tokenize",
         "/openapi.json",
         "/docs",
@@ -124,6 +127,9 @@ CASES = [
     ("sk-test-tuning", "GET", "/admin/v1/usage", True),
     ("sk-test-read", "GET", "/admin/v1/usage", True),
     ("sk-test-metrics", "GET", "/admin/v1/usage", False),
+    ("sk-test-metrics", "GET", "/admin/v1/me", True),
+    ("sk-test-inference", "GET", "/admin/v1/me", True),
+    ("sk-test-inference", "GET", "/admin/v1/me/x", False),
     ("sk-test-inference", "GET", "/metrics", False),
     ("sk-test-tuning", "POST", "/v1/chat/completions", False),
     ("sk-test-tuning", "GET", "/v1/files", True),
@@ -221,6 +227,23 @@ async def test_unknown_model_and_wrong_task(box: Box) -> None:
     assert response.status == 400 and response.error["code"] == "model_not_supported"
     response = await box.ask("POST", "/v1/embeddings", {"model": "m", "input": "x"})
     assert response.status == 400 and response.error["code"] == "model_not_supported"
+
+
+@pytest.mark.parametrize("way", ["chat", "completions", "responses", "embeddings", "twice"])
+async def test_a_model_in_training_is_one_that_nobody_has(box: Box, way: str) -> None:
+    """Not even for an admin, and not behind the name of its base: engines know it, so no request may bring it there."""
+    name = f"{policy_name('ftjob-1')}@step-3.0a1b2c3d"
+    routes = {"chat": "/v1/chat/completions", "twice": "/v1/chat/completions"}
+    bodies: dict[str, Any] = {
+        "chat": chat(name),
+        "completions": {"model": name, "prompt": "x"},
+        "responses": {"model": name, "input": "x"},
+        "embeddings": {"model": name, "input": "x"},
+        "twice": json.dumps(chat("m")).encode()[:-1] + b', "model": "%b"}' % name.encode(),
+    }
+    answer = await box.ask("POST", routes.get(way, f"/v1/{way}"), bodies[way])
+    assert 400 <= answer.status < 500 and (way == "twice" or answer.error["code"] == "model_not_found")
+    assert not any(b".policy" in request.body for engine in box.engines.values() for request in engine.requests)
 
 
 async def test_anothers_model_is_one_that_nobody_has(box: Box) -> None:

@@ -2,10 +2,17 @@
 
 import concurrent.futures
 import os
+import sys
 import threading
 import time
+from types import SimpleNamespace
+
+from runtime.devices.kinds import KINDS
 
 PRELOADED_IN = os.getpid()
+LET_GO: list[int] = []  # by which process
+if "warm_parent" in sys.argv[0]:  # pytest imports this module too
+    KINDS["noted"] = SimpleNamespace(before_fork=lambda: LET_GO.append(os.getpid()))
 
 
 def echo(lifeline, args):
@@ -18,6 +25,7 @@ def echo(lifeline, args):
     lifeline.serve(
         {
             "echo": lambda **kw: {"args": args, "got": kw, "pid": os.getpid(), "preloaded_in": PRELOADED_IN},
+            "let_go": lambda: LET_GO,
             "env": lambda name: os.environ.get(name),
             "fail": fail,
             "later": lambda value: pool.submit(lambda: value * 2),

@@ -27,6 +27,7 @@ from serve.core.sizing import engine_size
 from serve.core.spec import ReplicaSpec
 from serve.vllm.arguments import engine_arguments, engine_environment
 from serve.vllm.shm_transfer import ShmWeightTransferEngine
+from tests.devices_support.nvml import Machine, eight_h100
 from train.plan import auto
 from train.plan.errors import InvalidSpec
 from train.plan.spec import TrainSpec
@@ -56,8 +57,10 @@ class Abacus(DeviceKind):
         return {"ABACUS_VISIBLE": "+".join(map(str, devices))}
 
     def watch(self, devices):
-        return lambda: tuple(
-            Reading(device_id, 1.0, lost="beads" if index else "") for index, device_id in devices.items()
+        return lambda let_go: tuple(
+            Reading(device_id, 1.0, lost="beads" if index else "")
+            for index, device_id in devices.items()
+            if device_id not in let_go
         )
 
     def fork_environment(self):
@@ -210,3 +213,22 @@ def test_the_table_costs_no_torch():
     code = "import sys, runtime.devices.kinds; print(sorted({'torch', 'vllm', 'ray'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("loaded", [True, False], ids=["pynvml too", "other handles alone"])
+def test_a_parent_closes_nvml_whoever_opened_it(monkeypatch, loaded):
+    """torch.cuda.is_available(), which Triton asks at its import, starts NVML by a handle of its own and never ends
+    it; the driver resets no GPU whose file is open."""
+    machine = eight_h100()
+    machine.users, machine.loaded = 3, loaded
+    machine.install(monkeypatch)
+    kinds.before_fork()
+    assert machine.users == 0
+    kind_of("cuda").after_fork()
+    assert machine.users == 1, "a rank asks NVML for free memory"
+
+
+def test_without_a_driver_there_is_nothing_to_close(monkeypatch):
+    Machine([], init_error=pynvml.NVMLError_LibraryNotFound()).install(monkeypatch)
+    kinds.before_fork()
+    kind_of("cuda").after_fork()

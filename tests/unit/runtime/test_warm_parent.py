@@ -59,6 +59,13 @@ async def test_forks_a_process_that_has_the_preload_already(warm, tmp_path):
     assert not child.alive
 
 
+async def test_a_parent_lets_go_of_drivers_before_it_forks(warm, tmp_path):
+    child = await spawn(warm, tmp_path)
+    (by,) = await child.call("let_go")
+    assert by == (await child.call("echo"))["preloaded_in"], "the parent, once, after what it imports"
+    assert await child.stop(10)
+
+
 async def test_exceptions_futures_and_events_travel(warm, tmp_path):
     child = await spawn(warm, tmp_path)
     with pytest.raises(ChildError, match="ValueError: no good") as caught:

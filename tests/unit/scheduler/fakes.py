@@ -1,6 +1,6 @@
 """A world of fake devices, engines and groups that survives the death of the loop that moves it.
 
-It checks, at every verb, what the real world would not reset_failures: two holders of a device, an engine put to sleep
+It checks, at every verb, what the real world would not forgive: two holders of a device, an engine put to sleep
 while it has requests, a release under somebody's feet. A violation is an AssertionError, never an EffectFailed.
 """
 
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Trouble
@@ -25,6 +27,18 @@ from scheduler.handover.effects import (
     ReplicaObserved,
     ReplicaOrder,
 )
+from scheduler.simulator import virtual_time
+
+
+def in_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Runs the test on a loop whose time jumps from timer to timer, and begins at 1,000 s."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **named: Any) -> None:
+        virtual_time.run(test(*args, **named), start_s=1000.0)
+
+    return run
+
 
 SECONDS = {
     "acquire": 0.01,

@@ -73,6 +73,33 @@ def test_mig_and_exclusive_mode_are_said_with_the_remedy(monkeypatch):
     assert "exclusive process" in unfit["n0/2"] and "-c DEFAULT" in unfit["n0/2"]
 
 
+def test_a_gpu_cut_by_mig_is_said_to_be_so_to_who_may_not_see_its_memory(monkeypatch):
+    machine = eight_h100()
+    machine.gpus[1].mig = machine.gpus[1].private = True
+    machine.install(monkeypatch)
+    cut = discovery.discover_devices("auto")[1]
+    assert "MIG" in cut.unfit and "-mig 0" in cut.unfit
+    assert cut.memory_bytes == 80 * GIB, "taken for one like the others"
+    assert cut.uuid == "GPU-h100-1", "its cordon follows it"
+    Machine([machine.gpus[1]]).install(monkeypatch)
+    with pytest.raises(DevicesRefused, match=r"none of them can be used.*MIG.*-mig 0"):
+        discovery.discover_devices("auto")
+
+
+def test_a_gpu_that_computes_no_bfloat16_is_no_device(monkeypatch):
+    small = {"name": "NVIDIA T400 4GB", "memory_bytes": 4 * GIB, "capability": (7, 5), "datacentre": False}
+    machine = eight_h100()
+    machine.gpus[2] = replace(machine.gpus[2], **small)
+    machine.install(monkeypatch)
+    devices = discovery.discover_devices("auto")
+    assert [device.index for device in devices] == [0, 1, 3, 4, 5, 6, 7], "CUDA numbers it all the same"
+    assert min(device.memory_bytes for device in devices) == 80 * GIB
+    assert devices[0].linked == {f"n0/{n}" for n in (1, 3, 4, 5, 6, 7)}
+    Machine([machine.gpus[2]]).install(monkeypatch)
+    with pytest.raises(DevicesRefused, match=r"too old: NVIDIA T400 4GB is of compute capability 7\.5.*8\.0.*\[box\]"):
+        discovery.discover_devices("auto")
+
+
 def test_processes_of_others_are_said(monkeypatch):
     machine = eight_h100()
     machine.gpus[5].pids, machine.gpus[5].used_bytes = (4711, 4712), 30 * 10**9
@@ -165,12 +192,13 @@ def test_amd_gpus_are_refused_until_told_to_try(two_mi300x):
 
 def test_amd_gpus_are_watched_by_their_drivers_files(two_mi300x):
     read = kinds.kind_of("rocm").watch({0: "n0/0", 2: "n0/2"})
-    first, second = read()
+    first, second = read(())
     assert (first.device_id, first.ecc_uncorrected, first.temperature_c, first.slowdown_c) == ("n0/0", 0, 61, 100)
     write(two_mi300x, {"class/drm/renderD130/device/ras/umc_err_count": "ue: 2\nce: 3"})
     (two_mi300x / "class/drm/renderD128/device").rename(two_mi300x / "gone")
-    first, second = read()
+    first, second = read(())
     assert "left the bus" in first.lost and second.ecc_uncorrected == 2 and not second.lost
+    assert [reading.device_id for reading in read({"n0/0"})] == ["n0/2"]
 
 
 def test_devices_that_the_box_cannot_use_are_named(without_nvidia, monkeypatch, tmp_path):

@@ -11,8 +11,8 @@ from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, Rep
 from scheduler.handover.box import Box
 from scheduler.loop.drain_cancellation import Drain, as_if_not_begun, to_cancel, worth_asking
 from scheduler.loop.view import Transition
-from tests.unit.scheduler.fakes import FakeStore
-from tests.unit.scheduler.test_loop import JOB, MODEL, Rig, go
+from tests.unit.scheduler.fakes import FakeStore, in_virtual_time
+from tests.unit.scheduler.test_loop import JOB, MODEL, Rig
 
 LONG_STREAM_S = 300.0
 
@@ -34,110 +34,98 @@ class DrainingRig(Rig):
         return {verb for verb, _ in self.world.verbs_done}
 
 
-def test_a_mode_that_flips_back_takes_the_drain_back() -> None:
-    async def test() -> None:
-        async with DrainingRig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
-            await rig.settle()
-            await rig.change(Policy("train"), 40.0)
-            assert rig.loop.status()["replicas"][0]["state"] == "draining"
-            began_s = rig.now_s
-            await rig.change(Policy("serve"))
-            await rig.settle()
-            assert rig.now_s - began_s < 1.0, "nobody waited for the stream"
-            assert rig.states() == ["open"] and rig.jobs() == {}
-            assert not rig.verbs() & {"sleep_replica", "wake_replica", "start_group", "suspend_group"}
-            record = rig.journal.recent(1)[0]
-            assert record.state == "undone"
-            assert record.error == "cancelled: mode serve keeps replica r1-0 open"
-            assert {s.verb: s.state for s in record.steps if s.undoes is None} == {
-                "drain_replica": "skipped",
-                "sleep_replica": "skipped",
-                "release": "skipped",
-                "acquire": "skipped",
-                "start_group": "skipped",
-            }
-            assert [s.verb for s in record.steps if s.undoes is not None] == ["open_replica"]
-
-    go(test)
+@in_virtual_time
+async def test_a_mode_that_flips_back_takes_the_drain_back() -> None:
+    async with DrainingRig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+        await rig.settle()
+        await rig.change(Policy("train"), 40.0)
+        assert rig.loop.status()["replicas"][0]["state"] == "draining"
+        began_s = rig.now_s
+        await rig.change(Policy("serve"))
+        await rig.settle()
+        assert rig.now_s - began_s < 1.0, "nobody waited for the stream"
+        assert rig.states() == ["open"] and rig.jobs() == {}
+        assert not rig.verbs() & {"sleep_replica", "wake_replica", "start_group", "suspend_group"}
+        record = rig.journal.recent(1)[0]
+        assert record.state == "undone"
+        assert record.error == "cancelled: mode serve keeps replica r1-0 open"
+        assert {s.verb: s.state for s in record.steps if s.undoes is None} == {
+            "drain_replica": "skipped",
+            "sleep_replica": "skipped",
+            "release": "skipped",
+            "acquire": "skipped",
+            "start_group": "skipped",
+        }
+        assert [s.verb for s in record.steps if s.undoes is not None] == ["open_replica"]
 
 
-def test_taking_back_is_no_failure_and_the_next_flip_drains_at_once() -> None:
-    async def test() -> None:
-        async with DrainingRig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
-            await rig.settle()
-            for _ in range(5):
-                await rig.change(Policy("train"), 5.0)
-                await rig.change(Policy("serve"))
-                await rig.settle()
-            rig.effects.seconds["drain_replica"] = 0.4
-            began_s = rig.now_s
-            await rig.change(Policy("train"))
-            await rig.settle()
-            assert rig.jobs() == {"j1": 4} and rig.now_s - began_s < 5.0
-            assert not rig.store.troubles and not rig.store.ended
-
-    go(test)
-
-
-def test_past_the_drain_the_hand_over_goes_on() -> None:
-    async def test() -> None:
-        async with DrainingRig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
-            rig.effects.seconds |= {"sleep_replica": 20.0}
-            await rig.settle()
-            await rig.change(Policy("train"), LONG_STREAM_S + 5.0)
-            await rig.change(Policy("serve"))
-            await rig.settle()
-            assert rig.states() == ["open"] and {"sleep_replica", "wake_replica"} <= rig.verbs()
-
-    go(test)
-
-
-def test_requests_that_come_take_a_drain_back_under_auto() -> None:
-    async def test() -> None:
-        model = DeploymentView("m", "v1", max_replicas=1)
-        async with DrainingRig(FakeStore(Policy("auto"), (replace(JOB, min_devices=4),), (model,))) as rig:
-            rig.store.ask("m", inflight=1, now_s=rig.now_s)
-            await rig.settle()
-            assert rig.states() == ["open"]
-            rig.store.ask("m", now_s=rig.now_s)
-            await asyncio.sleep(120.0)  # longer than the model is kept without a request
-            assert rig.loop.status()["replicas"][0]["state"] == "draining"
-            rig.store.ask("m", inflight=1, now_s=rig.now_s)
-            await rig.settle()
-            assert rig.states() == ["open"] and "sleep_replica" not in rig.verbs()
-
-    go(test)
-
-
-def test_a_job_that_was_to_grow_onto_the_engine_goes_on_at_its_size() -> None:
-    async def test() -> None:
-        model = replace(MODEL, min_replicas=2, max_replicas=2)
-        async with DrainingRig(FakeStore(Policy("split", 2), (JobView("j1", 2, 4, (2, 4)),), (model,))) as rig:
-            await rig.settle()
-            assert rig.jobs() == {"j1": 2} and rig.states() == ["open", "open"]
-            await rig.change(Policy("train"), 30.0)
-            assert rig.jobs() == {}, "suspended, it waits for the engines' devices"
-            await rig.change(Policy("split", 2))
-            await rig.settle()
-            assert rig.jobs() == {"j1": 2} and rig.states() == ["open", "open"]
-            assert "sleep_replica" not in rig.verbs()
-
-    go(test)
-
-
-def test_a_controller_that_dies_in_the_drain_finds_the_mode_flipped_back() -> None:
-    async def test() -> None:
-        rig = DrainingRig(FakeStore(Policy("serve"), (JOB,), (MODEL,)))
-        async with rig:
-            await rig.settle()
+@in_virtual_time
+async def test_taking_back_is_no_failure_and_the_next_flip_drains_at_once() -> None:
+    async with DrainingRig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+        await rig.settle()
+        for _ in range(5):
             await rig.change(Policy("train"), 5.0)
-        rig.store.policy = Policy("serve")
-        async with rig:
+            await rig.change(Policy("serve"))
             await rig.settle()
-            assert rig.states() == ["open"] and rig.jobs() == {}
-            assert not rig.journal.unfinished()
+        rig.effects.seconds["drain_replica"] = 0.4
+        began_s = rig.now_s
+        await rig.change(Policy("train"))
+        await rig.settle()
+        assert rig.jobs() == {"j1": 4} and rig.now_s - began_s < 5.0
+        assert not rig.store.troubles and not rig.store.ended
 
-    go(test)
+
+@in_virtual_time
+async def test_past_the_drain_the_hand_over_goes_on() -> None:
+    async with DrainingRig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+        rig.effects.seconds |= {"sleep_replica": 20.0}
+        await rig.settle()
+        await rig.change(Policy("train"), LONG_STREAM_S + 5.0)
+        await rig.change(Policy("serve"))
+        await rig.settle()
+        assert rig.states() == ["open"] and {"sleep_replica", "wake_replica"} <= rig.verbs()
+
+
+@in_virtual_time
+async def test_requests_that_come_take_a_drain_back_under_auto() -> None:
+    model = DeploymentView("m", "v1", max_replicas=1)
+    async with DrainingRig(FakeStore(Policy("auto"), (replace(JOB, min_devices=4),), (model,))) as rig:
+        rig.store.ask("m", inflight=1, now_s=rig.now_s)
+        await rig.settle()
+        assert rig.states() == ["open"]
+        rig.store.ask("m", now_s=rig.now_s)
+        await asyncio.sleep(120.0)  # longer than the model is kept without a request
+        assert rig.loop.status()["replicas"][0]["state"] == "draining"
+        rig.store.ask("m", inflight=1, now_s=rig.now_s)
+        await rig.settle()
+        assert rig.states() == ["open"] and "sleep_replica" not in rig.verbs()
+
+
+@in_virtual_time
+async def test_a_job_that_was_to_grow_onto_the_engine_goes_on_at_its_size() -> None:
+    model = replace(MODEL, min_replicas=2, max_replicas=2)
+    async with DrainingRig(FakeStore(Policy("split", 2), (JobView("j1", 2, 4, (2, 4)),), (model,))) as rig:
+        await rig.settle()
+        assert rig.jobs() == {"j1": 2} and rig.states() == ["open", "open"]
+        await rig.change(Policy("train"), 30.0)
+        assert rig.jobs() == {}, "suspended, it waits for the engines' devices"
+        await rig.change(Policy("split", 2))
+        await rig.settle()
+        assert rig.jobs() == {"j1": 2} and rig.states() == ["open", "open"]
+        assert "sleep_replica" not in rig.verbs()
+
+
+@in_virtual_time
+async def test_a_controller_that_dies_in_the_drain_finds_the_mode_flipped_back() -> None:
+    rig = DrainingRig(FakeStore(Policy("serve"), (JOB,), (MODEL,)))
+    async with rig:
+        await rig.settle()
+        await rig.change(Policy("train"), 5.0)
+    rig.store.policy = Policy("serve")
+    async with rig:
+        await rig.settle()
+        assert rig.states() == ["open"] and rig.jobs() == {}
+        assert not rig.journal.unfinished()
 
 
 REPLICA = ReplicaView("r1", "m", "v1", "open", ("n0/0",), since_s=3.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -20,7 +20,7 @@ from scheduler.handover.journal import MemoryJournal
 from scheduler.handover.step import Step
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.simulator import virtual_time
-from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of
+from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time
 
 
 class Rig:
@@ -67,10 +67,6 @@ class Rig:
         return {g.job_id: len(g.devices) for g in self.world.groups.values()}
 
 
-def go(test: Callable[[], Awaitable[None]]) -> None:
-    virtual_time.run(test(), start_s=1000.0)
-
-
 JOB = JobView("j1", 1, 4, (1, 2, 4))
 MODEL = DeploymentView("m", "v1", min_replicas=1, max_replicas=1)
 
@@ -86,575 +82,510 @@ def failing(times: int, verb: str, when: str = "in") -> Callable[[str, str, str]
     return hook
 
 
-def test_ten_switches_in_a_row() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+@in_virtual_time
+async def test_ten_switches_in_a_row() -> None:
+    async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+        await rig.settle()
+        for n in range(10):
+            rig.store.policy = Policy("train" if n % 2 == 0 else "serve")
             await rig.settle()
-            for n in range(10):
-                rig.store.policy = Policy("train" if n % 2 == 0 else "serve")
-                await rig.settle()
-                assert rig.jobs() == ({"j1": 4} if n % 2 == 0 else {})
-                assert rig.states() == (["asleep"] if n % 2 == 0 else ["open"])
-            starts = [v for v, _ in rig.world.verbs_done if v == "start_replica"]
-            assert len(starts) == 1, "the process is kept"
-
-    go(test)
+            assert rig.jobs() == ({"j1": 4} if n % 2 == 0 else {})
+            assert rig.states() == (["asleep"] if n % 2 == 0 else ["open"])
+        starts = [v for v, _ in rig.world.verbs_done if v == "start_replica"]
+        assert len(starts) == 1, "the process is kept"
 
 
-def test_an_engine_that_only_wakes_is_open_before_a_cold_one_starts() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
-            began: list[str] = []
-            await rig.serve_two_of_which_one_sleeps(
-                lambda when, verb, target: began.append(verb) if when == "before" else None
-            )
-            assert rig.states() == ["open", "open"]
-            assert began.index("wake_replica") < began.index("open_replica") < began.index("start_replica")
-
-    go(test)
+@in_virtual_time
+async def test_an_engine_that_only_wakes_is_open_before_a_cold_one_starts() -> None:
+    async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+        began: list[str] = []
+        await rig.serve_two_of_which_one_sleeps(
+            lambda when, verb, target: began.append(verb) if when == "before" else None
+        )
+        assert rig.states() == ["open", "open"]
+        assert began.index("wake_replica") < began.index("open_replica") < began.index("start_replica")
 
 
 @pytest.mark.parametrize("verb", ["wake_replica", "open_replica"])
-def test_a_cold_engine_starts_though_the_wake_before_it_fails(verb: str) -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
-            await rig.serve_two_of_which_one_sleeps(failing(1, verb))
-            await asyncio.sleep(60)
-            assert rig.states() == ["open", "open"]
-
-    go(test)
+@in_virtual_time
+async def test_a_cold_engine_starts_though_the_wake_before_it_fails(verb: str) -> None:
+    async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+        await rig.serve_two_of_which_one_sleeps(failing(1, verb))
+        await asyncio.sleep(60)
+        assert rig.states() == ["open", "open"]
 
 
-def test_a_job_that_finishes_leaves_its_devices() -> None:
-    async def test() -> None:
-        jobs = (replace(JOB, submitted_s=1.0), replace(JOB, id="j2", submitted_s=2.0))
-        async with Rig(FakeStore(Policy("train"), jobs)) as rig:
+@in_virtual_time
+async def test_a_job_that_finishes_leaves_its_devices() -> None:
+    jobs = (replace(JOB, submitted_s=1.0), replace(JOB, id="j2", submitted_s=2.0))
+    async with Rig(FakeStore(Policy("train"), jobs)) as rig:
+        await rig.settle()
+        assert rig.jobs() == {"j1": 4} and "ahead of it" in rig.store.reasons["j2"]
+        rig.effects.end_group("j1", "succeeded", step=100)
+        await asyncio.sleep(5)
+        await rig.settle()
+        assert rig.jobs() == {"j2": 4}
+        assert rig.store.ended == {"j1": ("succeeded", "")}
+
+
+@in_virtual_time
+async def test_a_job_that_fails_without_progress_is_given_up_with_the_reason() -> None:
+    async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+        for _ in range(3):
             await rig.settle()
-            assert rig.jobs() == {"j1": 4} and "ahead of it" in rig.store.reasons["j2"]
-            rig.effects.end_group("j1", "succeeded", step=100)
+            await asyncio.sleep(10)
+            rig.effects.end_group("j1", "failed", step=7, error="loss is not a number")
+            await asyncio.sleep(10)
+        await rig.settle()
+        outcome, error = rig.store.ended["j1"]
+        assert outcome == "failed" and error.startswith("loss is not a number (failed 3 times")
+        assert rig.world.leases == {}
+
+
+@in_virtual_time
+async def test_progress_between_failures_keeps_a_job_alive() -> None:
+    async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+        for n in range(8):
+            await rig.settle()
+            await asyncio.sleep(10)
+            rig.effects.end_group("j1", "failed", step=n + 1, error="a rank was killed\nand more")
+            await asyncio.sleep(0.1)
+            assert rig.store.reasons["j1"] == "Failed a moment ago (a rank was killed); tries again in 1 s."
+            await asyncio.sleep(10)
+        await rig.settle()
+        assert rig.store.ended == {} and rig.jobs() == {"j1": 4}
+
+
+@in_virtual_time
+async def test_what_cannot_succeed_is_not_tried_again() -> None:
+    async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+        await rig.settle()
+        rig.effects.end_group("j1", "failed", error="bad data", retryable=False)
+        await asyncio.sleep(5)
+        assert rig.store.ended == {"j1": ("failed", "bad data")}
+
+
+@in_virtual_time
+async def test_an_end_that_nobody_heard_is_read_from_the_world() -> None:
+    rig = Rig(FakeStore(Policy("train"), (JOB,)))
+    async with rig:
+        await rig.settle()
+    rig.effects.end_group("j1", "succeeded")
+    rig.effects = FakeEffects(rig.world)  # a new controller: the event is lost
+    async with rig:
+        await rig.settle()
+        assert rig.store.ended == {"j1": ("succeeded", "")} and rig.world.leases == {}
+
+
+@in_virtual_time
+async def test_an_engine_killed_ten_times_in_a_row_comes_back_within_seconds_each_time() -> None:
+    async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+        await rig.settle()
+        for _ in range(10):
+            (replica,) = rig.world.replicas.values()
+            rig.effects.kill_replica(replica.id, "CUDA error")
             await asyncio.sleep(5)
-            await rig.settle()
-            assert rig.jobs() == {"j2": 4}
-            assert rig.store.ended == {"j1": ("succeeded", "")}
-
-    go(test)
-
-
-def test_a_job_that_fails_without_progress_is_given_up_with_the_reason() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
-            for _ in range(3):
-                await rig.settle()
-                await asyncio.sleep(10)
-                rig.effects.end_group("j1", "failed", step=7, error="loss is not a number")
-                await asyncio.sleep(10)
-            await rig.settle()
-            outcome, error = rig.store.ended["j1"]
-            assert outcome == "failed" and error.startswith("loss is not a number (failed 3 times")
-            assert rig.world.leases == {}
-
-    go(test)
-
-
-def test_progress_between_failures_keeps_a_job_alive() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
-            for n in range(8):
-                await rig.settle()
-                await asyncio.sleep(10)
-                rig.effects.end_group("j1", "failed", step=n + 1, error="a rank was killed\nand more")
-                await asyncio.sleep(0.1)
-                assert rig.store.reasons["j1"] == "Failed a moment ago (a rank was killed); tries again in 1 s."
-                await asyncio.sleep(10)
-            await rig.settle()
-            assert rig.store.ended == {} and rig.jobs() == {"j1": 4}
-
-    go(test)
-
-
-def test_what_cannot_succeed_is_not_tried_again() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
-            await rig.settle()
-            rig.effects.end_group("j1", "failed", error="bad data", retryable=False)
-            await asyncio.sleep(5)
-            assert rig.store.ended == {"j1": ("failed", "bad data")}
-
-    go(test)
-
-
-def test_an_end_that_nobody_heard_is_read_from_the_world() -> None:
-    async def test() -> None:
-        rig = Rig(FakeStore(Policy("train"), (JOB,)))
-        async with rig:
-            await rig.settle()
-        rig.effects.end_group("j1", "succeeded")
-        rig.effects = FakeEffects(rig.world)  # a new controller: the event is lost
-        async with rig:
-            await rig.settle()
-            assert rig.store.ended == {"j1": ("succeeded", "")} and rig.world.leases == {}
-
-    go(test)
-
-
-def test_an_engine_killed_ten_times_in_a_row_comes_back_within_seconds_each_time() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
-            await rig.settle()
-            for _ in range(10):
-                (replica,) = rig.world.replicas.values()
-                rig.effects.kill_replica(replica.id, "CUDA error")
-                await asyncio.sleep(5)
-                assert rig.states() == ["open"]
-            trouble = rig.store.troubles["m"]
-            assert "CUDA error" in trouble.reason and trouble.count == 10 and trouble.lasting
-            await asyncio.sleep(100)
-            await rig.settle()
-            assert rig.store.troubles == {}, "an engine that stays open is no trouble"
-
-    go(test)
-
-
-def test_a_model_that_never_starts_is_tried_for_ever_at_most_a_minute_apart() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
-            rig.effects.hook = failing(10**6, "start_replica")
-            began: list[float] = []
-
-            def hook(at: str, verb: str, target: str) -> None:
-                if (at, verb) == ("before", "start_replica"):
-                    began.append(rig.now_s)
-                    raise EffectFailed(verb, target, "no kernel image")
-
-            rig.effects.hook = hook
-            await asyncio.sleep(1000)
-            waits = [round(b - a) for a, b in zip(began, began[1:], strict=False)]
-            assert waits[:7] == [1, 2, 4, 8, 16, 32, 60] and set(waits[6:]) == {60}
-            assert rig.store.troubles["m"].lasting
-            (note,) = rig.loop.status()["troubles"]
-            assert note["reason"] == "no kernel image" and note["not_before_s"] > rig.now_s
-            rig.effects.hook = lambda at, verb, target: None
-            await asyncio.sleep(62)
             assert rig.states() == ["open"]
-
-    go(test)
-
-
-def test_what_is_changed_is_tried_at_once() -> None:
-    async def test() -> None:
-        changes = {
-            "version": lambda rig: rig.store.deployments.update(m=replace(MODEL, version="v2")),
-            "configuration": lambda rig: rig.loop.reset_failures("m"),
-            "device": lambda rig: setattr(rig.store, "cordoned", frozenset()),
-        }
-        for what, change in changes.items():
-            async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
-                rig.store.cordoned = frozenset(["n0/3"])
-                rig.effects.hook = failing(10**6, "start_replica")
-                await asyncio.sleep(400)
-                rig.effects.hook = lambda at, verb, target: None
-                change(rig)
-                rig.loop.nudge()
-                await asyncio.sleep(3)
-                assert rig.states() == ["open"], what
-
-    go(test)
+        trouble = rig.store.troubles["m"]
+        assert "CUDA error" in trouble.reason and trouble.count == 10 and trouble.lasting
+        await asyncio.sleep(100)
+        await rig.settle()
+        assert rig.store.troubles == {}, "an engine that stays open is no trouble"
 
 
-def test_memory_that_is_free_again_brings_back_what_it_killed() -> None:
-    async def test() -> None:
+@in_virtual_time
+async def test_a_model_that_never_starts_is_tried_for_ever_at_most_a_minute_apart() -> None:
+    async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+        rig.effects.hook = failing(10**6, "start_replica")
+        began: list[float] = []
+
         def hook(at: str, verb: str, target: str) -> None:
-            if verb in ("start_replica", "start_group") and at == "in":
-                raise EffectFailed(verb, target, "the host's memory ran out", "memory")
+            if (at, verb) == ("before", "start_replica"):
+                began.append(rig.now_s)
+                raise EffectFailed(verb, target, "no kernel image")
 
-        async with Rig(FakeStore(Policy("split", 2), (JOB,), (MODEL,))) as rig:
-            rig.effects.hook = hook
+        rig.effects.hook = hook
+        await asyncio.sleep(1000)
+        waits = [round(b - a) for a, b in zip(began, began[1:], strict=False)]
+        assert waits[:7] == [1, 2, 4, 8, 16, 32, 60] and set(waits[6:]) == {60}
+        assert rig.store.troubles["m"].lasting
+        (note,) = rig.loop.status()["troubles"]
+        assert note["reason"] == "no kernel image" and note["not_before_s"] > rig.now_s
+        rig.effects.hook = lambda at, verb, target: None
+        await asyncio.sleep(62)
+        assert rig.states() == ["open"]
+
+
+@in_virtual_time
+async def test_what_is_changed_is_tried_at_once() -> None:
+    changes = {
+        "version": lambda rig: rig.store.deployments.update(m=replace(MODEL, version="v2")),
+        "configuration": lambda rig: rig.loop.reset_failures("m"),
+        "device": lambda rig: setattr(rig.store, "cordoned", frozenset()),
+    }
+    for what, change in changes.items():
+        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+            rig.store.cordoned = frozenset(["n0/3"])
+            rig.effects.hook = failing(10**6, "start_replica")
             await asyncio.sleep(400)
-            assert rig.states() == [] and rig.jobs() == {} and rig.store.ended == {}
-            assert not rig.store.troubles["m"].lasting, "nobody waits in vain for memory"
             rig.effects.hook = lambda at, verb, target: None
-            rig.loop.retry("memory")
+            change(rig)
+            rig.loop.nudge()
             await asyncio.sleep(3)
-            assert rig.states() == ["open"] and rig.jobs() == {"j1": 2}
-
-    go(test)
+            assert rig.states() == ["open"], what
 
 
-def test_engines_that_die_of_one_thing_are_one_failure() -> None:
-    async def test() -> None:
-        three = replace(MODEL, min_replicas=3, max_replicas=3)
-        async with Rig(FakeStore(Policy("serve"), (), (three,))) as rig:
-            await rig.settle()
-            for replica in list(rig.world.replicas.values()):
-                rig.effects.kill_replica(replica.id)
-            await asyncio.sleep(0.5)
-            assert rig.store.troubles["m"].count == 1
-            await asyncio.sleep(5)
-            assert rig.states() == ["open"] * 3
+@in_virtual_time
+async def test_memory_that_is_free_again_brings_back_what_it_killed() -> None:
+    def hook(at: str, verb: str, target: str) -> None:
+        if verb in ("start_replica", "start_group") and at == "in":
+            raise EffectFailed(verb, target, "the host's memory ran out", "memory")
 
-    go(test)
+    async with Rig(FakeStore(Policy("split", 2), (JOB,), (MODEL,))) as rig:
+        rig.effects.hook = hook
+        await asyncio.sleep(400)
+        assert rig.states() == [] and rig.jobs() == {} and rig.store.ended == {}
+        assert not rig.store.troubles["m"].lasting, "nobody waits in vain for memory"
+        rig.effects.hook = lambda at, verb, target: None
+        rig.loop.retry("memory")
+        await asyncio.sleep(3)
+        assert rig.states() == ["open"] and rig.jobs() == {"j1": 2}
+
+
+@in_virtual_time
+async def test_engines_that_die_of_one_thing_are_one_failure() -> None:
+    three = replace(MODEL, min_replicas=3, max_replicas=3)
+    async with Rig(FakeStore(Policy("serve"), (), (three,))) as rig:
+        await rig.settle()
+        for replica in list(rig.world.replicas.values()):
+            rig.effects.kill_replica(replica.id)
+        await asyncio.sleep(0.5)
+        assert rig.store.troubles["m"].count == 1
+        await asyncio.sleep(5)
+        assert rig.states() == ["open"] * 3
 
 
 @pytest.mark.parametrize("supervisor_first", [False, True], ids=["engine first", "supervisor first"])
 @pytest.mark.parametrize("heard", [True, False], ids=["told", "only seen"])
 @pytest.mark.parametrize("apart_s", [0.0, 0.01, 0.05, 0.06, 0.3, 1.0, 1.2, 2.0])
-def test_an_engine_and_its_supervisor_that_die_within_a_second_are_replaced(
+@in_virtual_time
+async def test_an_engine_and_its_supervisor_that_die_within_a_second_are_replaced(
     apart_s: float, heard: bool, supervisor_first: bool
 ) -> None:
     """The death of a supervisor takes the engine out of sight: at first as a dead one of no model, then altogether."""
 
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("split", train_devices=2), (JOB,), (MODEL,))) as rig:
-            await rig.settle()
-            (engine,) = rig.world.replicas.values()
+    async with Rig(FakeStore(Policy("split", train_devices=2), (JOB,), (MODEL,))) as rig:
+        await rig.settle()
+        (engine,) = rig.world.replicas.values()
 
-            def engine_dies() -> None:
-                if engine.id in rig.world.replicas:
-                    engine.state, engine.has_requests = "dead", False
-                    tell("own")
+        def engine_dies() -> None:
+            if engine.id in rig.world.replicas:
+                engine.state, engine.has_requests = "dead", False
+                tell("own")
 
-            def supervisor_dies() -> None:
-                engine.model, engine.version, engine.devices = "", "", ()
-                engine_dies()
-                tell("outside")
+        def supervisor_dies() -> None:
+            engine.model, engine.version, engine.devices = "", "", ()
+            engine_dies()
+            tell("outside")
 
-            def tell(blame: Blame) -> None:
-                if heard:
-                    rig.effects.events.put_nowait(ReplicaDied(engine.id, "killed", blame))
+        def tell(blame: Blame) -> None:
+            if heard:
+                rig.effects.events.put_nowait(ReplicaDied(engine.id, "killed", blame))
 
-            deaths = [engine_dies, supervisor_dies]
-            for die in reversed(deaths) if supervisor_first else deaths:
-                die()
-                await asyncio.sleep(apart_s)
-            rig.world.replicas.pop(engine.id, None)
-            await asyncio.sleep(30.0 if heard else 30.0 + rig.config.observe_every_s)
-            (now,) = rig.world.replicas.values()
-            assert (now.state, now.model) == ("open", "m") and now.id != engine.id and rig.jobs() == {"j1": 2}
-            assert len(rig.world.leases) == 2
-
-    go(test)
+        deaths = [engine_dies, supervisor_dies]
+        for die in reversed(deaths) if supervisor_first else deaths:
+            die()
+            await asyncio.sleep(apart_s)
+        rig.world.replicas.pop(engine.id, None)
+        await asyncio.sleep(30.0 if heard else 30.0 + rig.config.observe_every_s)
+        (now,) = rig.world.replicas.values()
+        assert (now.state, now.model) == ("open", "m") and now.id != engine.id and rig.jobs() == {"j1": 2}
+        assert len(rig.world.leases) == 2
 
 
 @pytest.mark.parametrize("apart_s", [0.0, 0.01, 0.05, 0.3, 1.0, 2.0])
-def test_a_rank_and_its_supervisor_that_die_within_a_second_end_no_job(apart_s: float) -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
-            await rig.settle()
-            rig.effects.end_group("j1", "failed", error="a rank was killed")
-            await asyncio.sleep(apart_s)
-            rig.world.groups.pop("j1", None)
-            await asyncio.sleep(30.0 + rig.config.observe_every_s)
-            assert rig.jobs() == {"j1": 4} and len(rig.world.leases) == 1
-
-    go(test)
+@in_virtual_time
+async def test_a_rank_and_its_supervisor_that_die_within_a_second_end_no_job(apart_s: float) -> None:
+    async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+        await rig.settle()
+        rig.effects.end_group("j1", "failed", error="a rank was killed")
+        await asyncio.sleep(apart_s)
+        rig.world.groups.pop("j1", None)
+        await asyncio.sleep(30.0 + rig.config.observe_every_s)
+        assert rig.jobs() == {"j1": 4} and len(rig.world.leases) == 1
 
 
-def test_what_a_silent_supervisor_holds_stays_as_it_was_known() -> None:
+@in_virtual_time
+async def test_what_a_silent_supervisor_holds_stays_as_it_was_known() -> None:
     """It is told of as it was when it last answered, which may be long ago."""
 
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+    async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+        await rig.settle()
+        (engine,) = rig.world.replicas.values()
+        done, observe = len(rig.world.verbs_done), rig.effects.observe
+
+        async def silent() -> Observed:
+            seen = await observe()
+            return replace(seen, replicas=tuple(replace(r, state="asleep", answered=False) for r in seen.replicas))
+
+        rig.effects.observe = silent
+        await asyncio.sleep(3 * rig.config.observe_every_s)
+        assert len(rig.world.verbs_done) == done and rig.states() == ["open"]
+        rig.effects.kill_replica(engine.id)
+        await asyncio.sleep(10.0)
+        assert engine.id not in rig.world.replicas, "an end that is heard counts"
+
+
+@in_virtual_time
+async def test_a_sleeping_engine_that_dies_is_nobodys_failure() -> None:
+    async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+        await rig.settle()
+        rig.store.policy = Policy("train")
+        await rig.settle()
+        (replica,) = rig.world.replicas.values()
+        assert replica.state == "asleep"
+        rig.effects.kill_replica(replica.id)
+        await asyncio.sleep(1)
+        assert rig.store.troubles == {}
+
+
+@in_virtual_time
+async def test_deaths_of_supervisors_end_no_job() -> None:
+    async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+        for _ in range(10):
             await rig.settle()
-            (engine,) = rig.world.replicas.values()
-            done, observe = len(rig.world.verbs_done), rig.effects.observe
-
-            async def silent() -> Observed:
-                seen = await observe()
-                return replace(seen, replicas=tuple(replace(r, state="asleep", answered=False) for r in seen.replicas))
-
-            rig.effects.observe = silent
-            await asyncio.sleep(3 * rig.config.observe_every_s)
-            assert len(rig.world.verbs_done) == done and rig.states() == ["open"]
-            rig.effects.kill_replica(engine.id)
-            await asyncio.sleep(10.0)
-            assert engine.id not in rig.world.replicas, "an end that is heard counts"
-
-    go(test)
-
-
-def test_a_sleeping_engine_that_dies_is_nobodys_failure() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
-            await rig.settle()
-            rig.store.policy = Policy("train")
-            await rig.settle()
-            (replica,) = rig.world.replicas.values()
-            assert replica.state == "asleep"
-            rig.effects.kill_replica(replica.id)
-            await asyncio.sleep(1)
-            assert rig.store.troubles == {}
-
-    go(test)
-
-
-def test_deaths_of_supervisors_end_no_job() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
-            for _ in range(10):
-                await rig.settle()
-                await asyncio.sleep(3)
-                rig.effects.end_group("j1", "failed", step=7, error="its supervisor died", blame="outside")
-                await asyncio.sleep(3)
-                assert rig.jobs() == {"j1": 4}
-            assert rig.store.ended == {}
-
-    go(test)
-
-
-def test_a_job_that_was_cancelled_fails_no_more() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
-            await rig.settle()
-            del rig.store.jobs["j1"]
-            rig.loop.nudge()
-            await asyncio.sleep(0.01)  # its stop is under way
-            rig.effects.end_group("j1", "failed", error="rank 0 died")
-            await rig.settle()
-            assert rig.jobs() == {} and rig.loop._state.failures.job("j1") is None
-            rig.effects.events.put_nowait(GroupEnded("j1", "l1", "failed", 0, "rank 1 died"))
-            await asyncio.sleep(1)
-            assert rig.loop._state.failures.job("j1") is None and rig.store.ended == {}
-
-    go(test)
-
-
-def test_a_step_that_takes_long_says_what_it_waits_for() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
-            rig.effects.seconds["start_replica"] = 100.0
-            await asyncio.sleep(5)
-            assert rig.loop.status()["waits"] == []
-            await asyncio.sleep(20)
-            (told,) = rig.loop.status()["waits"]
-            assert told.startswith("start_replica r") and "has waited 25 s for the engine to load its weights" in told
-            assert rig.loop.explain()["under_way"] == [told]
-            await asyncio.sleep(100)
-            assert rig.loop.status()["waits"] == [] and rig.states() == ["open"]
-
-    go(test)
-
-
-def test_a_failed_swap_keeps_the_old_version_serving() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
-            await rig.settle()
-            rig.effects.hook = failing(100, "swap_replica", when="before")
-            rig.store.deployments["m"] = replace(MODEL, version="v2")
-            await asyncio.sleep(600)
-            await rig.settle()
-            assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v1", "open")]
-            assert "injected" in rig.store.troubles["m"].reason
-            swaps = [s for h in rig.journal.recent(100) for s in h.steps if s.verb == "swap_replica"]
-            assert 7 <= len(swaps) <= 16, "tried on, at most a minute apart"
-            rig.effects.hook = lambda at, verb, target: None
-            await asyncio.sleep(61)
-            assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v2", "open")]
-
-    go(test)
-
-
-def test_a_suspend_that_keeps_failing_ends_by_force_from_the_last_snapshot() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("train"), (JOB,), (MODEL,))) as rig:
-            await rig.settle()
-            rig.effects.hook = failing(100, "suspend_group", when="before")
-            rig.store.policy = Policy("serve")
-            await rig.settle()
-            assert rig.jobs() == {} and rig.states() == ["open"] and rig.store.ended == {}
-            verbs = [v for v, t in rig.world.verbs_done if t == "j1"]
-            assert verbs[-1] == "stop_group"
-            rig.store.policy = Policy("train")
-            await rig.settle()
+            await asyncio.sleep(3)
+            rig.effects.end_group("j1", "failed", step=7, error="its supervisor died", blame="outside")
+            await asyncio.sleep(3)
             assert rig.jobs() == {"j1": 4}
+        assert rig.store.ended == {}
 
-    go(test)
+
+@in_virtual_time
+async def test_a_job_that_was_cancelled_fails_no_more() -> None:
+    async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+        await rig.settle()
+        del rig.store.jobs["j1"]
+        rig.loop.nudge()
+        await asyncio.sleep(0.01)  # its stop is under way
+        rig.effects.end_group("j1", "failed", error="rank 0 died")
+        await rig.settle()
+        assert rig.jobs() == {} and rig.loop._state.failures.job("j1") is None
+        rig.effects.events.put_nowait(GroupEnded("j1", "l1", "failed", 0, "rank 1 died"))
+        await asyncio.sleep(1)
+        assert rig.loop._state.failures.job("j1") is None and rig.store.ended == {}
 
 
-def test_a_failed_suspend_leaves_the_previous_state_until_the_retry() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("train"), (JOB,), (MODEL,)), backoff_first_s=50) as rig:
+@in_virtual_time
+async def test_a_step_that_takes_long_says_what_it_waits_for() -> None:
+    async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+        rig.effects.seconds["start_replica"] = 100.0
+        await asyncio.sleep(5)
+        assert rig.loop.status()["waits"] == []
+        await asyncio.sleep(20)
+        (told,) = rig.loop.status()["waits"]
+        assert told.startswith("start_replica r") and "has waited 25 s for the engine to load its weights" in told
+        assert rig.loop.explain()["under_way"] == [told]
+        await asyncio.sleep(100)
+        assert rig.loop.status()["waits"] == [] and rig.states() == ["open"]
+
+
+@in_virtual_time
+async def test_a_failed_swap_keeps_the_old_version_serving() -> None:
+    async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+        await rig.settle()
+        rig.effects.hook = failing(100, "swap_replica", when="before")
+        rig.store.deployments["m"] = replace(MODEL, version="v2")
+        await asyncio.sleep(600)
+        await rig.settle()
+        assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v1", "open")]
+        assert "injected" in rig.store.troubles["m"].reason
+        swaps = [s for h in rig.journal.recent(100) for s in h.steps if s.verb == "swap_replica"]
+        assert 7 <= len(swaps) <= 16, "tried on, at most a minute apart"
+        rig.effects.hook = lambda at, verb, target: None
+        await asyncio.sleep(61)
+        assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v2", "open")]
+
+
+@in_virtual_time
+async def test_a_suspend_that_keeps_failing_ends_by_force_from_the_last_snapshot() -> None:
+    async with Rig(FakeStore(Policy("train"), (JOB,), (MODEL,))) as rig:
+        await rig.settle()
+        rig.effects.hook = failing(100, "suspend_group", when="before")
+        rig.store.policy = Policy("serve")
+        await rig.settle()
+        assert rig.jobs() == {} and rig.states() == ["open"] and rig.store.ended == {}
+        verbs = [v for v, t in rig.world.verbs_done if t == "j1"]
+        assert verbs[-1] == "stop_group"
+        rig.store.policy = Policy("train")
+        await rig.settle()
+        assert rig.jobs() == {"j1": 4}
+
+
+@in_virtual_time
+async def test_a_failed_suspend_leaves_the_previous_state_until_the_retry() -> None:
+    async with Rig(FakeStore(Policy("train"), (JOB,), (MODEL,)), backoff_first_s=50) as rig:
+        await rig.settle()
+        rig.effects.hook = failing(1, "suspend_group", when="before")
+        rig.store.policy = Policy("serve")
+        rig.loop.nudge()
+        await asyncio.sleep(20)
+        assert rig.jobs() == {"j1": 4} and rig.states() == []
+        assert rig.journal.recent(1)[0].state in ("running", "undone")
+        await rig.settle()
+        assert rig.jobs() == {} and rig.states() == ["open"]
+
+
+@in_virtual_time
+async def test_an_engine_that_cannot_sleep_is_stopped() -> None:
+    async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+        await rig.settle()
+        rig.effects.hook = failing(1, "sleep_replica", when="before")
+        rig.store.policy = Policy("train")
+        await rig.settle()
+        assert rig.jobs() == {"j1": 4} and rig.states() == []
+        (last,) = rig.journal.recent(1)
+        assert last.state == "done"
+        forced = [s for s in last.steps if s.undoes is not None]
+        assert [s.verb for s in forced] == ["stop_replica"]
+
+
+@in_virtual_time
+async def test_an_engine_that_went_with_a_failed_stop_is_seen_before_the_next_try() -> None:
+    config = {"backoff_first_s": 1.0, "backoff_max_s": 8.0, "observe_every_s": 30.0}
+    async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,)), **config) as rig:
+        await rig.settle()
+        rig.effects.hook = failing(1, "stop_replica")  # its process is gone, and yet the verb fails
+        rig.store.deployments.clear()
+        rig.store.policy = Policy("train")
+        async with asyncio.timeout(20.0):
             await rig.settle()
-            rig.effects.hook = failing(1, "suspend_group", when="before")
-            rig.store.policy = Policy("serve")
-            rig.loop.nudge()
-            await asyncio.sleep(20)
-            assert rig.jobs() == {"j1": 4} and rig.states() == []
-            assert rig.journal.recent(1)[0].state in ("running", "undone")
-            await rig.settle()
-            assert rig.jobs() == {} and rig.states() == ["open"]
-
-    go(test)
+        assert rig.jobs() == {"j1": 4} and rig.states() == []
 
 
-def test_an_engine_that_cannot_sleep_is_stopped() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
-            await rig.settle()
-            rig.effects.hook = failing(1, "sleep_replica", when="before")
-            rig.store.policy = Policy("train")
-            await rig.settle()
-            assert rig.jobs() == {"j1": 4} and rig.states() == []
-            (last,) = rig.journal.recent(1)
-            assert last.state == "done"
-            forced = [s for s in last.steps if s.undoes is not None]
-            assert [s.verb for s in forced] == ["stop_replica"]
-
-    go(test)
+@in_virtual_time
+async def test_a_hung_step_ends_at_its_limit() -> None:
+    async with Rig(FakeStore(Policy("serve"), (), (MODEL,)), start_replica_timeout_s=60) as rig:
+        rig.effects.seconds["start_replica"] = 10_000.0
+        began_s = rig.now_s
+        await asyncio.sleep(75)
+        assert rig.now_s - began_s == 75
+        last = rig.journal.recent(5)[-1]
+        assert last.state == "undone" and "longer than its limit of 60 s" in last.error
+        rig.effects.seconds["start_replica"] = 1.0
+        await asyncio.sleep(100)
+        assert rig.states() == ["open"]
 
 
-def test_an_engine_that_went_with_a_failed_stop_is_seen_before_the_next_try() -> None:
-    async def test() -> None:
-        config = {"backoff_first_s": 1.0, "backoff_max_s": 8.0, "observe_every_s": 30.0}
-        async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,)), **config) as rig:
-            await rig.settle()
-            rig.effects.hook = failing(1, "stop_replica")  # its process is gone, and yet the verb fails
-            rig.store.deployments.clear()
-            rig.store.policy = Policy("train")
-            async with asyncio.timeout(20.0):
-                await rig.settle()
-            assert rig.jobs() == {"j1": 4} and rig.states() == []
-
-    go(test)
-
-
-def test_a_hung_step_ends_at_its_limit() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("serve"), (), (MODEL,)), start_replica_timeout_s=60) as rig:
-            rig.effects.seconds["start_replica"] = 10_000.0
-            began_s = rig.now_s
-            await asyncio.sleep(75)
-            assert rig.now_s - began_s == 75
-            last = rig.journal.recent(5)[-1]
-            assert last.state == "undone" and "longer than its limit of 60 s" in last.error
-            rig.effects.seconds["start_replica"] = 1.0
-            await asyncio.sleep(100)
-            assert rig.states() == ["open"]
-
-    go(test)
+@in_virtual_time
+async def test_a_slow_holder_does_not_delay_the_others() -> None:
+    two = (MODEL, DeploymentView("other", "v1", max_replicas=1))
+    async with Rig(FakeStore(Policy("auto"), (replace(JOB, max_devices=2),), two)) as rig:
+        rig.effects.seconds["start_group"] = 500.0
+        rig.loop.nudge()
+        await asyncio.sleep(5)
+        assert rig.states() == ["open"]
+        rig.store.ask("other", held=1, now_s=rig.now_s)
+        rig.loop.nudge()
+        await asyncio.sleep(5)
+        assert rig.states() == ["open", "open"], "while the job's ranks are still starting"
+        assert rig.loop.status()["handovers"], "the first hand-over is still under way"
 
 
-def test_a_slow_holder_does_not_delay_the_others() -> None:
-    async def test() -> None:
-        two = (MODEL, DeploymentView("other", "v1", max_replicas=1))
-        async with Rig(FakeStore(Policy("auto"), (replace(JOB, max_devices=2),), two)) as rig:
-            rig.effects.seconds["start_group"] = 500.0
-            rig.loop.nudge()
-            await asyncio.sleep(5)
-            assert rig.states() == ["open"]
-            rig.store.ask("other", held=1, now_s=rig.now_s)
-            rig.loop.nudge()
-            await asyncio.sleep(5)
-            assert rig.states() == ["open", "open"], "while the job's ranks are still starting"
-            assert rig.loop.status()["handovers"], "the first hand-over is still under way"
-
-    go(test)
-
-
-def test_a_cordoned_device_is_left_and_not_used_again_until_the_cordon_is_lifted() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
-            await rig.settle()
-            rig.store.cordoned = frozenset({"n0/2"})
-            rig.loop.nudge()
-            await asyncio.sleep(5)
-            assert rig.jobs() == {"j1": 2}
-            assert all("n0/2" not in g.devices for g in rig.world.groups.values())
-            status = {d["id"]: d["health"] for d in rig.loop.status()["devices"]}
-            assert status["n0/2"] == "draining"
-            rig.store.cordoned = frozenset()
-            rig.loop.nudge()
-            await asyncio.sleep(5)
-            assert rig.jobs() == {"j1": 4}
-
-    go(test)
+@in_virtual_time
+async def test_a_cordoned_device_is_left_and_not_used_again_until_the_cordon_is_lifted() -> None:
+    async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+        await rig.settle()
+        rig.store.cordoned = frozenset({"n0/2"})
+        rig.loop.nudge()
+        await asyncio.sleep(5)
+        assert rig.jobs() == {"j1": 2}
+        assert all("n0/2" not in g.devices for g in rig.world.groups.values())
+        status = {d["id"]: d["health"] for d in rig.loop.status()["devices"]}
+        assert status["n0/2"] == "draining"
+        rig.store.cordoned = frozenset()
+        rig.loop.nudge()
+        await asyncio.sleep(5)
+        assert rig.jobs() == {"j1": 4}
 
 
-def test_paused_and_cancelled_jobs_leave() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
-            await rig.settle()
-            rig.store.jobs["j1"] = replace(rig.store.jobs["j1"], phase="paused")
-            await rig.settle()
-            assert rig.jobs() == {} and ("suspend_group", "j1") in rig.world.verbs_done
-            rig.store.jobs["j1"] = replace(rig.store.jobs["j1"], phase="suspended")
-            await rig.settle()
-            assert rig.jobs() == {"j1": 4}
-            del rig.store.jobs["j1"]
-            await rig.settle()
-            assert rig.jobs() == {} and rig.world.verbs_done[-2][0] == "stop_group" and rig.world.leases == {}
-
-    go(test)
+@in_virtual_time
+async def test_paused_and_cancelled_jobs_leave() -> None:
+    async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+        await rig.settle()
+        rig.store.jobs["j1"] = replace(rig.store.jobs["j1"], phase="paused")
+        await rig.settle()
+        assert rig.jobs() == {} and ("suspend_group", "j1") in rig.world.verbs_done
+        rig.store.jobs["j1"] = replace(rig.store.jobs["j1"], phase="suspended")
+        await rig.settle()
+        assert rig.jobs() == {"j1": 4}
+        del rig.store.jobs["j1"]
+        await rig.settle()
+        assert rig.jobs() == {} and rig.world.verbs_done[-2][0] == "stop_group" and rig.world.leases == {}
 
 
-def test_waiting_for_a_loop_that_ends_raises() -> None:
-    async def test() -> None:
-        rig = Rig(FakeStore(Policy("train"), (JOB,)))
-        async with rig:
-            rig.effects.seconds["start_group"] = 500.0
-            await asyncio.sleep(1)
-            waiting = asyncio.create_task(rig.loop.wait_settled(rig.loop.nudge()))
-            await asyncio.sleep(1)
-            rig.loop.stop()
-            with pytest.raises(Stopped):
-                await waiting
-
-    go(test)
+@in_virtual_time
+async def test_waiting_for_a_loop_that_ends_raises() -> None:
+    rig = Rig(FakeStore(Policy("train"), (JOB,)))
+    async with rig:
+        rig.effects.seconds["start_group"] = 500.0
+        await asyncio.sleep(1)
+        waiting = asyncio.create_task(rig.loop.wait_settled(rig.loop.nudge()))
+        await asyncio.sleep(1)
+        rig.loop.stop()
+        with pytest.raises(Stopped):
+            await waiting
 
 
-def test_a_bug_in_the_effects_ends_the_loop() -> None:
-    async def test() -> None:
-        rig = Rig(FakeStore(Policy("serve"), (), (MODEL,)))
+@in_virtual_time
+async def test_a_bug_in_the_effects_ends_the_loop() -> None:
+    rig = Rig(FakeStore(Policy("serve"), (), (MODEL,)))
 
-        def hook(when: str, verb: str, target: str) -> None:
-            raise ZeroDivisionError("not an EffectFailed")
+    def hook(when: str, verb: str, target: str) -> None:
+        raise ZeroDivisionError("not an EffectFailed")
 
-        rig.effects.hook = hook
-        rig.loop = SchedulerLoop(virtual_time.VirtualClock(), rig.config).connect(rig.effects, rig.store, rig.journal)
-        with pytest.raises(ZeroDivisionError):
-            await rig.loop.run()
-
-    go(test)
+    rig.effects.hook = hook
+    rig.loop = SchedulerLoop(virtual_time.VirtualClock(), rig.config).connect(rig.effects, rig.store, rig.journal)
+    with pytest.raises(ZeroDivisionError):
+        await rig.loop.run()
 
 
-def test_every_step_is_in_the_journal_with_its_times() -> None:
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
-            await rig.settle()
-            rig.store.policy = Policy("train")
-            await rig.settle()
-            (last,) = rig.journal.recent(1)
-            assert [s.verb for s in last.steps] == [
-                "drain_replica",
-                "sleep_replica",
-                "release",
-                "acquire",
-                "start_group",
-            ]
-            assert all(s.state == "done" and s.ended_s > s.started_s for s in last.steps)
-            assert last.steps[3].started_s >= last.steps[2].ended_s
-            assert last.steps[0].detail["seconds"] == rig.effects.seconds["drain_replica"]
-            assert last.reason.startswith("mode train: replica r1-0 finishes its requests")
-
-    go(test)
+@in_virtual_time
+async def test_every_step_is_in_the_journal_with_its_times() -> None:
+    async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+        await rig.settle()
+        rig.store.policy = Policy("train")
+        await rig.settle()
+        (last,) = rig.journal.recent(1)
+        assert [s.verb for s in last.steps] == [
+            "drain_replica",
+            "sleep_replica",
+            "release",
+            "acquire",
+            "start_group",
+        ]
+        assert all(s.state == "done" and s.ended_s > s.started_s for s in last.steps)
+        assert last.steps[3].started_s >= last.steps[2].ended_s
+        assert last.steps[0].detail["seconds"] == rig.effects.seconds["drain_replica"]
+        assert last.reason.startswith("mode train: replica r1-0 finishes its requests")
 
 
-def test_held_requests_of_a_sleeping_model_wake_it() -> None:
-    async def test() -> None:
-        model = replace(MODEL, min_replicas=0)
-        async with Rig(FakeStore(Policy("auto"), (JOB,), (model,))) as rig:
-            await rig.settle()
-            assert rig.jobs() == {"j1": 4} and rig.states() == []
-            rig.store.deployments["m"] = replace(model, demand=Demand(held=1, last_request_s=rig.now_s))
-            await rig.settle()
-            assert rig.jobs() == {"j1": 2} and rig.states() == ["open"]
-            rig.store.deployments["m"] = replace(model, demand=Demand(last_request_s=rig.now_s))
-            await asyncio.sleep(120)
-            assert rig.jobs() == {"j1": 4} and rig.states() == ["asleep"]
-
-    go(test)
+@in_virtual_time
+async def test_held_requests_of_a_sleeping_model_wake_it() -> None:
+    model = replace(MODEL, min_replicas=0)
+    async with Rig(FakeStore(Policy("auto"), (JOB,), (model,))) as rig:
+        await rig.settle()
+        assert rig.jobs() == {"j1": 4} and rig.states() == []
+        rig.store.deployments["m"] = replace(model, demand=Demand(held=1, last_request_s=rig.now_s))
+        await rig.settle()
+        assert rig.jobs() == {"j1": 2} and rig.states() == ["open"]
+        rig.store.deployments["m"] = replace(model, demand=Demand(last_request_s=rig.now_s))
+        await asyncio.sleep(120)
+        assert rig.jobs() == {"j1": 4} and rig.states() == ["asleep"]
 
 
-def test_the_ends_of_many_chains_are_answered_by_few_rounds() -> None:
+@in_virtual_time
+async def test_the_ends_of_many_chains_are_answered_by_few_rounds() -> None:
     """A plan at each end would cost a large cluster their number times n log n."""
 
     class Counted(FakeStore):
@@ -664,34 +595,29 @@ def test_the_ends_of_many_chains_are_answered_by_few_rounds() -> None:
             self.loads += 1
             return super().load()
 
-    async def test() -> None:
-        jobs = tuple(JobView(f"j{n:03d}", submitted_s=float(n)) for n in range(120))
-        store = Counted(Policy("train"), jobs)
-        async with Rig(store, devices=120) as rig:
-            rig.effects.late_s = {f"j{n:03d}": n * 0.003 for n in range(120)}
-            await rig.settle()
-            assert rig.jobs() == {job.id: 1 for job in jobs}
-            assert store.loads < 60, "120 groups started at 120 moments"
-
-    go(test)
+    jobs = tuple(JobView(f"j{n:03d}", submitted_s=float(n)) for n in range(120))
+    store = Counted(Policy("train"), jobs)
+    async with Rig(store, devices=120) as rig:
+        rig.effects.late_s = {f"j{n:03d}": n * 0.003 for n in range(120)}
+        await rig.settle()
+        assert rig.jobs() == {job.id: 1 for job in jobs}
+        assert store.loads < 60, "120 groups started at 120 moments"
 
 
-def test_beyond_the_sleep_nothing_is_taken_back() -> None:
+@in_virtual_time
+async def test_beyond_the_sleep_nothing_is_taken_back() -> None:
     """A release that fails leaves its lease to later rounds: to open an engine that sleeps would be refused, and tell
     of an undo that there was none of."""
 
-    async def test() -> None:
-        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
-            await rig.settle()
-            rig.effects.hook = failing(5, "release", "before")
-            rig.store.policy = Policy("train")
-            rig.store.jobs["j1"] = JOB
-            await asyncio.sleep(60)
-            (first,) = [r for r in rig.journal.recent(100) if r.state == "failed"]
-            assert not [s for s in first.steps if s.undoes is not None]
-            assert rig.jobs() == {"j1": 4} and rig.states() == ["asleep"]
-
-    go(test)
+    async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+        await rig.settle()
+        rig.effects.hook = failing(5, "release", "before")
+        rig.store.policy = Policy("train")
+        rig.store.jobs["j1"] = JOB
+        await asyncio.sleep(60)
+        (first,) = [r for r in rig.journal.recent(100) if r.state == "failed"]
+        assert not [s for s in first.steps if s.undoes is not None]
+        assert rig.jobs() == {"j1": 4} and rig.states() == ["asleep"]
 
 
 def test_a_job_that_moves_to_other_devices_waits_for_its_own_lease() -> None:
@@ -709,49 +635,47 @@ def test_a_job_that_moves_to_other_devices_waits_for_its_own_lease() -> None:
 
 
 @pytest.mark.parametrize(("after_s", "mode", "verdict"), [(0.1, "serve", "undone"), (1.3, "train", "done")])
-def test_what_a_crash_interrupted_is_judged_by_what_holds_at_rest(after_s: float, mode: str, verdict: str) -> None:
+@in_virtual_time
+async def test_what_a_crash_interrupted_is_judged_by_what_holds_at_rest(
+    after_s: float, mode: str, verdict: str
+) -> None:
     """In the drain, and the mode is set back; or when the ranks run, and nobody has said so yet."""
 
-    async def test() -> None:
-        rig = Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,)))
-        async with rig:
-            await rig.settle()
-            rig.store.policy = Policy("train")
-            rig.loop.nudge()
-            await asyncio.sleep(after_s)
-            (interrupted,) = rig.journal.unfinished()
-        rig.store.policy = Policy(mode)
-        rig.effects = FakeEffects(rig.world)
-        async with rig:
-            await rig.settle()
-        record = rig.journal.get(interrupted.id)
-        assert record.state == verdict and "restart of the controller" in record.error
-
-    go(test)
-
-
-def test_an_engine_starts_when_memory_admits_it_and_nobody_waits_for_one_that_it_refuses() -> None:
-    async def run() -> None:
-        admitted: dict[str, bool] = {}
-        store = FakeStore(
-            Policy("serve"),
-            deployments=(replace(MODEL, min_replicas=1), DeploymentView("other", "v1", min_replicas=1, max_replicas=1)),
-        )
-        rig = Rig(store)
-        rig.loop = SchedulerLoop(virtual_time.VirtualClock(), rig.config).connect(
-            rig.effects, store, rig.journal, lambda model, node: admitted.get(model, True)
-        )
-        rig.task = asyncio.create_task(rig.loop.run())
-        admitted["other"] = False
+    rig = Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,)))
+    async with rig:
         await rig.settle()
-        assert [r.model for r in rig.world.replicas.values()] == ["m"]
-        admitted["other"] = True
+        rig.store.policy = Policy("train")
+        rig.loop.nudge()
+        await asyncio.sleep(after_s)
+        (interrupted,) = rig.journal.unfinished()
+    rig.store.policy = Policy(mode)
+    rig.effects = FakeEffects(rig.world)
+    async with rig:
         await rig.settle()
-        assert sorted(r.model for r in rig.world.replicas.values()) == ["m", "other"]
-        rig.loop.stop()
-        await rig.task
+    record = rig.journal.get(interrupted.id)
+    assert record.state == verdict and "restart of the controller" in record.error
 
-    virtual_time.run(run())
+
+@in_virtual_time
+async def test_an_engine_starts_when_memory_admits_it_and_nobody_waits_for_one_that_it_refuses() -> None:
+    admitted: dict[str, bool] = {}
+    store = FakeStore(
+        Policy("serve"),
+        deployments=(replace(MODEL, min_replicas=1), DeploymentView("other", "v1", min_replicas=1, max_replicas=1)),
+    )
+    rig = Rig(store)
+    rig.loop = SchedulerLoop(virtual_time.VirtualClock(), rig.config).connect(
+        rig.effects, store, rig.journal, lambda model, node: admitted.get(model, True)
+    )
+    rig.task = asyncio.create_task(rig.loop.run())
+    admitted["other"] = False
+    await rig.settle()
+    assert [r.model for r in rig.world.replicas.values()] == ["m"]
+    admitted["other"] = True
+    await rig.settle()
+    assert sorted(r.model for r in rig.world.replicas.values()) == ["m", "other"]
+    rig.loop.stop()
+    await rig.task
 
 
 def test_a_cold_engine_does_not_wait_for_a_wake_that_memory_refuses() -> None:
@@ -770,30 +694,28 @@ def test_a_cold_engine_does_not_wait_for_a_wake_that_memory_refuses() -> None:
     assert [chain.holder.id for chain in left.take] == ["r1"], "asked is the node where it would start"
 
 
-def test_a_loop_knows_the_devices_before_its_first_round() -> None:
+@in_virtual_time
+async def test_a_loop_knows_the_devices_before_its_first_round() -> None:
     """A job that was judged between a controller's start and the first round failed: there were no devices yet."""
 
-    async def test() -> None:
-        world, looked = World(box_of(3)), []
-        effects = FakeEffects(world)
-        observe = effects.observe
+    world, looked = World(box_of(3)), []
+    effects = FakeEffects(world)
+    observe = effects.observe
 
-        async def observed() -> Observed:
-            looked.append(1)
-            return await observe()
+    async def observed() -> Observed:
+        looked.append(1)
+        return await observe()
 
-        effects.observe = observed
-        loop = SchedulerLoop(virtual_time.VirtualClock(), SchedulerConfig()).connect(
-            effects, FakeStore(Policy("serve")), MemoryJournal()
-        )
-        assert loop.status()["devices"] == []
-        await loop.adopt()
-        assert len(loop.status()["devices"]) == 3 and looked == [1]
-        running = asyncio.create_task(loop.run())
-        await asyncio.sleep(0)
-        assert looked == [1], "it is done once"
-        await loop.wait_settled(loop.nudge())
-        loop.stop()
-        await running
-
-    go(test)
+    effects.observe = observed
+    loop = SchedulerLoop(virtual_time.VirtualClock(), SchedulerConfig()).connect(
+        effects, FakeStore(Policy("serve")), MemoryJournal()
+    )
+    assert loop.status()["devices"] == []
+    await loop.adopt()
+    assert len(loop.status()["devices"]) == 3 and looked == [1]
+    running = asyncio.create_task(loop.run())
+    await asyncio.sleep(0)
+    assert looked == [1], "it is done once"
+    await loop.wait_settled(loop.nudge())
+    loop.stop()
+    await running

@@ -14,7 +14,7 @@ from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.loop.mode_schedule import InForce, Window, in_force, preview
 from scheduler.simulator import virtual_time
-from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of
+from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time
 
 TRAIN, SERVE, AUTO = Policy("train"), Policy("serve"), Policy("auto")
 BERLIN = (Window("0 22 * * *", TRAIN, "Europe/Berlin"), Window("0 6 * * *", SERVE, "Europe/Berlin"))
@@ -179,39 +179,35 @@ def test_the_loop_changes_mode_when_a_window_fires() -> None:
     virtual_time.run(life(), start_s=at("2026-03-02 21:00:00", "UTC"))
 
 
-def test_explain_says_why_a_job_would_be_suspended() -> None:
-    async def life() -> None:
-        store = FakeStore(TRAIN, (JobView("j", 1, 2),), ())
-        world = World(box_of(2))
-        loop = SchedulerLoop(virtual_time.VirtualClock()).connect(FakeEffects(world), store, MemoryJournal())
-        running = asyncio.create_task(loop.run())
-        await loop.wait_settled(loop.nudge())
-        assert loop.explain(SERVE)["steps"] == [
-            "Job j is suspended at its next step, because it needs 1 device: mode serve gives training no devices."
-        ]
-        loop.stop()
-        await running
-
-    virtual_time.run(life())
+@in_virtual_time
+async def test_explain_says_why_a_job_would_be_suspended() -> None:
+    store = FakeStore(TRAIN, (JobView("j", 1, 2),), ())
+    world = World(box_of(2))
+    loop = SchedulerLoop(virtual_time.VirtualClock()).connect(FakeEffects(world), store, MemoryJournal())
+    running = asyncio.create_task(loop.run())
+    await loop.wait_settled(loop.nudge())
+    assert loop.explain(SERVE)["steps"] == [
+        "Job j is suspended at its next step, because it needs 1 device: mode serve gives training no devices."
+    ]
+    loop.stop()
+    await running
 
 
-def test_explain_says_what_would_happen_and_does_nothing() -> None:
-    async def life() -> None:
-        store = FakeStore(SERVE, (JobView("j", 1, 2),), (DeploymentView("m", "v1", min_replicas=1),))
-        world, journal = World(box_of(2)), MemoryJournal()
-        loop = SchedulerLoop(virtual_time.VirtualClock()).connect(FakeEffects(world), store, journal)
-        running = asyncio.create_task(loop.run())
-        await loop.wait_settled(loop.nudge())
-        told = loop.explain(TRAIN)
-        assert told["steps"] == [
-            "Replica r1-0 finishes its requests and goes to sleep, because job j gets n0/0.",
-            "Job j runs on 2 devices (n0/0, n0/1), because training gets 2 of 2 devices in mode train, and it takes "
-            "from 1 to 2.",
-        ]
-        assert told["jobs"] == {"j": ["n0/0", "n0/1"]} and told["waiting"] == {}
-        assert loop.explain()["steps"] == [] and "mode serve" in loop.explain()["waiting"]["j"]
-        assert journal.last_id() == 1 and not world.groups
-        loop.stop()
-        await running
-
-    virtual_time.run(life())
+@in_virtual_time
+async def test_explain_says_what_would_happen_and_does_nothing() -> None:
+    store = FakeStore(SERVE, (JobView("j", 1, 2),), (DeploymentView("m", "v1", min_replicas=1),))
+    world, journal = World(box_of(2)), MemoryJournal()
+    loop = SchedulerLoop(virtual_time.VirtualClock()).connect(FakeEffects(world), store, journal)
+    running = asyncio.create_task(loop.run())
+    await loop.wait_settled(loop.nudge())
+    told = loop.explain(TRAIN)
+    assert told["steps"] == [
+        "Replica r1-0 finishes its requests and goes to sleep, because job j gets n0/0.",
+        "Job j runs on 2 devices (n0/0, n0/1), because training gets 2 of 2 devices in mode train, and it takes "
+        "from 1 to 2.",
+    ]
+    assert told["jobs"] == {"j": ["n0/0", "n0/1"]} and told["waiting"] == {}
+    assert loop.explain()["steps"] == [] and "mode serve" in loop.explain()["waiting"]["j"]
+    assert journal.last_id() == 1 and not world.groups
+    loop.stop()
+    await running

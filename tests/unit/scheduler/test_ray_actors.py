@@ -19,8 +19,8 @@ from runtime.processes.kernel import life
 from scheduler.core.errors import EffectFailed
 from scheduler.ray import actors
 from scheduler.ray.actors import Supervisor, ask, blame_of, within
-from scheduler.simulator import virtual_time
 from serve.core.errors import EngineOutOfMemory, EngineStartFailed
+from tests.unit.scheduler.fakes import in_virtual_time
 from train.plan.errors import RankFailed
 
 
@@ -129,24 +129,22 @@ async def test_one_that_does_not_answer_at_all_is_killed(process, killed, monkey
     assert killed == [actor] and process.wait() == -signal.SIGKILL
 
 
-def test_one_that_has_not_begun_yet_is_waited_for(killed) -> None:
-    async def test() -> None:
-        begun = asyncio.Event()
+@in_virtual_time
+async def test_one_that_has_not_begun_yet_is_waited_for(killed) -> None:
+    begun = asyncio.Event()
 
-        async def work() -> int:
-            await begun.wait()
-            return 5
+    async def work() -> int:
+        await begun.wait()
+        return 5
 
-        async def when_begun() -> dict[str, Any]:
-            await begun.wait()
-            return {**life(), "kernel": "another"}
+    async def when_begun() -> dict[str, Any]:
+        await begun.wait()
+        return {**life(), "kernel": "another"}
 
-        calling = asyncio.create_task(Supervisor(Actor(work=work, life=when_begun), "r").call("work"))
-        await asyncio.sleep(10 * actors.HUNG_S)
-        begun.set()
-        assert await calling == 5 and not killed
-
-    virtual_time.run(test())
+    calling = asyncio.create_task(Supervisor(Actor(work=work, life=when_begun), "r").call("work"))
+    await asyncio.sleep(10 * actors.HUNG_S)
+    begun.set()
+    assert await calling == 5 and not killed
 
 
 async def test_work_that_takes_long_is_waited_for_while_its_supervisor_lives(killed, monkeypatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serve.api import answer_version, fair_order
-from serve.api.turns import place_in
+from serve.api.turns import ROLLOUTS, mark_of, number, place_in
 
 
 class Engine:
@@ -75,6 +75,16 @@ async def test_embeddings_take_their_turn_as_vllm_calls_for_them(engine: Engine)
         found = [one async for one in ENCODE(engine, request_id="r", prompt=prompt(7), pooling_params=None, priority=0)]
         assert len(found) == 1
     assert engine.places == [0, 7]
+
+
+async def test_rollouts_stand_behind_everybody(engine: Engine) -> None:
+    await ask(engine, ROLLOUTS, 10)
+    await ask(engine, "a", 100_000)
+    await ask(engine, "a", 1)
+    await ask(engine, ROLLOUTS, 10)
+    first, *users, last = engine.places
+    assert max(users) < first < last, "and among each other as they came"
+    assert -(2**63) <= number(last, mark_of(ROLLOUTS)) < 2**63, "what vLLM takes as a priority"
 
 
 async def test_a_deployment_may_have_another_order(engine: Engine) -> None:

@@ -1,38 +1,26 @@
 """The estimate of a job against what a rank really holds and writes, in a world of one."""
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from deepspeed import comm
 
 from tests.train_support.tiny import make_model_dir, write_chat_file
+from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.methods.supervised_objective import SupervisedObjective
 from train.model.model import load_model
 from train.plan import estimate
 from train.plan.estimate import ModelShape
 from train.plan.spec import TrainSpec
-from train.run.engine import build_engine, init_world, meeting_url
+from train.run.engine import build_engine
 from train.state import fragments
 from train.state.publish import publish
 from train.state.snapshot import begin_snapshot, snapshot_layout
 from weights.memory.store import WeightStore
 
 HEADERS_BYTES = 32 * 1024  # names and offsets, manifest, config and tokenizer
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one(tmp_path_factory):
-    before = dict(os.environ)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    init_world("cpu", meeting_url(tmp_path_factory.mktemp("world") / "meeting"), 30.0)
-    yield
-    comm.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])

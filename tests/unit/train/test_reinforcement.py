@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from tests.train_support.tiny import make_model_dir, write_prompt_file
 from tests.train_support.world import SAMPLES
@@ -26,10 +28,11 @@ from train.model.model import load_model, load_tokenizer
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter, InvalidTrainingData, NothingGraded
 from train.plan.spec import TrainSpec
-from train.run import sampler
+from train.rollouts import sampler
+from train.rollouts.rollouts import ASKED_AT_ONCE, FILE, advantages
+from train.rollouts.sampler import sample
 from train.run.prepare import prepare
-from train.run.rollouts import ASKED_AT_ONCE, FILE, advantages
-from train.run.sampler import sample
+from weights.memory.store import WeightStore
 
 DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512)
 
@@ -54,8 +57,37 @@ def test_its_hyperparameters_are_openais():
 
 
 @pytest.mark.parametrize(
+    "given, rank_limit, expected",
+    [
+        ({"lora_rank": 8}, 32, "ranks"),
+        ({"lora_rank": 8, "rollouts": "engine"}, 32, "engine"),
+        ({"lora_rank": 8, "rollouts": "engine", "lora_publish": "merged"}, 32, "engine"),
+        ({"lora_rank": 8, "rollouts": "ranks"}, 32, "ranks"),
+    ],
+)
+def test_an_engine_samples_where_it_is_asked_to(given, rank_limit, expected):
+    model = replace(MODEL, adapter_max_rank=rank_limit)
+    assert REINFORCEMENT.resolve(given, DATASET, model, 1)["options"]["rollouts"] == expected
+
+
+@pytest.mark.parametrize(
+    "given, rank_limit, why",
+    [
+        ({}, 32, "full is true"),
+        ({"lora_rank": 8}, 0, "engines of this base take no adapters"),
+        ({"lora_rank": 64, "lora_publish": "merged"}, 32, "engines take adapters of rank 32 at most"),
+    ],
+)
+def test_an_engine_that_cannot_is_refused_in_words(given, rank_limit, why):
+    model = replace(MODEL, adapter_max_rank=rank_limit)
+    with pytest.raises(InvalidHyperparameter, match=f"'rollouts' is 'engine'; expected 'ranks' or 'auto': {why}"):
+        REINFORCEMENT.resolve({**given, "rollouts": "engine"}, DATASET, model, 1)
+
+
+@pytest.mark.parametrize(
     "given, expected",
     [
+        ({"rollouts": "both"}, "one of auto, engine, ranks"),
         ({"reasoning_effort": "low"}, "'reasoning_effort' is 'low'; expected 'default'"),
         ({"compute_multiplier": 11}, "'compute_multiplier' is 11; expected 'auto' or a number"),
         ({"compute_multiplier": 0}, "'compute_multiplier'"),
@@ -184,8 +216,38 @@ def test_loss_and_gradients_are_those_of_a_plain_computation(tmp_path, monkeypat
     assert loss.item() / 0.25 / 21 == pytest.approx(-0.0407224, abs=1e-6)
     norm = torch.sqrt(sum(one.grad.square().sum() for one in objective.model.parameters())).item()
     assert norm / 0.25 / 21 == pytest.approx(1.8867627, rel=1e-5)
-    mismatch, clipped = objective.take_metrics()
-    assert mismatch > 0 and 0 < clipped < len(row.labels) and objective.take_metrics() == [0.0, 0.0]
+    mismatch, moved, clipped = objective.take_metrics()
+    assert 0 < mismatch and 0 < moved and 0 < clipped < len(row.labels) and objective.take_metrics() == [0.0] * 3
+
+
+def test_tokens_of_an_engine_are_weighed_by_how_likely_they_are_to_the_trainer(tmp_path):
+    spec = TrainSpec("j", str(make_model_dir(tmp_path / "b", dtype=torch.float32)), "", "", "", "o", precision="fp32")
+    made, row = rollout_row()
+    objective = REINFORCEMENT.objective(load_model(spec), {"rollouts": "engine"})
+    objective(to_batch(row, 0.25, "cpu")).backward()
+
+    plain = load_model(spec)
+    plain.set_attn_implementation("eager")
+    total, place, ratios = torch.zeros(()), 0, []
+    for (ids, learnt), advantage in zip(made, row.advantages, strict=True):
+        log_probs = plain(input_ids=torch.tensor(ids)[None]).logits[0].float().log_softmax(-1)
+        at = np.flatnonzero(learnt)
+        now = log_probs[at - 1, torch.tensor(ids[at])]
+        ratio = (now.detach() - torch.tensor(row.sampled[place : place + len(at)])).exp()
+        place += len(at)
+        # Yao et al., 2025: min(p(trainer) / p(sampler), C) x advantage x the gradient of log p(trainer).
+        total = total - (ratio.clamp(max=2.0) * advantage * now).sum()
+        ratios.append(ratio)
+    (total * 0.25).backward()
+    for (name, ours), theirs in zip(objective.model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-6, rtol=1e-4), name
+    ratios = torch.cat(ratios)
+    assert (ratios > 2).any() and (ratios < 0.8).any(), "the cap is met, and what a clip would stop"
+    moved = ratios.log().abs()
+    kl, mean, cut = objective.take_metrics()
+    assert kl == pytest.approx(0.25 * (ratios - 1 - ratios.log()).sum().item(), rel=1e-3)
+    assert mean == pytest.approx(0.25 * moved.sum().item(), rel=1e-4) and cut == 0.25 * (ratios > 2).sum().item()
+    assert objective.take_peaks() == [pytest.approx(moved.max().item(), rel=1e-4)] and objective.take_peaks() == [0.0]
 
 
 def test_the_head_computes_in_float32_whatever_the_weights_are(tmp_path):
@@ -236,8 +298,8 @@ def test_sampled_log_probabilities_are_those_that_the_loss_computes(tmp_path, mo
     monkeypatch.setattr(sampler, "SAMPLING_BYTES", 1)
     assert torch.equal(sampled(objective.model, prompts, chances).ids, made.ids)
     objective(to_batch(found, 1.0, "cpu"))
-    mismatch, clipped = objective.take_metrics()
-    assert abs(mismatch) < 1e-6 and clipped == 0
+    mismatch, moved, clipped = objective.take_metrics()
+    assert abs(mismatch) < 1e-6 and abs(moved) < 1e-3 and clipped == 0
 
 
 def test_tokens_come_by_their_probability(tmp_path):
@@ -278,15 +340,23 @@ def run_spec(tmp_path, **fields):
 
 
 class Box:
-    """Whoever runs the job: hears its events, and grades. `grade`: text and item to (reward, error)."""
+    """Whoever runs the job: hears its events, and grades. `grade`: text and item to (reward, error). `sampled`: what it
+    answers to a question for samples."""
 
-    def __init__(self, grade):
-        self.told, self.questions, self.grade = [], [], grade
+    def __init__(self, grade, sampled=None):
+        self.told, self.questions, self.grade, self.sampled = [], [], grade, sampled
+        self.asked = []
         self.signals = ControlSignals()
 
     def __call__(self, event, **data):
         if event != "ask":
             self.told.append({"event": event, **data})
+            return
+        if data["kind"] == "sample":
+            self.asked.append(data)
+            answer = self.sampled(data)
+            if answer is not None:
+                self.signals.answer(data["question"], answer)
             return
         self.questions.append((data["question"], [sample["text"] for sample in data["samples"]]))
         self.answer(data)
@@ -379,3 +449,167 @@ def test_a_step_that_is_broken_off_goes_on_with_the_same_samples(tmp_path):
     assert asked == whole.questions, "no sample is lost, none counts twice"
     losses = [step["loss"] for box in (first, second) for step in box.of("metrics")]
     assert losses == [step["loss"] for step in whole.of("metrics")]
+
+
+# --- by an engine
+
+LORA = {"full": False, "lora_rank": 4, "lora_publish": "adapter", "base_model": "base", "base_version": "v1"}
+BY_ENGINE = {**SAMPLES, "rollouts": "engine"}
+LETTER_A = 67
+
+
+class Engines:
+    """An engine that answers with the letter a, or b at every second place, as many times as the sample's own number
+    says; `silent`: places that it does not answer. It looks for the weights that the question names."""
+
+    def __init__(self, store, silent=()):
+        self.store, self.silent, self.seen = store, silent, []
+
+    def __call__(self, asked):
+        policy = asked["policy"]
+        stored = self.store.find("adapter", policy["name"], policy["version"])
+        self.seen.append((policy["version"], stored.manifest.meta["step"], [one.version for one in self.listed()]))
+        places = [(one, place) for one in asked["prompts"] for place in range(one["place"], one["place"] + one["n"])]
+        samples = [self.answer(*one) for one in places]
+        why = "the engine was wanted" if self.silent else ""
+        return {"samples": [one for one in samples if one["place"] not in self.silent], "why": why}
+
+    def answer(self, prompt, place):
+        size = 1 + (prompt["seed"] + place) % 5
+        return {"place": place, "ids": [[LETTER_A + place % 2] * size], "log_probs": [[-6.0 - place / 100] * size]}
+
+    def listed(self):
+        return [stored for stored in self.store.list("adapter") if stored.model.startswith(".policy/")]
+
+
+def warned(box):
+    return [event for event in box.of("message") if event["level"] == "warn"]
+
+
+def lora_spec(tmp_path, **fields):
+    return run_spec(tmp_path, **{**LORA, "options": BY_ENGINE, **fields})
+
+
+def test_an_engine_samples_from_the_weights_of_the_very_step(tmp_path):
+    spec = lora_spec(tmp_path, valid_path=str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1)))
+    engines = Engines(WeightStore(spec.shm_root, budget_bytes=None))
+    box = Box(letters, engines)
+    assert box.run(spec)["outcome"] == "succeeded"
+    steps = box.of("metrics")
+    assert [step["engine_samples"] for step in steps] == [1.0] * 6 and not warned(box)
+    # One state of the model, one version, whose predecessor is gone; the next step's is asked for by its own name.
+    assert [step for _, step, _ in engines.seen] == [0, 0, 1, 2, 3, 4, 5, 6], "validations before and after"
+    assert all(there == [version] for version, _, there in engines.seen)
+    assert len({asked["question"] for asked in box.asked}) == len(box.asked)
+    assert box.asked[0]["base"] == {"model": "base", "version": "v1"}
+    of_steps = [asked for asked in box.asked if asked["question"].startswith("sample-train")]
+    assert len({one["seed"] for asked in of_steps for one in asked["prompts"]}) == 24
+    # It says other numbers than the trainer would: the event says how far they are apart.
+    assert all(step["mismatch_max"] >= step["mismatch_mean"] > 0.01 for step in steps)
+    assert [event["version"] for event in box.of("published")] == ["step-6"]
+
+
+def test_what_no_engine_answers_the_ranks_sample_and_no_sample_counts_twice(tmp_path):
+    spec = lora_spec(tmp_path)
+    engines = Engines(WeightStore(spec.shm_root, budget_bytes=None), silent={1, 8, 9, 31})
+
+    def twice(asked):
+        told = engines(asked)
+        other = [{**one, "ids": [[5]], "log_probs": [[-1.0]]} for one in told["samples"]]
+        wrong = [
+            {"place": 1, "ids": [[]], "log_probs": [[]]},
+            {"place": 8, "ids": [[10**6]], "log_probs": [[-1.0]]},
+            {"place": 9, "ids": [[5, 6]], "log_probs": [[-1.0]]},
+            {"place": 99, "ids": [[5]], "log_probs": [[-1.0]]},
+            {"place": 31, "ids": [[5] * 17], "log_probs": [[-1.0] * 17]},
+        ]
+        return {**told, "samples": [*told["samples"], *other, *wrong]}
+
+    box = Box(letters, twice)
+    assert box.run(spec)["outcome"] == "succeeded"
+    assert [step["engine_samples"] for step in box.of("metrics")] == [28 / 32] * 6
+    for _, texts in box.questions:
+        assert len(texts) == 32
+        by_engine = [(place, text) for place, text in enumerate(texts) if place not in engines.silent]
+        assert all(set(text) == {"ab"[place % 2]} for place, text in by_engine)
+    ranks = Box(letters)
+    ranks.run(replace(spec, options=SAMPLES, run_dir=str(tmp_path / "ranks"), job_id="r"))
+    first, of_ranks = box.questions[0][1], ranks.questions[0][1]
+    assert [first[place] for place in engines.silent] == [of_ranks[place] for place in engines.silent], (
+        "by the numbers that the ranks would have had"
+    )
+    (said,) = warned(box)
+    assert "the ranks sample what no engine answers: the engine was wanted" in said["text"]
+
+
+def test_a_job_that_waits_for_an_engine_gives_its_devices_back(tmp_path):
+    spec = lora_spec(tmp_path)
+    store = WeightStore(spec.shm_root, budget_bytes=None)
+    engines = Engines(store)
+
+    def silent_in_step_three(asked):
+        if engines.seen and engines.seen[-1][1] == 2:
+            first.signals.ask("suspend")
+            return None
+        return engines(asked)
+
+    first = Box(letters, silent_in_step_three)
+    outcome = first.run(spec)
+    assert outcome["outcome"] == "suspended" and outcome["step"] == 3
+    second = Box(letters, engines)
+    assert second.run(spec, outcome["snapshot_path"])["outcome"] == "succeeded"
+    assert [step["step"] for box in (first, second) for step in box.of("metrics")] == list(range(1, 7))
+    # Another world has names of its own: no late answer to the first one's question is taken for its own.
+    assert len({version.partition(".")[2] for version, _, _ in engines.seen}) == 2
+    assert all(step["engine_samples"] == 1 for box in (first, second) for step in box.of("metrics"))
+
+
+def test_samples_of_an_engine_are_kept_until_they_are_graded(tmp_path):
+    spec = lora_spec(tmp_path)
+    engines = Engines(WeightStore(spec.shm_root, budget_bytes=None))
+    first, second = Impatient(letters, engines), Box(letters, engines)
+    outcome = first.run(spec)
+    assert second.run(spec, outcome["snapshot_path"])["outcome"] == "succeeded"
+    assert first.questions[-1] == second.questions[0]
+    asked = [step for _, step, _ in engines.seen]
+    assert asked == [0, 1, 2, 3, 4, 5], "none is asked for again"
+    assert all(step["engine_samples"] == 1 for step in second.of("metrics"))
+
+
+class PlainEngine:
+    """Samples from the base with the adapter that the question names, as it lies in shared memory."""
+
+    def __init__(self, spec):
+        self.base, self.store = spec.base_path, WeightStore(spec.shm_root, budget_bytes=None)
+        self.draw = np.random.default_rng(1)
+
+    def __call__(self, asked):
+        stored = self.store.find("adapter", asked["policy"]["name"], asked["policy"]["version"])
+        base = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+        model = PeftModel.from_pretrained(base, str(stored.path)).merge_and_unload()
+        prompts = [np.array(one["tokens"]) for one in asked["prompts"] for _ in range(one["n"])]
+        chances = self.draw.random((len(prompts), asked["room"]))
+        made = sample(model, prompts, chances, asked["ends"], 96, torch.device("cpu"), lambda going: (False, going))
+        told, place = [], 0
+        for one in asked["prompts"]:
+            parts = [
+                (made.ids[n, : made.sizes[n]].tolist(), made.log_probs[n, : made.sizes[n]].tolist())
+                for n in range(place, place + one["n"])
+            ]
+            told.append(
+                {"place": one["place"], "ids": [p[0] for p in parts], "log_probs": [p[1] for p in parts]},
+            )
+            place += one["n"]
+        return {"samples": told, "why": ""}
+
+
+def test_a_run_learns_from_what_is_sampled_from_its_adapter(tmp_path):
+    spec = lora_spec(tmp_path, n_epochs=4, learning_rate=2e-2)
+    box = Box(letters, PlainEngine(spec))
+    assert box.run(spec)["outcome"] == "succeeded"
+    steps = box.of("metrics")
+    rewards = [step["train_mean_reward"] for step in steps]
+    assert np.mean(rewards[-4:]) > 2 * np.mean(rewards[:4]), rewards
+    # The weights of the very step: what lies in shared memory is rounded to bfloat16, and that is all.
+    assert max(step["mismatch_mean"] for step in steps) < 0.01 and max(step["mismatch_max"] for step in steps) < 0.2
+    assert all(step["engine_samples"] == 1 and step["clipped"] == 0 for step in steps)

@@ -11,11 +11,13 @@ from appliance.controller.batches import share
 from appliance.controller.bus.bus import Bus
 from appliance.controller.bus.load import Load, ModelLoad, ReplicaLoad
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.ports import LineReturned
+from appliance.controller.interfaces.ports import SAMPLING, LineReturned
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
-from appliance.wiring.batch_engines import SocketEngines
+from appliance.wiring.batch_engines import Circumstances, SocketEngines
 from scheduler.core.workload import Demand
+from serve.api.turns import ROLLOUTS
+from serve.core import sampling
 from tests.unit.gateway.upstreams import DummyUpstream
 
 URL = "/v1/chat/completions"
@@ -40,7 +42,7 @@ async def engine_of(folder, script):
 @pytest.fixture
 async def lines(tmp_path):
     bus = Bus(tmp_path / "bus.sock", ControllerConfig(), first_generation=1, on_table=lambda: made.load_changed())
-    alone = ("serve", False, 1)
+    alone = Circumstances("serve", False, 1)
     made = SocketEngines(bus, ControllerConfig(), Limits(), lambda name: name, lambda: alone, lambda: None)
     yield made
     await made.close()
@@ -80,6 +82,60 @@ def test_without_an_awake_engine_there_is_no_room():
 )
 def test_a_batch_wakes_a_model_only_where_nobody_is_in_the_way(policy, jobs, others, free, expected):
     assert share.may_wake(policy, jobs, others, free) is expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "floor", "others", "free", "expected"),
+    [
+        ("split", 0, False, 0, True),
+        ("serve", 0, True, 0, False),
+        ("auto", 0, False, 0, False),  # it would take a device of the very job that it helps
+        ("auto", 1, False, 0, True),
+        ("auto", 1, True, 0, False),
+        ("auto", 0, False, 1, True),
+        ("train", 0, False, 0, False),
+        ("train", 1, False, 0, True),
+    ],
+)
+def test_rollouts_wake_a_model_only_on_devices_that_training_does_not_get(policy, floor, others, free, expected):
+    assert share.may_wake_to_sample(policy, floor, others, free) is expected
+
+
+async def test_the_wish_of_rollouts(tmp_path):
+    bus = Bus(tmp_path / "bus.sock", ControllerConfig(), first_generation=1, on_table=lambda: None)
+    now = Circumstances("auto", True, 0, floor=1)
+    made = SocketEngines(bus, ControllerConfig(), Limits(), lambda name: name, lambda: now, lambda: None)
+    made.wants(["starter"], SAMPLING)
+    assert made.demand("starter", Demand()).held == 1 and made.demand("other", Demand()) == Demand()
+    assert made.demand("starter", Demand(inflight=3)) == Demand(inflight=3), "users speak for themselves"
+    now = Circumstances("auto", True, 0)
+    assert made.demand("starter", Demand()) == Demand()
+    bus.set_models(table(("r1", "/x", "open")))
+    awake = made.demand("starter", Demand())
+    assert awake.requests == 0 and awake.last_request_s is not None, "it stays awake between steps, and claims nothing"
+
+
+async def test_rollouts_go_to_engines_of_the_version_that_the_policy_belongs_to(lines, tmp_path):
+    seen = []
+
+    async def script(request, reply):
+        seen.append(request)
+        await reply.json({"choices": []})
+
+    async with engine_of(tmp_path, script) as engine:
+        lines._bus.set_models(table(("r1", engine.path, "open")))
+        body = {"model": "private", "token_ids": [1]}
+        assert lines.sampling_room("starter", "v1").lines == 16
+        assert (await lines.sample("starter", "v1", body, "req_1")).status == 200
+        assert lines.sampling_room("starter", "v2").why == "no engine of the model has its version v2"
+        with pytest.raises(LineReturned):
+            await lines.sample("starter", "v2", body, "req_2")
+    assert [(one.target, one.json, one.headers["x-appliance-owner"]) for one in seen] == [
+        (sampling.URL, body, ROLLOUTS)
+    ]
+    # No line of a batch gets there, whatever it names.
+    answer = await lines.send("starter", sampling.URL, body, "req_3")
+    assert answer.status == 404
 
 
 async def test_the_wish_of_a_batch(lines):

@@ -1,4 +1,5 @@
-"""/admin/v1/keys: create, list, revoke. A new key is shown once; revoking reaches the gateways at once."""
+"""/admin/v1/keys: create, list, revoke; /admin/v1/me: the asker's own. A new key is shown once; revoking reaches the
+gateways at once."""
 
 from __future__ import annotations
 
@@ -92,6 +93,14 @@ class KeyCreate(KeyLimits):
 def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, background: BackgroundResponses) -> None:
     """Add the routes to the admin router."""
     db = context.db
+
+    @router.get("/me")
+    async def me(caller: Caller) -> dict[str, Any]:
+        """The key that asks, as `/keys` shows it. For the box itself: `id` and `owner` null, its scopes."""
+        row = keys.find(db, caller.key_id) if caller.key_id is not None else None
+        if row is None:
+            return {"id": None, "name": "box", "owner": None, "scopes": sorted(caller.scopes)}
+        return views.key(row)
 
     @router.get("/keys", dependencies=[Depends(needs(ADMIN))])
     async def list_keys() -> dict[str, Any]:

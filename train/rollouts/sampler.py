@@ -31,7 +31,8 @@ class Answers:
     sizes: torch.Tensor
 
     @classmethod
-    def empty(cls, n: int, room: int, device: torch.device) -> Answers:
+    def empty(cls, n: int, room: int, device: torch.device | None = None) -> Answers:
+        """On the host without a device."""
         return cls(
             torch.zeros(n, room, dtype=torch.int64, device=device),
             torch.zeros(n, room, dtype=torch.float32, device=device),

@@ -1,12 +1,14 @@
 """The samples of a step of reinforcement: answers of the model to the step's prompts, their rewards, and the rows that
 are learnt from.
 
-    sampled by all ranks, each its share -> graded by whoever runs the job -> advantages -> rows, the same on every rank
+    sampled by an engine of the box, or by all ranks, each its share -> graded by whoever runs the job -> advantages
+    -> rows, the same on every rank
 
 A step's prompts, and the random numbers by which their answers are chosen, follow from its number, and every rank holds
 all samples: so a step is the same on any number of ranks, and no sample is lost or counted twice, whatever ends the
-run. What has been sampled, and what has been graded, is kept beside the run until the next step, so that one that is
-broken off before its update goes on with the same samples.
+run. What an engine was asked for and did not answer, the ranks sample. What has been sampled, and what has been graded,
+is kept beside the run until the next step, so that one that is broken off before its update goes on with the same
+samples.
 """
 
 from __future__ import annotations
@@ -32,8 +34,11 @@ from train.methods.method import Method
 from train.model.model import load_tokenizer
 from train.plan.errors import NothingGraded
 from train.plan.spec import TrainSpec
-from train.run.sampler import Answers, sample
+from train.rollouts.asked import Policy, shared, told
+from train.rollouts.sampler import Answers, sample
 from train.state.fragments import Grid
+from weights.format.errors import StoreFull
+from weights.memory.store import WeightStore
 
 FILE = "rollouts.npz"
 ASKED_AT_ONCE = 64
@@ -53,6 +58,7 @@ class Rollouts:
         spec: TrainSpec,
         method: Method,
         engine: Any,
+        store: WeightStore,
         grid: Grid,
         plan: StepPlan,
         sets: tuple[TokenSet, TokenSet | None],
@@ -66,10 +72,15 @@ class Rollouts:
         self._samples = method.samples(spec.options)
         self._file = Path(spec.run_dir) / FILE
         self._lines: dict[str, list[bytes]] = {}
+        by_engine = spec.options.get("rollouts") == "engine"
+        self._policy = Policy(spec, engine, grid, store) if by_engine else None
+        self._why = ""  # an engine did not answer, as it was last reported
         # Of the step that is ready, as `Answers` has them, on the host: each look at a device waits for it.
         self._step = -1
         self._ids, self._log_probs, self._sizes = np.zeros((0, 0), np.int64), np.zeros((0, 0)), np.zeros(0, np.int64)
         self._verdict: dict[str, Any] = {}
+        self._by_engine = 0  # of what was sampled last
+        self._engine_share = 0.0  # of the step's samples
         self._advantages = np.zeros(0, np.float32)
         self._seconds: dict[str, float] = {}
 
@@ -83,7 +94,7 @@ class Rollouts:
         began_s = time.perf_counter()
         made, verdict = self._taken_up(step, len(prompts))
         if made is None:
-            made = self._sampled(self._train, prompts, (_TRAINING, step))
+            made = self._sampled(step, self._train, prompts, self._samples.group, (_TRAINING, step))
             if made is None:
                 return False
             self._keep(step, made, None)
@@ -96,7 +107,7 @@ class Rollouts:
         self._ids, self._log_probs, self._sizes = (
             part.cpu().numpy() for part in (made.ids, made.log_probs, made.sizes)
         )
-        self._step, self._verdict = step, verdict
+        self._step, self._verdict, self._engine_share = step, verdict, self._by_engine / len(prompts)
         self._advantages = advantages(verdict["rewards"], self._samples.group)
         graded_s = time.perf_counter()
         self._seconds = {"sampling": sampled_s - began_s, "grading": graded_s - sampled_s}
@@ -107,8 +118,8 @@ class Rollouts:
 
     def denominator(self) -> int:
         """The tokens of the step's answers, of prompts whose answers differ in reward."""
-        told = self._advantages.reshape(-1, self._samples.group).any(axis=1).repeat(self._samples.group)
-        return max(1, int(self._sizes[told].sum()))
+        learnt = self._advantages.reshape(-1, self._samples.group).any(axis=1).repeat(self._samples.group)
+        return max(1, int(self._sizes[learnt].sum()))
 
     def tokens(self) -> int:
         """Of the step's prompts and answers."""
@@ -139,6 +150,7 @@ class Rollouts:
             "equal_rewards": float((~groups.any(axis=1)).mean()),
             "cut_answers": float((~np.isin(last, self._ends)).mean()),
             "grader_errors": sum(map(bool, self._verdict["errors"])) / len(rewards),
+            **({"engine_samples": self._engine_share} if self._policy is not None else {}),
         }
 
     def _row(self, prompt: np.ndarray, members: np.ndarray) -> RolloutRow:
@@ -165,7 +177,8 @@ class Rollouts:
         if self._spec.validation_batches:
             packs = packs[: self._spec.validation_batches]
         prompts = packs.repeat(self._samples.valid)
-        made = self._sampled(self._valid, prompts, (_VALIDATION, 0))  # by the same numbers each time
+        # By the same numbers each time.
+        made = self._sampled(step, self._valid, prompts, self._samples.valid, (_VALIDATION, 0))
         if made is None:
             return None
         path = self._spec.valid_path
@@ -180,14 +193,74 @@ class Rollouts:
 
     # --- how
 
-    def _sampled(self, tokens: TokenSet, prompts: np.ndarray, stream: tuple[int, int]) -> Answers | None:
-        """Collective: an answer to each of these prompts, on every rank."""
+    def _sampled(
+        self, step: int, tokens: TokenSet, prompts: np.ndarray, each: int, stream: tuple[int, int]
+    ) -> Answers | None:
+        """Collective: an answer to each of these prompts, on every rank; None if the devices were wanted. each: answers
+        of a prompt, which follow each other."""
         self._progress.enter("sampling")
+        made = Answers.empty(len(prompts), self._samples.room, self._engine.device)
+        self._by_engine = 0
+        if self._policy is not None:
+            found = self._asked_for(step, tokens, prompts, each, stream)
+            if found is None:
+                return None
+            made = found
+            self._by_engine = int((made.sizes > 0).sum())
+        missing = torch.nonzero(made.sizes == 0)[:, 0].cpu().numpy()
+        if len(missing) and not self._sampled_here(tokens, prompts, missing, stream, made):
+            return None
+        return made
+
+    def _asked_for(
+        self, step: int, tokens: TokenSet, prompts: np.ndarray, each: int, stream: tuple[int, int]
+    ) -> Answers | None:
+        """Collective: as `_sampled`, what an engine has answered; sizes 0 where it has not."""
+        assert self._policy is not None
+        made = Answers.empty(len(prompts), self._samples.room)
+        try:
+            version = self._policy.version(step)
+        except StoreFull as full:  # raised on every rank
+            self._say(f"no room for the model as it stands: {full}")
+            return shared(made, self._engine.device)
+        asked = {}
+        if self._grid.rank == 0:
+            lines = [
+                {
+                    "place": place,
+                    "n": each,
+                    "seed": int(_numbers(self._spec.seed, stream, place).integers(1 << 62)),
+                    "tokens": self._prompt(tokens, prompts[place]).tolist(),
+                }
+                for place in range(0, len(prompts), each)
+            ]
+            asked = self._policy.question(version, lines, self._samples.room, self._ends)
+        purpose = "train" if stream[0] == _TRAINING else "valid"
+        answered, answer = self._heard(f"sample-{purpose}-{version}", asked)
+        if not answered:
+            return None
+        if self._grid.rank == 0:
+            vocabulary = self._engine.module.model.config.get_text_config().vocab_size
+            told(answer["samples"], made, vocabulary)
+            self._say(answer["why"])
+        return shared(made, self._engine.device)
+
+    def _say(self, why: str) -> None:
+        """Why the ranks sample, when that has changed."""
+        if why != self._why and self._grid.rank == 0:
+            text = f"the ranks sample what no engine answers: {why}" if why else "an engine samples again"
+            self._emit("message", level="warn" if why else "info", text=text)
+        self._why = why
+
+    def _sampled_here(
+        self, tokens: TokenSet, prompts: np.ndarray, places: np.ndarray, stream: tuple[int, int], made: Answers
+    ) -> bool:
+        """Collective: the answers of these places into `made`, on every rank; False if the devices were wanted."""
         grid, room, device = self._grid, self._samples.room, self._engine.device
-        share = -(-len(prompts) // grid.data_size)
-        first = min(grid.data_rank * share, len(prompts) - 1)
-        mine = np.minimum(np.arange(first, first + share), len(prompts) - 1)  # equally many everywhere
-        chances = np.stack([_chances(self._spec.seed, stream, int(place), room) for place in mine])
+        share = -(-len(places) // grid.data_size)
+        first = min(grid.data_rank * share, len(places) - 1)
+        mine = places[np.minimum(np.arange(first, first + share), len(places) - 1)]  # equally many everywhere
+        chances = np.stack([_numbers(self._spec.seed, stream, int(place)).random(room) for place in mine])
         found = sample(
             self._engine.module.model,
             [self._prompt(tokens, prompts[place]) for place in mine],
@@ -198,15 +271,17 @@ class Rollouts:
             self._agreed,
         )
         if found is None:
-            return None
-        made = Answers.empty(len(prompts), room, device)
-        own = max(0, min(share, len(prompts) - grid.data_rank * share))
+            return False
+        own = max(0, min(share, len(places) - grid.data_rank * share))
+        into = torch.from_numpy(mine[:own]).to(device)
+        here = Answers.empty(len(prompts), room, device)
         if grid.tensor_rank == 0:
-            for into, part in ((made.ids, found.ids), (made.log_probs, found.log_probs), (made.sizes, found.sizes)):
-                into[first : first + own] = part[:own]
-        for part in (made.ids, made.log_probs, made.sizes):
+            for all_, part in ((here.ids, found.ids), (here.log_probs, found.log_probs), (here.sizes, found.sizes)):
+                all_[into] = part[:own]
+        for all_, part in ((made.ids, here.ids), (made.log_probs, here.log_probs), (made.sizes, here.sizes)):
             comm.all_reduce(part)
-        return made
+            all_ += part
+        return True
 
     def _graded(self, name: str, path: str, prompts: np.ndarray, made: Answers) -> dict[str, Any] | None:
         """Collective: {"rewards": [number or None], "errors": [text]} of the answers, None if the devices were wanted.
@@ -216,12 +291,13 @@ class Rollouts:
         for start in range(0, len(prompts), ASKED_AT_ONCE):
             part = slice(start, start + ASKED_AT_ONCE)
             asked = self._asked(path, prompts[part], made, start) if self._grid.rank == 0 else []
-            told = self._answer(f"{name}-{start}", asked)
-            if told is None:
+            answered, answer = self._heard(f"{name}-{start}", {"kind": "grade", "samples": asked})
+            if not answered:
                 return None
-            if told.get("failed"):
-                raise NothingGraded(told["failed"])
-            verdict = {key: [*have, *told[key]] for key, have in verdict.items()}
+            graded = told_by_first(answer)
+            if graded.get("failed"):
+                raise NothingGraded(graded["failed"])
+            verdict = {key: [*have, *graded[key]] for key, have in verdict.items()}
         if all(verdict["errors"]) and not any(verdict["rewards"]):
             raise NothingGraded(f"the grader gave no reward for any of {len(prompts)} answers: {verdict['errors'][0]}")
         return verdict
@@ -237,8 +313,9 @@ class Rollouts:
             samples.append({"text": text, "item": {**record["item"], "messages": record["messages"]}})
         return samples
 
-    def _answer(self, question: str, samples: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """Collective: what is answered to rank 0, on every rank; None if the devices were wanted."""
+    def _heard(self, question: str, asked: dict[str, Any]) -> tuple[bool, Any]:
+        """Collective: whether rank 0 was answered before the devices were wanted, and the answer there. asked: by rank
+        0."""
         asked_s, answer = -_ASK_AGAIN_S, None
         while True:
             if self._grid.rank == 0:
@@ -246,13 +323,13 @@ class Rollouts:
                 if answer is None and time.monotonic() - asked_s > _ASK_AGAIN_S:
                     # Again: who was asked may have gone, and another come.
                     asked_s = time.monotonic()
-                    self._emit("ask", question=question, kind="grade", samples=samples)
+                    self._emit("ask", question=question, **asked)
                     answer = self._signals.take_answer(question)
             wanted, waiting = self._agreed(self._grid.rank == 0 and answer is None)
             if wanted:
-                return None
+                return False, None
             if not waiting:
-                return told_by_first(answer)
+                return True, answer
             time.sleep(_LOOK_EVERY_S)
 
     def _agreed(self, going: bool) -> tuple[bool, bool]:
@@ -292,23 +369,23 @@ class Rollouts:
                 ids=made.ids.cpu().numpy().astype(np.int32),
                 log_probs=made.log_probs.cpu().numpy(),
                 sizes=made.sizes.cpu().numpy(),
+                engine=self._by_engine,
                 verdict=np.frombuffer(json.dumps(verdict).encode(), np.uint8),
             )
         os.rename(partial, self._file)
 
     def _taken_up(self, step: int, n: int) -> tuple[Answers | None, dict[str, Any] | None]:
         """Collective: what an earlier world has sampled and graded for this step."""
-        shape, device = (n, self._samples.room), self._engine.device
+        shape = n, self._samples.room
         kept = _read(self._file, step, shape) if self._grid.rank == 0 else None
         there = told_by_first(kept is not None)
         if not there:
             return None, None
-        made = Answers.empty(*shape, device)
+        made = Answers.empty(*shape)
         if kept is not None:
-            made = Answers(*(torch.from_numpy(kept[name]).to(device) for name in ("ids", "log_probs", "sizes")))
-        for part in (made.ids, made.log_probs, made.sizes):
-            comm.broadcast(part, src=0)
-        return made, told_by_first(kept and kept["verdict"])
+            made = Answers(*(torch.from_numpy(kept[name]) for name in ("ids", "log_probs", "sizes")))
+        self._by_engine, verdict = told_by_first(kept and [int(kept.get("engine", 0)), kept["verdict"]])
+        return shared(made, self._engine.device), verdict
 
 
 def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:
@@ -316,10 +393,10 @@ def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:
     reward, which does not count in the mean, and for a group whose rewards are all the same."""
     found = np.zeros(len(rewards), np.float32)
     for start in range(0, len(rewards), group):
-        told = [place for place in range(start, start + group) if rewards[place] is not None]
-        values = np.array([rewards[place] for place in told], np.float64)
-        if len(told) > 1 and np.ptp(values) > _SAME:
-            found[told] = values - values.mean()
+        scored = [place for place in range(start, start + group) if rewards[place] is not None]
+        values = np.array([rewards[place] for place in scored], np.float64)
+        if len(scored) > 1 and np.ptp(values) > _SAME:
+            found[scored] = values - values.mean()
     return found
 
 
@@ -329,11 +406,11 @@ def _mean(rewards: Sequence[float | None]) -> float:
     return float(np.mean(scored)) if scored else 0.0
 
 
-def _chances(seed: int, stream: tuple[int, int], place: int, room: int) -> np.ndarray:
-    """(room,) in [0, 1), of one sample; `stream`: what it is for, and its step."""
+def _numbers(seed: int, stream: tuple[int, int], place: int) -> np.random.Generator:
+    """The random numbers of one sample; `stream`: what it is for, and its step."""
     purpose, step = stream
     key = np.array([seed, (purpose << 63) | (step << 32) | place], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).random(room)
+    return np.random.Generator(np.random.Philox(key=key))
 
 
 def _read(path: Path, step: int, shape: tuple[int, int]) -> dict[str, Any] | None:

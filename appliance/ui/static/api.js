@@ -1,0 +1,115 @@
+// Speaks to the box: /admin/v1 and /v1, with the key as a bearer. The key is in this module's memory and nowhere else:
+// a reload forgets it, and no other page, tab or extension storage has it.
+
+let key = "";
+let onRefused = () => {};
+
+/** An error in the box's words. status: 0 where no answer came. retryAfter: seconds, 0 if none was given. */
+export class BoxError extends Error {
+  constructor(status, message, code = null, param = null, retryAfter = 0) {
+    super(message);
+    Object.assign(this, { status, code, param, retryAfter });
+  }
+}
+
+/** refused: called once the box no longer takes the key. */
+export function useKey(value, refused) {
+  key = value;
+  onRefused = refused;
+}
+
+export const forgetKey = () => useKey("", () => {});
+
+async function send(method, path, { body, signal, headers = {} } = {}) {
+  const sent = { ...headers, authorization: `Bearer ${key}` };
+  let content = body;
+  if (body !== undefined && !(body instanceof FormData)) {
+    sent["content-type"] = "application/json";
+    content = JSON.stringify(body);
+  }
+  const used = key;
+  let answer;
+  try {
+    answer = await fetch(path, { method, headers: sent, body: content, signal, credentials: "omit", cache: "no-store", redirect: "error" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new BoxError(0, "");
+  }
+  if (!answer.ok) {
+    const error = await errorOf(answer);
+    if (answer.status === 401 && used === key && key) onRefused(error);
+    throw error;
+  }
+  return answer;
+}
+
+async function errorOf(answer) {
+  let told = {};
+  try {
+    told = (await answer.json()).error || {};
+  } catch {
+    // Something between the page and the box answered; its status is all that is known.
+  }
+  const after = Number(answer.headers.get("retry-after")) || 0;
+  return new BoxError(answer.status, told.message || `${answer.status} ${answer.statusText}`, told.code, told.param, after);
+}
+
+/** The JSON that the box answers with. Throws BoxError. */
+export async function call(method, path, body, signal) {
+  return (await send(method, path, { body, signal })).json();
+}
+
+export const get = (path, signal) => call("GET", path, undefined, signal);
+export const post = (path, body = undefined) => call("POST", path, body);
+
+/** Uploads a file of training data. */
+export async function upload(file) {
+  const form = new FormData();
+  form.append("purpose", "fine-tune");
+  form.append("file", file);
+  return call("POST", "/v1/files", form);
+}
+
+/** A streamed chat. Yields {head}, then {held} for each comment that says so, {text}, {reasoning}, {usage}, {end}.
+ *  Throws BoxError, also for an error event within the stream. */
+export async function* streamChat(body, signal) {
+  const asked = { ...body, stream: true, stream_options: { include_usage: true } };
+  const answer = await send("POST", "/v1/chat/completions", { body: asked, signal });
+  yield { head: { version: answer.headers.get("x-appliance-model-version") } };
+  const reader = answer.body.getReader();
+  const decoder = new TextDecoder();
+  let buffered = "";
+  let done = false;
+  while (!done) {
+    let part;
+    try {
+      part = await reader.read();
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new BoxError(0, "");
+    }
+    done = part.done;
+    buffered += part.value ? decoder.decode(part.value, { stream: true }) : "";
+    const events = buffered.split("\n\n");
+    buffered = events.pop();
+    for (const event of events) yield* told(event);
+  }
+}
+
+function* told(event) {
+  for (const line of event.split("\n")) {
+    if (line.startsWith(": held")) yield { held: true };
+    if (line.startsWith(": version ")) yield { head: { version: line.slice(10) } };
+    if (!line.startsWith("data: ")) continue;
+    if (line === "data: [DONE]") continue;
+    const chunk = JSON.parse(line.slice(6));
+    if (chunk.error) throw new BoxError(500, chunk.error.message, chunk.error.code);
+    const choice = chunk.choices && chunk.choices[0];
+    const delta = (choice && choice.delta) || {};
+    const reasoning = delta.reasoning || delta.reasoning_content;
+    if (reasoning) yield { reasoning };
+    if (delta.content) yield { text: delta.content };
+    if (choice && choice.finish_reason) yield { end: choice.finish_reason };
+    if (chunk.usage) yield { usage: chunk.usage };
+  }
+}

@@ -1,0 +1,214 @@
+// Jobs: the list, one job with its curves and events, and the form for a new one.
+import { get, post } from "../api.js";
+import { Chart } from "../chart.js";
+import { ago, duration, measure, moment, number } from "../format.js";
+import { t } from "../i18n.js";
+import { Badge, Card, Facts, Failure, Live, Meter, Sure, Table, html, useAct, useLive, useMay, useRef } from "../ui.js";
+import { NewJob } from "./new_job.js";
+
+const PAGES_OF_EVENTS = 20;
+const ENDED = ["succeeded", "failed", "cancelled"];
+
+export function Jobs({ rest }) {
+  const tunes = useMay("fine_tuning");
+  if (rest[0] === "new") return html`<${NewJob} />`;
+  if (rest[0]) return html`<${Job} key=${rest[0]} id=${rest[0]} />`;
+  return html`<div class="buttons top">${tunes ? html`<a class="button main" href="#/jobs/new">${t("jobs.new")}</a>` : html`<p class="dim">${t("jobs.read_only")}</p>`}</div><${List} />`;
+}
+
+/** OpenAI's object in the shape of /admin/v1/jobs, as far as it goes. */
+function ofOpenAI(job) {
+  return {
+    ...job,
+    phase: job.status === "validating_files" ? "validating" : job.status,
+    created_s: job.created_at,
+    finished_s: job.finished_at,
+    eta_s: job.estimated_finish ? job.estimated_finish - Date.now() / 1000 : null,
+    hyperparameters: job.method && job.method[job.method.type] ? job.method[job.method.type].hyperparameters : job.hyperparameters,
+    devices: null,
+  };
+}
+
+function List() {
+  const all = useMay("read");
+  const jobs = useLive(async (signal) => (all ? (await get("/admin/v1/jobs?limit=200", signal)).data : (await get("/v1/fine_tuning/jobs?limit=100", signal)).data.map(ofOpenAI)), 3);
+  return html`<${Live} of=${jobs}>${(rows) => html`<${Card}>
+    <${Table} label=${t("nav.jobs")} rows=${rows} rowKey=${(row) => row.id} empty=${t("jobs.none")} columns=${[
+      [t("job"), (row) => html`<a href=${`#/jobs/${row.id}`}>${row.fine_tuned_model || row.output_model || row.id}</a><br /><span class="dim">${row.model}</span>`],
+      [t("state"), (row) => html`<${Badge} state=${row.phase} />`],
+      [t("job.progress"), (row) => row.total_steps ? `${number(row.step)} / ${number(row.total_steps)}` : "–", "right"],
+      [t("job.loss"), (row) => measure(row.loss), "right"],
+      [t("devices"), (row) => row.devices ? row.devices.join(", ") || "–" : "–"],
+      [t("job.left"), (row) => (ENDED.includes(row.phase) ? "–" : duration(row.eta_s)), "right"],
+      [t("created"), (row) => ago(row.created_s), "right"],
+    ]} />
+  </${Card}>`}</${Live}>`;
+}
+
+function Job({ id }) {
+  const all = useMay("read");
+  const tunes = useMay("fine_tuning");
+  const job = useLive(async (signal) => (all ? get(`/admin/v1/jobs/${id}`, signal) : ofOpenAI(await get(`/v1/fine_tuning/jobs/${id}`, signal))), 2, [id]);
+  const events = useEvents(id, tunes);
+  const rows = useMetrics(id, all);
+  return html`<p class="back"><a href="#/jobs">← ${t("jobs.all")}</a></p>
+    <${Live} of=${job}>${(one) => html`
+      <${About} job=${one} onChange=${() => { job.reload(); if (events) events.reload(); }} may=${tunes} />
+      <${Curves} job=${one} metrics=${all ? rows.data : null} events=${events.data} />
+      ${tunes ? html`<${Checkpoints} id=${id} phase=${one.phase} /><${Events} events=${events} />` : html`<p class="alert quiet">${t("scope.needed", { scopes: "fine_tuning" })}</p>`}
+    `}</${Live}>`;
+}
+
+/** All events of the job, the newest first; each look asks only for those that are new. */
+function useEvents(id, may) {
+  const known = useRef([]);
+  return useLive(async (signal) => {
+    if (!may) return [];
+    const seen = new Set(known.current.map((one) => one.id));
+    const fresh = [];
+    let after = "";
+    for (let page = 0; page < PAGES_OF_EVENTS; page += 1) {
+      const answer = await get(`/v1/fine_tuning/jobs/${id}/events?limit=100${after ? `&after=${after}` : ""}`, signal);
+      const unseen = answer.data.filter((one) => !seen.has(one.id));
+      fresh.push(...unseen);
+      if (!answer.has_more || unseen.length < answer.data.length) break;
+      after = answer.last_id;
+    }
+    known.current = [...fresh, ...known.current];
+    return known.current;
+  }, 2, [id, may]);
+}
+
+/** All metrics of the job by step; each look asks again for the last steps, which a resume may have done anew. */
+function useMetrics(id, may) {
+  const known = useRef(new Map());
+  return useLive(async (signal) => {
+    if (!may) return [];
+    let after = Math.max(-1, ...known.current.keys()) - 20;
+    for (;;) {
+      const answer = await get(`/admin/v1/jobs/${id}/metrics?limit=5000&after_step=${Math.max(-1, after)}`, signal);
+      for (const row of answer.data) known.current.set(row.step, row);
+      if (!answer.has_more) break;
+      after = answer.data[answer.data.length - 1].step;
+    }
+    return [...known.current.values()].sort((a, b) => a.step - b.step);
+  }, 2, [id, may]);
+}
+
+function About({ job, may, onChange }) {
+  const over = ENDED.includes(job.phase);
+  const part = job.total_steps ? job.step / job.total_steps : 0;
+  return html`<${Card} title=${job.fine_tuned_model || job.output_model || job.id} aside=${html`<${Badge} state=${job.phase} />`}>
+    ${job.error && job.error.message ? html`<p class="alert bad" role="alert">${job.error.message}</p>` : job.reason ? html`<p class="alert quiet">${job.reason}</p>` : null}
+    ${job.total_steps ? html`<${Meter} label=${t("job.step_of", { step: number(job.step), total: number(job.total_steps) })} part=${part}
+      text=${over ? "" : job.eta_s ? t("job.left_about", { time: duration(job.eta_s) }) : ""} />` : null}
+    <${Facts} pairs=${[
+      [t("job.id"), html`<code>${job.id}</code>`],
+      [t("model"), job.model],
+      [t("job.loss"), job.loss === undefined ? null : measure(job.loss)],
+      [t("job.valid_loss"), job.valid_loss ? measure(job.valid_loss) : null],
+      [t("job.tokens_per_s"), job.tokens_per_s ? number(job.tokens_per_s) : null],
+      [t("devices"), job.devices && job.devices.length ? job.devices.join(", ") : null],
+      [t("job.allowed"), job.allowed_sizes ? job.allowed_sizes.join(", ") : null],
+      [t("job.snapshot"), job.snapshot ? t("job.snapshot_at", { step: number(job.snapshot.step) }) : null],
+      [t("owner"), job.owner],
+      [t("created"), moment(job.created_s)],
+      [t("job.finished"), job.finished_s ? moment(job.finished_s) : null],
+    ]} />
+    ${job.hyperparameters && Object.keys(job.hyperparameters).length ? html`<details><summary>${t("job.settings")}</summary>
+      <${Facts} pairs=${Object.entries({ ...(job.resolved || {}), ...job.hyperparameters }).map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : String(value)])} /></details>` : null}
+    ${may && !over ? html`<${Acts} job=${job} onChange=${onChange} />` : null}
+    ${job.phase === "succeeded" ? html`<div class="buttons"><a class="button" href=${`#/chat/${encodeURIComponent(job.fine_tuned_model)}`}>${t("job.try")}</a></div>` : null}
+  </${Card}>`;
+}
+
+function Acts({ job, onChange }) {
+  const [act, { busy, error }] = useAct(async (verb) => {
+    await post(`/v1/fine_tuning/jobs/${job.id}/${verb}`);
+    onChange();
+  });
+  const rests = job.phase === "paused" || job.phase === "pausing";
+  if (job.phase === "cancelling") return null;
+  return html`<div class="buttons">
+    ${rests ? html`<button type="button" class="main" disabled=${busy} onClick=${() => act("resume")}>${t("job.resume")}</button>` : null}
+    ${rests ? null : html`<button type="button" disabled=${busy} onClick=${() => act("pause")}>${t("job.pause")}</button>`}
+    <${Sure} label=${t("job.cancel")} question=${t("job.cancel.sure")} busy=${busy} onYes=${() => act("cancel")} />
+  </div><${Failure} error=${error} />`;
+}
+
+/** Columns over steps: from the rows of metrics where the key may read them, and rewards from the events. */
+function columnsOf(metrics, events) {
+  const rows = new Map();
+  const at = (step) => {
+    if (!rows.has(step)) rows.set(step, {});
+    return rows.get(step);
+  };
+  for (const one of metrics || []) {
+    Object.assign(at(one.step), { loss: one.loss, valid: one.valid_loss, tokens: one.tokens_per_s, devices: one.devices });
+  }
+  for (const event of events || []) {
+    const data = event.data || {};
+    if (event.type !== "metrics" || data.step === undefined) continue;
+    const row = at(data.step);
+    row.loss ??= data.train_loss;
+    row.valid ??= data.valid_loss;
+    row.tokens ??= data.tokens_per_s;
+    row.devices ??= data.devices;
+    row.reward ??= data.train_mean_reward;
+    row.validReward ??= data.valid_mean_reward;
+  }
+  const steps = [...rows.keys()].sort((a, b) => a - b);
+  const column = (name) => steps.map((step) => rows.get(step)[name] ?? null);
+  return { steps, loss: column("loss"), valid: column("valid"), tokens: column("tokens"), devices: column("devices"), reward: column("reward"), validReward: column("validReward") };
+}
+
+const known = (values) => values.some((value) => value !== null);
+
+function Curves({ job, metrics, events }) {
+  const of = columnsOf(metrics, events);
+  if (of.steps.length < 2) return ENDED.includes(job.phase) ? null : html`<${Card} title=${t("job.curves")}><p class="empty">${t("job.no_curve")}</p></${Card}>`;
+  const words = { step: t("job.step") };
+  const losses = [
+    { label: t("job.loss"), colour: "--train", values: of.loss },
+    ...(known(of.valid) ? [{ label: t("job.valid_loss"), colour: "--serve", values: of.valid, points: true }] : []),
+  ];
+  const rewards = [
+    { label: t("job.reward"), colour: "--train", values: of.reward },
+    ...(known(of.validReward) ? [{ label: t("job.valid_reward"), colour: "--serve", values: of.validReward, points: true }] : []),
+  ];
+  const speed = [
+    ...(known(of.devices) ? [{ label: t("devices"), colour: "--faint", values: of.devices, band: true }] : []),
+    { label: t("job.tokens_per_s"), colour: "--accent", values: of.tokens },
+  ];
+  return html`<${Card} title=${t("job.curves")}>
+    ${known(of.reward) ? html`<${Chart} label=${t("job.reward")} steps=${of.steps} series=${rewards} words=${words} />` : null}
+    <${Chart} label=${t("job.loss")} steps=${of.steps} series=${losses} words=${words} />
+    ${known(of.tokens) ? html`<${Chart} label=${t("job.speed")} steps=${of.steps} series=${speed} words=${words} />` : null}
+  </${Card}>`;
+}
+
+function Checkpoints({ id, phase }) {
+  const found = useLive(async (signal) => (await get(`/v1/fine_tuning/jobs/${id}/checkpoints?limit=50`, signal)).data, 10, [id, phase]);
+  if (!found.data || !found.data.length) return null;
+  return html`<${Card} title=${t("job.checkpoints")}>
+    <${Table} label=${t("job.checkpoints")} rows=${found.data} rowKey=${(row) => row.id} empty="" columns=${[
+      [t("job.step"), (row) => number(row.step_number), "right"],
+      [t("name"), (row) => html`<code>${row.fine_tuned_model_checkpoint}</code>`],
+      [t("job.loss"), (row) => measure(row.metrics.train_loss), "right"],
+      [t("job.valid_loss"), (row) => measure(row.metrics.valid_loss), "right"],
+      [t("created"), (row) => ago(row.created_at), "right"],
+    ]} />
+  </${Card}>`;
+}
+
+function Events({ events }) {
+  const rows = (events.data || []).filter((one) => one.type !== "metrics").slice(0, 200);
+  return html`<${Card} title=${t("job.events")}>
+    <${Failure} error=${events.error} />
+    <ol class="log" tabindex="0" aria-label=${t("job.events")} aria-live="polite">
+      ${rows.map((one) => html`<li key=${one.id} class=${one.level}><time>${moment(one.created_at)}</time><span>${one.level === "info" ? "" : html`<${Badge} state=${one.level} /> `}${one.message}</span></li>`)}
+    </ol>
+    ${rows.length ? null : html`<p class="empty">${t("job.no_events")}</p>`}
+  </${Card}>`;
+}
+

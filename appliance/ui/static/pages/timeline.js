@@ -1,0 +1,91 @@
+// Timeline: who held each device when, what each hand-over cost, and the requests that wait now.
+import { get } from "../api.js";
+import { bytes, duration, moment, number, percent } from "../format.js";
+import { t } from "../i18n.js";
+import { Badge, Card, Live, Table, html, useLive, useState } from "../ui.js";
+import { lanesOf } from "./lanes.js";
+
+const SPANS = { 900: "15 min", 3600: "1 h", 21600: "6 h", 86400: "24 h" };
+
+export function Timeline() {
+  const [span, setSpan] = useState(3600);
+  const [picked, setPicked] = useState(null);
+  const shown = useLive(async (signal) => {
+    const [handovers, status, jobs] = await Promise.all([
+      get("/admin/v1/handovers?limit=500", signal),
+      get("/admin/v1/status", signal),
+      get("/admin/v1/jobs?limit=200", signal),
+    ]);
+    return { handovers: handovers.data, status: { ...status, jobs: jobs.data } };
+  }, 5);
+  return html`<${Live} of=${shown}>${({ handovers, status }) => html`
+    <${Card} title=${t("timeline.devices")} aside=${html`<div class="buttons" role="group" aria-label=${t("timeline.span")}>
+        ${Object.entries(SPANS).map(([seconds, name]) => html`<button type="button" class="small" aria-pressed=${span === Number(seconds)} onClick=${() => setSpan(Number(seconds))}>${name}</button>`)}
+      </div>`}>
+      <${Lanes} handovers=${handovers} status=${status} span=${span} onPick=${setPicked} />
+    </${Card}>
+    <${Waiting} requests=${status.requests} />
+    <${Handovers} handovers=${handovers.filter((one) => (one.ended_s ?? Infinity) > Date.now() / 1000 - span)} picked=${picked} onPick=${setPicked} />
+  `}</${Live}>`;
+}
+
+function Lanes({ handovers, status, span, onPick }) {
+  const until = Date.now() / 1000;
+  const since = until - span;
+  const { lanes, moves } = lanesOf(handovers, status, since, until);
+  const at = (time) => `${(100 * (Math.max(since, Math.min(until, time)) - since)) / span}%`;
+  const wide = (from, to) => `${Math.max(0.15, (100 * (Math.min(until, to) - Math.max(since, from))) / span)}%`;
+  return html`<div class="lanes">
+    ${lanes.map((lane) => html`<div class="lane" key=${lane.device}>
+      <b>${lane.device}</b>
+      <div class="bar" role="img" aria-label=${`${lane.device}: ${lane.spans.map((one) => `${t(`device.${one.kind}`)} ${one.name} ${duration(one.to - one.from)}`).join(", ")}`}>
+        ${lane.spans.map((one) => html`<div class=${`span ${one.kind}`} style=${{ left: at(one.from), width: wide(one.from, one.to) }}
+          title=${`${t(`device.${one.kind}`)} ${one.name}\n${moment(one.from)} · ${duration(one.to - one.from)}`}><span>${one.name}</span></div>`)}
+      </div>
+    </div>`)}
+    <div class="lane moves"><b>${t("timeline.moves")}</b><div class="bar">
+      ${moves.map((one) => html`<button type="button" class=${`move ${one.state}`} style=${{ left: at(one.started_s), width: wide(one.started_s, one.ended_s ?? until) }}
+        aria-label=${t("timeline.move", { id: one.id, reason: one.reason })} title=${`${one.reason}\n${moment(one.started_s)} · ${duration(one.seconds)}`} onClick=${() => onPick(one.id)}></button>`)}
+    </div></div>
+    <div class="lane axis"><b></b><div class="bar">${[0, 0.25, 0.5, 0.75].map((part) => html`<span style=${{ left: `${100 * part}%` }}>−${duration(span * (1 - part))}</span>`)}</div></div>
+  </div>
+  <p class="legend"><span class="dot serve"></span>${t("device.serve")} <span class="dot train"></span>${t("device.train")} <span class="dot free"></span>${t("device.free")} <span class="dot hand"></span>${t("timeline.moves")}</p>`;
+}
+
+function Waiting({ requests }) {
+  const held = Object.entries(requests || {}).filter(([, one]) => one.held);
+  return html`<div aria-live="polite">${held.map(([model, one]) => html`<p class="alert warm">${t("box.held", { model, n: number(one.held) })}</p>`)}</div>`;
+}
+
+function Handovers({ handovers, picked, onPick }) {
+  const one = handovers.find((found) => found.id === picked);
+  return html`${one ? html`<${Steps} one=${one} onClose=${() => onPick(null)} />` : null}
+  <${Card} title=${t("timeline.handovers")}>
+    <${Table} label=${t("timeline.handovers")} rows=${handovers.slice(0, 200)} rowKey=${(row) => row.id} empty=${t("timeline.none")} columns=${[
+      [t("timeline.when"), (row) => moment(row.started_s), "nowrap"],
+      [t("timeline.why"), (row) => html`<button type="button" class="link" onClick=${() => onPick(row.id)}>${row.reason}</button>${row.error ? html`<br /><span class="dim">${row.error}</span>` : null}`],
+      [t("state"), (row) => html`<${Badge} state=${row.state} />`],
+      [t("timeline.took"), (row) => duration(row.seconds), "right"],
+      [t("timeline.bytes"), (row) => (row.bytes ? bytes(row.bytes) : "–"), "right"],
+      [t("timeline.by"), (row) => row.asked_by || "–"],
+    ]} />
+  </${Card}>`;
+}
+
+function Steps({ one, onClose }) {
+  const first = one.started_s;
+  return html`<${Card} title=${t("timeline.one", { id: one.id })} aside=${html`<button type="button" class="small" onClick=${onClose}>${t("close")}</button>`}>
+    <p>${one.reason}</p>
+    ${one.error ? html`<p class="alert bad">${one.error}</p>` : null}
+    <${Table} label=${t("timeline.steps")} rows=${one.steps} empty="" columns=${[
+      [t("timeline.step"), (row) => html`<code>${row.verb}</code>`],
+      [t("timeline.target"), (row) => row.target || "–"],
+      [t("state"), (row) => html`<${Badge} state=${row.state} />`],
+      [t("timeline.after"), (row) => (row.started_s ? duration(row.started_s - first) : "–"), "right"],
+      [t("timeline.took"), (row) => duration(row.seconds), "right"],
+      [t("timeline.bytes"), (row) => (row.bytes ? bytes(row.bytes) : "–"), "right"],
+      [t("timeline.of_limit"), (row) => (row.limit_fraction ? percent(row.limit_fraction) : "–"), "right"],
+      [t("timeline.path"), (row) => row.path || "–"],
+    ]} />
+  </${Card}>`;
+}

@@ -1,0 +1,48 @@
+"""Runs the doctor's checks beside a running box, in a process of its own, for `/admin/v1/doctor`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from appliance.controller.interfaces.errors import OperationFailed
+
+LIMIT_S = 30.0
+KEPT_S = 30.0
+
+
+class DoctorProcess:
+    """One look at a time, and its findings for `KEPT_S`: whoever asks meanwhile gets the same."""
+
+    def __init__(self, command: Sequence[str], clock: Callable[[], float] = time.time) -> None:
+        self._command, self._clock = command, clock
+        self._looking = asyncio.Lock()
+        self._found: dict[str, Any] | None = None
+
+    async def look(self) -> dict[str, Any]:
+        """{"exit_code", "data": findings as `appliance.doctor.checks.Finding` has them, "at_s"}. Raises
+        OperationFailed."""
+        async with self._looking:
+            if self._found is None or not 0 <= self._clock() - self._found["at_s"] < KEPT_S:
+                self._found = {**await self._run(), "at_s": self._clock()}
+            return self._found
+
+    async def _run(self) -> dict[str, Any]:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*self._command, stdout=pipe, stderr=pipe)
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                said, complained = await process.communicate()
+        except TimeoutError as error:
+            raise OperationFailed(f"The checks did not end within {LIMIT_S:.0f} s.", code="doctor_failed") from error
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode != 0:
+            why = (complained.decode(errors="replace").strip() or "they said nothing").splitlines()[-1]
+            raise OperationFailed(f"The checks ended with an error: {why}", code="doctor_failed")
+        return json.loads(said)

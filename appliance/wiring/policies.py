@@ -1,0 +1,62 @@
+"""Removes models in training that nobody samples from any more: adapters in shared memory under a private name, which
+ranks write for every step (train.rollouts.asked) and engines of their base keep loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from appliance.controller.interfaces.errors import OperationFailed
+from weights.format.errors import VersionLeased, VersionNotFound
+from weights.format.names import policy_of, step_of
+from weights.memory.store import StoredVersion, WeightStore
+
+log = logging.getLogger(__name__)
+
+Unload = Callable[[list[str]], Awaitable[None]]
+"""`ports.SchedulerPort.unload_adapters`."""
+
+
+class Policies:
+    """is_unfinished: whether a job may still train."""
+
+    def __init__(self, store: WeightStore, is_unfinished: Callable[[str], bool]):
+        self._store, self._is_unfinished = store, is_unfinished
+        self._unload: Unload | None = None
+        self._newest: dict[str, str] = {}  # job -> version
+
+    def unloaded_by(self, unload: Unload) -> None:
+        self._unload = unload
+
+    def moved_on(self, job_id: str, version: str) -> None:
+        """The job samples from this version now."""
+        self._newest[job_id] = version
+
+    async def tidy(self) -> None:
+        """Remove what is older than the newest of a job, or of none that may still train; what is in use, next time."""
+        self._newest = {job: version for job, version in self._newest.items() if self._is_unfinished(job)}
+        for stored in await asyncio.to_thread(self._store.list, "adapter"):
+            job_id = policy_of(stored.model)
+            if job_id is not None and not self._is_wanted(job_id, stored):
+                await self._remove(stored)
+
+    def _is_wanted(self, job_id: str, stored: StoredVersion) -> bool:
+        # Its ranks write one before they ask for it.
+        newest = self._newest.get(job_id, "")
+        return self._is_unfinished(job_id) and (stored.version == newest or _step(stored.version) >= _step(newest))
+
+    async def _remove(self, stored: StoredVersion) -> None:
+        try:
+            if self._unload is not None:
+                await self._unload([f"{stored.model}@{stored.version}"])
+            await asyncio.to_thread(self._store.remove, stored)
+        except (OperationFailed, VersionLeased) as error:
+            log.info("the model in training %s %s stays for now: %s", stored.model, stored.version, error)
+        except VersionNotFound:
+            return  # its ranks were first
+
+
+def _step(version: str) -> int:
+    """-1 for none."""
+    return step_of(version.partition(".")[0])

@@ -1,0 +1,65 @@
+"""Asks an engine for answers in token ids, each with its log-probability when it was sampled: vLLM's route that
+`--enable-scale-out` opens. Pure.
+
+At temperature 1 and from the whole vocabulary: what vLLM records by default (`logprobs_mode` raw_logprobs) is then the
+log-probability in the very distribution that the token was drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+URL = "/inference/v1/generate"
+MOST_ANSWERS = 8
+"""Of one request; no engine of the box has fewer places unless it was told so."""
+
+
+_NONE = -9999.0
+"""What vLLM writes where it knows no log-probability of the token."""
+
+
+class Sampled(NamedTuple):
+    """One answer. ids end with the token that ended it, unless it was cut. log_probs: one for each."""
+
+    ids: list[int]
+    log_probs: list[float]
+
+
+def request(
+    model: str, prompt: Sequence[int], *, n: int, seed: int, max_tokens: int, ends: Sequence[int]
+) -> dict[str, Any]:
+    """The body. n: answers, up to MOST_ANSWERS. seed: answer i has the random numbers of seed + i. ends: tokens that
+    end an answer."""
+    return {
+        "model": model,
+        "token_ids": list(prompt),
+        "sampling_params": {
+            "n": n,
+            "seed": seed,
+            "max_tokens": max_tokens,
+            "stop_token_ids": list(ends),
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": False,
+        },
+    }
+
+
+def read(body: Any, n: int) -> list[Sampled]:
+    """The n answers of a response. Raises ValueError if they are not there as asked for."""
+    try:
+        found = [
+            Sampled(list(choice["token_ids"]), [float(one["logprob"]) for one in choice["logprobs"]["content"]])
+            for choice in sorted(body["choices"], key=lambda choice: choice["index"])
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"an engine's samples lack {error}") from error
+    if len(found) != n or any(not one.ids or len(one.ids) != len(one.log_probs) for one in found):
+        raise ValueError(f"{len(found)} of {n} samples, of {[(len(a), len(b)) for a, b in found]} tokens and numbers")
+    if any(value <= _NONE for one in found for value in one.log_probs):
+        raise ValueError("an engine's samples lack the log-probability of a token")
+    return found

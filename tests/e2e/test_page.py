@@ -1,0 +1,259 @@
+"""The page at /ui in a real browser (Debian's chromium, headless): login, devices, a switch of the mode, a job's file
+and its faults, a streamed answer; nobody's console says a word, and nothing leaves for another origin.
+
+Beside the real gateway stands the real control app with an engine from a can; the last test has a whole box.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.store.records import keys
+from appliance.ui.site import site
+from tests.e2e.box_support import gsm8k, whole_box
+from tests.front.box import MODEL, Front, running_front
+
+playwright = pytest.importorskip("playwright.sync_api", reason="no playwright here (pip install playwright)")
+BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="no browser here (Debian: apt-get install chromium-headless-shell)"
+)
+WAIT_MS = 30_000
+Visit = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    with running_front(imports=False, workers=1) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def visit(browser: Any, front: Front) -> Iterator[Visit]:
+    """A page logged in with a key; what its console said and whom it asked is looked at when the test is over."""
+    contexts, faults = [], []
+
+    def enter(url: str = front.url, key: str | None = front.key, place: str = "", **options: Any) -> Any:
+        context = browser.new_context(**{"locale": "en-US", **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.on("console", lambda line: faults.append(line.text) if line.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("request", lambda asked: faults.append(asked.url) if not asked.url.startswith(url) else None)
+        page.goto(f"{url}/ui{place}")
+        if key is not None:
+            page.get_by_label("API key").fill(key)
+            page.keyboard.press("Enter")
+            page.get_by_role("navigation").wait_for()
+        return page
+
+    yield enter
+    for context in contexts:
+        context.close()
+    assert not faults
+
+
+def test_a_wrong_key_is_a_sentence_and_a_reload_forgets_the_right_one(visit: Visit, browser: Any, front: Front) -> None:
+    page = visit()
+    page.get_by_text("n0/7").wait_for()
+    assert page.context.cookies() == [] and page.evaluate("sessionStorage.length + localStorage.length") == 0
+    page.reload()
+    page.get_by_label("API key").wait_for()
+    page.context.set_extra_http_headers({})
+    stranger = browser.new_page()
+    stranger.goto(f"{front.url}/ui")
+    stranger.get_by_label("API key").fill("sk-appl-nobody")
+    stranger.keyboard.press("Enter")
+    stranger.get_by_text("The box does not know this key").wait_for()
+    stranger.close()
+
+
+def test_the_box_shows_its_devices_and_a_mode_is_looked_at_before_it_is_switched(visit: Visit, front: Front) -> None:
+    page = visit()
+    for number in range(8):
+        page.get_by_text(f"n0/{number}", exact=True).wait_for()
+    page.get_by_role("button", name="Switch the mode").click()
+    page.get_by_role("radio", name=re.compile("^Train")).check()
+    assert page.get_by_role("button", name="Switch now").count() == 0
+    page.get_by_role("button", name="Show what would happen").click()
+    page.get_by_text("Nothing would move.").wait_for()
+    with front.http() as http:
+        assert http.get("/admin/v1/mode").json()["policy"] == "auto"
+    page.get_by_role("button", name="Switch now").click()
+    page.locator("[data-mode=train]").wait_for()
+    with front.http() as http:
+        assert http.get("/admin/v1/mode").json()["policy"] == "train"
+
+
+def test_an_answer_streams_with_its_times_and_its_code(visit: Visit) -> None:
+    page = visit(place="#/chat")
+    page.get_by_role("button", name="Add a model beside").click()
+    page.get_by_label("Message").fill("hi")
+    page.keyboard.press("Enter")
+    page.locator(".turn.assistant[data-at=done]").nth(1).wait_for()
+    told = page.locator(".turn.assistant").all_inner_texts()
+    assert len(told) == 2 and all("word word" in one and "first token" in one for one in told)
+    page.get_by_role("button", name="Code").first.click()
+    code = page.locator("dialog pre").inner_text()
+    assert f'model="{MODEL}"' in code and "sk-appl-" not in code
+    page.keyboard.press("Escape")
+    page.locator("dialog").wait_for(state="detached")
+
+
+def test_a_file_is_checked_by_line_and_a_job_made_of_a_good_one(visit: Visit, tmp_path: Path) -> None:
+    bad, good = tmp_path / "bad.jsonl", tmp_path / "good.jsonl"
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    bad.write_text(json.dumps(row) + '\n{"no": 1}\n')
+    good.write_text("\n".join([json.dumps(row)] * 12))
+    page = visit(place="#/jobs/new")
+    page.get_by_label("Or upload one").first.set_input_files(bad)
+    page.get_by_text("has 1 bad lines").wait_for()
+    assert page.get_by_role("cell", name="2", exact=True).count() == 1
+    page.get_by_label("Or upload one").first.set_input_files(good)
+    page.get_by_text("has no faults").wait_for()
+    page.get_by_role("button", name="Begin the job").click()
+    page.get_by_text("Created fine-tuning job").wait_for()
+    page.get_by_role("button", name="Cancel the job").click()
+    page.get_by_role("button", name="Cancel the job").click()
+    page.get_by_text("cancelled", exact=True).first.wait_for()
+
+
+def test_who_lacks_a_scope_reads_a_sentence(visit: Visit, front: Front) -> None:
+    assert front.context is not None
+    context = front.context
+
+    def make() -> str:
+        _, key = keys.create(context.db, "asker", ["inference"])
+        context.publish_keys()
+        return key
+
+    key = front.call(make)
+    page = visit(key=key, place="#/box")
+    page.get_by_text("Your key has no scope read").wait_for()
+    assert page.get_by_role("navigation").get_by_role("link", name="Box").count() == 0
+    front.call(lambda: (keys.revoke(context.db, "asker"), context.publish_keys()))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone_in_chinese(visit: Visit, scheme: str) -> None:
+    page = visit(key=None, viewport={"width": 360, "height": 740}, locale="zh-CN", color_scheme=scheme)
+    page.get_by_label("API 密钥").wait_for()
+    assert page.evaluate("document.documentElement.lang") == "zh-CN"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit, front: Front) -> None:
+    assert front.context is not None
+    trouble = {"name": "gateway", "since_s": 1e9, "why": "it ended", "failures": 2, "next_try_s": None}
+    front.context.main_troubles = lambda: [trouble]
+    page = visit(viewport={"width": 360, "height": 740})
+    page.get_by_text("gateway failed 2 times").wait_for()
+    links = page.get_by_role("navigation").get_by_role("link")
+    for place in range(links.count()):
+        links.nth(place).focus()
+        page.keyboard.press("Enter")
+        name = links.nth(place).inner_text()
+        page.get_by_role("heading", level=1, name=name).wait_for()
+        page.wait_for_load_state("networkidle")
+        page.locator(".loading").first.wait_for(state="detached")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, name
+        assert not re.search(r"\[object|undefined|NaN|\bnull\b", page.locator("main").inner_text()), name
+        assert page.evaluate("document.activeElement.tagName") == ("A" if place == 0 else "H1")
+
+
+def test_a_key_is_made_shown_once_and_revoked(visit: Visit, front: Front) -> None:
+    page = visit(place="#/keys")
+    page.get_by_role("button", name="New key").click()
+    page.get_by_role("textbox", name="Name", exact=True).fill("ann")
+    page.get_by_role("button", name="Make the key").click()
+    made = page.locator("dialog pre").inner_text().strip()
+    with front.http(made) as http:
+        assert http.get("/admin/v1/me").json()["name"] == "ann"
+    page.keyboard.press("Escape")
+    row = page.get_by_role("row").filter(has_text="ann")
+    assert made not in page.content()
+    row.get_by_role("button", name="Revoke").click()
+    row.get_by_role("button", name="Revoke").click()
+    row.get_by_text("revoked").wait_for()
+    with front.http(made) as http:
+        assert http.get("/admin/v1/me").status_code == 401
+
+
+def lanes(page: Any, handovers: list[dict[str, Any]], status: dict[str, Any]) -> dict[str, list[tuple[str, ...]]]:
+    """What pages/lanes.js makes of the moments 0 to 100: for each device (what, whose, from, to)."""
+    (path,) = [path.decode() for path in site() if path.endswith(b"/lanes.js")]
+    told = page.evaluate(
+        f"([of, now]) => import('{path}').then((m) => m.lanesOf(of, now, 0, 100))", [handovers, status]
+    )
+    return {
+        lane["device"]: [(one["kind"], one["name"], one["from"], one["to"]) for one in lane["spans"]]
+        for lane in told["lanes"]
+    }
+
+
+def test_lanes_follow_the_journal_and_who_holds_a_device_now(visit: Visit) -> None:
+    def handover(time: float, verb: str, target: str, *devices: str) -> dict[str, Any]:
+        step = {"verb": verb, "target": target, "state": "done", "ended_s": time, "detail": {"devices": devices}}
+        return {"id": str(time), "started_s": time, "ended_s": time, "steps": [step]}
+
+    status = {
+        "box": {"started_s": 50},
+        "replicas": [{"id": "r2", "model": "m"}],
+        "jobs": [{"id": "j", "output_model": "tuned"}],
+        "devices": [
+            {"id": "a", "holder": {"kind": "replica", "id": "r2"}},
+            {"id": "b", "holder": None},
+            {"id": "c", "holder": {"kind": "job", "id": "j"}},
+        ],
+    }
+    of = [
+        handover(60, "acquire", "2:replica:r2", "a"),
+        handover(20, "release", "3:job:x", "b"),
+        handover(10, "acquire", "1:replica:r1", "a"),
+    ]
+    found = lanes(visit(key=None), of, status)
+    # r1 was never released: the box stopped meanwhile, and began anew at 50.
+    assert found["a"] == [("free", "", 0, 10), ("serve", "r1", 10, 50), ("free", "", 50, 60), ("serve", "m", 60, 100)]
+    assert found["b"] == [("train", "x", 0, 20), ("free", "", 20, 100)]
+    assert found["c"] == [("train", "tuned", 0, 100)]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_whole_box_trains_and_answers_before_the_eyes_of_its_page(visit: Visit, tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_bytes(gsm8k("train", 100))
+    with whole_box(tmp_path / "box") as box:
+        assert box.ask("model", "starter", "--minutes", "0.3")["state"] == "succeeded"
+        page = visit(f"http://127.0.0.1:{box.port}", box.key)
+        page.set_default_timeout(240_000)
+        page.get_by_text("n0/7", exact=True).wait_for()
+        page.goto(page.url.partition("#")[0] + "#/jobs/new")
+        page.get_by_label("Or upload one").first.set_input_files(data)
+        page.get_by_text("has no faults").wait_for()
+        page.get_by_role("button", name="Estimate").click()
+        page.get_by_text("fits", exact=True).wait_for()
+        page.get_by_role("button", name="Begin the job").click()
+        page.locator(".u-wrap").first.wait_for()
+        page.get_by_text("succeeded", exact=True).first.wait_for()
+        page.get_by_role("link", name="Try it in the chat").click()
+        page.get_by_label("Message").fill("Tom has 3 apples and buys 4 more. How many apples does he have?")
+        page.keyboard.press("Enter")
+        page.locator(".turn.assistant[data-at=done]").wait_for()
+        assert "tokens" in page.locator(".turn.assistant .times").inner_text()

@@ -1,0 +1,143 @@
+"""What a job's ranks ask of engines: whole answers, each once, or why there are no more."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from appliance.controller.grading.sampling import TRIES, RolloutSampling
+from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
+from appliance.store.objects import jobs
+from tests.simulator.control_plane import SimulatedEngines
+from tests.unit.controller.conftest import Control
+
+ROOM = 4
+
+
+@pytest.fixture
+def engines(control: Control) -> SimulatedEngines:
+    assert isinstance(control.context.batch_engines, SimulatedEngines)
+    control.context.batch_engines.rule = written
+    return control.context.batch_engines
+
+
+async def written(body):
+    """As many answers as asked for, which tell where they come from."""
+    params = body["sampling_params"]
+    choices = [
+        {
+            "index": index,
+            "token_ids": [body["token_ids"][0], params["seed"] + index],
+            "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]},
+        }
+        for index in range(params["n"])
+    ]
+    return EngineAnswer(200, {"choices": choices})
+
+
+def question(prompts: int, n: int):
+    return {
+        "policy": {"name": ".policy/ftjob-1", "version": "step-3.ab"},
+        "base": {"model": "starter", "version": "v1"},
+        "prompts": [{"place": i * n, "n": n, "seed": 1000 * i, "tokens": [i, 7]} for i in range(prompts)],
+        "room": ROOM,
+        "ends": [2],
+    }
+
+
+def by_place(told):
+    found = {}
+    for part in told["samples"]:
+        for place, ids in enumerate(part["ids"], part["place"]):
+            assert place not in found, "each is told once"
+            found[place] = ids
+    return found
+
+
+async def test_every_answer_comes_once_from_its_own_numbers(control, engines):
+    told = await RolloutSampling(control.context).sample("ftjob-1", question(3, 20))
+    assert told["why"] == ""
+    assert by_place(told) == {i * 20 + k: [i, 1000 * i + k] for i in range(3) for k in range(20)}
+    assert {body["model"] for body in engines.sent} == {".policy/ftjob-1@step-3.ab"}
+    assert engines.most_at_once <= engines.lines, "no more at once than interactive requests leave"
+
+
+async def test_what_comes_back_is_asked_again_and_counts_once(control, engines):
+    returned = []
+
+    async def rule(body):
+        if body["token_ids"][0] == 1 and len(returned) < 2:
+            returned.append(body)
+            raise LineReturned("the engine was wanted for something else", yielded=True)
+        return await written(body)
+
+    engines.rule = rule
+    told = await RolloutSampling(control.context).sample("ftjob-1", question(3, 2))
+    assert told["why"] == "" and len(by_place(told)) == 6 and len(returned) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "tries", "answered"),
+    [
+        (LineReturned("EngineCore died", yielded=False), 1, {0, 1, 2, 3}),
+        (LineReturned("it moved", yielded=True), TRIES, {0, 1, 2, 3, 6, 7}),
+    ],
+)
+async def test_the_ranks_get_what_engines_have_answered_and_why_there_is_no_more(
+    control, engines, error, tries, answered
+):
+    asked = []
+
+    async def rule(body):
+        if body["token_ids"][0] == 2:
+            asked.append(body)
+            raise error
+        return await written(body)
+
+    engines.rule, engines.lines = rule, 1
+    told = await RolloutSampling(control.context).sample("ftjob-1", question(4, 2))
+    assert told["why"] == str(error) and len(asked) == tries
+    assert set(by_place(told)) == answered
+
+
+async def test_an_engine_that_refuses_is_not_asked_again(control, engines):
+    async def rule(body):
+        return EngineAnswer(400, {"error": {"message": "no such parameter"}})
+
+    engines.rule, engines.lines = rule, 1
+    told = await RolloutSampling(control.context).sample("ftjob-1", question(4, 2))
+    assert told == {"samples": [], "why": "no such parameter"} and len(engines.sent) == 1
+
+
+async def test_without_an_engine_the_ranks_wait_once(control, engines):
+    engines.lines = 0
+    sampling = RolloutSampling(control.context, patience_s=0.05)
+    assert await sampling.sample("ftjob-1", question(2, 2)) == {"samples": [], "why": engines.why}
+    sampling._patience_s = 1e9  # and from now on not at all, until an engine has answered
+    async with asyncio.timeout(5):
+        assert (await sampling.sample("ftjob-1", question(2, 2)))["samples"] == []
+        engines.lines = 4
+        assert len(by_place(await sampling.sample("ftjob-1", question(2, 2)))) == 4
+    assert sampling._gave_up == set()
+
+
+async def test_the_base_is_wanted_while_a_job_runs_that_samples_from_it(control, engines, monkeypatch):
+    job_id = await control.job()
+    resolved = jobs.get(control.db, job_id).resolved
+    sampling = RolloutSampling(control.context)
+    for phase, rollouts, expected in (
+        ("running", "engine", ["starter"]),
+        ("running", "ranks", []),
+        ("suspended", "engine", []),
+    ):
+        jobs.update(control.db, job_id, resolved={**resolved, "options": {"rollouts": rollouts}})
+        jobs.set_phase(control.db, job_id, phase)
+        await sampling.look()
+        assert engines.sampled == expected, (phase, rollouts)
+
+
+async def test_the_box_looks_by_itself_as_soon_as_it_starts(control):
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert control.context.background.degraded() == []

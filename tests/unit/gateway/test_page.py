@@ -1,0 +1,82 @@
+"""The page at /ui: sent without a key, with its policy, and nothing but its own files."""
+
+from __future__ import annotations
+
+import gzip
+
+import pytest
+
+from appliance.ui.site import CONTENT_SECURITY, site
+
+from .conftest import Start
+
+SCRIPT = next(path for path in site() if path.endswith(b"/app.js")).decode()
+
+
+@pytest.mark.parametrize("target", ["/ui", "/ui/", "//ui", "/ui?x=1", SCRIPT])
+async def test_the_page_is_sent_without_a_key_and_without_a_table(start_box: Start, target: str) -> None:
+    box = await start_box()
+    box.state.generation = -1
+    answer = await box.ask("GET", target, key=None)
+    assert answer.status == 200
+    assert answer.headers["content-security-policy"] == CONTENT_SECURITY.decode()
+    assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["referrer-policy"] == "no-referrer"
+    assert answer.headers["content-type"].startswith("text/javascript" if target == SCRIPT else "text/html")
+    assert ("immutable" in answer.headers["cache-control"]) == (target == SCRIPT)
+    assert "set-cookie" not in answer.headers
+
+
+async def test_it_is_compressed_and_not_sent_again(start_box: Start) -> None:
+    box = await start_box()
+    plain = await box.ask("GET", SCRIPT, key=None)
+    packed = await box.ask("GET", SCRIPT, key=None, headers="Accept-Encoding: gzip, br\r\n")
+    assert packed.headers["content-encoding"] == "gzip" and gzip.decompress(packed.body) == plain.body
+    again = await box.ask("GET", SCRIPT, key=None, headers=f"If-None-Match: {plain.headers['etag']}\r\n")
+    assert again.status == 304 and not again.body and "content-length" not in again.headers
+
+
+async def test_head_tells_its_length_and_the_connection_goes_on(start_box: Start) -> None:
+    box = await start_box()
+    wire = await box.connect()
+    for _ in range(2):
+        await wire.send(b"HEAD /ui HTTP/1.1\r\nHost: box\r\n\r\n")
+        status, headers, _ = await wire.head()
+        assert status == 200 and int(headers["content-length"]) == len(site()[b"/ui"].plain)
+    await wire.send(b"GET /ui HTTP/1.1\r\nHost: box\r\n\r\n")
+    assert (await wire.response()).body == site()[b"/ui"].plain
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/ui/app.js",
+        "/ui/nosuch",
+        "/uix",
+        "/ui/../admin/v1/status",
+        "/ui/%2e%2e/etc/passwd",
+        "/ui/..%2f..%2fsite.py",
+        "/ui\\x",
+        f"{SCRIPT}/x",
+        SCRIPT.replace("app.js", "../site.py"),
+        SCRIPT.replace("app.js", "index.html"),
+        "/ui/%00",
+    ],
+)
+@pytest.mark.parametrize("key", [None, "sk-test-all"])
+async def test_nothing_else_is_below_it(start_box: Start, target: str, key: str | None) -> None:
+    box = await start_box()
+    answer = await box.ask("GET", target, key=key)
+    assert answer.status == 404 and answer.error["code"] == "unknown_url"
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+async def test_it_is_only_read(start_box: Start, method: str) -> None:
+    box = await start_box()
+    answer = await box.ask(method, "/ui", key=None)
+    assert answer.status == 405 and answer.headers["allow"] == "GET, HEAD"
+
+
+async def test_a_body_on_it_is_refused(start_box: Start) -> None:
+    box = await start_box()
+    answer = await box.ask("GET", "/ui", {"a": 1}, key=None)
+    assert answer.status == 400 and answer.error["code"] == "unexpected_body"

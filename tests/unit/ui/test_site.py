@@ -1,0 +1,157 @@
+"""The page's files: what is vendored is what npm has, the words are there in every language, and all of it is small."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from appliance.ui.site import CONTENT_SECURITY, CONTENT_TYPES, DOCUMENT, STATIC, answer, read_site, site
+
+SCRIPTS = sorted(path for path in STATIC.rglob("*.js") if path.parent.name != "vendor")
+LANGUAGES = ("en", "zh-CN")
+# What a first visit fetches, compressed.
+FIRST_LOAD_BYTES = 100_000
+
+
+def words(language: str) -> dict[str, str]:
+    return json.loads((STATIC / "i18n" / f"{language}.json").read_text())
+
+
+def url(name: str) -> bytes:
+    (found,) = [path for path in site() if path.endswith(b"/" + name.encode())]
+    return found
+
+
+# --- what is sent
+
+
+def test_the_document_names_only_files_that_are_there():
+    document = site()[b"/ui"].plain.decode()
+    named = re.findall(r'(?:href|src)="([^"]+)"', document)
+    assert len(named) > 4 and {name.encode() for name in named} <= site().keys()
+    assert "{{" not in document
+
+
+def test_scripts_import_only_files_that_are_there():
+    for path in SCRIPTS:
+        for name in re.findall(r'from "(\.[^"]+)"', path.read_text()):
+            assert (path.parent / name).resolve().is_relative_to(STATIC) and (path.parent / name).exists(), (path, name)
+
+
+def test_every_file_has_its_content_type_and_is_kept_for_ever_but_for_the_document():
+    for path, file in site().items():
+        assert file.content_type in CONTENT_TYPES.values()
+        assert (file.cache_control == b"no-cache") == (path == b"/ui")
+        assert ("immutable" in file.cache_control.decode()) == (path != b"/ui")
+    assert site()[url("app.js")].content_type.startswith(b"text/javascript")
+
+
+def test_a_changed_file_has_another_url(tmp_path: Path):
+    (tmp_path / DOCUMENT).write_text('<script src="/ui/{{hash}}/a.js"></script>')
+    (tmp_path / "a.js").write_text("1")
+    before = read_site(tmp_path)
+    (tmp_path / "a.js").write_text("2")
+    after = read_site(tmp_path)
+    assert before.keys() & after.keys() == {b"/ui"} and before[b"/ui"].etag != after[b"/ui"].etag
+
+
+def test_a_file_that_the_browser_has_is_not_sent_again():
+    file = site()[b"/ui"]
+    again = answer(file, if_none_match=b'W/"x", ' + file.etag, accept_encoding=b"gzip")
+    assert (again.status, again.body) == (304, b"") and (b"etag", file.etag) in again.headers
+    assert answer(file, if_none_match=b'"other"', accept_encoding=None).body == file.plain
+
+
+@pytest.mark.parametrize(
+    ("accepted", "packed"),
+    [(b"gzip", True), (b"br, GZIP;q=0.5", True), (b"*", True), (b"gzip;q=0", False), (b"br", False), (None, False)],
+)
+def test_a_file_is_compressed_for_who_takes_that(accepted: bytes | None, packed: bool):
+    file = site()[url("app.js")]
+    sent = answer(file, if_none_match=None, accept_encoding=accepted)
+    assert ((b"content-encoding", b"gzip") in sent.headers) == packed
+    assert (gzip.decompress(sent.body) if packed else sent.body) == file.plain
+
+
+def test_a_first_visit_is_small():
+    catalogues = [f"i18n/{name}.json".encode() for name in LANGUAGES[1:]]
+    fetched = {path: file for path, file in site().items() if not path.endswith((b".txt", *catalogues))}
+    assert sum(len(file.packed) for file in fetched.values()) < FIRST_LOAD_BYTES
+
+
+# --- what it may do
+
+
+def test_the_policy_lets_nothing_in_from_elsewhere_and_no_text_become_code():
+    policy = dict(part.strip().split(" ", 1) for part in CONTENT_SECURITY.decode().split(";"))
+    assert policy["default-src"] == "'none'" and policy["require-trusted-types-for"] == "'script'"
+    assert {policy[name] for name in ("script-src", "style-src", "connect-src", "img-src")} == {"'self'"}
+    assert {policy[name] for name in ("frame-ancestors", "base-uri", "form-action", "trusted-types")} == {"'none'"}
+    assert "unsafe" not in CONTENT_SECURITY.decode()
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_makes_no_markup_of_text_and_keeps_no_key(path: Path):
+    source = path.read_text()
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|sessionStorage"
+        r"|indexedDB|document\.cookie|https?://",
+        source,
+    )
+    # The language alone is remembered.
+    assert ("localStorage" in source) == (path.name == "i18n.js")
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_speaks_only_to_the_two_apis(path: Path):
+    asked = re.findall(r"\b(?:get|post|call|send)\(\s*(?:\"[A-Z]+\",\s*)?[\"`](/[^\"`$]*)", path.read_text())
+    assert all(one.startswith(("/v1/", "/admin/v1/")) for one in asked)
+    assert "fetch(" not in path.read_text() or path.name in ("api.js", "i18n.js")
+
+
+# --- the words
+
+
+def test_all_languages_have_the_same_words_with_the_same_places():
+    english = words("en")
+    assert {path.stem for path in (STATIC / "i18n").iterdir()} == set(LANGUAGES)
+    for language in LANGUAGES[1:]:
+        other = words(language)
+        assert other.keys() == english.keys()
+        for name, text in english.items():
+            assert other[name].strip() and sorted(re.findall(r"{\w+}", other[name])) == sorted(
+                re.findall(r"{\w+}", text)
+            ), name
+
+
+def test_all_words_that_are_said_are_there_and_no_others():
+    source = "\n".join(path.read_text() for path in SCRIPTS)
+    said = set(re.findall(r'\bt\(\s*"([a-z_.0-9]+)"[,)]', source))
+    missing = said - words("en").keys()
+    assert not missing
+    quoted = set(re.findall(r'"([a-z_.0-9]+)"', source))
+    families = tuple(re.findall(r"[(`]([a-z_.]+\.)\$\{", source))
+    unsaid = {name for name in words("en") if name not in quoted and not name.startswith(families)}
+    assert not unsaid
+
+
+# --- what is vendored
+
+
+def test_what_is_vendored_is_listed_with_its_hash_and_its_licence_lies_beside_it():
+    folder = STATIC / "vendor"
+    listed = {}
+    for line in (folder / "VENDORED.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            name, package, version, _, digest, *_ = re.split(r"  +", line)
+            listed[name] = digest
+            assert re.fullmatch(r"\d+\.\d+\.\d+", version)
+            assert (folder / f"LICENSE-{package}.txt").exists()
+    assert listed.keys() | {"VENDORED.txt"} == {path.name for path in folder.iterdir()}
+    for name, digest in listed.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name

@@ -1,0 +1,97 @@
+"""Has a step's samples made by an engine of the box: the model as it stands is an adapter in shared memory, which an
+engine of its base loads, under a name that nobody else can ask for (weights.format.names.POLICY_PREFIX).
+
+Each state of the model has a name of its own, and each world of ranks its own names: one that resumes from an earlier
+snapshot may come to other weights at the same step, which no engine may take for those it knows.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed import comm
+
+from train.control.rank_messages import told_by_first
+from train.plan.spec import TrainSpec
+from train.rollouts.sampler import Answers
+from train.state.fragments import Grid
+from train.state.publish import publish
+from weights.format.errors import VersionLeased, VersionNotFound
+from weights.format.names import policy_name, version_name
+from weights.memory.store import WeightStore
+
+
+class Policy:
+    """Of one rank. `questions`: made of it for whoever runs the job."""
+
+    def __init__(self, spec: TrainSpec, engine: Any, grid: Grid, store: WeightStore):
+        self._engine, self._grid, self._store = engine, grid, store
+        self._spec = replace(spec, lora_publish="adapter", output_model=policy_name(spec.job_id))
+        self._world = ""
+        self._there = -1
+
+    def version(self, step: int) -> str:
+        """Collective: the model as it is after so many steps is in shared memory under this version. Raises StoreFull,
+        on every rank."""
+        self._world = self._world or told_by_first(uuid.uuid4().hex[:8])
+        version = f"{version_name(step)}.{self._world}"
+        if self._there != step:
+            meta = {
+                "job": self._spec.job_id,
+                "base": self._spec.base_model,
+                "base_version": self._spec.base_version,
+                "step": step,
+            }
+            publish(self._engine, self._spec, self._store, version=version, meta=meta)
+            self._there = step
+            if self._grid.rank == 0:
+                self._forget_others(version)
+        return version
+
+    def question(self, version: str, prompts: Sequence[dict[str, Any]], room: int, ends: Sequence[int]) -> dict:
+        """What is asked. prompts: {"place": of its first answer, "n": answers, "seed", "tokens"}."""
+        return {
+            "kind": "sample",
+            "policy": {"name": self._spec.output_model, "version": version},
+            "base": {"model": self._spec.base_model, "version": self._spec.base_version},
+            "prompts": prompts,
+            "room": room,
+            "ends": list(ends),
+        }
+
+    def _forget_others(self, version: str) -> None:
+        """Those that an engine still has are removed by whoever has it unload them."""
+        for stored in self._store.list("adapter"):
+            if stored.model == self._spec.output_model and stored.version != version:
+                try:
+                    self._store.remove(stored)
+                except (VersionLeased, VersionNotFound):
+                    continue
+
+
+def told(samples: Sequence[dict[str, Any]], made: Answers, vocabulary: int) -> Answers:
+    """Into `made`, on the host, what an answer has: {"place": of the first, "ids": [[...]], "log_probs": [[...]]}. What
+    is no answer to what was asked, or the second one of a place, is left out."""
+    n, room = made.ids.shape
+    for part in samples:
+        for place, (ids, log_probs) in enumerate(zip(part["ids"], part["log_probs"], strict=True), part["place"]):
+            fits = 0 < len(ids) == len(log_probs) <= room and all(0 <= one < vocabulary for one in ids)
+            if not 0 <= place < n or not fits or made.sizes[place] or not np.isfinite(log_probs).all():
+                continue
+            made.ids[place, : len(ids)] = torch.tensor(ids)
+            made.log_probs[place, : len(ids)] = torch.tensor(log_probs)
+            made.sizes[place] = len(ids)
+    return made
+
+
+def shared(made: Answers, device: torch.device) -> Answers:
+    """Collective: those of rank 0, on every rank's device."""
+    parts = [part.to(device) for part in (made.ids, made.log_probs, made.sizes)]
+    for part in parts:
+        comm.broadcast(part, src=0)
+    return Answers(*parts)
