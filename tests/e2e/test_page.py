@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from appliance.store.records import keys
+from appliance.ui.site import site
 from tests.e2e.box_support import gsm8k, whole_box
 from tests.front.box import MODEL, Front, running_front
 
@@ -157,8 +158,12 @@ def test_it_fits_a_phone_in_chinese(visit: Visit, scheme: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit) -> None:
+def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit, front: Front) -> None:
+    assert front.context is not None
+    trouble = {"name": "gateway", "since_s": 1e9, "why": "it ended", "failures": 2, "next_try_s": None}
+    front.context.main_troubles = lambda: [trouble]
     page = visit(viewport={"width": 360, "height": 740})
+    page.get_by_text("gateway failed 2 times").wait_for()
     links = page.get_by_role("navigation").get_by_role("link")
     for place in range(links.count()):
         links.nth(place).focus()
@@ -166,8 +171,67 @@ def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit) -> No
         name = links.nth(place).inner_text()
         page.get_by_role("heading", level=1, name=name).wait_for()
         page.wait_for_load_state("networkidle")
+        page.locator(".loading").first.wait_for(state="detached")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, name
+        assert not re.search(r"\[object|undefined|NaN|\bnull\b", page.locator("main").inner_text()), name
         assert page.evaluate("document.activeElement.tagName") == ("A" if place == 0 else "H1")
+
+
+def test_a_key_is_made_shown_once_and_revoked(visit: Visit, front: Front) -> None:
+    page = visit(place="#/keys")
+    page.get_by_role("button", name="New key").click()
+    page.get_by_role("textbox", name="Name", exact=True).fill("ann")
+    page.get_by_role("button", name="Make the key").click()
+    made = page.locator("dialog pre").inner_text().strip()
+    with front.http(made) as http:
+        assert http.get("/admin/v1/me").json()["name"] == "ann"
+    page.keyboard.press("Escape")
+    row = page.get_by_role("row").filter(has_text="ann")
+    assert made not in page.content()
+    row.get_by_role("button", name="Revoke").click()
+    row.get_by_role("button", name="Revoke").click()
+    row.get_by_text("revoked").wait_for()
+    with front.http(made) as http:
+        assert http.get("/admin/v1/me").status_code == 401
+
+
+def lanes(page: Any, handovers: list[dict[str, Any]], status: dict[str, Any]) -> dict[str, list[tuple[str, ...]]]:
+    """What pages/lanes.js makes of the moments 0 to 100: for each device (what, whose, from, to)."""
+    (path,) = [path.decode() for path in site() if path.endswith(b"/lanes.js")]
+    told = page.evaluate(
+        f"([of, now]) => import('{path}').then((m) => m.lanesOf(of, now, 0, 100))", [handovers, status]
+    )
+    return {
+        lane["device"]: [(one["kind"], one["name"], one["from"], one["to"]) for one in lane["spans"]]
+        for lane in told["lanes"]
+    }
+
+
+def test_lanes_follow_the_journal_and_who_holds_a_device_now(visit: Visit) -> None:
+    def handover(time: float, verb: str, target: str, *devices: str) -> dict[str, Any]:
+        step = {"verb": verb, "target": target, "state": "done", "ended_s": time, "detail": {"devices": devices}}
+        return {"id": str(time), "started_s": time, "ended_s": time, "steps": [step]}
+
+    status = {
+        "box": {"started_s": 50},
+        "replicas": [{"id": "r2", "model": "m"}],
+        "jobs": [{"id": "j", "output_model": "tuned"}],
+        "devices": [
+            {"id": "a", "holder": {"kind": "replica", "id": "r2"}},
+            {"id": "b", "holder": None},
+            {"id": "c", "holder": {"kind": "job", "id": "j"}},
+        ],
+    }
+    of = [
+        handover(60, "acquire", "2:replica:r2", "a"),
+        handover(20, "release", "3:job:x", "b"),
+        handover(10, "acquire", "1:replica:r1", "a"),
+    ]
+    found = lanes(visit(key=None), of, status)
+    # r1 was never released: the box stopped meanwhile, and began anew at 50.
+    assert found["a"] == [("free", "", 0, 10), ("serve", "r1", 10, 50), ("free", "", 50, 60), ("serve", "m", 60, 100)]
+    assert found["b"] == [("train", "x", 0, 20), ("free", "", 20, 100)]
+    assert found["c"] == [("train", "tuned", 0, 100)]
 
 
 @pytest.mark.soak
