@@ -159,7 +159,7 @@ class _Writer:
             with suppress(FileNotFoundError):
                 saved.append(self._file(name, data_dir / name, status))
         self._report(of, of)
-        return tuple(saved), (before | found.keys()) - {file.path for file in saved}
+        return tuple(saved), {*before, *found} - {file.path for file in saved}
 
     def database(self, copied: Path) -> SavedFile:
         return self._file(DATABASE, copied)
