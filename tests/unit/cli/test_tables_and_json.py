@@ -89,6 +89,7 @@ def test_status(box, tmp_path):
         "degraded",
         "troubles",
         "notes",
+        "requests",
     }
     assert set(answer["box"]) >= {"id", "version", "url", "started_s", "data_dir"}
     assert set(answer["mode"]) == {"policy", "train_devices"}
@@ -178,6 +179,9 @@ def test_model_canary_promote_and_roll_back(box):
     assert box.run("model", "promote", "starter").stdout.strip() == "starter: v2 -> v1"
     for wrong in (("--share", "95%"), ("--share", "much"), ("--for", "soon")):
         assert box.run("model", "canary", "starter", "v2", *wrong).exit_code == 2
+    for alone in (("--share", "50%"), ("--auto",), ("--for", "1h"), ("--min-requests", "9")):
+        forgotten = box.run("model", "canary", "starter", *alone)
+        assert forgotten.exit_code == 2 and "which version" in forgotten.stderr, "not the state of an older one"
 
 
 def test_model_import_starter_verify_rollback_rm(box, tmp_path):
