@@ -4,7 +4,8 @@
     python images/sbom.py --licences > images/licences.md    the same as a table for people
 
 Versions and SHA-256 sums come from the lock file, licences and dependencies from what the packages installed here say
-of themselves; what the page has from npm is listed beside it. Packages that only tests need are not part of it. Run it with the environment's Python.
+of themselves; what the page has from npm is listed beside it. Packages that only tests need are not part of it. Run it
+with the environment's Python.
 """
 
 from __future__ import annotations
