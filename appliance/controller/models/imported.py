@@ -87,7 +87,7 @@ def _check_same_kind(db: Database, name: str, base: str) -> None:
     before = active.meta.get("adapter") if active is not None else None
     if before is None or before["base"] != base:
         raise Conflict(
-            f"The model {shown(name)} exists and is no adapter of {base}; choose another name with --name.",
+            f"The model {shown(name)} exists and is not an adapter of {base}; choose another name with --name.",
             param="name",
             code="model_exists",
         )

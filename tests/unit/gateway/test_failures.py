@@ -69,7 +69,7 @@ async def test_death_mid_stream_is_said_not_hidden(box: Box, ending: str) -> Non
         if ending == "reset":
             reply.die()
         elif ending == "garbage":
-            await reply.raw(b"this is no chunk\r\n")
+            await reply.raw(b"this is not a chunk\r\n")
         else:
             await reply.end()
 

@@ -159,7 +159,7 @@ def test_an_output_that_is_no_json_has_its_own_flag() -> None:
 REFUSED = {
     "no object": (3, "", "an object with a `type`"),
     "no kind": ({"type": "vibes", "name": "x"}, "type", "not a kind of grader"),
-    "a field too many": ({**CHECK, "operation": "eq", "weight": 2}, "weight", "is no field"),
+    "a field too many": ({**CHECK, "operation": "eq", "weight": 2}, "weight", "is not a field"),
     "an operation": ({**CHECK, "operation": "equals"}, "operation", "'eq', 'ne', 'like' or 'ilike'"),
     "a number": ({**CHECK, "operation": "eq", "reference": 4}, "reference", "valid string"),
     "a namespace": ({**CHECK, "operation": "eq", "input": "{{ reference }}"}, "input", "neither `item` nor `sample`"),
