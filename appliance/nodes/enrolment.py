@@ -194,7 +194,7 @@ class EnrolmentServer:
     def _renewed(self, shown: Mapping[str, Any] | None, request: str) -> dict[str, str]:
         """Another certificate for who showed this one (as `getpeercert` gives it), for a key of his."""
         if not shown:
-            raise NotEnrolled("who renews a certificate must show it")
+            raise NotEnrolled("a node renews a certificate over a connection that shows it")
         if self._authority.home.files.removed.has(shown):
             raise NotEnrolled("this node was removed from the box")
         (name,) = (value for part in shown["subject"] for key, value in part if key == "commonName")

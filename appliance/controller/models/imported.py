@@ -54,8 +54,8 @@ def adapter_base(context: ControllerContext, found: AdapterFound, asked: str | N
     path = version.disk_path or version.shm_path
     if path is None:
         raise Conflict(
-            f"The files of {row.id} {version.version} are in a tier below the disk; ask the model once, and import "
-            "again.",
+            f"The files of {row.id} {version.version} are in a tier below the disk; send the model one request, and "
+            "import again.",
             param="base",
             code="base_not_here",
         )
