@@ -64,7 +64,7 @@ def test_a_string_is_compared(operation: str, text: str, answer: str, reward: fl
 
 
 def test_an_output_that_is_nested_too_deeply_is_no_json() -> None:
-    with pytest.raises(GradingFailed, match="no JSON"):
+    with pytest.raises(GradingFailed, match="not JSON"):
         _ = Sample("[" * 100_000).output_json
 
 
@@ -153,7 +153,7 @@ def test_what_models_are_to_read_for_a_sample_is_bounded() -> None:
 def test_an_output_that_is_no_json_has_its_own_flag() -> None:
     found = graded({**CHECK, "operation": "eq", "input": "{{sample.output_json.a}}"}, "no json", {"answer": "1"})
     assert found.errors == GradingErrors(sample_parse_error=True)
-    assert (found.reward, found.passed) == (0.0, False) and "no JSON" in found.messages[0]
+    assert (found.reward, found.passed) == (0.0, False) and "not JSON" in found.messages[0]
 
 
 REFUSED = {
