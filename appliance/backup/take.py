@@ -61,12 +61,14 @@ def take(
     if not paths.database.is_file():
         raise BackupError(f"{paths.data_dir} is no data directory of a box: it has no {DATABASE}")
     with _alone(paths.data_dir), TemporaryDirectory(prefix=PREFIX, dir=paths.data_dir) as folder:
+        _check_is_there(paths, objects)
         objects.sweep()
-        last = manifests.newest_readable(objects)
-        if last is not None and last.box_id != paths.box_id:
+        last, box_id = manifests.newest_readable(objects), _identity(paths)
+        if last is not None and not _same_box(last.box_id, box_id):
             raise NotThisBox(
-                f"{objects.where} has backups of another box ({last.box_id}, {last.data_dir}); give each box a place "
-                "of its own"
+                f"{objects.where} has backups of another box ({last.box_id}, {last.data_dir}), this is {box_id}; give "
+                "each box a place of its own. If this directory was set up anew, restore the backup first: taking "
+                "others would in time delete it"
             )
         writer = _Writer(objects, {} if last is None else {file.path: file for file in last.files}, report)
         for left in reversed(range(PASSES)):
@@ -90,7 +92,7 @@ def take(
         made = Manifest(
             manifests.next_name(objects, made_s),
             made_s,
-            paths.box_id,
+            box_id,
             version("appliance"),
             schema,
             str(paths.data_dir),
@@ -103,6 +105,34 @@ def take(
             manifests.remove(objects, manifests.names(objects)[:-keep])
         last_backup.write(paths.last_backup, LastBackup(made.name, made.made_s, objects.where, made.bytes))
         return made
+
+
+def _check_is_there(paths: BoxPaths, objects: Objects) -> None:
+    """A mount that is lost leaves an empty directory, on the disk that a backup is not to fill. Raises BackupError."""
+    told = last_backup.read(paths.last_backup)
+    if told is not None and told.where == objects.where and not manifests.names(objects):
+        raise BackupError(
+            f"{objects.where} has no backup, and had {told.name}: is it mounted? If it was emptied on purpose, delete "
+            f"{paths.last_backup}"
+        )
+
+
+def _identity(paths: BoxPaths) -> str:
+    """PLACE:KEY, of the directory's path and of the box's first key, which comes back with a backup: two machines often
+    have the same path, and so has a box that was set up anew. PLACE alone while there is no key."""
+    query = "SELECT id FROM keys WHERE NOT session ORDER BY seq LIMIT 1"
+    try:
+        with closing(sqlite3.connect(f"file:{paths.database}?mode=ro", uri=True)) as connection:
+            first = connection.execute(query).fetchone()
+    except sqlite3.Error as error:
+        raise BackupError(f"{paths.database} cannot be copied: {error}") from error
+    return f"{paths.box_id}:{first[0]}" if first else paths.box_id
+
+
+def _same_box(known: str, other: str) -> bool:
+    """Where one of them has no key, as those of older backups, the path decides."""
+    (place, _, key), (other_place, _, other_key) = known.partition(":"), other.partition(":")
+    return place == other_place and (not key or not other_key or key == other_key)
 
 
 def copy_database(source: Path, target: Path) -> int:
@@ -140,7 +170,7 @@ class _Writer:
             with suppress(FileNotFoundError):
                 saved.append(self._file(name, data_dir / name, status))
         self._report(of, of)
-        return tuple(saved), (before | found.keys()) - {file.path for file in saved}
+        return tuple(saved), {*before, *found} - {file.path for file in saved}
 
     def database(self, copied: Path) -> SavedFile:
         return self._file(DATABASE, copied)

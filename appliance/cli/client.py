@@ -91,7 +91,7 @@ class Client:
     def listed(self, path: str, most: int | None = None, **query: Any) -> Any:
         """A list with the rows of all its pages, or the first `most` of them: a page may end before its limit."""
         found = self.get(path, limit=most, **query)
-        while found["has_more"] and found["data"] and (most is None or len(found["data"]) < most):
+        while found.get("has_more") and found["data"] and (most is None or len(found["data"]) < most):
             rows = found["data"]
             left = None if most is None else most - len(rows)
             found = self.get(path, limit=left, after=rows[-1]["id"], **query)

@@ -81,7 +81,7 @@ def create_app(context: ControllerContext) -> FastAPI:
             tasks.keep_every(
                 "housekeeping", partial(_keep_house, context, stored, background), context.config.housekeeping_every_s
             ),
-            tasks.keep_every("rollouts", sampling.look, WANTS_EVERY_S),
+            tasks.keep_every("rollouts", sampling.look, WANTS_EVERY_S, at_once=True),
             tasks.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
         )
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,14 +51,15 @@ class Rocm(TorchCuda):
         shown = ",".join(map(str, devices))
         return {"HIP_VISIBLE_DEVICES": shown, "CUDA_VISIBLE_DEVICES": shown}
 
-    def watch(self, devices: Mapping[int, str]) -> Callable[[], tuple[Reading, ...]]:
-        def read() -> tuple[Reading, ...]:
+    def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]]:
+        def read(let_go: Collection[str]) -> tuple[Reading, ...]:
             gpus = _gpus()
             return tuple(
                 _reading(gpus[index], device_id)
                 if index < len(gpus)
                 else Reading(device_id, time.time(), lost="the driver lists it no longer")
                 for index, device_id in devices.items()
+                if device_id not in let_go
             )
 
         return read

@@ -15,6 +15,10 @@ MOST_ANSWERS = 8
 """Of one request; no engine of the box has fewer places unless it was told so."""
 
 
+_NONE = -9999.0
+"""What vLLM writes where it knows no log-probability of the token."""
+
+
 class Sampled(NamedTuple):
     """One answer. ids end with the token that ended it, unless it was cut. log_probs: one for each."""
 
@@ -56,4 +60,6 @@ def read(body: Any, n: int) -> list[Sampled]:
         raise ValueError(f"an engine's samples lack {error}") from error
     if len(found) != n or any(not one.ids or len(one.ids) != len(one.log_probs) for one in found):
         raise ValueError(f"{len(found)} of {n} samples, of {[(len(a), len(b)) for a, b in found]} tokens and numbers")
+    if any(value <= _NONE for one in found for value in one.log_probs):
+        raise ValueError("an engine's samples lack the log-probability of a token")
     return found

@@ -215,6 +215,7 @@ class SimulatedEngines:
         self.sent: list[dict[str, Any]] = []
         self.sent_alone: list[dict[str, Any]] = []
         self.wanted: list[str] = []
+        self.sampled: list[str] = []
         self.most_at_once = 0
         self._at_once = 0
         self.rule: Callable[[dict[str, Any]], Awaitable[EngineAnswer | None]] | None = None
@@ -245,7 +246,9 @@ class SimulatedEngines:
         return await self.send(model, sampling.URL, body, request_id)
 
     def wants(self, models: list[str], asker: str = "batches") -> None:
-        if asker != SAMPLING:
+        if asker == SAMPLING:
+            self.sampled = models
+        else:
             self.wanted = models
 
     async def changed(self, timeout_s: float) -> None:

@@ -24,6 +24,7 @@ from appliance.store.objects import job_records, jobs
 from appliance.store.records import audit, handovers, keys
 from appliance.store.rows import JobRow
 
+_MOST_STEPS = 2000
 RecentLimit = Annotated[int, Query(ge=1, le=1000)]
 
 
@@ -65,6 +66,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             },
             "memory": now["memory"],
             "handover": handover_view(now["handover"]),
+            "doctor": context.doctor_findings(),
             "degraded": [*context.background.degraded(), *context.main_troubles()],
             "troubles": now["troubles"],
             "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes],
@@ -119,8 +121,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return found
 
     @router.get("/jobs")
-    async def list_jobs(limit: RecentLimit = 100) -> dict[str, Any]:
-        return {"object": "list", "data": [views.job(row) for row in jobs.list_recent(db, limit)]}
+    async def list_jobs(after: After = None, limit: RecentLimit = 100) -> dict[str, Any]:
+        return list_object(jobs.page(db, viewer=None, after=after, limit=limit), views.job)
 
     @router.get("/jobs/{job_id}")
     async def show_job(job_id: str) -> dict[str, Any]:
@@ -132,7 +134,10 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         after_step: Annotated[int, Query(ge=-1, lt=2**62)] = -1,
         limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
     ) -> dict[str, Any]:
+        """A page ends after so many steps as take 25 ms, however many are asked for; `has_more` says that there are
+        more, behind the last one's step."""
         _known_job(job_id)
+        limit = min(limit, _MOST_STEPS)
         rows = job_records.list_metrics(db, job_id, after_step=after_step, limit=limit + 1)
         data = [asdict(row) for row in rows[:limit]]
         return {"object": "list", "data": data, "has_more": len(rows) > limit}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,22 @@ from serve.core import sampling
 
 PATIENCE_S = 30.0
 """Without any answer, before the ranks sample what is left: meanwhile the job's devices stand still."""
+MOST_AT_ONCE = 256
+"""Requests of one question, whatever engines have room for."""
 LOOK_EVERY_S, WANTS_EVERY_S = 0.5, 10.0
 TRIES = 5
 """Of one request, each at an engine that was then wanted for something else."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """One request: `n` answers, of which the first has this place and this seed. tries: that came back."""
+
+    place: int
+    n: int
+    seed: int
+    tokens: list[int]
+    tries: int = 0
 
 
 @dataclass(slots=True)
@@ -29,6 +42,7 @@ class _Question:
 
     asked: dict[str, Any]
     patience_s: float
+    lines: deque[_Line]
     moved_s: float = field(default_factory=time.monotonic)
     samples: list[dict[str, Any]] = field(default_factory=list)
     flying: int = 0
@@ -43,34 +57,26 @@ class RolloutSampling:
         self._flying: Counter[str] = Counter()
         self._gave_up: set[str] = set()  # jobs whose last question met no engine
 
-    def look(self) -> None:
-        """Models whose rollouts are to be sampled may be woken, from now on for as long as their jobs run."""
+    async def look(self) -> None:
+        """Models whose rollouts are to be sampled may be woken, for as long as their jobs run; called every
+        `WANTS_EVERY_S`."""
         self._engines.wants(jobs.models_sampled(self._db), SAMPLING)
 
     async def sample(self, job_id: str, asked: dict[str, Any]) -> dict[str, Any]:
         """{"samples": [{"place" of the first, "ids", "log_probs"}], "why"}: the answers that engines gave to a question
         of train.rollouts.asked, and why there are no more; "" where all are there. An answer is whole or left out."""
-        self.look()
+        await self.look()
         patience_s = 0.0 if job_id in self._gave_up else self._patience_s
-        question = _Question(asked, patience_s)
-        lines = [line for prompt in asked["prompts"] for line in _lines(prompt)]
-        await asyncio.gather(*(self._line(question, line) for line in lines))
+        lines = deque(line for prompt in asked["prompts"] for line in _lines(prompt))
+        question = _Question(asked, patience_s, lines)
+        await asyncio.gather(*(self._ask(question) for _ in range(min(MOST_AT_ONCE, len(lines)))))
         (self._gave_up.add if not question.samples else self._gave_up.discard)(job_id)
         return {"samples": question.samples, "why": question.why}
 
-    async def _line(self, question: _Question, line: dict[str, Any]) -> None:
-        asked = question.asked
-        base, policy = asked["base"], asked["policy"]
-        body = sampling.request(
-            f"{policy['name']}@{policy['version']}",
-            line["tokens"],
-            n=line["n"],
-            seed=line["seed"],
-            max_tokens=asked["room"],
-            ends=asked["ends"],
-        )
-        tries = 0
-        while not question.why:
+    async def _ask(self, question: _Question) -> None:
+        """One request after the other, while engines have room for them."""
+        base = question.asked["base"]
+        while question.lines and not question.why:
             room = self._engines.sampling_room(base["model"], base["version"])
             if room.lines <= self._flying[base["model"]]:
                 if not question.flying and time.monotonic() - question.moved_s > question.patience_s:
@@ -78,42 +84,49 @@ class RolloutSampling:
                     return
                 await self._engines.changed(LOOK_EVERY_S)
                 continue
+            line = question.lines.popleft()
             self._flying[base["model"]] += 1
             question.flying += 1
             try:
-                answer = await self._engines.sample(base["model"], base["version"], body, new_id("req_"))
+                made = await self._asked(question.asked, line)
             except LineReturned as error:
-                tries += 1
-                if not error.yielded or tries == TRIES:  # an engine died of it, or none keeps it
+                question.lines.append(line)
+                line.tries += 1
+                if not error.yielded or line.tries == TRIES:  # an engine died of it, or none keeps it
                     question.why = str(error)
-                continue
+            except ValueError as error:
+                question.why = str(error)
+            else:
+                question.moved_s = time.monotonic()
+                ids, log_probs = [one.ids for one in made], [one.log_probs for one in made]
+                question.samples.append({"place": line.place, "ids": ids, "log_probs": log_probs})
             finally:
                 self._flying -= Counter([base["model"]])
                 question.flying -= 1
-            question.moved_s = time.monotonic()
-            if answer.status != 200:
-                question.why = _message(answer.body) or f"status {answer.status}"
-                return
-            try:
-                made = sampling.read(answer.body, line["n"])
-            except ValueError as error:
-                question.why = str(error)
-                return
-            ids, log_probs = [one.ids for one in made], [one.log_probs for one in made]
-            question.samples.append({"place": line["place"], "ids": ids, "log_probs": log_probs})
-            return
+
+    async def _asked(self, asked: dict[str, Any], line: _Line) -> list[sampling.Sampled]:
+        """Raises LineReturned; ValueError, in words, for an answer that has no samples."""
+        policy, base = asked["policy"], asked["base"]
+        body = sampling.request(
+            f"{policy['name']}@{policy['version']}",
+            line.tokens,
+            n=line.n,
+            seed=line.seed,
+            max_tokens=asked["room"],
+            ends=asked["ends"],
+        )
+        answer = await self._engines.sample(base["model"], base["version"], body, new_id("req_"))
+        if answer.status != 200:
+            raise ValueError(_message(answer.body) or f"an engine answered with status {answer.status}")
+        return sampling.read(answer.body, line.n)
 
 
-def _lines(prompt: dict[str, Any]) -> list[dict[str, Any]]:
+def _lines(prompt: dict[str, Any]) -> list[_Line]:
     """A prompt's answers in requests of as many as one may have."""
+    most, n = sampling.MOST_ANSWERS, prompt["n"]
     return [
-        {
-            "place": prompt["place"] + first,
-            "n": min(sampling.MOST_ANSWERS, prompt["n"] - first),
-            "seed": prompt["seed"] + first,
-            "tokens": prompt["tokens"],
-        }
-        for first in range(0, prompt["n"], sampling.MOST_ANSWERS)
+        _Line(prompt["place"] + first, min(most, n - first), prompt["seed"] + first, prompt["tokens"])
+        for first in range(0, n, most)
     ]
 
 

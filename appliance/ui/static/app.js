@@ -110,6 +110,8 @@ function Shell({ who, onOut }) {
   const first = useRef(true);
   useEffect(() => {
     document.title = `${t(`nav.${page.id}`)} · appliance`;
+    const current = document.querySelector("nav a[aria-current]");
+    if (current) current.scrollIntoView({ block: "nearest", inline: "center" });
     // A screen reader begins at the new page's heading; not on arrival, where the browser begins by itself.
     if (!first.current && heading.current) heading.current.focus();
     first.current = false;

@@ -20,7 +20,7 @@ from appliance.backup.take import take
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.objects import files
-from appliance.store.records import box
+from appliance.store.records import box, keys
 from appliance.store.rows import FileRow
 from weights.format.errors import TierFull
 from weights.tiers.objects import DirectoryObjects
@@ -319,3 +319,31 @@ def test_what_a_killed_backup_left_goes_unless_one_runs(paths):
         assert left.exists(), "it is being written"
     backup_copies.sweep(paths.data_dir)
     assert not left.exists()
+
+
+def test_a_box_that_was_set_up_anew_does_not_push_out_the_backups_of_the_one_before(paths, place, tmp_path):
+    """Nor does another machine's, whose data directory has the same path."""
+    take(paths, place)  # before it has a key
+    with Database(paths.database) as db:
+        keys.create(db, "first", ["admin"])
+    made = take(paths, place, clock=lambda: 3e9)
+    shutil.rmtree(paths.data_dir)
+    paths.create()
+    with Database(paths.database) as db:
+        keys.create(db, "first", ["admin"])
+    with pytest.raises(NotThisBox, match="restore the backup first"):
+        take(paths, place, keep=1)
+    shutil.rmtree(paths.data_dir)
+    restore(place, None, paths.data_dir)
+    assert take(paths, place, clock=lambda: 3e9 + 5).box_id == made.box_id
+
+
+def test_a_mount_that_is_lost_is_not_filled(paths, place):
+    take(paths, place)
+    shutil.rmtree(place.root)
+    place.root.mkdir()
+    with pytest.raises(BackupError, match="is it mounted"):
+        take(paths, place)
+    assert not list(place.root.iterdir())
+    paths.last_backup.unlink()
+    assert take(paths, place).new_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import pytest
 from appliance.controller.app import _keep_house, create_app
 from appliance.controller.bus.load import Load, Report, parse_report, total
 from appliance.controller.devices.mode import read_mode
-from appliance.store.objects import models
+from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import audit, keys, operations
-from appliance.store.rows import OperationRow
+from appliance.store.rows import JobMetricRow, OperationRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, insert_model
 
 
@@ -295,3 +296,23 @@ async def test_a_key_for_a_model_that_is_not_there_is_refused(control: Control):
     await ask(control, "PATCH", "/keys/bob", 400, json={"models": ["nosuch"]})
     models.delete(control.db, "starter")
     await ask(control, "PATCH", "/keys/bob", json={"models": ["starter"]})
+
+
+async def test_lists_of_jobs_and_steps_end_where_the_loop_would_be_held(control: Control):
+    row = jobs.get(control.db, await control.job())
+    large = {f"k{number}": "x" * 100 for number in range(140)}
+    with control.db.transaction():
+        for number in range(200):
+            jobs.insert(control.db, replace(row, id=f"ftjob-{number}", hyperparameters=large, phase="cancelled"))
+        for step in range(2500):
+            job_records.upsert_metric(control.db, JobMetricRow(row.id, step, 1.0))
+    page, found = await ask(control, "GET", "/jobs?limit=1000"), []
+    while len(page["data"]) < 100 and page["has_more"]:
+        found += [job["id"] for job in page["data"]]
+        page = await ask(control, "GET", f"/jobs?limit=1000&after={page['last_id']}")
+    found += [job["id"] for job in page["data"]]
+    assert found == [*(f"ftjob-{number}" for number in reversed(range(200))), row.id]
+    steps = await ask(control, "GET", f"/jobs/{row.id}/metrics?limit=10000")
+    rest = await ask(control, "GET", f"/jobs/{row.id}/metrics?limit=10000&after_step={steps['data'][-1]['step']}")
+    assert (len(steps["data"]), steps["has_more"]) == (2000, True)
+    assert (len(rest["data"]), rest["has_more"]) == (500, False)

@@ -195,6 +195,17 @@ async def test_long_work_is_begun_once_also_when_it_has_ended(control: Control, 
     assert found == {done["id"]} == {row.id for row in operations.list_recent(control.db, 9)}
 
 
+async def test_long_work_that_failed_is_begun_again_by_a_retry_and_told_of_by_its_key(control: Control):
+    path, body = OPERATIONS["/admin/v1/models/import"]
+    first = (await repeated(control, path, body)).json()["operation"]["id"]
+    await ended(control, {"operation": {"id": first}})
+    control.db.execute("UPDATE operations SET state = 'failed' WHERE id = ?", [first])
+    models.delete(control.db, "x")
+    assert (await repeated(control, path, body)).json()["operation"]["id"] == first
+    retried = await control.http.post(f"/admin/v1{path}", json=body, headers=ADMIN | {"x-stainless-retry-count": "1"})
+    assert retried.status_code == 202 and retried.json()["operation"]["id"] != first
+
+
 async def test_a_roll_back_that_comes_twice_goes_back_one_version(control: Control):
     insert_model(control.db, "m", versions=("v1", "v2", "v3"))
     first, again = await repeated(control, "/models/m/rollback"), await repeated(control, "/models/m/rollback")

@@ -131,7 +131,7 @@ async def test_bad_fields_are_named(control: Control, fields: dict[str, Any], pa
     error = answer.json()["error"]
     assert answer.status_code in (400, 404), answer.text
     assert error["param"] == param and says in error["message"], error
-    assert jobs.list_recent(control.db, 10) == []
+    assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
 
 
 async def test_missing_fields_and_files_of_other_purposes_are_named(control: Control):
@@ -270,7 +270,7 @@ async def test_a_retry_finds_the_first_job_and_a_new_submission_makes_another(co
     second = await create(0)
     assert second != first
     assert await create(1, **{"x-appliance-key-id": another.id}) not in (first, second)
-    assert len(jobs.list_recent(control.db, 10)) == 4
+    assert len(jobs.page(control.db, viewer=None, after=None, limit=10).data) == 4
 
 
 async def test_two_copies_of_a_retry_at_once_make_one_job(control: Control):
@@ -380,6 +380,10 @@ async def test_lists_page_and_filter_by_metadata(control: Control):
     api = control.sdk.fine_tuning.jobs
     assert [job.id async for job in api.list(limit=2)] == [bare, *ids[::-1]]
     assert [job.id async for job in api.list(limit=1, metadata={"n": "1"})] == [ids[3], ids[1]]
+    both = await control.job(training_file=file_id, metadata={"n": "1", "of": "two"})
+    assert [job.id async for job in api.list(metadata={"n": "1", "of": "two"})] == [both]
+    assert [job.id async for job in api.list(metadata={"n": "0", "of": "two"})] == []
+    await api.cancel(both)
     nulls = await control.http.get("/v1/fine_tuning/jobs?metadata=null")
     assert [job["id"] for job in nulls.json()["data"]] == [bare]
     for query in ("metadata=null&metadata[n]=1", "metadata=1"):

@@ -8,6 +8,7 @@ import pytest
 
 from appliance.controller.grading.sampling import TRIES, RolloutSampling
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
+from appliance.store.objects import jobs
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import Control
 
@@ -77,10 +78,15 @@ async def test_what_comes_back_is_asked_again_and_counts_once(control, engines):
 
 
 @pytest.mark.parametrize(
-    ("error", "tries"),
-    [(LineReturned("EngineCore died", yielded=False), 1), (LineReturned("it moved", yielded=True), TRIES)],
+    ("error", "tries", "answered"),
+    [
+        (LineReturned("EngineCore died", yielded=False), 1, {0, 1, 2, 3}),
+        (LineReturned("it moved", yielded=True), TRIES, {0, 1, 2, 3, 6, 7}),
+    ],
 )
-async def test_the_ranks_get_what_engines_have_answered_and_why_there_is_no_more(control, engines, error, tries):
+async def test_the_ranks_get_what_engines_have_answered_and_why_there_is_no_more(
+    control, engines, error, tries, answered
+):
     asked = []
 
     async def rule(body):
@@ -92,7 +98,7 @@ async def test_the_ranks_get_what_engines_have_answered_and_why_there_is_no_more
     engines.rule, engines.lines = rule, 1
     told = await RolloutSampling(control.context).sample("ftjob-1", question(4, 2))
     assert told["why"] == str(error) and len(asked) == tries
-    assert set(by_place(told)) == {0, 1, 2, 3}
+    assert set(by_place(told)) == answered
 
 
 async def test_an_engine_that_refuses_is_not_asked_again(control, engines):
@@ -114,3 +120,24 @@ async def test_without_an_engine_the_ranks_wait_once(control, engines):
         engines.lines = 4
         assert len(by_place(await sampling.sample("ftjob-1", question(2, 2)))) == 4
     assert sampling._gave_up == set()
+
+
+async def test_the_base_is_wanted_while_a_job_runs_that_samples_from_it(control, engines, monkeypatch):
+    job_id = await control.job()
+    resolved = jobs.get(control.db, job_id).resolved
+    sampling = RolloutSampling(control.context)
+    for phase, rollouts, expected in (
+        ("running", "engine", ["starter"]),
+        ("running", "ranks", []),
+        ("suspended", "engine", []),
+    ):
+        jobs.update(control.db, job_id, resolved={**resolved, "options": {"rollouts": rollouts}})
+        jobs.set_phase(control.db, job_id, phase)
+        await sampling.look()
+        assert engines.sampled == expected, (phase, rollouts)
+
+
+async def test_the_box_looks_by_itself_as_soon_as_it_starts(control):
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert control.context.background.degraded() == []

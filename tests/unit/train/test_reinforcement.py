@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from tests.train_support.tiny import make_model_dir, write_prompt_file
 from tests.train_support.world import SAMPLES
@@ -572,3 +574,42 @@ def test_samples_of_an_engine_are_kept_until_they_are_graded(tmp_path):
     asked = [step for _, step, _ in engines.seen]
     assert asked == [0, 1, 2, 3, 4, 5], "none is asked for again"
     assert all(step["engine_samples"] == 1 for step in second.of("metrics"))
+
+
+class PlainEngine:
+    """Samples from the base with the adapter that the question names, as it lies in shared memory."""
+
+    def __init__(self, spec):
+        self.base, self.store = spec.base_path, WeightStore(spec.shm_root, budget_bytes=None)
+        self.draw = np.random.default_rng(1)
+
+    def __call__(self, asked):
+        stored = self.store.find("adapter", asked["policy"]["name"], asked["policy"]["version"])
+        base = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+        model = PeftModel.from_pretrained(base, str(stored.path)).merge_and_unload()
+        prompts = [np.array(one["tokens"]) for one in asked["prompts"] for _ in range(one["n"])]
+        chances = self.draw.random((len(prompts), asked["room"]))
+        made = sample(model, prompts, chances, asked["ends"], 96, torch.device("cpu"), lambda going: (False, going))
+        told, place = [], 0
+        for one in asked["prompts"]:
+            parts = [
+                (made.ids[n, : made.sizes[n]].tolist(), made.log_probs[n, : made.sizes[n]].tolist())
+                for n in range(place, place + one["n"])
+            ]
+            told.append(
+                {"place": one["place"], "ids": [p[0] for p in parts], "log_probs": [p[1] for p in parts]},
+            )
+            place += one["n"]
+        return {"samples": told, "why": ""}
+
+
+def test_a_run_learns_from_what_is_sampled_from_its_adapter(tmp_path):
+    spec = lora_spec(tmp_path, n_epochs=4, learning_rate=2e-2)
+    box = Box(letters, PlainEngine(spec))
+    assert box.run(spec)["outcome"] == "succeeded"
+    steps = box.of("metrics")
+    rewards = [step["train_mean_reward"] for step in steps]
+    assert np.mean(rewards[-4:]) > 2 * np.mean(rewards[:4]), rewards
+    # The weights of the very step: what lies in shared memory is rounded to bfloat16, and that is all.
+    assert max(step["mismatch_mean"] for step in steps) < 0.01 and max(step["mismatch_max"] for step in steps) < 0.2
+    assert all(step["engine_samples"] == 1 and step["clipped"] == 0 for step in steps)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -67,11 +68,16 @@ def routes(
     """Add the routes to the admin router."""
     db = context.db
 
+    def begun(attempt: Attempt, operation_id: str) -> OperationRow | None:
+        """By an earlier attempt. One that failed is no answer to a mere retry: it may be that of an earlier request."""
+        row = operation_rows.find(db, operation_id)
+        return None if row is None or (attempt.idempotency_key is None and row.state == "failed") else row
+
     def attempted(request: Request, caller: Principal, kind: str, body: Any) -> tuple[Attempt, OperationRow | None]:
         """The attempt, and the operation that an earlier one of it began."""
         attempt = Attempt.of(request, caller, f"operations.{kind}", body)
         earlier = idempotency.find(db, context.config, attempt)
-        return attempt, operation_rows.find(db, earlier) if earlier is not None else None
+        return attempt, begun(attempt, earlier) if earlier is not None else None
 
     def start(
         attempt: Attempt, caller: Principal, kind: str, target: str, work: operations.Work, action: str, **told: Any
@@ -86,7 +92,7 @@ def routes(
                 )
             return running.insert(kind, target)
 
-        row, new = idempotency.once(db, context.config, attempt, lambda earlier: operation_rows.find(db, earlier), make)
+        row, new = idempotency.once(db, context.config, attempt, partial(begun, attempt), make)
         if new:
             running.begin(row, work)
             record(context, caller, action, target, **told)
