@@ -216,7 +216,8 @@ def examine(directory: Path, layout: Layout) -> Facts:
     if template is None and task == "generate":
         warnings.append(
             "there is no chat template: /v1/chat/completions will refuse this model and fine-tuning on chats cannot "
-            "format them; use /v1/completions, or add chat_template.jinja to the checkpoint and import it again"
+            "format them; use /v1/completions, or add chat_template.jinja to the checkpoint and import it again (to be "
+            "asked alone, `appliance model deploy NAME --chat-template FILE` is enough)"
         )
     quantization = config.get("quantization_config")
     if quantization:

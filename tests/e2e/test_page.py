@@ -72,6 +72,13 @@ def visit(browser: Any, front: Front) -> Iterator[Visit]:
     assert not faults
 
 
+def test_an_address_that_was_cut_short_names_a_page_all_the_same(visit: Visit) -> None:
+    page = visit(place="#/chat/%E4%B")
+    page.get_by_role("heading", level=1, name="Chat").wait_for()
+    page.get_by_role("link", name="Jobs").click()
+    page.get_by_role("heading", level=1, name="Jobs").wait_for()
+
+
 def test_a_wrong_key_is_a_sentence_and_a_reload_forgets_the_right_one(visit: Visit, browser: Any, front: Front) -> None:
     page = visit()
     page.get_by_text("n0/7").wait_for()
@@ -301,7 +308,9 @@ def test_lanes_follow_the_journal_and_who_holds_a_device_now(visit: Visit) -> No
 def test_a_whole_box_trains_and_answers_before_the_eyes_of_its_page(visit: Visit, tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     data.write_bytes(gsm8k("train", 100))
-    with whole_box(tmp_path / "box") as box:
+    home = tmp_path / "box"
+    home.mkdir()
+    with whole_box(home) as box:
         assert box.ask("model", "starter", "--minutes", "0.3")["state"] == "succeeded"
         page = visit(f"http://127.0.0.1:{box.port}", box.key)
         page.set_default_timeout(240_000)

@@ -81,6 +81,9 @@ def planned(
 ) -> dict[str, Any]:
     """counted: whether `dataset` was, or is only assumed."""
     fields = chosen.resolved
+    answer = verdict.as_dict()
+    if counted:
+        answer["warnings"] += settings.cut_examples(method, dataset, fields)
     common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
     return {
         "object": "plan",
@@ -95,7 +98,7 @@ def planned(
             "longest_example_tokens": dataset.longest_example_tokens,
             "steps": auto.steps(method.rows(dataset), fields),
         },
-        **verdict.as_dict(),
+        **answer,
     }
 
 
