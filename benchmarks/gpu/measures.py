@@ -43,7 +43,10 @@ def _mig(pynvml: Any, handle: Any) -> bool:
 
 
 def _used_bytes(pynvml: Any, handle: Any) -> int:
-    running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    try:
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except (pynvml.NVMLError_NoPermission, pynvml.NVMLError_NotSupported):  # cut by MIG: told to root alone
+        return 0
     return sum(process.usedGpuMemory or 0 for process in running)
 
 

@@ -69,7 +69,9 @@ def _pieces(state: torch.Tensor, buffer: torch.Tensor, *, out: bool) -> None:
 def attention(
     device: torch.device, tokens: int = 16_384, heads: int = 32, kv_heads: int = 8, dim: int = 128
 ) -> dict[str, Any]:
-    """A layer's attention over a packed row of examples of many lengths, forward and backward."""
+    """A layer's attention over a packed row of examples of many lengths, forward and backward. Its error is that of
+    heads of `dim`, whole and with a window, and of narrower ones, most of all the values, that the kernel takes only
+    filled up."""
     from train.model import attention as packed
 
     kind, segments = of_torch(device), _segments(tokens)
@@ -83,16 +85,18 @@ def attention(
         out, _ = packed.packed_attention(
             torch.nn.Module(), *given, None, segments=segments, scaling=dim**-0.5, sliding_window=window
         )
-        return [out, *torch.autograd.grad(out, given, upstream.to(out.dtype))]
+        return [out, *torch.autograd.grad(out, given, upstream[..., : out.shape[-1]].to(out.dtype))]
 
     seconds = _seconds(kind, device, step)
     with mock.patch.object(packed, "_one_kernel", lambda *_: False):
         split_s = _seconds(kind, device, step)
+    widths = (dim - 4, dim - 4, dim - 4 - dim // 8)
+    narrow = [one.detach()[..., :width].requires_grad_() for one, width in zip(inputs, widths, strict=True)]
     errors = [
         _error(ours, exact)
-        for window in (None, tokens // 64)
+        for given, window in ((inputs, None), (inputs, tokens // 64), (narrow, None))
         for ours, exact in zip(
-            step(window=window), step([one.detach().float().requires_grad_() for one in inputs], window), strict=True
+            step(given, window), step([one.detach().float().requires_grad_() for one in given], window), strict=True
         )
     ]
     # Causal: half of two products of length x length x dim, and two and a half times as much in the backward pass.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class Cuda(TorchCuda):
         # NVML's numbers, not CUDA's default order, which puts the fastest first.
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
-    def watch(self, devices: Mapping[int, str]) -> Callable[[], tuple[Reading, ...]]:
+    def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]]:
         return _Watch(devices).read
 
     def foreign(self) -> dict[int, str]:
@@ -99,15 +99,7 @@ class Cuda(TorchCuda):
     def before_fork(self) -> None:
         # DeepSpeed's accelerator keeps NVML open from its import on, and so does every torch.cuda.is_available() that
         # asks NVML, as Triton's import does, by handles on the library of their own. It counts its users for all.
-        try:
-            pynvml.nvmlInit()  # without it pynvml says that nothing is open
-        except pynvml.NVMLError:
-            return
-        while True:
-            try:
-                pynvml.nvmlShutdown()
-            except pynvml.NVMLError:  # it counts its users, and this was the last
-                return
+        _close()
 
     def after_fork(self) -> None:
         # DeepSpeed asks NVML for free memory through the handle on the library that it opened before.
@@ -154,6 +146,19 @@ def _broken(error: pynvml.NVMLError) -> str:
             f"nvidia`). {_ON_CPU}"
         )
     return f"NVML, the NVIDIA driver's library, does not start ({error}); `nvidia-smi` says more. {_ON_CPU}"
+
+
+def _close() -> None:
+    """Give up every GPU that this process opened through NVML, by whatever handle on its library."""
+    try:
+        pynvml.nvmlInit()  # without it pynvml says that nothing is open
+    except pynvml.NVMLError:
+        return
+    while True:
+        try:
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError:  # it counts its users, and this was the last
+            return
 
 
 def _check_driver() -> None:
@@ -290,22 +295,35 @@ def _ask(question: Callable[[], Any]) -> Any:
 
 
 class _Watch:
-    """Reads on demand. The driver collects Xids (`xids`) from the first `read` on, of each GPU that answers then."""
+    """Reads on demand. The driver collects Xids (`xids`) from the first `read` on, of each GPU that answers then.
+
+    Whose handle was asked for is open until NVML is closed, and the driver resets no GPU that somebody has open
+    (nvidia-smi, --gpu-reset: not even a monitoring application may). So NVML is opened anew to let one go.
+    """
 
     def __init__(self, devices: Mapping[int, str]):
         self._devices = dict(devices)
+        self._watched: tuple[int, ...] = ()  # of whom the driver collects Xids in `_events`
         self._events: Any = None
 
-    def read(self) -> tuple[Reading, ...]:
-        """One reading per GPU."""
-        if self._events is None:
-            pynvml.nvmlInit()
-            events = pynvml.nvmlEventSetCreate()
-            for index in self._devices:
-                self._register(index, events)
-            self._events = events
-        faults = self._new_faults()
-        return tuple(self._reading(index, faults.get(index, ())) for index in self._devices)
+    def read(self, let_go: Collection[str]) -> tuple[Reading, ...]:
+        """One reading per GPU but of those to let go, by id."""
+        kept = tuple(index for index, device_id in self._devices.items() if device_id not in let_go)
+        faults = {} if self._events is None else self._new_faults()
+        if self._events is None or kept != self._watched:
+            self._open(kept)
+        return tuple(self._reading(index, faults.get(index, ())) for index in kept)
+
+    def _open(self, indices: tuple[int, ...]) -> None:
+        if self._events is not None:
+            events, self._events = self._events, None
+            pynvml.nvmlEventSetFree(events)
+            _close()
+        pynvml.nvmlInit()
+        events = pynvml.nvmlEventSetCreate()
+        for index in indices:
+            self._register(index, events)
+        self._watched, self._events = indices, events
 
     @staticmethod
     def _register(index: int, events: Any) -> None:

@@ -7,7 +7,7 @@ compute; its methods import torch themselves.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,9 +112,9 @@ class DeviceKind(ABC):
         the same address."""
         return str(index)
 
-    def watch(self, devices: Mapping[int, str]) -> Callable[[], tuple[Reading, ...]] | None:
-        """Return a function that reads the health of the devices {index: id} in some milliseconds. None: they report
-        nothing."""
+    def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]] | None:
+        """Return a function that reads the health of the devices {index: id} in some milliseconds. It is given the ids
+        of those to let go: it reads nothing of them and keeps nothing of them open. None: they report nothing."""
         return None
 
     def computes_bf16(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ SYS = Path("/sys")
 _CONTROL = Path("/dev/kfd")
 _NODES = Path("class/kfd/kfd/topology/nodes")
 _XGMI = 11  # HSA_IOLINK_TYPE_XGMI, KFD's name for direct links between GPUs
-LEAST_BYTES = 4 * 2**30  # of its own memory; a processor's built-in graphics has less, and is no device of a box
+LEAST_BYTES = 4 * 2**30  # of its own memory; a processor's built-in graphics has less, and is not a device of a box
 
 
 class Rocm(TorchCuda):
@@ -51,14 +51,15 @@ class Rocm(TorchCuda):
         shown = ",".join(map(str, devices))
         return {"HIP_VISIBLE_DEVICES": shown, "CUDA_VISIBLE_DEVICES": shown}
 
-    def watch(self, devices: Mapping[int, str]) -> Callable[[], tuple[Reading, ...]]:
-        def read() -> tuple[Reading, ...]:
+    def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]]:
+        def read(let_go: Collection[str]) -> tuple[Reading, ...]:
             gpus = _gpus()
             return tuple(
                 _reading(gpus[index], device_id)
                 if index < len(gpus)
                 else Reading(device_id, time.time(), lost="the driver lists it no longer")
                 for index, device_id in devices.items()
+                if device_id not in let_go
             )
 
         return read

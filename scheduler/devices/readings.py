@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import groupby
 
 from runtime.devices.kind import Reading
@@ -17,6 +18,7 @@ class DeviceReadings:
         watches = (kind_of(name).watch({device.index: device.id for device in alike}) for name, alike in by_kind)
         self._watches = [watch for watch in watches if watch is not None]
 
-    def read(self) -> tuple[Reading, ...]:
-        """One reading per device that reports health. Takes milliseconds: call it off the event loop."""
-        return tuple(reading for watch in self._watches for reading in watch())
+    def read(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
+        """One reading per device that reports health but of those to let go, by id: nothing of them stays open. Takes
+        milliseconds: call it off the event loop."""
+        return tuple(reading for watch in self._watches for reading in watch(let_go))

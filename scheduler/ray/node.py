@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,9 +122,9 @@ class Node(NodeAgent, NodeCopies):
     async def report(self) -> NodeReport:
         return NodeReport(self._leaves, await asyncio.to_thread(read_memory))
 
-    async def readings(self) -> tuple[Reading, ...]:
-        """The health of this node's GPUs; empty if it has none."""
-        return await asyncio.to_thread(self._health.read)
+    async def readings(self, let_go: Collection[str]) -> tuple[Reading, ...]:
+        """The health of this node's GPUs but of those to let go, by id; empty if it has none."""
+        return await asyncio.to_thread(self._health.read, let_go)
 
     async def tunnel_address(self) -> tuple[str, int]:
         """Where other nodes reach this one's engines and versions. The first call opens the tunnel server."""

@@ -263,10 +263,11 @@ class Nodes:
             raise EffectFailed("start", name, f"node {node_config.name} is gone")
         return named_actor(body, name, known.ray_id, *arguments)
 
-    async def readings(self) -> tuple[Reading, ...]:
-        """The health of every GPU as the drivers of all nodes report it. Omits nodes that do not answer."""
+    async def readings(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
+        """The health of every GPU as the drivers of all nodes report it. Omits nodes that do not answer, and devices to
+        let go, by id: the nodes keep nothing of them open."""
         actors = [known.actor for known in self._known.values()]
-        asked = (_within(ANSWER_S, actor.readings.remote()) for actor in actors)
+        asked = (_within(ANSWER_S, actor.readings.remote(let_go)) for actor in actors)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, (RayError, TimeoutError)):

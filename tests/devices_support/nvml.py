@@ -44,7 +44,8 @@ class Gpu:
 @dataclass
 class Machine:
     """`xids`: (GPU's number, Xid) that the driver has to tell. `users`: how often NVML was started and not ended, by
-    whatever handle on its library; `loaded`: whether pynvml has one."""
+    whatever handle on its library; `loaded`: whether pynvml has one. `opened`: the GPUs, by number, that somebody asked
+    for since; no other process can reset them."""
 
     gpus: list[Gpu]
     driver: str = "580.95.05"
@@ -52,6 +53,7 @@ class Machine:
     xids: list[tuple[int, int]] = field(default_factory=list)
     users: int = 0
     loaded: bool = False
+    opened: set[int] = field(default_factory=set)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Machine:
         """Put it in place of this machine's driver."""
@@ -107,6 +109,8 @@ class _Functions:
             if not machine.users or not machine.loaded:
                 raise pynvml.NVMLError_Uninitialized()
             machine.users -= 1
+            if not machine.users:
+                machine.opened.clear()
 
         def handle_by_index(index: int) -> Gpu:
             if not machine.users:
@@ -114,6 +118,7 @@ class _Functions:
             gpu = machine.gpus[index]
             if gpu.handle_error is not None:
                 raise gpu.handle_error
+            machine.opened.add(index)
             return gpu
 
         def p2p(one: Gpu, other: Gpu, caps: int) -> int:
@@ -151,5 +156,6 @@ class _Functions:
         self.nvmlDeviceGetTotalEccErrors = of_datacentre(lambda gpu: gpu.ecc)
         self.nvmlDeviceGetRemappedRows = of_datacentre(lambda gpu: (0, 1, 0, 0))
         self.nvmlEventSetCreate = lambda: object()
+        self.nvmlEventSetFree = lambda events: None
         self.nvmlDeviceRegisterEvents = of_datacentre(lambda gpu: None)
         self.nvmlEventSetWait_v2 = wait

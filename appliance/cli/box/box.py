@@ -227,7 +227,8 @@ def _first_key(file: str | None) -> str | None:
 
 
 def _ready(answer: dict[str, Any], detached: bool) -> Any:
-    shown = [("endpoint", answer["url"]), ("data", answer["data_dir"])]
+    page = f"{answer['url'].removesuffix('/v1')}/ui"
+    shown = [("endpoint", answer["url"]), ("page", page), ("data", answer["data_dir"])]
     if answer["first_key"]:
         shown.append(("API key", f"{answer['first_key']}   (also in {answer['first_key_file']})"))
     elif answer["first_key_file"]:
@@ -248,6 +249,7 @@ def _status(now: dict[str, Any]) -> Any:
         ("mode", mode["policy"] + ("" if split is None else f", {split} devices for training at most")),
         ("devices", f"{busy} of {len(now['devices']) - lost} held{f', {lost} lost' if lost else ''}"),
         ("backup", _backup(box.get("backup"))),
+        ("doctor", _doctor(now.get("doctor", []))),
         ("weights", f"{formats.size(memory['used_bytes'])} in shared memory, at most {_budget(memory)}"),
     )
     devices = output.table(
@@ -278,6 +280,12 @@ def _backup(last: dict[str, Any] | None) -> str:
     if last is None:
         return "none yet (`appliance backup make --help`)"
     return f"{formats.duration(max(0.0, time.time() - last['made_s']))} ago at {last['where']}"
+
+
+def _doctor(findings: list[dict[str, Any]]) -> str:
+    if not findings:
+        return "nothing is wrong that it saw"
+    return f"{', '.join(finding['check'] for finding in findings)} (`appliance doctor` says what to do)"
 
 
 def _trouble(degraded: dict[str, Any]) -> str:

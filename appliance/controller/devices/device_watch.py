@@ -34,12 +34,13 @@ KEPT_READINGS = 120
 
 
 class DeviceWatch:
-    """`read`: one reading per GPU of all nodes. `on_change` is called after a device was cordoned."""
+    """`read`: one reading per GPU of all nodes, except of those to let go, given by id. `on_change` is called after a
+    device was cordoned."""
 
     def __init__(
         self,
         db: Database,
-        read: Callable[[], Awaitable[tuple[Reading, ...]]],
+        read: Callable[[Collection[str]], Awaitable[tuple[Reading, ...]]],
         config: SchedulerConfig,
         on_change: Callable[[], None],
         clock: Callable[[], float] = time.time,
@@ -51,8 +52,12 @@ class DeviceWatch:
         self._trials: dict[str, dict[str, Any]] = box.get(db, TRIALS, {})
 
     async def look(self) -> None:
-        """Read and judge; called every `device_check_s`."""
-        for reading in await self._read():
+        """Read and judge; called every `device_check_s`. What a person drained is let go, so that it can be reset, and
+        judged anew once it is put back into use."""
+        drained = frozenset(box.get(self._db, DRAINS, {}))
+        for device_id in drained:
+            self._readings.pop(device_id, None)
+        for reading in await self._read(drained):
             kept = self._readings.setdefault(reading.device_id, deque())
             kept.append(reading)
             if len(kept) > KEPT_READINGS:

@@ -7,8 +7,9 @@ import subprocess
 
 import pytest
 
-from benchmarks.gpu import smoke, verdicts
+from benchmarks.gpu import measures, smoke, verdicts
 from benchmarks.gpu.verdicts import PARTS, REMEDIES, family_of, judge
+from tests.devices_support.nvml import eight_h100
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -209,6 +210,13 @@ def test_without_a_driver_that_answers_nothing_else_is_asked():
         "devices": {"failed": "NVML: driver not loaded"}
     }
     assert len(asked) == 1
+
+
+def test_gpus_cut_by_mig_are_counted_though_only_root_may_ask_who_uses_them(monkeypatch):
+    machine = eight_h100().install(monkeypatch)
+    machine.gpus[2].mig = machine.gpus[2].private = True
+    found = measures.devices()
+    assert (found["mig"], found["used_bytes"], found["driver"]) == (1, [0] * 8, 580.0)
 
 
 def test_a_machine_without_gpus_is_told_so(monkeypatch, capsys):

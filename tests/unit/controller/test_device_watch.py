@@ -18,7 +18,7 @@ from scheduler.devices.discovery import logical_devices
 
 @pytest.fixture
 def watch(db):
-    async def read():
+    async def read(let_go):
         return ()
 
     nudges = []
@@ -62,11 +62,12 @@ def test_a_cordon_survives_a_restart_of_the_watch(db, watch):
 
 class Clock:
     def __init__(self, read=()):
-        self.now_s, self.read, self.nudges = 1000.0, read, []
+        self.now_s, self.read, self.nudges, self.let_go = 1000.0, read, [], frozenset()
 
     def watch(self, db) -> DeviceWatch:
-        async def read():
-            return tuple(Reading("n0/3", self.now_s, **told) for told in self.read)
+        async def read(let_go):
+            self.let_go = let_go
+            return tuple(Reading("n0/3", self.now_s, **told) for told in self.read if "n0/3" not in let_go)
 
         return DeviceWatch(db, read, SchedulerConfig(), lambda: self.nudges.append(self.now_s), lambda: self.now_s)
 
@@ -129,6 +130,23 @@ async def test_a_device_that_a_person_drained_too_stays_so(db):
     clock.now_s += 1e6
     await watch.look()
     assert box.get(db, CORDONED) == ["n0/3"]
+
+
+async def test_a_device_that_a_person_drained_is_let_go_and_judged_anew_once_it_is_back(db):
+    """Its driver counts memory errors from 0 again after a reset."""
+    clock = Clock([{"ecc_uncorrected": 3}])
+    watch = clock.watch(db)
+    await watch.look()
+    cordons.drain(db, "n0/3", "a reset", "ann", clock.now_s)
+    await watch.look()
+    assert clock.let_go == {"n0/3"}
+    cordons.undrain(db, "n0/3")
+    for errors in (0, 1):
+        assert box.get(db, CORDONED) == []
+        clock.read = [{"ecc_uncorrected": errors}]
+        await watch.look()
+        assert not clock.let_go
+    assert box.get(db, FAILING) == {"n0/3": "had 1 uncorrected memory error"}
 
 
 DEVICES = logical_devices(2, "n1")

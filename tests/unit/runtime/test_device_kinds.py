@@ -57,8 +57,10 @@ class Abacus(DeviceKind):
         return {"ABACUS_VISIBLE": "+".join(map(str, devices))}
 
     def watch(self, devices):
-        return lambda: tuple(
-            Reading(device_id, 1.0, lost="beads" if index else "") for index, device_id in devices.items()
+        return lambda let_go: tuple(
+            Reading(device_id, 1.0, lost="beads" if index else "")
+            for index, device_id in devices.items()
+            if device_id not in let_go
         )
 
     def fork_environment(self):

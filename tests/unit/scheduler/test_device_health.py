@@ -112,5 +112,21 @@ def test_a_gpu_lost_before_the_watch_began_keeps_no_other_from_being_read(monkey
     assert "MIG" in told[6].unfit and not told[5].unfit
 
 
+def test_a_gpu_that_is_let_go_is_not_held_open_and_no_xid_of_the_others_is_missed(monkeypatch):
+    """`nvidia-smi --gpu-reset` refuses a GPU that any process has open, a monitoring one too."""
+    machine = eight_h100().install(monkeypatch)
+    pynvml.nvmlInit()  # by a library of this process, such as torch
+    readings = DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(8)))
+    assert len(readings.read()) == 8 and machine.opened == set(range(8))
+    machine.xids = [(5, 79), (3, 79)]
+    told = {reading.device_id: reading for reading in readings.read(frozenset({"n0/3"}))}
+    assert machine.opened == {0, 1, 2, 4, 5, 6, 7}
+    assert "n0/3" not in told and told["n0/5"].faults == (fault_of(79),)
+    machine.xids = [(6, 79)]
+    assert readings.read(frozenset({"n0/3"}))[5].faults == (fault_of(79),)
+    assert machine.opened == {0, 1, 2, 4, 5, 6, 7}
+    assert len(readings.read()) == 8 and machine.opened == set(range(8))
+
+
 def test_logical_devices_have_no_driver_to_ask():
     assert DeviceReadings((Device("n0/0", "n0", 0, "cpu"),)).read() == ()

@@ -192,12 +192,13 @@ def test_amd_gpus_are_refused_until_told_to_try(two_mi300x):
 
 def test_amd_gpus_are_watched_by_their_drivers_files(two_mi300x):
     read = kinds.kind_of("rocm").watch({0: "n0/0", 2: "n0/2"})
-    first, second = read()
+    first, second = read(())
     assert (first.device_id, first.ecc_uncorrected, first.temperature_c, first.slowdown_c) == ("n0/0", 0, 61, 100)
     write(two_mi300x, {"class/drm/renderD130/device/ras/umc_err_count": "ue: 2\nce: 3"})
     (two_mi300x / "class/drm/renderD128/device").rename(two_mi300x / "gone")
-    first, second = read()
+    first, second = read(())
     assert "left the bus" in first.lost and second.ecc_uncorrected == 2 and not second.lost
+    assert [reading.device_id for reading in read({"n0/0"})] == ["n0/2"]
 
 
 def test_devices_that_the_box_cannot_use_are_named(without_nvidia, monkeypatch, tmp_path):
