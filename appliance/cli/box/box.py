@@ -227,7 +227,8 @@ def _first_key(file: str | None) -> str | None:
 
 
 def _ready(answer: dict[str, Any], detached: bool) -> Any:
-    shown = [("endpoint", answer["url"]), ("data", answer["data_dir"])]
+    page = f"{answer['url'].removesuffix('/v1')}/ui"
+    shown = [("endpoint", answer["url"]), ("page", page), ("data", answer["data_dir"])]
     if answer["first_key"]:
         shown.append(("API key", f"{answer['first_key']}   (also in {answer['first_key_file']})"))
     elif answer["first_key_file"]:
