@@ -54,11 +54,13 @@ class _Question:
 
 
 class RolloutSampling:
-    """Invariant: `_flying` counts the requests that are at engines of a model."""
+    """Invariants: `_flying` counts the requests that are at engines of a model, `_asking` the questions of which some
+    may be."""
 
     def __init__(self, context: ControllerContext, patience_s: float = PATIENCE_S):
         self._db, self._engines, self._patience_s = context.db, context.batch_engines, patience_s
         self._flying: Counter[str] = Counter()
+        self._asking: Counter[str] = Counter()
         self._gave_up: set[str] = set()  # jobs whose last question met no engine
         self._deaths: Counter[str] = Counter()  # of engines, by job
 
@@ -81,7 +83,12 @@ class RolloutSampling:
         patience_s = 0.0 if job_id in self._gave_up else self._patience_s
         lines = deque(line for prompt in asked["prompts"] for line in _lines(prompt, asked["room"]))
         question = _Question(asked, patience_s, lines)
-        await asyncio.gather(*(self._ask(question) for _ in range(min(MOST_AT_ONCE, len(lines)))))
+        model = asked["base"]["model"]
+        self._asking[model] += 1
+        try:
+            await asyncio.gather(*(self._ask(question) for _ in range(min(MOST_AT_ONCE, len(lines)))))
+        finally:
+            self._asking -= Counter([model])
         self._deaths[job_id] += question.died
         (self._gave_up.add if not question.samples else self._gave_up.discard)(job_id)
         return {"samples": question.samples, "why": question.why}
@@ -91,7 +98,9 @@ class RolloutSampling:
         base = question.asked["base"]
         while question.lines and not question.why:
             room = self._engines.sampling_room(base["model"], base["version"])
-            if room.lines <= self._flying[base["model"]]:
+            # Whose requests are there already would have each place again that one of them leaves.
+            share = -(-room.lines // self._asking[base["model"]])
+            if room.lines <= self._flying[base["model"]] or question.flying >= share:
                 if not question.flying and time.monotonic() - question.moved_s > question.patience_s:
                     question.why = room.why or "its engines are busy"
                     return

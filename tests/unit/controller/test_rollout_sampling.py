@@ -137,6 +137,35 @@ async def test_a_job_that_ends_engines_ends_two(control, engines):
     assert len(by_place(await sampling.sample("ftjob-2", question(4, 2)))) == 8, "another job's are asked for"
 
 
+async def test_jobs_of_one_base_share_what_its_engines_have_room_for(control, engines):
+    entered, both_ask, other_is_there = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    first_ones = []
+
+    async def rule(body):
+        if "ftjob-2" in body["model"]:
+            other_is_there.set()
+        elif len(first_ones) < engines.lines:
+            first_ones.append(body)
+            entered.set()
+            await both_ask.wait()
+        else:
+            await other_is_there.wait()  # for ever, if each place that it leaves is its own again
+        return await written(body)
+
+    engines.rule, engines.lines = rule, 4
+    sampling = RolloutSampling(control.context)
+    other = question(20, 2) | {"policy": {"name": ".policy/ftjob-2", "version": "step-1.cd"}}
+    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+        first = asking.create_task(sampling.sample("ftjob-1", question(200, 2)))
+        await entered.wait()
+        second = asking.create_task(sampling.sample("ftjob-2", other))
+        while sampling._asking["starter"] < 2:
+            await asyncio.sleep(0)
+        both_ask.set()
+    assert len(by_place(first.result())) == 400 and len(by_place(second.result())) == 40
+    assert not sampling._asking and not sampling._flying
+
+
 async def test_without_an_engine_the_ranks_wait_once(control, engines):
     engines.lines = 0
     sampling = RolloutSampling(control.context, patience_s=0.05)
