@@ -114,7 +114,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
         fault = await box.end()
         if box.hopeless:
             fault = f"the box ended because {box.hopeless}{f'; {fault}' if fault else ''}"
-            log.error("%s; what supervises it is to start it anew", fault)
+            log.error("%s; its supervisor should start it again", fault)
         rotating.cancel()
         state.end(fault)
     return 1 if fault else 0

@@ -121,8 +121,8 @@ def stop_box(box: BoxFile, *, timeout_s: float, kill: bool, on_message: Callable
         while not select.select([handle], [], [], _LOOK_EVERY_S)[0]:
             if time.monotonic() > deadline_s:
                 raise WaitTimedOut(
-                    f"the box on {box.data_dir} (pid {pid}) has not ended within {timeout_s:g} s; it goes on ending, "
-                    "`appliance down --force` kills it"
+                    f"the box on {box.data_dir} (pid {pid}) has not ended within {timeout_s:g} s and still "
+                    "stops; `appliance down --force` kills it"
                 )
             on_message(BoxFile.read(box.data_dir).message)
         return True

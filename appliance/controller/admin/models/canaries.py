@@ -37,7 +37,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Canaries) -> 
         row = canaries.find(db, name)
         if row is None:
             raise NotFound(
-                f"{shown(name)} has and had no canary; `appliance model canary MODEL VERSION` begins one.",
+                f"{shown(name)} has no canary, and never had one; `appliance model canary MODEL VERSION` begins one.",
                 param="model",
                 code="no_canary",
             )
