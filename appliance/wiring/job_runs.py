@@ -302,11 +302,11 @@ class JobRuns:
 
     async def tidy(self) -> None:
         """Delete the snapshots of jobs that are over, and their policies; called every `TIDY_EVERY_S`."""
-        await self.policies.tidy()
         for row in jobs.list_left_snapshots(self._db):
             if await asyncio.to_thread(self._forget, row.id):
                 jobs.update(self._db, row.id, snapshot=None)
                 self._tiers.nudge()
+        await self.policies.tidy()
 
     def _forget(self, job_id: str) -> bool:
         """Remove a job's snapshots from memory and its own directory; False while a rank still reads one. The tiers
