@@ -35,7 +35,7 @@ DEFAULT_DATA_DIR = Path("~/.local/share/appliance")
 FILE_NAME = "appliance.toml"
 MIB = 2**20
 _PREFIX = "APPLIANCE_"
-# Variables of ours that are no settings: they tell commands where a box is, or mark its processes.
+# Variables of ours that are not settings: they tell commands where a box is, or mark its processes.
 _NO_SETTINGS = ("URL", "API_KEY", "CONFIG", "BOX", "BUILD")
 # Variables that a setting is known by elsewhere: it counts where nothing else gives that setting.
 _SHARED = {"HF_ENDPOINT": ("box", "hub_endpoint")}
@@ -282,7 +282,7 @@ def _check_urls(config: BoxConfig, layers: list[_Layer]) -> None:
         try:
             netloc = urlsplit(text).netloc if "://" in text else ""
         except ValueError as error:
-            raise ConfigError(f"{_said(location, layers)} is {text!r}, which is no URL: {error}") from error
+            raise ConfigError(f"{_said(location, layers)} is {text!r}, which is not a URL: {error}") from error
         bare = location[-1] in _ADDRESSES and _CREDENTIALS.search(text)
         if "@" in netloc or bare:
             raise ConfigError(

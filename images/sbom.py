@@ -4,7 +4,8 @@
     python images/sbom.py --licences > images/licences.md    the same as a table for people
 
 Versions and SHA-256 sums come from the lock file, licences and dependencies from what the packages installed here say
-of themselves; packages that only tests need are not part of it. Run it with the environment's Python.
+of themselves; what the page has from npm is listed beside it. Packages that only tests need are not part of it. Run it
+with the environment's Python.
 """
 
 from __future__ import annotations
@@ -26,8 +27,34 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 IMAGES = Path(__file__).parent
+PAGE = IMAGES.parent / "appliance" / "ui" / "static"
 UNKNOWN = "not stated"
 _PIN = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?==(?P<version>[^ ;\\]+)(?: *; *(?P<marker>[^\\]*?))? *\\?$")
+
+
+@dataclass(frozen=True)
+class Vendored:
+    """A package from npm of which a file lies in the page (appliance/ui/static/vendor)."""
+
+    name: str
+    version: str
+    sha256: str
+    licence: str
+
+    @property
+    def purl(self) -> str:
+        return f"pkg:npm/{self.name}@{self.version}"
+
+
+def vendored() -> list[Vendored]:
+    """By package: its first file that says a licence."""
+    found: dict[str, Vendored] = {}
+    for line in (PAGE / "vendor" / "VENDORED.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            _, name, version, _, digest, *terms = re.split(r"  +", line)
+            if terms:
+                found.setdefault(name, Vendored(name, version, digest, terms[0]))
+    return list(found.values())
 
 
 @dataclass
@@ -111,6 +138,19 @@ def bill(build: str, found: Sequence[Pin], now: datetime) -> dict[str, Any]:
                 "properties": [{"name": "appliance:lock:sha256", "value": digest} for digest in pin.sha256],
             }
         )
+    page = vendored()
+    for one in page:
+        components.append(
+            {
+                "type": "library",
+                "bom-ref": one.purl,
+                "name": one.name,
+                "version": one.version,
+                "purl": one.purl,
+                "licenses": [{"expression": one.licence}],
+                "properties": [{"name": "appliance:file:sha256", "value": one.sha256}],
+            }
+        )
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -123,7 +163,8 @@ def bill(build: str, found: Sequence[Pin], now: datetime) -> dict[str, Any]:
         },
         "components": components,
         "dependencies": [
-            {"ref": root, "dependsOn": sorted(set(requires("appliance", known)))},
+            {"ref": root, "dependsOn": sorted({*requires("appliance", known), *(one.purl for one in page)})},
+            *({"ref": one.purl, "dependsOn": []} for one in page),
             *({"ref": pin.purl, "dependsOn": sorted(set(requires(pin.name, known)))} for pin in found),
         ],
     }
@@ -131,6 +172,7 @@ def bill(build: str, found: Sequence[Pin], now: datetime) -> dict[str, Any]:
 
 def table(found: Sequence[Pin]) -> str:
     rows = [f"| {pin.name} | {pin.version} | {said(licence(pin.name)).replace('|', '/')} |" for pin in found]
+    rows += [f"| {one.name} | {one.version} | {one.licence} (npm, in the page) |" for one in vendored()]
     return (
         "\n".join(
             [

@@ -154,10 +154,10 @@ class BackgroundTasks:
             trouble = self._troubles[name] = Trouble(now_s, first_words(error), 0)
         trouble.failures += 1
         trouble.why, trouble.again_s, trouble.next_try_s = first_words(error), None, next_try_s
-        again = "" if pause_s is None else f"; begun anew in {pause_s:.0f} s"
+        again = "" if pause_s is None else f"; started again in {pause_s:.0f} s"
         log.error("%s failed, time %d in a row%s", name, trouble.failures, again, exc_info=error)
 
     def _well(self, name: str) -> None:
         trouble = self._troubles.pop(name, None)
         if trouble is not None:
-            log.info("%s is well again after %d failures", name, trouble.failures)
+            log.info("%s has recovered after %d failures", name, trouble.failures)

@@ -144,7 +144,7 @@ def talk(serve: Serve, *, context: ssl.SSLContext | None, handshake_s: float, li
                 lambda: protocol, connection, ssl=context, ssl_handshake_timeout=timeout_s
             )
         except OSError as error:
-            log.info("a connection ended before it was one: %s", error)
+            log.info("a connection broke off in its handshake: %s", error)
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         await serve(reader, writer)

@@ -56,7 +56,7 @@ class RemovedNodes:
                 self._write({**there, name: {**there[name], "out": False}})
 
     def out(self) -> frozenset[str]:
-        """Names that are no node's now."""
+        """Names that no node has now."""
         return frozenset(name for name, entry in self._read().items() if entry["out"])
 
     def any(self) -> bool:

@@ -61,6 +61,7 @@ def take(
     if not paths.database.is_file():
         raise BackupError(f"{paths.data_dir} is no data directory of a box: it has no {DATABASE}")
     with _alone(paths.data_dir), TemporaryDirectory(prefix=PREFIX, dir=paths.data_dir) as folder:
+        _check_is_there(paths, objects)
         objects.sweep()
         last, box_id = manifests.newest_readable(objects), _identity(paths)
         if last is not None and not _same_box(last.box_id, box_id):
@@ -104,6 +105,16 @@ def take(
             manifests.remove(objects, manifests.names(objects)[:-keep])
         last_backup.write(paths.last_backup, LastBackup(made.name, made.made_s, objects.where, made.bytes))
         return made
+
+
+def _check_is_there(paths: BoxPaths, objects: Objects) -> None:
+    """A mount that is lost leaves an empty directory, on the disk that a backup is not to fill. Raises BackupError."""
+    told = last_backup.read(paths.last_backup)
+    if told is not None and told.where == objects.where and not manifests.names(objects):
+        raise BackupError(
+            f"{objects.where} has no backup, and had {told.name}: is it mounted? If it was emptied on purpose, delete "
+            f"{paths.last_backup}"
+        )
 
 
 def _identity(paths: BoxPaths) -> str:
@@ -159,7 +170,7 @@ class _Writer:
             with suppress(FileNotFoundError):
                 saved.append(self._file(name, data_dir / name, status))
         self._report(of, of)
-        return tuple(saved), (before | found.keys()) - {file.path for file in saved}
+        return tuple(saved), {*before, *found} - {file.path for file in saved}
 
     def database(self, copied: Path) -> SavedFile:
         return self._file(DATABASE, copied)

@@ -16,13 +16,13 @@ def why_not(host: str, port: int) -> str:
     try:
         check_free(host, port)
     except socket.gaierror as error:
-        return f"[box] host {host!r} is no address: {error.strerror}; give one of this machine's"
+        return f"[box] host {host!r} is not an address: {error.strerror}; give one of this machine's"
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             taken = f"port {port} of {host} is in use by {_holder(port)}"
             return f"{taken}; end that or choose another with --port ([box] port)"
         if error.errno == errno.EADDRNOTAVAIL:
-            return f"{host} is no address of this machine; give another with --host ([box] host)"
+            return f"{host} is not an address of this machine; give another with --host ([box] host)"
         if error.errno == errno.EACCES:
             refused = f"this user may not listen on port {port}"
             return f"{refused}; choose one above 1023 with --port, or give the service CAP_NET_BIND_SERVICE"

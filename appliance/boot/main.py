@@ -31,6 +31,8 @@ from appliance.boot import endpoint, ray_head
 from appliance.boot.backup_schedule import LOOK_EVERY_S as LOOK_FOR_BACKUP_EVERY_S
 from appliance.boot.backup_schedule import BackupSchedule
 from appliance.boot.box_state import BoxState
+from appliance.boot.checkup_schedule import LOOK_EVERY_S as LOOK_WITH_DOCTOR_EVERY_S
+from appliance.boot.checkup_schedule import CheckupSchedule
 from appliance.boot.clock_watch import EVERY_S as CLOCK_EVERY_S
 from appliance.boot.clock_watch import LEAST_FOR_RAY_S, ClockWatch
 from appliance.boot.liveness import Pulse
@@ -112,7 +114,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
         fault = await box.end()
         if box.hopeless:
             fault = f"the box ended because {box.hopeless}{f'; {fault}' if fault else ''}"
-            log.error("%s; what supervises it is to start it anew", fault)
+            log.error("%s; its supervisor should start it again", fault)
         rotating.cancel()
         state.end(fault)
     return 1 if fault else 0
@@ -197,6 +199,8 @@ class Box:
         self._background.keep("pulse of the gateway", gateway.watch)
         self._background.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
         self._background.keep_every("watch of the clock", self._look_at_clock, CLOCK_EVERY_S)
+        checkup = CheckupSchedule(self._paths.last_checkup, self._paths.logs / "doctor.log", self._start_doctor)
+        self._background.keep_every("doctor", checkup.look, LOOK_WITH_DOCTOR_EVERY_S)
         if hours := self._config.backup.every_hours:
             log_path = self._paths.logs / "backup.log"
             schedule = BackupSchedule(hours, self._paths.last_backup, log_path, self._start_backup)
@@ -270,6 +274,10 @@ class Box:
             "stores_responses": self._config.controller.responses_kept_days > 0,
         }
         return await self._python("gateway", "-P", "-m", "appliance.gateway.main", "--config-json", json.dumps(gateway))
+
+    async def _start_doctor(self) -> asyncio.subprocess.Process:
+        options = ("--config-json", self._config.model_dump_json(), "--runs", "--keep")
+        return await self._python("doctor", "-P", "-m", "appliance.doctor.main", *options)
 
     async def _start_backup(self) -> asyncio.subprocess.Process:
         options = ("make", "--config-json", self._config.model_dump_json())

@@ -142,7 +142,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certifi
         await asyncio.wait({ended, stopping, set_back}, return_when=asyncio.FIRST_COMPLETED)
         if set_back.done():
             log.error("the clock was set back by %.0f s, and Ray would report nothing for that time", set_back.result())
-            log.error("this node ends; what supervises it is to start it anew")
+            log.error("this node ends; its supervisor should start it again")
         set_back.cancel()
         if not stop.is_set():
             return 1

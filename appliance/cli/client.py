@@ -244,7 +244,7 @@ def _json(content: bytes) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
-        raise CommandFailed(f"this is no appliance: it answered {content[:80]!r}, expected JSON") from error
+        raise CommandFailed(f"this is not an appliance: it answered {content[:80]!r}, expected JSON") from error
 
 
 def _json_or_none(content: bytes) -> Any:

@@ -130,7 +130,7 @@ def quiet() -> Iterator[Meter]:
 
 @contextmanager
 def progress(message: str) -> Iterator[Meter]:
-    """A line on stderr that lives while the work does; nothing at all when stderr is no terminal."""
+    """A line on stderr that lives while the work does; nothing at all when stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield _Silent()
         return

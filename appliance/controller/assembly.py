@@ -14,6 +14,7 @@ from functools import partial
 
 from appliance import last_backup
 from appliance.boot.box_state import read_troubles
+from appliance.boot.checkup_schedule import read_findings
 from appliance.config import BoxConfig
 from appliance.controller.access.spending import Spending
 from appliance.controller.bus.bus import Bus, first_generation
@@ -199,6 +200,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         background=background,
         main_troubles=partial(read_troubles, paths.state_file),
         last_backup=partial(last_backup.read, paths.last_backup),
+        doctor_findings=partial(read_findings, paths.last_checkup),
         doctor=DoctorProcess(
             [sys.executable, "-P", "-m", "appliance.doctor.main", "--runs", "--config-json", config.model_dump_json()]
         ).look,

@@ -26,6 +26,7 @@ from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.gateway import Gateway
 from appliance.gateway.server.tls_listener import newcomers_of
 from appliance.gateway.workers import BEAT_S, EXIT_USAGE, Beats, Workers
+from appliance.ui.site import site
 from runtime.logs import configure_logging, timestamp
 from runtime.processes.oom import DiesAs, dies_as
 from runtime.sockets import check_free
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     log.info("the gateway's hot modules are %s", FORM)
     try:
         config = load_config(arguments.config_json)
+        site()  # compressing its files takes 20 ms, which no stream shall wait for
         _raise_file_limit(config.limits.max_connections)
         if config.workers == 1:
             return _run(config, reuse_port=False)

@@ -150,7 +150,8 @@ class HostMemory:
             return ""
         return (
             f"Needs about {gb(needed)} of host memory; {gb(max(0, self._room()))} can be allocated now "
-            f"({gb(self._reading.available)} available{self._of_others()}, {gb(self.reserve)} kept in reserve)."
+            f"({gb(self._reading.available)} available{self._of_others()}, {gb(self.reserve)} kept in reserve). "
+            "It starts by itself when there is enough."
         )
 
     def want(self, row: JobRow) -> None:

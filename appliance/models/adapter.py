@@ -164,7 +164,7 @@ def _pairs(layout: Layout, base: str, base_layout: Layout) -> list[int]:
     for name, placed in found.items():
         module, _, kind = name.rpartition(".lora_")
         if f".lora_{kind}" not in (_DOWN, _UP) or not module.startswith(_PREFIX):
-            raise AdapterRefused(name, f"is no factor of a layer ({_PREFIX}….lora_A.weight, ….lora_B.weight)")
+            raise AdapterRefused(name, f"is not a factor of a layer ({_PREFIX}….lora_A.weight, ….lora_B.weight)")
         twin = found.get(module + (_UP if f".lora_{kind}" == _DOWN else _DOWN))
         if twin is None:
             raise AdapterRefused(name, "the other factor of its layer is missing")
@@ -182,7 +182,7 @@ def _check_pair(module: str, down: Placed, up: Placed, base: str, base_layout: L
         )
     if len(down.spec.shape) != 2 or len(up.spec.shape) != 2 or down.spec.shape[0] != up.spec.shape[1]:
         raise AdapterRefused(
-            down.spec.name, f"shapes {list(down.spec.shape)} and {list(up.spec.shape)} are no pair of factors"
+            down.spec.name, f"shapes {list(down.spec.shape)} and {list(up.spec.shape)} are not a pair of factors"
         )
     if f"{module}.weight" in base_layout:
         outer, inner = base_layout.find(f"{module}.weight").spec.shape

@@ -203,7 +203,7 @@ def examine(directory: Path, layout: Layout) -> Facts:
     task = _task(arch)
     text, family = text_part(config), config.get("model_type")
     if family is not None and not (isinstance(family, str) and _FAMILY.fullmatch(family)):
-        raise NotACheckpoint("config.json", f"model_type {str(family)[:80]!r} is no name of a family of models")
+        raise NotACheckpoint("config.json", f"model_type {str(family)[:80]!r} is not a name of a family of models")
     warnings: list[str] = []
     _check_weights(text, layout)
     tokenizer = {}
@@ -216,7 +216,8 @@ def examine(directory: Path, layout: Layout) -> Facts:
     if template is None and task == "generate":
         warnings.append(
             "there is no chat template: /v1/chat/completions will refuse this model and fine-tuning on chats cannot "
-            "format them; use /v1/completions, or add chat_template.jinja to the checkpoint and import it again"
+            "format them; use /v1/completions, or add chat_template.jinja to the checkpoint and import it again (to be "
+            "asked alone, `appliance model deploy NAME --chat-template FILE` is enough)"
         )
     quantization = config.get("quantization_config")
     if quantization:
@@ -267,7 +268,7 @@ def _refuse_code_elsewhere(directory: Path) -> None:
 
 def _task(arch: str) -> Task:
     if not _CLASS_NAME.fullmatch(arch):
-        raise NotACheckpoint("config.json", f"architecture {arch[:80]!r} is no class name")
+        raise NotACheckpoint("config.json", f"architecture {arch[:80]!r} is not a class name")
     if arch.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
         return "generate"
     if arch.endswith("Model"):

@@ -109,7 +109,7 @@ class HubDisallowed(HubError):
 
     def __init__(self, repository: str, endpoint: str):
         super().__init__(
-            f"{repository!r} is no directory here, and this box does not talk to model hubs (offline by default). "
+            f"{repository!r} is not a directory here, and this box does not talk to model hubs (offline by default). "
             f"Give the path of a checkpoint directory, or allow downloads from {endpoint} with `hub_offline = false` "
             "under [box] in the configuration"
         )

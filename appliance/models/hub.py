@@ -96,7 +96,7 @@ def check_reference(repository: str, revision: str | None) -> None:
             f"{repository[:200]!r} is neither a directory on this machine nor a hub repository (ORGANISATION/NAME)"
         )
     if revision is not None and (not REVISION.fullmatch(revision) or ".." in revision):
-        raise SourceNotFound(f"revision {revision[:200]!r} is no branch, tag or commit name")
+        raise SourceNotFound(f"revision {revision[:200]!r} is not a branch, tag or commit name")
 
 
 def list_files(repository: str, revision: str | None, settings: HubSettings) -> Listing:

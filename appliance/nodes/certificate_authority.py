@@ -182,7 +182,7 @@ def _addresses(address: str) -> x509.SubjectAlternativeName:
         named = [x509.DNSName(address), *(x509.IPAddress(ipaddress.ip_address(number)) for number in sorted(numbers))]
         return x509.SubjectAlternativeName(named)
     except (OSError, ValueError) as error:
-        raise Unfit(f"the address {address!r} of a node cannot be resolved ({error}); give its number") from error
+        raise Unfit(f"the address {address!r} of a node cannot be resolved ({error}); give its IP address") from error
 
 
 def _name(name: str) -> x509.Name:

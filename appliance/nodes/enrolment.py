@@ -80,7 +80,7 @@ class JoinToken:
         except ValueError:
             raw = b""
         if not text.startswith(_PREFIX) or len(raw) != _ID_BYTES + _SECRET_BYTES + 32:
-            raise NotEnrolled("this is no token of `appliance node token`; copy the whole line that it prints")
+            raise NotEnrolled("this is not a token of `appliance node token`; copy the whole line that it prints")
         cut = _ID_BYTES + _SECRET_BYTES
         return cls(raw[:_ID_BYTES].hex(), raw[_ID_BYTES:cut], raw[cut:].hex())
 
@@ -182,7 +182,7 @@ class EnrolmentServer:
         if not hmac.compare_digest(str(ask["proof"]).encode(), proof.encode()):
             raise NotEnrolled("the proof of the token is wrong")
         if not NODE_NAME.fullmatch(name) or name == "n0":
-            raise NotEnrolled(f"{name!r} is no name for a node")
+            raise NotEnrolled(f"{name!r} is not a name for a node")
         certificate = self._authority.sign(request.encode(), name, address)
         if not shared and not self._tokens.take(token_id):
             raise NotEnrolled("the token was used just now by somebody else")
@@ -194,7 +194,7 @@ class EnrolmentServer:
     def _renewed(self, shown: Mapping[str, Any] | None, request: str) -> dict[str, str]:
         """Another certificate for who showed this one (as `getpeercert` gives it), for a key of his."""
         if not shown:
-            raise NotEnrolled("who renews a certificate must show it")
+            raise NotEnrolled("a node renews a certificate over a connection that shows it")
         if self._authority.home.files.removed.has(shown):
             raise NotEnrolled("this node was removed from the box")
         (name,) = (value for part in shown["subject"] for key, value in part if key == "commonName")
@@ -303,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if options.remove is not None:
         if not NODE_NAME.fullmatch(options.remove) or options.remove == "n0":
-            print(f"{options.remove!r} is no node that has joined; `appliance gpu list` shows them", file=sys.stderr)
+            print(f"{options.remove!r} is not a node that has joined; `appliance gpu list` shows them", file=sys.stderr)
             return 1
         credentials.files.removed.remove(options.remove)
         return 0

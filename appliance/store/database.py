@@ -216,7 +216,7 @@ class Database:
         """Rows in the order of their creation (`seq`), from the one behind the row whose id is `after`.
 
         scope: column values that say whose list it is. where, parameters: a filter on it. Raises UnknownCursor if
-        `after` is no row of the list. The filter may hide that row: a cursor is only a position.
+        `after` is not a row of the list. The filter may hide that row: a cursor is only a position.
 
         A page ends before `limit` after PAGE_ROWS rows, or once its text is longer than PAGE_BYTES or weighs more than
         PAGE_WEIGHT; it has one row at least. unread: columns that the list does not show, and that are None in its

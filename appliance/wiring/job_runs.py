@@ -25,7 +25,7 @@ from train.run.event_log import read_events
 from weights.format.errors import IntegrityError, NotSealed, StoreFull, VersionLeased, VersionNotFound, WeightsError
 from weights.format.manifest import Manifest
 from weights.format.names import step_of
-from weights.memory.store import StoredVersion, WeightStore
+from weights.memory.store import Lease, StoredVersion, WeightStore
 from weights.tiers.copies import verify
 from weights.tiers.record import Name
 
@@ -39,7 +39,11 @@ NUDGE_EVERY_S = 30.0
 
 
 class JobRuns:
-    """Implements `scheduler.ray.groups.Jobs`. The tiers copy a job's results on their own once notified."""
+    """Implements `scheduler.ray.groups.Jobs`. The tiers copy a job's results on their own once notified.
+
+    What ranks are about to read is leased here until they have read it (`taken`). Without this, versions gave way while
+    memory was short, among them the snapshot that a job had been told to resume from; the job failed.
+    """
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class JobRuns:
         self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
         self._events, self._tiers, self._back, self._on_change = events, tiers, back, on_change
         self._whole: set[Path] = set()
+        self._leases: dict[str, list[Lease]] = {}
         self._answers: Mapping[str, Answer] = {}
         self._can_answer = asyncio.Event()
         self.policies = Policies(store, self._is_running)
@@ -178,7 +183,7 @@ class JobRuns:
         on: neither may change because another version was activated in the meantime.
         """
         fields, parts = self._parts(row)
-        paths = dict(zip(("base_path", "base_adapter"), map(self._bytes_of, parts), strict=False))
+        paths = dict(zip(("base_path", "base_adapter"), (self._leased(row.id, part) for part in parts), strict=False))
         if "base_version" not in row.resolved:  # queued by an earlier release
             jobs.update(self._db, row.id, resolved={**row.resolved, "base_version": fields["base_version"]})
         return {**fields, **paths}
@@ -210,9 +215,38 @@ class JobRuns:
             raise LookupError(f"{row.model} {row.version} is neither in shared memory nor in any other tier")
         return row.disk_path
 
+    def _leased(self, job_id: str, row: VersionRow) -> str:
+        """`_bytes_of`, held until `taken` if they are in shared memory. Raises LookupError."""
+        stored = self._store.find(_kind(row), row.model, row.version)
+        if stored is None or not self._hold(job_id, stored):
+            return self._bytes_of(row)
+        return str(stored.path)
+
+    def _hold(self, job_id: str, stored: StoredVersion) -> bool:
+        """Whether it is still there: then it stays until `taken`."""
+        try:
+            lease = self._store.lease(stored)
+        except VersionNotFound:
+            return False
+        except IntegrityError:  # who reads it says what is wrong with it
+            return True
+        self._leases.setdefault(job_id, []).append(lease)
+        return True
+
+    def taken(self, job_id: str) -> None:
+        """The job's ranks have read what they were given, or will not."""
+        for lease in self._leases.pop(job_id, ()):
+            lease.release()
+
     def newest_snapshot(self, job_id: str) -> Path | None:
-        """The newest complete snapshot, from shared memory or else read in from the nearest tier. Callable from any
-        thread."""
+        """The newest complete snapshot, from shared memory or else read in from the nearest tier; held until `taken`.
+        Callable from any thread."""
+        while (found := self._newest_snapshot(job_id)) is not None:
+            if self._hold(job_id, found):
+                return found.path
+        return None
+
+    def _newest_snapshot(self, job_id: str) -> StoredVersion | None:
         # When shared memory is full, ranks write their snapshot into a store of the same form beside the job.
         own = self._jobs_dir / job_id / "snapshots"
         stores = [self._store, *([WeightStore(own, budget_bytes=None)] if (own / "snapshots").is_dir() else [])]
@@ -222,10 +256,10 @@ class JobRuns:
             if newest is not None and step_of(name.version) <= step_of(newest.version):
                 break
             try:
-                return self._bring_in(name).path
+                return self._bring_in(name)
             except LookupError as error:
                 log.error("the job resumes from an older snapshot: %s", error, extra={"job_id": job_id})
-        return None if newest is None else newest.path
+        return newest
 
     def _bring_in(self, name: Name) -> StoredVersion:
         try:
@@ -268,11 +302,11 @@ class JobRuns:
 
     async def tidy(self) -> None:
         """Delete the snapshots of jobs that are over, and their policies; called every `TIDY_EVERY_S`."""
-        await self.policies.tidy()
         for row in jobs.list_left_snapshots(self._db):
             if await asyncio.to_thread(self._forget, row.id):
                 jobs.update(self._db, row.id, snapshot=None)
                 self._tiers.nudge()
+        await self.policies.tidy()
 
     def _forget(self, job_id: str) -> bool:
         """Remove a job's snapshots from memory and its own directory; False while a rank still reads one. The tiers

@@ -21,7 +21,7 @@ SYS = Path("/sys")
 _CONTROL = Path("/dev/kfd")
 _NODES = Path("class/kfd/kfd/topology/nodes")
 _XGMI = 11  # HSA_IOLINK_TYPE_XGMI, KFD's name for direct links between GPUs
-LEAST_BYTES = 4 * 2**30  # of its own memory; a processor's built-in graphics has less, and is no device of a box
+LEAST_BYTES = 4 * 2**30  # of its own memory; a processor's built-in graphics has less, and is not a device of a box
 
 
 class Rocm(TorchCuda):

@@ -100,7 +100,7 @@ class Ledger:
         return ledger
 
     def acquire(self, *wanted: Lease) -> Ledger:
-        """The ledger with these leases added, all or none; a lease that exists already is no change.
+        """The ledger with these leases added, all or none; a lease that exists already changes nothing.
 
         Raises:
             UnknownDevice: a device id that the ledger was not made for.
@@ -125,7 +125,7 @@ class Ledger:
         return Ledger._of(lease_of, leases)
 
     def release(self, lease_id: str) -> Ledger:
-        """The ledger without this lease; an unknown lease id is no change."""
+        """The ledger without this lease; an unknown lease id changes nothing."""
         if lease_id not in self._leases:
             return self
         lease_of, leases = self._lease_of.copy(), self._leases.copy()

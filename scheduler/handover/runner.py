@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class ChainEnd:
     """done: the wanted state was reached. undone: rolled back to the previous state. failed: an undo or a release
-    failed too. skipped: the chain never began. cancelled: rolled back because the plan changed, which is no failure.
+    failed too. skipped: the chain never began. cancelled: rolled back because the plan changed, which is not a failure.
 
     `reason`: the verb's error message. `blame`: what the failure is attributed to.
     """

@@ -48,7 +48,7 @@ class RayEffects:
 
     def on_death(self, told: OnDeath) -> None:
         """Register a callback for each rank or engine that ends without being stopped. Logical CPU devices are left
-        out: they are one piece of hardware, so a death on one of them is no evidence against it."""
+        out: they are one piece of hardware, so a death on one of them is not evidence against it."""
 
         def of_hardware(device_ids: tuple[str, ...], holder: str, reason: str) -> None:
             real = tuple(d.id for d in self._nodes.devices if d.id in device_ids and not kind_of(d.kind).on_host)

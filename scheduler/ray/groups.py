@@ -43,10 +43,14 @@ class Jobs(Protocol):
         """Load what `spec` will name. Raises LookupError."""
 
     def spec(self, job_id: str) -> TrainSpec:
-        """What the job's ranks have to do. Raises LookupError if it cannot run any more."""
+        """What the job's ranks have to do; what it names in shared memory stays there until `taken`. Raises LookupError
+        if it cannot run any more."""
 
     def newest_snapshot(self, job_id: str) -> Path | None:
-        """The newest snapshot that can be resumed from, in shared memory."""
+        """The newest snapshot that can be resumed from, in shared memory; it stays there until `taken`."""
+
+    def taken(self, job_id: str) -> None:
+        """Called when the job's ranks have read what `spec` and `newest_snapshot` named, or will not."""
 
     def may_continue(self, job_id: str) -> bool:
         """Whether the job may run again, so that keeping its parked ranks is worth their memory."""
@@ -87,7 +91,10 @@ class Groups:
 
     async def start_group(self, job_id: str, lease: Lease) -> Detail:
         with self._handling(job_id):
-            return await self._start_group(job_id, lease)
+            try:
+                return await self._start_group(job_id, lease)
+            finally:
+                self._jobs.taken(job_id)
 
     async def _start_group(self, job_id: str, lease: Lease) -> Detail:
         running = self._groups.get(job_id)

@@ -1,6 +1,6 @@
 """A request for embeddings is read as one kind, not as all five.
 
-vLLM tries a body as text, then as four forms of conversation, and writes an error for each token that is no message:
+vLLM tries a body as text, then as four forms of conversation, and writes an error for each token that is not a message:
 0.9 s and 350 MB for 65,536 tokens, on the loop that answers everybody, where reading them as tokens takes 1 ms.
 """
 

@@ -39,7 +39,7 @@ def _declines_expressions(check: Callable[[Any], None]) -> Callable[[Any], None]
 
 
 def has_expression(schema: Any) -> bool:
-    """Whether a JSON schema (text or parsed) has a `pattern` that llguidance may follow. Text that is no JSON has
+    """Whether a JSON schema (text or parsed) has a `pattern` that llguidance may follow. Text that is not JSON has
     none."""
     if isinstance(schema, str):
         try:

@@ -32,7 +32,7 @@ NO_TEMPLATE = (
     "This model has no chat template, so it knows no conversations: ask it with /v1/completions, or give it one with "
     "`appliance model deploy MODEL --chat-template FILE`."
 )
-# That a value is not of one type is no fault where another type fits but for something else.
+# That a value is not of one type is not a fault where another type fits but for something else.
 _OTHER_TYPE = ("_type", "literal_error", "union_tag_invalid")
 _WORDS = 300
 

@@ -114,7 +114,7 @@ class ModelSettings(BaseModel):
     def _a_template(cls, text: str | None) -> str | None:
         # vLLM opens a chat template that names a file.
         if text is not None and "{{" not in text and "{%" not in text:
-            raise ValueError("is no Jinja template: it has neither '{{' nor '{%'")
+            raise ValueError("is not a Jinja template: it has neither '{{' nor '{%'")
         return text
 
     @field_validator("engine_args")

@@ -116,7 +116,7 @@ class EngineSize:
     max_num_seqs: requests at once. gpu_memory_fraction: of a GPU that must be free after the engine's own context.
     room_bytes: what it may take of each device, by the settings that hold for it.
     shortened: why the context is shorter than asked for or the model's own, "" if it is not. problem: why it cannot be
-    started, "" if it can. not_computed: the same where the reason is no lack of memory."""
+    started, "" if it can. not_computed: the same where the reason is not a lack of memory."""
 
     memory: EngineMemory
     dtype: str

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +57,10 @@ class ShmCPUWorker(CPUWorker):
         if weights is not None:
             self.weight_transfer_engine.bring_in(weights)
         return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        with untouched(self.model_runner):
+            return super().sample_tokens(grammar_output)
 
     def sleep(self, level: int = 1) -> None:
         """Free weights, adapter slots and KV cache. It ignores the level: the shared version directory already holds
@@ -102,6 +108,20 @@ class ShmCPUWorker(CPUWorker):
         if storage.nbytes() and storage._cdata not in self._asleep:
             self._asleep[storage._cdata] = (storage, storage.nbytes(), tag)
             storage.resize_(0)
+
+
+@contextmanager
+def untouched(runner: Any) -> Iterator[None]:
+    """Within it a request whose prompt is not read to its end in this step draws nothing from its own random numbers:
+    what is sampled for it is thrown away. vLLM 0.32 lets it draw and then turns the numbers back, which a generator on
+    the host cannot: an engine died of any long prompt with a `seed` (_bookkeeping_sync)."""
+    generators = runner.input_batch.generators
+    unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0]
+    kept = {place: generators.pop(place) for place in unread.tolist() if place in generators}
+    try:
+        yield
+    finally:
+        generators.update(kept)
 
 
 def _drop_pages(storage: torch.UntypedStorage) -> None:

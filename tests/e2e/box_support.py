@@ -74,7 +74,7 @@ class WholeBox:
 
     def up(self) -> str:
         told = self.run("up", "--detach", "--port", str(self.port))
-        assert self.url in told
+        assert self.url in told and f"http://127.0.0.1:{self.port}/ui" in told
         if not self.key:
             assert "sk-appl-" not in told, "there is no terminal here: it may be a journal"
             file = self.data_dir / "first-key"

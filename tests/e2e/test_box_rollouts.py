@@ -37,7 +37,7 @@ def job_of(box, client, steps: int, **more):
                 "hyperparameters": {
                     "n_epochs": 1,
                     "batch_size": 2,
-                    "learning_rate": 0.01,
+                    "learning_rate": 0.003,
                     "lora_rank": 8,
                     "max_completion_tokens": 12,
                     "general_questions": False,

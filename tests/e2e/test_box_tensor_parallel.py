@@ -34,7 +34,7 @@ def test_a_shared_model_is_trained_moved_and_served(box, tmp_path):
     box.run("job", "wait", whole, "--timeout", "300")
     job = box.ask("job", "submit", *same, "--tensor-parallel", "2")["id"]
     wait_for(lambda: len(box.losses(job)) >= 3, "three steps")
-    box.run("mode", "set", "split", "--train", "3", "--wait")  # two of the three: 3 is no multiple of 2
+    box.run("mode", "set", "split", "--train", "3", "--wait")  # two of the three: 3 is not a multiple of 2
     done = len(box.losses(job))
     wait_for(lambda: len(box.losses(job)) > done, "a step on two devices")
     box.run("mode", "set", "train", "--wait")

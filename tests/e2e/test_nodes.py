@@ -167,6 +167,9 @@ class Runs:
         (folder / "train.jsonl").write_text("{}")
         return TrainSpec(job_id, str(self.base), str(folder / "train.jsonl"), str(folder), "/shm", "out")
 
+    def taken(self, job_id):
+        pass
+
     def newest_snapshot(self, job_id):
         return None
 

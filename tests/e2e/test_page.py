@@ -15,9 +15,13 @@ from typing import Any
 
 import pytest
 
-from appliance.store.records import keys
+from appliance.controller.jobs.events import JobEvents
+from appliance.store.records import deployments
+from appliance.store.rows import DeploymentRow
+from appliance.ui.site import site
 from tests.e2e.box_support import gsm8k, whole_box
 from tests.front.box import MODEL, Front, running_front
+from tests.unit.controller.conftest import insert_model
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright here (pip install playwright)")
 BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
@@ -66,6 +70,13 @@ def visit(browser: Any, front: Front) -> Iterator[Visit]:
     for context in contexts:
         context.close()
     assert not faults
+
+
+def test_an_address_that_was_cut_short_names_a_page_all_the_same(visit: Visit) -> None:
+    page = visit(place="#/chat/%E4%B")
+    page.get_by_role("heading", level=1, name="Chat").wait_for()
+    page.get_by_role("link", name="Jobs").click()
+    page.get_by_role("heading", level=1, name="Jobs").wait_for()
 
 
 def test_a_wrong_key_is_a_sentence_and_a_reload_forgets_the_right_one(visit: Visit, browser: Any, front: Front) -> None:
@@ -133,20 +144,79 @@ def test_a_file_is_checked_by_line_and_a_job_made_of_a_good_one(visit: Visit, tm
     page.get_by_text("cancelled", exact=True).first.wait_for()
 
 
+def key_with(front: Front, *scopes: str) -> str:
+    """Of an owner of its own; it is known to the gateways."""
+    with front.http() as http:
+        made = http.post("/admin/v1/keys", json={"name": f"with-{'-'.join(scopes)}", "scopes": list(scopes)}).json()
+    with front.http(made["key"]) as http:
+        front.wait(lambda: http.get("/admin/v1/me").status_code == 200)
+    return made["key"]
+
+
 def test_who_lacks_a_scope_reads_a_sentence(visit: Visit, front: Front) -> None:
-    assert front.context is not None
-    context = front.context
-
-    def make() -> str:
-        _, key = keys.create(context.db, "asker", ["inference"])
-        context.publish_keys()
-        return key
-
-    key = front.call(make)
-    page = visit(key=key, place="#/box")
+    page = visit(key=key_with(front, "inference"), place="#/box")
     page.get_by_text("Your key has no scope read").wait_for()
     assert page.get_by_role("navigation").get_by_role("link", name="Box").count() == 0
-    front.call(lambda: (keys.revoke(context.db, "asker"), context.publish_keys()))
+
+
+def trained(front: Front, key: str) -> str:
+    """A job that has reached its third step of four and learns from rewards; its id."""
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    data = "\n".join([json.dumps(row)] * 12).encode()
+    with front.http(key) as http:
+        uploaded = http.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": ("t.jsonl", data)}).json()
+        body = {"model": MODEL, "training_file": uploaded["id"], "suffix": "seen"}
+        job_id = http.post("/v1/fine_tuning/jobs", json=body).json()["id"]
+        front.wait(lambda: http.get(f"/v1/fine_tuning/jobs/{job_id}").json()["status"] == "queued")
+    context = front.context
+    assert context is not None
+
+    def tell() -> None:
+        events = JobEvents(context.db, context.files_dir, "local")
+        events.started(job_id, ["n0/0", "n0/1"], resumed=False)
+        for step in (1, 2, 3):
+            more = {"total_steps": 4, "loss": 3.0 / step, "tokens_per_s": 900.0, "devices": 2}
+            events.ingest(job_id, {"event": "metrics", "step": step, "train_mean_reward": step / 4, **more})
+
+    front.call(tell)
+    return job_id
+
+
+def test_curves_are_drawn_of_what_the_key_may_read(visit: Visit, front: Front) -> None:
+    tuner = key_with(front, "fine_tuning")
+    job_id = trained(front, tuner)
+    # A tuner reads its own events, a reader the metrics of all; rewards stand in events alone.
+    for key, drawn in ((tuner, 3), (key_with(front, "read"), 2), (front.key, 3)):
+        page = visit(key=key, place=f"#/jobs/{job_id}")
+        page.locator(".u-wrap").nth(drawn - 1).wait_for()
+        assert page.locator(".u-wrap").count() == drawn
+        assert page.get_by_role("img", name="Mean reward 0.25 → 0.75").count() == (drawn == 3)
+        assert page.get_by_role("button", name="Pause").count() == (drawn == 3)
+        page.goto(page.url.partition("#")[0])
+        page.context.close()
+
+
+def test_a_version_gets_a_share_and_is_promoted(visit: Visit, front: Front) -> None:
+    context = front.context
+    assert context is not None
+
+    def deploy() -> None:
+        insert_model(context.db, "org/two", versions=("v1", "v2"))
+        deployments.insert(context.db, DeploymentRow("org/two", 1.0))
+
+    front.call(deploy)
+    page = visit(place="#/models")
+    page.get_by_role("link", name="org/two").click()
+    row = page.get_by_role("row").filter(has=page.get_by_text("v1", exact=True))
+    row.get_by_role("button", name="Canary").click()
+    page.get_by_label("Share, %").fill("25")
+    page.get_by_role("button", name="Begin").click()
+    page.get_by_text("v1 beside v2, with 25 % of the conversations.").wait_for()
+    page.get_by_role("button", name="Promote").click()
+    page.get_by_role("button", name="Promote").click()
+    page.get_by_text("promoted", exact=True).wait_for()
+    with front.http() as http:
+        assert http.get("/admin/v1/models/org/two").json()["active_version"] == "v1"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -157,8 +227,12 @@ def test_it_fits_a_phone_in_chinese(visit: Visit, scheme: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit) -> None:
+def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit, front: Front) -> None:
+    assert front.context is not None
+    trouble = {"name": "gateway", "since_s": 1e9, "why": "it ended", "failures": 2, "next_try_s": None}
+    front.context.main_troubles = lambda: [trouble]
     page = visit(viewport={"width": 360, "height": 740})
+    page.get_by_text("gateway failed 2 times").wait_for()
     links = page.get_by_role("navigation").get_by_role("link")
     for place in range(links.count()):
         links.nth(place).focus()
@@ -166,8 +240,67 @@ def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit) -> No
         name = links.nth(place).inner_text()
         page.get_by_role("heading", level=1, name=name).wait_for()
         page.wait_for_load_state("networkidle")
+        page.locator(".loading").first.wait_for(state="detached")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, name
+        assert not re.search(r"\[object|undefined|NaN|\bnull\b", page.locator("main").inner_text()), name
         assert page.evaluate("document.activeElement.tagName") == ("A" if place == 0 else "H1")
+
+
+def test_a_key_is_made_shown_once_and_revoked(visit: Visit, front: Front) -> None:
+    page = visit(place="#/keys")
+    page.get_by_role("button", name="New key").click()
+    page.get_by_role("textbox", name="Name", exact=True).fill("ann")
+    page.get_by_role("button", name="Make the key").click()
+    made = page.locator("dialog pre").inner_text().strip()
+    with front.http(made) as http:
+        assert http.get("/admin/v1/me").json()["name"] == "ann"
+    page.keyboard.press("Escape")
+    row = page.get_by_role("row").filter(has_text="ann")
+    assert made not in page.content()
+    row.get_by_role("button", name="Revoke").click()
+    row.get_by_role("button", name="Revoke").click()
+    row.get_by_text("revoked").wait_for()
+    with front.http(made) as http:
+        assert http.get("/admin/v1/me").status_code == 401
+
+
+def lanes(page: Any, handovers: list[dict[str, Any]], status: dict[str, Any]) -> dict[str, list[tuple[str, ...]]]:
+    """What pages/lanes.js makes of the moments 0 to 100: for each device (what, whose, from, to)."""
+    (path,) = [path.decode() for path in site() if path.endswith(b"/lanes.js")]
+    told = page.evaluate(
+        f"([of, now]) => import('{path}').then((m) => m.lanesOf(of, now, 0, 100))", [handovers, status]
+    )
+    return {
+        lane["device"]: [(one["kind"], one["name"], one["from"], one["to"]) for one in lane["spans"]]
+        for lane in told["lanes"]
+    }
+
+
+def test_lanes_follow_the_journal_and_who_holds_a_device_now(visit: Visit) -> None:
+    def handover(time: float, verb: str, target: str, *devices: str) -> dict[str, Any]:
+        step = {"verb": verb, "target": target, "state": "done", "ended_s": time, "detail": {"devices": devices}}
+        return {"id": str(time), "started_s": time, "ended_s": time, "steps": [step]}
+
+    status = {
+        "box": {"started_s": 50},
+        "replicas": [{"id": "r2", "model": "m"}],
+        "jobs": [{"id": "j", "output_model": "tuned"}],
+        "devices": [
+            {"id": "a", "holder": {"kind": "replica", "id": "r2"}},
+            {"id": "b", "holder": None},
+            {"id": "c", "holder": {"kind": "job", "id": "j"}},
+        ],
+    }
+    of = [
+        handover(60, "acquire", "2:replica:r2", "a"),
+        handover(20, "release", "3:job:x", "b"),
+        handover(10, "acquire", "1:replica:r1", "a"),
+    ]
+    found = lanes(visit(key=None), of, status)
+    # r1 was never released: the box stopped meanwhile, and began anew at 50.
+    assert found["a"] == [("free", "", 0, 10), ("serve", "r1", 10, 50), ("free", "", 50, 60), ("serve", "m", 60, 100)]
+    assert found["b"] == [("train", "x", 0, 20), ("free", "", 20, 100)]
+    assert found["c"] == [("train", "tuned", 0, 100)]
 
 
 @pytest.mark.soak
@@ -175,7 +308,9 @@ def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit) -> No
 def test_a_whole_box_trains_and_answers_before_the_eyes_of_its_page(visit: Visit, tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     data.write_bytes(gsm8k("train", 100))
-    with whole_box(tmp_path / "box") as box:
+    home = tmp_path / "box"
+    home.mkdir()
+    with whole_box(home) as box:
         assert box.ask("model", "starter", "--minutes", "0.3")["state"] == "succeeded"
         page = visit(f"http://127.0.0.1:{box.port}", box.key)
         page.set_default_timeout(240_000)

@@ -356,7 +356,7 @@ def test_the_command_line_is_a_thin_client():
         if top(module) not in allowed
         and not module.startswith("appliance.cli")
         and module not in ("appliance",)
-        # The simulator is no client: it runs what decides, which imports neither Ray nor torch (checked above).
+        # The simulator is not a client: it runs what decides, which imports neither Ray nor torch (checked above).
         and not (path.name == "simulate.py" and top(module) == "scheduler")
         # Nor is a plan for a model and devices that no box has.
         and not module.startswith("appliance.controller.jobs.planned")

@@ -200,7 +200,7 @@ def test_no_mistake_beside_credentials_shows_them_or_lets_them_pass(tmp_path, te
 
 
 def test_what_is_no_url_is_said(tmp_path):
-    with pytest.raises(ConfigError, match="otlp_endpoint.*no URL"):
+    with pytest.raises(ConfigError, match="otlp_endpoint.*not a URL"):
         load(tmp_path, "[observability]\notlp_endpoint = 'http://[::1'", {})
 
 

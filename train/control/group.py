@@ -81,7 +81,7 @@ class SuspendReport:
 class Outcome:
     """How a group ended. `error` is {"code", "message", "retryable", "blame"} when failed. blame: "own" if a rank
     raised an error, "memory" if the OOM killer killed it, else "outside": it was killed, stopped, or its supervisor
-    died, which is no fault of the job."""
+    died, which is not a fault of the job."""
 
     outcome: Literal["succeeded", "failed", "suspended", "cancelled"]
     step: int = 0

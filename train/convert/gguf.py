@@ -73,7 +73,7 @@ def _parameters(file: Path) -> int:
     try:
         return _counted(_reader(file))
     except _UNSOUND as error:
-        raise _Refused(f"is no sound GGUF file: {type(error).__name__}: {str(error)[:200]}") from error
+        raise _Refused(f"is not a sound GGUF file: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _counted(reader: Any) -> int:
@@ -154,7 +154,7 @@ def _convert(file: Path, out: Path) -> dict[str, Any]:
     scaled = next((tensor for tensor in reader.tensors if tensor.name == "rope_freqs.weight"), None)
     if scaled is not None:
         model.config.rope_parameters = _llama3_rope(model.config, [float(factor) for factor in scaled.data.ravel()])
-    # It is no quantised model any more; the quantiser would refuse to save it.
+    # It is not a quantised model any more; the quantiser would refuse to save it.
     model.hf_quantizer, model.is_quantized = None, False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -98,7 +98,7 @@ def _ends_with_user(messages: Any) -> bool:
 def to_chat(record: Record, shape: str) -> Record:
     """`record` of shape `shape` as {"messages": [...], "tools"?: [...]}, checked. Raises BadRecord."""
     if shape not in _CONVERT:
-        raise BadRecord(f"has the shape {shape!r}, which is no conversation")
+        raise BadRecord(f"has the shape {shape!r}, which is not a conversation")
     return check_chat(_CONVERT[shape](record))
 
 

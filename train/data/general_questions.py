@@ -175,7 +175,7 @@ LEAST_KNOWN = 0.5
 """Mean probability of the right words, a quarter by guessing: a model below it has nothing to forget that could be told
 from chance, and is not asked again."""
 LEAST_LOSS = 0.05
-"""Of the mean probability; a smaller one is reported and is no warning, however certain."""
+"""Of the mean probability; a smaller one is reported and is not a warning, however certain."""
 SURE = 2.0
 """Standard errors that a loss has to be away from zero: one chance in forty."""
 LARGEST_SHARE = 0.05

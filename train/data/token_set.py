@@ -129,7 +129,7 @@ class TokenSet:
         packs = plan_packs(lengths, self.capacity, packing=self._packing)
         members = np.concatenate(packs) if packs else np.zeros(0, np.int64)
         edges = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])]).astype(np.int64)
-        # The first token of a sequence is never predicted, so it is no label, whatever its mark.
+        # The first token of a sequence is never predicted, so it is not a label, whatever its mark.
         marked = np.concatenate([[0], np.cumsum(self._learnt)])
         labels = marked[self._offsets[1:]] - marked[np.minimum(self._offsets[:-1] + 1, self._offsets[1:])]
         labels = labels.reshape(-1, self.sequences).sum(axis=1)

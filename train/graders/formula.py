@@ -31,7 +31,7 @@ _ONE_ARGUMENT = set(_FUNCTIONS) - {"min", "max"}
 
 
 def check(formula: str, names: set[str], param: str) -> None:
-    """Raises InvalidGrader for what is no formula over these names."""
+    """Raises InvalidGrader for what is not a formula over these names."""
     try:
         unknown = _names(_parsed(formula, param), param) - names
     except RecursionError:
@@ -103,8 +103,8 @@ def _value(node: ast.expr, rewards: Mapping[str, float]) -> float:
         case ast.BinOp(left=left, op=op, right=right):
             found = _BINARY[type(op)](_value(left, rewards), _value(right, rewards))
             if isinstance(found, complex):  # a power of a negative number, which no function takes
-                raise ValueError(f"{ast.unparse(node)} is no real number")
+                raise ValueError(f"{ast.unparse(node)} is not a real number")
             return found
         case ast.Call(func=ast.Name(id=name), args=given):
             return _FUNCTIONS[name](*(_value(one, rewards) for one in given))
-    raise ValueError(f"{ast.unparse(node)!r} is no arithmetic")
+    raise ValueError(f"{ast.unparse(node)!r} is not arithmetic")

@@ -327,7 +327,7 @@ def _refuse(error: ValidationError) -> NoReturn:
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         path, message = [*path, "type"], f"is not a kind of grader; expected one of {', '.join(TYPES)}"
     elif first["type"] == "extra_forbidden":
-        message = "is no field of this grader"
+        message = "is not a field of this grader"
     if "content" in path:
         message += "; text is taken (`input_text`), images and audio are not"
     raise InvalidGrader(".".join(path), message[:1].lower() + message[1:])

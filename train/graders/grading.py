@@ -134,7 +134,7 @@ def _leaf(
             reward = run_python(leaf.source, sample.for_code(), item)
             if not math.isfinite(reward):
                 raise GradingFailed(
-                    f"grade() returned {reward}, which is no reward",
+                    f"grade() returned {reward}, which is not a reward",
                     GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=f"{reward}"),
                 )
             return reward, GradingErrors()
@@ -169,6 +169,6 @@ def _by_model(leaf: ScoreModel | LabelModel, sample: Sample, item: Any, answer: 
         return leaf.score(json.loads(answer.text))
     except (KeyError, TypeError, ValueError) as error:
         raise GradingFailed(
-            f"the answer of the model {leaf.model!r} is no grade ({error}): {answer.text[:200]!r}",
+            f"the answer of the model {leaf.model!r} is not a grade ({error}): {answer.text[:200]!r}",
             GradingErrors(model_grader_parse_error=True),
         ) from None

@@ -62,7 +62,7 @@ class GraderHost:
             return [Graded(0.0, False, errors=GradingErrors(other_error=True), messages=[str(error)])]
 
     async def refused_items(self, schema: Any, items: Sequence[Any], cpu_s: int = CHECK_CPU_S) -> list[tuple[int, str]]:
-        """(place, why) of the first few items that do not follow a JSON schema; place -1: it is no schema. Raises
+        """(place, why) of the first few items that do not follow a JSON schema; place -1: it is not a schema. Raises
         WorkerBroke, also for one that takes more than `cpu_s` or CHECK_BYTES."""
         try:
             asked = {"schema": schema, "items": list(items), "cpu_s": cpu_s}

@@ -138,7 +138,9 @@ def _graded(source: str, sample: dict[str, Any], item: Any) -> dict[str, Any]:
     if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
         return {"error": f"grade() returned {type(reward).__name__}; expected a number"}
     number = float(reward)
-    return {"reward": number} if math.isfinite(number) else {"error": f"grade() returned {number}, which is no reward"}
+    if not math.isfinite(number):
+        return {"error": f"grade() returned {number}, which is not a reward"}
+    return {"reward": number}
 
 
 def _told(error: BaseException) -> str:

@@ -31,12 +31,12 @@ class Sample:
 
     @cached_property
     def output_json(self) -> Any:
-        """Raises GradingFailed when the text is no JSON."""
+        """Raises GradingFailed when the text is not JSON."""
         try:
             return json.loads(self.output_text)
         except (ValueError, RecursionError) as error:
             raise GradingFailed(
-                f"sample.output_json: the output is no JSON ({error})", GradingErrors(sample_parse_error=True)
+                f"sample.output_json: the output is not JSON ({error})", GradingErrors(sample_parse_error=True)
             ) from None
 
     @property
@@ -45,7 +45,7 @@ class Sample:
         return [{"index": 0, "message": message}]
 
     def for_code(self) -> dict[str, Any]:
-        """What a python grader gets; `output_json` is None when the text is no JSON."""
+        """What a python grader gets; `output_json` is None when the text is not JSON."""
         try:
             parsed = self.output_json
         except GradingFailed:
@@ -109,7 +109,7 @@ def _shown(path: str) -> str:
 
 
 def value(path: str, sample: Sample, item: Any) -> Any:
-    """What stands at `item.a.b`. Raises GradingFailed when it is not there, InvalidGrader for what is no path."""
+    """What stands at `item.a.b`. Raises GradingFailed when it is not there, InvalidGrader for what is not a path."""
     namespace, *steps = _steps(path, "")
     found: Any = item
     if namespace == "sample":

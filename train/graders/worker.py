@@ -72,7 +72,7 @@ def _answer() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         (length,) = LENGTH.unpack(_read(LENGTH.size))
         asked = json.loads(_read(length))
-        # Half of a sign, which JSON and users' code may hold, is no text that anybody could be told.
+        # Half of a sign, which JSON and users' code may hold, is not a text that anybody could be told.
         written = json.dumps(answer(asked), ensure_ascii=False).encode(errors="replace")
         _write(RESULT + LENGTH.pack(len(written)) + written)
         status = 0
@@ -100,7 +100,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused_items(schema: Any, items: list[Any]) -> list[tuple[int, str]]:
-    """(place, why) of the first few items that do not follow a JSON schema; place -1: it is no schema."""
+    """(place, why) of the first few items that do not follow a JSON schema; place -1: it is not a schema."""
     import jsonschema
 
     try:

@@ -46,6 +46,13 @@ def check_apart(
         if not path.exists():
             raise FileNotFoundError(f"{path} was deleted while it was checked") from None
         report = DataReport()
+        if done.returncode == 0:  # it has a report, of another version of this package
+            report.add_error(
+                1,
+                "the file could not be checked: the box's software was replaced while it ran; restart the box "
+                "(`appliance down`, `appliance up`) and send the file again",
+            )
+            return report
         how = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
         limits = f"{CPU_S} s of CPU and {MEMORY_BYTES >> 30} GiB of memory"
         report.add_error(1, f"the file could not be checked with {limits} (the check ended with {how})")

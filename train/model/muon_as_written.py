@@ -1,7 +1,7 @@
 """Muon of DeepSpeed, imported before DeepSpeed does so with its first engine.
 
 Its module compiles its functions as it is imported, which loads 500 modules of inductor: six seconds of processor time.
-It is no optimizer of ours: the functions are left as they are written.
+It is not an optimizer of ours: the functions are left as they are written.
 """
 
 from __future__ import annotations

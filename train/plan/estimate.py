@@ -53,7 +53,7 @@ class ModelShape:
 
     ffn: width of the MLP that one token passes: of a mixture of experts, those of its chosen and shared experts.
     lora_sides: sum of in + out over the linear layers that LoRA attaches to by default; times the rank, the
-    parameters of the adapter. (Fused experts are no linear layers and get none.)
+    parameters of the adapter. (Fused experts are not linear layers and get none.)
     outside: parameters of embeddings and head, which tensor parallelism leaves whole. tensor_slices: into how many even
     slices it can cut heads and MLP, or a divisor of it; 1: a mixture of experts, which it does not cut; 0: not known.
     """

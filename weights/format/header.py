@@ -150,7 +150,7 @@ def parse_header(raw: bytes, *, path: object, file: str, file_bytes: int) -> lis
     """Tensors as (spec, start, end), absolute in the file and in file order, from a complete header.
 
     Refuses with HeaderInvalid everything the format forbids: duplicate names, unknown dtypes or fields,
-    shapes that are no lists of non-negative integers, offsets that overlap, leave holes, do not match the
+    shapes that are not lists of non-negative integers, offsets that overlap, leave holes, do not match the
     shape, or do not end exactly at the end of the file.
     """
 

@@ -21,7 +21,7 @@ class LegacyRefused(ValueError):
 
 
 def tools_of(functions: Any) -> Any:
-    """`functions` as `tools`; what is no list stays as it is."""
+    """`functions` as `tools`; what is not a list stays as it is."""
     if not isinstance(functions, list):
         return functions
     return [{"type": "function", "function": function} for function in functions]

@@ -50,7 +50,7 @@ def decode(blob: bytes | memoryview, *, name: object) -> bytes | memoryview:
     try:
         magic, code, width, _, nbytes = _HEAD.unpack_from(blob)
         if magic != _MAGIC or code >= len(_CODES) or nbytes > MAX_OBJECT_BYTES:
-            raise ObjectDamaged("it is no object of a packed tier", path=name)
+            raise ObjectDamaged("it is not an object of a packed tier", path=name)
         body = blob[_HEAD.size :]
         if _CODES[code] == "raw":
             found: bytes | memoryview = body

@@ -66,7 +66,7 @@ def list_backups(
         output.print_json(answer)
         return
     for name in answer["damaged"]:
-        output.say(f"the manifest of {name} cannot be read: it can neither be restored nor deleted by the box")
+        output.say(f"the manifest of {name} cannot be read: it cannot be restored, nor any chunk deleted meanwhile")
     rows = (
         (made["name"], made["version"], made["files"], formats.size(made["bytes"]), formats.size(made["new_bytes"]))
         for made in answer["data"]

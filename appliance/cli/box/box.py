@@ -18,7 +18,7 @@ from appliance.cli.box.local import CONFIG, python, resolved
 from appliance.cli.command import DATA_DIR, EVERY, OUTPUT, WATCH, Session, box_command, examples, group
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.jobs.job import jobs_table
-from appliance.cli.locate import BoxFile
+from appliance.cli.locate import BoxFile, data_dir_option
 from appliance.cli.mode.history import handover_steps
 
 _STOP_S = 300.0
@@ -227,12 +227,13 @@ def _first_key(file: str | None) -> str | None:
 
 
 def _ready(answer: dict[str, Any], detached: bool) -> Any:
-    shown = [("endpoint", answer["url"]), ("data", answer["data_dir"])]
+    page = f"{answer['url'].removesuffix('/v1')}/ui"
+    shown = [("endpoint", answer["url"]), ("page", page), ("data", answer["data_dir"])]
     if answer["first_key"]:
         shown.append(("API key", f"{answer['first_key']}   (also in {answer['first_key_file']})"))
     elif answer["first_key_file"]:
         shown.append(("API key", f"in {answer['first_key_file']}"))
-    shown.append(("stop", "appliance down" if detached else "Ctrl-C"))
+    shown.append(("stop", f"appliance down{data_dir_option(Path(answer['data_dir']))}" if detached else "Ctrl-C"))
     return output.above("The box is ready.", output.fields(*shown))
 
 
@@ -248,6 +249,7 @@ def _status(now: dict[str, Any]) -> Any:
         ("mode", mode["policy"] + ("" if split is None else f", {split} devices for training at most")),
         ("devices", f"{busy} of {len(now['devices']) - lost} held{f', {lost} lost' if lost else ''}"),
         ("backup", _backup(box.get("backup"))),
+        ("doctor", _doctor(now.get("doctor", []))),
         ("weights", f"{formats.size(memory['used_bytes'])} in shared memory, at most {_budget(memory)}"),
     )
     devices = output.table(
@@ -278,6 +280,12 @@ def _backup(last: dict[str, Any] | None) -> str:
     if last is None:
         return "none yet (`appliance backup make --help`)"
     return f"{formats.duration(max(0.0, time.time() - last['made_s']))} ago at {last['where']}"
+
+
+def _doctor(findings: list[dict[str, Any]]) -> str:
+    if not findings:
+        return "nothing is wrong that it saw"
+    return f"{', '.join(finding['check'] for finding in findings)} (`appliance doctor` says what to do)"
 
 
 def _trouble(degraded: dict[str, Any]) -> str:

@@ -39,7 +39,7 @@ def forget(
     body = {"owner": owner, "models": models, "cancel": cancel}
     if not yes:
         if not sys.stdin.isatty():
-            raise BadUsage("nobody can be asked here; --yes goes ahead without")
+            raise BadUsage("there is no terminal to ask at; --yes goes ahead without asking")
         output.say(_there(session.client.get(PATH, owner=owner), models))
         if not typer.confirm(f"Forget {owner}? This cannot be undone.", err=True):
             raise CommandFailed("nothing was done")

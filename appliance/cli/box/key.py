@@ -131,7 +131,7 @@ def limit(
     """Change what a key may use and spend; limits that are not named stay. It holds from the next request on."""
     unknown = [name for name in lift or () if name not in LIMITS]
     if unknown:
-        raise BadUsage(f"--lift {unknown[0]} is no limit; they are {', '.join(LIMITS)}")
+        raise BadUsage(f"--lift {unknown[0]} is not a limit; they are {', '.join(LIMITS)}")
     body = limits | dict.fromkeys(lift or ())
     answer = session.client.send("PATCH", f"/admin/v1/keys/{segment(key)}", body=body)
     session.show(answer, lambda row: f"{row['name']}: {_limits(row)}")

@@ -81,11 +81,13 @@ def _wait(session: Session, batch: dict[str, Any], timeout_s: float | None) -> d
 
 
 def _refuse_bad(batch: dict[str, Any]) -> None:
-    """Raises CommandFailed unless every line was answered well."""
+    """Raises CommandFailed unless every line was answered well. What was shown of the batch has the other reasons."""
     errors = (batch.get("errors") or {}).get("data") or []
     if batch["status"] != "completed":
-        reasons = "".join(f"\n  {_reason(error)}" for error in errors[:_ERRORS_SHOWN])
-        raise CommandFailed(f"{batch['id']} is {batch['status']}{':' if reasons else ''}{reasons}")
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        reason = f": {_reason(errors[0])}{more}" if errors else ""
+        ended = "failed" if batch["status"] == "failed" else f"is {batch['status']}"
+        raise CommandFailed(f"{batch['id']} {ended}{reason}")
     if batch["request_counts"]["failed"]:
         failed, file_id = batch["request_counts"]["failed"], batch["error_file_id"]
         raise CommandFailed(f"{failed} lines failed; `appliance file get {file_id} --save -` shows why")
@@ -110,6 +112,7 @@ def _fields(batch: dict[str, Any]) -> Any:
         ("output file", formats.or_dash(batch["output_file_id"])),
         ("error file", formats.or_dash(batch["error_file_id"])),
         *(("error", _reason(error)) for error in errors[:_ERRORS_SHOWN]),
+        *([("errors", f"{len(errors) - _ERRORS_SHOWN} more; -o json has them")] if errors[_ERRORS_SHOWN:] else []),
     )
 
 

@@ -33,6 +33,7 @@ _RUNS_SHOWN = 100
     "",
     'A line of prompts.jsonl: {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}, as for',
     "`job submit --method reinforcement`; grader.json has one grader, or a list of them.",
+    "An item passes with half of a grader's range, or with what its `pass_threshold` says (docs/evals.md).",
 )
 def run(
     session: Session,

@@ -151,8 +151,21 @@ def _one(job: dict[str, Any]) -> Any:
         ("error", formats.or_dash(error.get("message"))),
     ]
     settings = job.get("resolved") or job.get("hyperparameters") or {}
-    table = output.table(("HYPERPARAMETER", "VALUE"), sorted(settings.items()), empty="") if settings else None
+    table = output.table(("HYPERPARAMETER", "VALUE"), _settings(settings), empty="") if settings else None
     return output.stack(output.fields(*shown), table)
+
+
+def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
+    """By name, each as `--set` would take it; a dash for what the box decides while it runs."""
+    return [(name, _as_set(value)) for name, value in sorted(settings.items())]
+
+
+def _as_set(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return formats.or_dash(",".join(map(str, value)))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.6g}" if isinstance(value, float) else formats.or_dash(value)
 
 
 def _step(job: dict[str, Any]) -> str:

@@ -36,7 +36,7 @@ def json_file(option: str, path: Path) -> Any:
     except OSError as error:
         raise BadUsage(f"{option} {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise BadUsage(f"{option} {path} is no JSON: {error}") from error
+        raise BadUsage(f"{option} {path} is not JSON: {error}") from error
 
 
 def pairs(option: str, texts: list[str]) -> list[tuple[str, str]]:

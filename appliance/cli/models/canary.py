@@ -13,6 +13,8 @@ from appliance.cli.errors import BadUsage
 
 MODEL = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)]
 
+_SHARE, _WATCHED, _REQUESTS = "10%", "10m", 50
+
 app = group("Canaries; `appliance model` takes these commands in.")
 
 
@@ -28,10 +30,14 @@ def canary(
     session: Session,
     model: MODEL,
     version: Annotated[str | None, typer.Argument(metavar="[VERSION]")] = None,
-    share: Annotated[str, typer.Option("--share", metavar="PERCENT", help="At most 90%.")] = "10%",
+    share: Annotated[str, typer.Option("--share", metavar="PERCENT", help="At most 90%.")] = _SHARE,
     auto: Annotated[bool, typer.Option("--auto", help="Promote it or roll it back without being asked.")] = False,
-    watch_for: Annotated[str, typer.Option("--for", metavar="TIME", help="How long it is watched: 10m, 2h.")] = "10m",
-    min_requests: Annotated[int, typer.Option("--min-requests", metavar="N", min=1, help="Of each version.")] = 50,
+    watch_for: Annotated[
+        str, typer.Option("--for", metavar="TIME", help="How long it is watched: 10m, 2h.")
+    ] = _WATCHED,
+    min_requests: Annotated[
+        int, typer.Option("--min-requests", metavar="N", min=1, help="Of each version.")
+    ] = _REQUESTS,
 ) -> None:
     """Give a version a share of a model's requests and compare it with the one before; without VERSION, show that.
 
@@ -41,6 +47,8 @@ def canary(
     """
     path = f"{paths.model(model)}/canary"
     if version is None:
+        if auto or (share, watch_for, min_requests) != (_SHARE, _WATCHED, _REQUESTS):
+            raise BadUsage(f"which version is to get a share? `appliance model show {model}` lists those of {model}")
         session.show(session.client.get(path), fields)
         return
     watch_s = seconds_given("--for", watch_for)

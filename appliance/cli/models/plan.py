@@ -180,7 +180,7 @@ def _table(plan: dict[str, Any]) -> Any:
             ("data", _data(plan["data"])),
             ("with", chosen),
             ("steps", plan["data"]["steps"]),
-            ("may run on", f"{formats.or_dash(plan['sizes'])} devices"),
+            ("may run on", _sizes_of(plan["sizes"])),
         ]
     return output.stack(
         output.fields(*about),
@@ -192,6 +192,12 @@ def _table(plan: dict[str, Any]) -> Any:
         "Instead: " + "; ".join(plan["instead"]) if plan["instead"] else None,
         verdict,
     )
+
+
+def _sizes_of(sizes: list[int]) -> str:
+    if not sizes:
+        return "no number of devices"
+    return f"{', '.join(map(str, sizes))} device{'' if sizes == [1] else 's'}"
 
 
 def _short(value: Any) -> str:

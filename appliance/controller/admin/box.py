@@ -66,6 +66,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             },
             "memory": now["memory"],
             "handover": handover_view(now["handover"]),
+            "doctor": context.doctor_findings(),
             "degraded": [*context.background.degraded(), *context.main_troubles()],
             "troubles": now["troubles"],
             "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes],

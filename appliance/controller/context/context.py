@@ -42,7 +42,8 @@ class ControllerContext:
     adapter_rank_limit: the largest LoRA rank that engines of a model accept, 0: none. load: the gateways' reports.
     models_shared: call it when access to a model has changed, to inform the gateways. background: tasks of this
     process. main_troubles: troubles of the processes that the main process supervises, in the form of
-    `BackgroundTasks.degraded`. doctor: its findings (`appliance.wiring.doctor_process`)."""
+    `BackgroundTasks.degraded`. doctor_findings: what is wrong, as the doctor last saw it. doctor: its
+    findings now (`appliance.wiring.doctor_process`)."""
 
     db: Database
     files_dir: Path
@@ -66,6 +67,7 @@ class ControllerContext:
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
     last_backup: Callable[[], LastBackup | None] = lambda: None
     main_troubles: Callable[[], list[dict[str, Any]]] = list
+    doctor_findings: Callable[[], list[dict[str, Any]]] = list
     file_work: FileWork = field(default_factory=FileWork)
     doctor: Callable[[], Awaitable[dict[str, Any]]] = _no_doctor
 

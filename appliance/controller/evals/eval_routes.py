@@ -255,7 +255,7 @@ def _criteria(context: ControllerContext, body: EvalCreate, caller: Principal) -
         grader = grader_of(context, given, caller, f"testing_criteria.{place}")
         if grader.name in kept:
             raise BadRequest(
-                f"Two testing criteria are called {shown(grader.name)}; results are told by name.",
+                f"Two testing criteria are called {shown(grader.name)}; results are listed by name.",
                 param=f"testing_criteria.{place}.name",
                 code="invalid_grader",
             )

@@ -191,7 +191,7 @@ def check_sampled(source: Sampled) -> None:
         templates.check(f"{{{{{source.input_messages.item_reference}}}}}", "input_messages.item_reference")
     for place, tool in enumerate((source.sampling_params.tools if source.sampling_params else None) or []):
         if tool.get("type") != "function":
-            raise InvalidGrader(f"sampling_params.tools.{place}", "is no function; a box runs no tools of its own")
+            raise InvalidGrader(f"sampling_params.tools.{place}", "is not a function; a box runs no tools of its own")
 
 
 def body_of(source: Sampled, item: dict[str, Any]) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _messages(source: Sampled, item: dict[str, Any]) -> list[dict[str, Any]]:
     if isinstance(source.input_messages, ItemReference):
         found = templates.value(source.input_messages.item_reference, empty, item)
         if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
-            raise GradingFailed(f"{source.input_messages.item_reference} is no list of messages", _LACKS)
+            raise GradingFailed(f"{source.input_messages.item_reference} is not a list of messages", _LACKS)
         return found
     assert source.input_messages is not None
     messages = []

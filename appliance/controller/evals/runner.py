@@ -383,7 +383,7 @@ def _entry(number: int, line: bytes) -> dict[str, Any]:
         # By the parser of requests: pydantic's takes NaN, and integers that no engine can be told.
         return requests.Entry.model_validate(orjson.loads(line)).model_dump()
     except orjson.JSONDecodeError as error:
-        raise _Failed("invalid_data", f"Line {number} is no JSON: {error}.") from None
+        raise _Failed("invalid_data", f"Line {number} is not JSON: {error}.") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the line"

@@ -25,8 +25,8 @@ _LIMITS, _CHAT = Limits(), resolve(b"POST", b"/v1/chat/completions")
 
 
 def grader_of(context: ControllerContext, given: Any, caller: Principal, param: str = "grader") -> Grader:
-    """Raises BadRequest for what is no grader, or one that this machine cannot run; Forbidden and NotFound for one that
-    asks a model which the caller may not ask."""
+    """Raises BadRequest for what is not a grader, or one that this machine cannot run; Forbidden and NotFound for one
+    that asks a model which the caller may not ask."""
     try:
         grader = parse(given)
     except InvalidGrader as error:

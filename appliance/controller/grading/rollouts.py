@@ -27,7 +27,7 @@ class RolloutGrading:
 
     async def grade(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
         """{"rewards", "errors"} of the question's "samples", {"text", "item"}, in their order. One that the box could
-        not grade has None; one that the grader failed at has 0. An answer that is no JSON where JSON is read is no
+        not grade has None; one that the grader failed at has 0. An answer that is not JSON where JSON is read is no
         error, but what the model has to learn. {"failed"}, in words, where the job cannot go on."""
         samples = question["samples"]
         row, found = jobs.find(self._db, job_id), job_records.find_grader(self._db, job_id)

@@ -67,7 +67,7 @@ def check_values(text: bytes, most: int) -> None:
 
 
 async def parsed(text: bytes, weight: int) -> Any:
-    """Raises BadRequest for too many values, orjson.JSONDecodeError for what is no JSON."""
+    """Raises BadRequest for too many values, orjson.JSONDecodeError for what is not JSON."""
     if len(text) <= _PARSED_HERE:
         return _parsed(text, weight)
     return await asyncio.to_thread(_parsed, text, weight)

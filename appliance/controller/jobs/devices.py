@@ -52,7 +52,7 @@ def check(min_devices: int | None, max_devices: int | None, asked_sizes: list[in
 
 
 def check_room(min_devices: int | None, asked_sizes: list[int] | None, nodes: NodeSizes) -> None:
-    """At least one requested size must fit on a node. A larger `max_devices` is no error: it is only an upper limit.
+    """At least one requested size must fit on a node. A larger `max_devices` is not an error: it only limits.
     Raises BadRequest."""
     nodes.refuse_more("min_devices", min_devices or 1)
     if asked_sizes:

@@ -331,7 +331,7 @@ class JobEvents:
         if tells:
             data = {key: event.get(key) for key in ("step", "bytes", "seconds", "stall_s")} | {"written": written}
             others = written - before.get("told", 0) - 1
-            more = f" ({others} other{'s' if others > 1 else ''} since the last that was told)" if others else ""
+            more = f" ({others} other{'s' if others > 1 else ''} since the last one shown)" if others else ""
             add_message(self._db, row.id, f"Snapshot of step {step}{_written(event)}{more}", data=data)
 
     def _message(self, row: JobRow, event: dict[str, Any]) -> None:

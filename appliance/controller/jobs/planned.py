@@ -81,6 +81,9 @@ def planned(
 ) -> dict[str, Any]:
     """counted: whether `dataset` was, or is only assumed."""
     fields = chosen.resolved
+    answer = verdict.as_dict()
+    if counted:
+        answer["warnings"] += settings.cut_examples(method, dataset, fields)
     common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
     return {
         "object": "plan",
@@ -95,7 +98,7 @@ def planned(
             "longest_example_tokens": dataset.longest_example_tokens,
             "steps": auto.steps(method.rows(dataset), fields),
         },
-        **verdict.as_dict(),
+        **answer,
     }
 
 
@@ -107,7 +110,7 @@ def imagine(given: str) -> Imagined:
     config = _read(path) if path.is_file() else shape_named(given)
     if config is None:
         raise BadShape(
-            f"{given!r} is no directory with a config.json, no such file and no known shape; the known ones are "
+            f"{given!r} is not a directory with a config.json, no such file and no known shape; the known ones are "
             f"{', '.join(sorted(SHAPES))}"
         )
     count = parameters_of(config)
@@ -129,7 +132,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise BadShape(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
-        raise BadShape(f"{path} is no config.json: it holds no JSON object")
+        raise BadShape(f"{path} is not a config.json: it holds no JSON object")
     return found
 
 

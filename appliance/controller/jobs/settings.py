@@ -112,6 +112,17 @@ def refuse_without_validation(resolved: dict[str, Any]) -> None:
             raise InvalidHyperparameter(name, resolved[name], expected)
 
 
+def cut_examples(method: Method, dataset: auto.DatasetStats, resolved: dict[str, Any]) -> list[str]:
+    """A warning where max_length cuts examples of a counted dataset; prompts are never cut."""
+    longest, most = dataset.longest_example_tokens, resolved["max_length"]
+    if method.rolls_out or longest <= most:
+        return []
+    return [
+        f"The longest example has {longest:,} tokens and max_length is {most:,}: what is beyond is cut off, and an "
+        "example with nothing left to learn is left out, or refused by the method."
+    ]
+
+
 def choose_on_box(
     context: ControllerContext,
     base: Resolved,

@@ -28,7 +28,7 @@ def output_of(
     if body.publish_as is None:
         if not body.activate:
             raise BadRequest(
-                "'activate' is about a name that has an answering version already: give 'publish_as' with it.",
+                "'activate' is for a name that already has an active version: give 'publish_as' with it.",
                 param="activate",
                 code="invalid_value",
             )

@@ -159,7 +159,8 @@ class JobValidation:
             fail(db, row.id, "insufficient_memory", " ".join(verdict.problems) + instead)
             return
         # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
-        sizes, told = list(verdict.sizes), [*told, *(("warn", text) for text in verdict.warnings)]
+        cut = settings.cut_examples(method, settings.dataset_of(report), chosen.resolved)
+        sizes, told = list(verdict.sizes), [*told, *(("warn", text) for text in (*verdict.warnings, *cut))]
         with db.transaction():
             for level, text in told:
                 add_message(db, row.id, text, level=level)

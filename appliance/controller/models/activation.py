@@ -36,7 +36,7 @@ class Activations:
             try:
                 back = models.reactivate(self._context.db, row.id, failed=version, previous=row.active_version)
             except RowNotFound as error:
-                raise SwapFailed(row.id, version, "what it would go back to was deleted meanwhile") from error
+                raise SwapFailed(row.id, version, "the version it would go back to was deleted meanwhile") from error
             if back:
                 self._context.scheduler.nudge(f"{row.id} stays at {row.active_version}")
             raise

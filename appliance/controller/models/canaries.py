@@ -118,6 +118,7 @@ class Canaries:
         there is none, or if the swap failed; it then stays a canary."""
         async with self._ending, self._activations.lock(model):
             if carried is not None and (told := carried.before(lambda: self._promotion(model))) is not None:
+                record(self._context, caller, "model.promote", model, before=told["from"], to=told["to"], repeated=True)
                 return told
             row, found = self._running(model), stored_model(self._context.db, model)
             compared = self.compared(row)
@@ -157,6 +158,9 @@ class Canaries:
         Conflict: there is no canary."""
         async with self._ending:
             if carried is not None and (told := carried.before(lambda: self._return(model))) is not None:
+                record(
+                    self._context, caller, "model.rollback", model, before=told["from"], to=told["to"], repeated=True
+                )
                 return told
             row, found = self._running(model), stored_model(self._context.db, model)
             self._end(row, "rolled_back", reason, self.compared(row))

@@ -20,6 +20,7 @@ from train.plan import estimate
 from train.plan.estimate import ModelShape
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
+_LEAST_TOKENS = 512  # of a row; a shorter one saves little, and cuts examples
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,8 @@ def job(
         },
     }
     instead = tuple(_smaller_jobs(shape, fields, sizes, box, method)) if not fitting or offload.problems() else ()
+    if not fitting and not instead:
+        problems.append("No milder setting fits either: it needs more devices, larger ones, or a smaller model.")
     return Verdict(not problems, tuple(problems), instead, numbers, waits, tuple(warnings), fitting)
 
 
@@ -261,7 +264,7 @@ def serve(
 def _smaller_jobs(
     shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts, method: Method
 ) -> Iterator[str]:
-    """Changes that make it fit: the two mildest, and LoRA instead of full training."""
+    """Changes that make it fit: the two mildest, and LoRA instead of full training; shorter rows where none does."""
     thrifty = {"activation_checkpointing": True, "zero_stage": 3}
     cut = fields.get("tensor_parallel", 1) > 1
     changes: list[tuple[str, dict[str, Any]]] = []
@@ -284,12 +287,35 @@ def _smaller_jobs(
         )
     tried = ((name, {**fields, **change}) for name, change in changes)
     mild = (text for name, other in tried if (text := _fitting(shape, other, name, sizes, box, method)))
-    yield from islice(mild, 2)
-    if fields["full"] and not cut:
-        adapters = {"full": False, "activation_checkpointing": True}
-        name = f"LoRA (full false, lora_rank {fields['lora_rank']})"
-        if text := _fitting(shape, {**fields, **adapters}, name, sizes, box, method):
+    found = list(islice(mild, 2))
+    if not cut:
+        found += islice(_adapters(shape, fields, sizes, box, method), 1)
+    yield from found or islice(_shorter(shape, {**fields, **({} if cut else thrifty)}, sizes, box, method), 1)
+
+
+def _adapters(
+    shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts, method: Method
+) -> Iterator[str]:
+    """LoRA instead of full training, with the base whole on every device before it is shared out."""
+    if not fields["full"]:
+        return
+    adapters = {**fields, "full": False, "activation_checkpointing": True}
+    name = f"LoRA (full false, lora_rank {fields['lora_rank']})"
+    for more, change in (("", {}), (" with zero_stage 3", {"zero_stage": 3})):
+        if text := _fitting(shape, adapters | change, name + more, sizes, box, method):
             yield text
+
+
+def _shorter(
+    shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts, method: Method
+) -> Iterator[str]:
+    """Rows of half the tokens, a quarter, and so on, with all else that saves memory."""
+    tokens = fields["max_length"] // 2
+    while tokens >= _LEAST_TOKENS:
+        name = f"max_length {tokens} with zero_stage {fields['zero_stage']} and activation_checkpointing true"
+        if text := _fitting(shape, {**fields, "max_length": tokens}, name, sizes, box, method):
+            yield text
+        tokens //= 2
 
 
 def _fitting(

@@ -54,8 +54,8 @@ def adapter_base(context: ControllerContext, found: AdapterFound, asked: str | N
     path = version.disk_path or version.shm_path
     if path is None:
         raise Conflict(
-            f"The files of {row.id} {version.version} are in a tier below the disk; ask the model once, and import "
-            "again.",
+            f"The files of {row.id} {version.version} are in a tier below the disk; send the model one request, and "
+            "import again.",
             param="base",
             code="base_not_here",
         )
@@ -87,7 +87,7 @@ def _check_same_kind(db: Database, name: str, base: str) -> None:
     before = active.meta.get("adapter") if active is not None else None
     if before is None or before["base"] != base:
         raise Conflict(
-            f"The model {shown(name)} exists and is no adapter of {base}; choose another name with --name.",
+            f"The model {shown(name)} exists and is not an adapter of {base}; choose another name with --name.",
             param="name",
             code="model_exists",
         )

@@ -279,7 +279,7 @@ def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> 
 
 
 def event_code(data: Any) -> int | None:
-    """HTTP-like status inside an error event of vLLM's stream, or None if `data` is no error event."""
+    """HTTP-like status inside an error event of vLLM's stream, or None if `data` is not an error event."""
     if not isinstance(data, dict) or not isinstance(data.get("error"), dict):
         return None
     code = data["error"].get("code")
@@ -299,7 +299,7 @@ _VALUES = re.compile(r" \(parameter=\w+(?:, value=.*)?\)\Z", re.DOTALL)
 # How vLLM lists what does not fit its types: a line for each type that a value was held against.
 _MISMATCHES = re.compile(r"[0-9]+ validation errors?:\n")
 _MISMATCH = re.compile(r"'type': '(?P<type>[^']*)', 'loc': '(?P<loc>[^']*)', 'msg': (?P<msg>'[^']*'|\"[^\"]*\")")
-# That a value is not of one type is no fault where another type fits but for something else.
+# That a value is not of one type is not a fault where another type fits but for something else.
 _OTHER_TYPE = ("_type", "literal_error", "model_attributes_type")
 _MESSAGE_CHARS = 2000
 

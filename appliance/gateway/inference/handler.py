@@ -170,8 +170,8 @@ class InferenceHandler(Placement):
             self._failed(errors.engine_failed(), died=False, blame=False)
             return
         if conn.reused and not conn.answered:
-            # Either the engine had just closed an idle connection, which is no failure, or it died. A dead one takes no
-            # new connection.
+            # Either the engine had just closed an idle connection, which is not a failure, or it died. A dead one takes
+            # no new connection.
             attempt.reconnects = True
             attempt.connecting = self.state.pool.connect(conn.path, self._connected)
             return
@@ -237,7 +237,7 @@ class InferenceHandler(Placement):
             # it, or avoiding the replica, would let one client starve the others.
             if moved:
                 error = errors.unavailable(error.message, "model_not_ready", self.state.config.holds.retry_after_s)
-            # A missing adapter is no fault of the engine, which still serves its base and other adapters.
+            # A missing adapter is not a fault of the engine, which still serves its base and other adapters.
             self._failed(error, died=not moved, blame=not (moved and self._is_adapter()))
             return
         if status in (401, 403):

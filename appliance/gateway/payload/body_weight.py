@@ -42,7 +42,7 @@ def check_weight(text: bytes, most: int) -> None:
 
 def check_inner(name: str, texts: list[str], most: int, depth: int) -> None:
     """Raises HttpError 400 if the values of JSON texts within a body weigh more than `most` together, or if one is
-    nested deeper than `depth`. A text that is no JSON counts up to where a parser would stop, and beyond."""
+    nested deeper than `depth`. A text that is not JSON counts up to where a parser would stop, and beyond."""
     weight, exact = 0, 0
     for text in texts:
         raw = text.encode("utf-8", "replace")

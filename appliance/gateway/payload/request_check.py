@@ -231,7 +231,7 @@ def _plain_messages(messages: Any) -> bool:
             return False
         role = message["role"]
         if type(role) is not str or role not in _PLAIN_ROLES:
-            return False  # of what is no string, a set cannot be asked: a list as role was a TypeError
+            return False  # of what is not a string, a set cannot be asked: a list as role was a TypeError
         if len(message) == 2 and type(message.get("content")) is str:
             continue  # as most are: the loop costs 1 % of a plain request
         for name, part in message.items():

@@ -135,7 +135,7 @@ def _structured_outputs(wanted: Any, budget: _Budget) -> None:
         try:
             schema = orjson.loads(schema)
         except orjson.JSONDecodeError as error:
-            raise errors.bad_request(f"`{name}.json` is no JSON: {error}", param=name) from None
+            raise errors.bad_request(f"`{name}.json` is not JSON: {error}", param=name) from None
     if schema is not None:
         budget.schema(name, schema)
     regex = wanted.get("regex")

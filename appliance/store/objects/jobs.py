@@ -43,11 +43,14 @@ def page(
 ) -> Page[JobRow]:
     """Newest first. viewer: the owner who asks, None for an admin. metadata: only jobs that carry all these pairs;
     null_metadata: only jobs without metadata."""
-    conditions, parameters = ["1"], []
-    for key, value in (metadata or {}).items():
-        # Keys are bound like values: a JSON path built from a key would be an injection.
-        conditions.append("EXISTS (SELECT 1 FROM json_each(jobs.metadata) AS m WHERE m.key = ? AND m.value = ?)")
-        parameters += [key, value]
+    conditions, parameters = ["1"], list[Any]()
+    if metadata:
+        # Keys are bound like values: a JSON path built from a key would be an injection. All pairs in one look: sixteen
+        # looks at each of an owner's 2,200 jobs held the loop for 0.15 s.
+        pairs = ", ".join(["(?, ?)"] * len(metadata))
+        among = f"SELECT count(*) FROM json_each(jobs.metadata) AS m WHERE (m.key, m.value) IN (VALUES {pairs})"
+        conditions.append(f"({among}) = ?")
+        parameters += [*(part for pair in metadata.items() for part in pair), len(metadata)]
     if null_metadata:
         conditions.append("metadata IS NULL")
     where = " AND ".join(conditions)

@@ -90,6 +90,8 @@ def pseudonymise(db: Database, owner: str, pseudonym: str) -> None:
             error = {**row.error, "message": NAMELESS} if row.error else None
             jobs.update(db, job_id, metadata=None, integrations=None, error=error, reason="", suffix=None)
         audited(db, names, mine, pseudonym)
+        # What a request of an administrator has changed, kept in case it comes again, names models.
+        db.execute("DELETE FROM idempotency WHERE instr(lower(resource_id), ?)", [owner.lower()])
         for number, key in enumerate(known, 1):
             keys.update(db, key.id, name=f"{pseudonym}-{number}")
         for table in _with_column(db, "owner"):

@@ -25,10 +25,20 @@ const PAGES = [
   { id: "audit", scopes: ["admin"], page: Audit },
 ];
 
+const IDLE_MS = 8 * 3600 * 1000;
+
 /** The page's id and what follows it, of an address like #/jobs/ID. */
 function placeOf(hash) {
-  const [id, ...rest] = hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+  const [id, ...rest] = hash.replace(/^#\/?/, "").split("/").map(decoded);
   return { id, rest };
+}
+
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part; // an address that somebody cut short
+  }
 }
 
 function usePlace() {
@@ -109,7 +119,24 @@ function Shell({ who, onOut }) {
   const page = PAGES.find((one) => one.id === place.id) || shown[0] || PAGES[0];
   const first = useRef(true);
   useEffect(() => {
+    // A key in a page that was left open is a key for whoever comes by.
+    let timer = 0;
+    const seen = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => onOut(t("login.idle")), IDLE_MS);
+    };
+    const signs = ["pointerdown", "keydown", "wheel"];
+    signs.forEach((sign) => addEventListener(sign, seen, { passive: true }));
+    seen();
+    return () => {
+      clearTimeout(timer);
+      signs.forEach((sign) => removeEventListener(sign, seen));
+    };
+  }, []);
+  useEffect(() => {
     document.title = `${t(`nav.${page.id}`)} · appliance`;
+    const current = document.querySelector("nav a[aria-current]");
+    if (current) current.scrollIntoView({ block: "nearest", inline: "center" });
     // A screen reader begins at the new page's heading; not on arrival, where the browser begins by itself.
     if (!first.current && heading.current) heading.current.focus();
     first.current = false;
@@ -129,7 +156,7 @@ function Shell({ who, onOut }) {
     </aside>
     <main id="main">
       <h1 ref=${heading} tabindex="-1">${t(`nav.${page.id}`)}</h1>
-      <${Guarded} key=${page.id}>
+      <${Guarded} key=${[page.id, ...place.rest].join("/")}>
         ${sees(who, page) ? html`<${page.page} rest=${place.rest} />` : html`<${NeedsScope} scopes=${page.scopes} />`}
       </${Guarded}>
     </main>

@@ -1,6 +1,7 @@
 // What all pages are made of: hooks that keep data fresh, and small accessible parts.
 import { Component, h, html, render, createContext, useCallback, useContext, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 import { BoxError } from "./api.js";
+import { ago, number } from "./format.js";
 import { t } from "./i18n.js";
 
 export { Component, h, html, render, createContext, useCallback, useContext, useEffect, useLayoutEffect, useMemo, useRef, useState };
@@ -117,6 +118,11 @@ export function stateWord(state) {
   return text === name ? state : text;
 }
 
+/** One of `degraded` of /admin/v1/status as a sentence. */
+export function degradedWord(one) {
+  return t("box.degraded", { what: one.name, n: number(one.failures), time: ago(one.since_s), why: one.why });
+}
+
 /** A part of a page with its heading. */
 export function Card({ title, aside, children, class: more = "" }) {
   return html`<section class=${`card ${more}`}>
@@ -125,12 +131,12 @@ export function Card({ title, aside, children, class: more = "" }) {
   </section>`;
 }
 
-/** columns: [heading, cell(row), class]. */
+/** columns: [heading, cell(row), class]; a column without a heading has buttons. */
 export function Table({ label, columns, rows, empty, rowKey }) {
   if (!rows.length) return html`<p class="empty">${empty}</p>`;
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${label}>
     <table>
-      <thead><tr>${columns.map(([heading, , kind]) => html`<th scope="col" class=${kind}>${heading}</th>`)}</tr></thead>
+      <thead><tr>${columns.map(([heading, , kind]) => html`<th scope="col" class=${kind}>${heading || html`<span class="visually-hidden">${t("acts")}</span>`}</th>`)}</tr></thead>
       <tbody>
         ${rows.map((row, place) => html`<tr key=${rowKey ? rowKey(row) : place}>
           ${columns.map(([, cell, kind]) => html`<td class=${kind}>${cell(row)}</td>`)}

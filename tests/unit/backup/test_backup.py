@@ -336,3 +336,14 @@ def test_a_box_that_was_set_up_anew_does_not_push_out_the_backups_of_the_one_bef
     shutil.rmtree(paths.data_dir)
     restore(place, None, paths.data_dir)
     assert take(paths, place, clock=lambda: 3e9 + 5).box_id == made.box_id
+
+
+def test_a_mount_that_is_lost_is_not_filled(paths, place):
+    take(paths, place)
+    shutil.rmtree(place.root)
+    place.root.mkdir()
+    with pytest.raises(BackupError, match="is it mounted"):
+        take(paths, place)
+    assert not list(place.root.iterdir())
+    paths.last_backup.unlink()
+    assert take(paths, place).new_bytes

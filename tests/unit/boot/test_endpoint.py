@@ -115,5 +115,5 @@ def test_what_cannot_be_listened_on_is_named():
         port = unused.getsockname()[1]
     assert endpoint.why_not("127.0.0.1", port) == ""
     assert endpoint.why_not("localhost", port) == ""
-    assert "no address of this machine" in endpoint.why_not("192.0.2.1", port)
-    assert "is no address" in endpoint.why_not("nobody.invalid", port)
+    assert "not an address of this machine" in endpoint.why_not("192.0.2.1", port)
+    assert "is not an address" in endpoint.why_not("nobody.invalid", port)

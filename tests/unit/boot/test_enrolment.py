@@ -278,7 +278,7 @@ def test_the_command_removes_a_node_where_there_may_be_any_and_never_the_box(tmp
     assert enrolment.main([*asked, "n1"]) == 1 and "no other machine can join" in capsys.readouterr().err
     removed = Authority(paths.certificates).prepare("n0", "127.0.0.1").files.removed
     for wrong in ("n0", "N 1", ""):
-        assert enrolment.main([*asked, wrong]) == 1 and "is no node" in capsys.readouterr().err
+        assert enrolment.main([*asked, wrong]) == 1 and "is not a node" in capsys.readouterr().err
     assert enrolment.main([*asked, "n1"]) == 0 and removed.out() == {"n1"}
 
 

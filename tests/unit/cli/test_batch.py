@@ -28,3 +28,9 @@ def test_a_bad_file_is_told_line_by_line(box: ControlledBox, tmp_path):
     refused = box.run("batch", "create", write(tmp_path, 1, 1), "--wait")
     assert refused.exit_code == 1 and "line 2: The custom_id 'r1' is used twice" in refused.output
     assert box.run("batch", "show", "batch_none").exit_code == 3
+
+
+def test_many_bad_lines_are_shown_once_with_how_many_are_left_out(box: ControlledBox, tmp_path):
+    refused = box.run("batch", "create", write(tmp_path, *[1] * 31), "--wait")
+    assert refused.stdout.count("is used twice") == 20 and "10 more; -o json has them" in refused.stdout
+    assert refused.stderr.count("is used twice") == 1 and "(and 29 more)" in refused.stderr

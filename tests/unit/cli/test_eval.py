@@ -53,7 +53,7 @@ def test_bad_suites_and_graders_are_named(box: ControlledBox, tmp_path: Path):
     assert "give either --grader" in box.run("eval", "run", "starter", suite, path).output
     Path(grader[1]).write_text("{")
     Path(path).write_text('{"messages": []}\n')
-    assert "is no JSON" in box.run("eval", "run", "starter", suite, path, *grader).output
+    assert "is not JSON" in box.run("eval", "run", "starter", suite, path, *grader).output
     unknown = box.run("eval", "run", "absent", *written(tmp_path, "4"))
     assert unknown.exit_code == 3 and "absent" in unknown.output
 

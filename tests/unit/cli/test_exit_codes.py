@@ -38,7 +38,7 @@ def test_an_answer_without_an_error_object(prepared):
     assert "answered 500" in prepared.run("gpu", "list").stderr
     prepared.prepare("GET", "/admin/v1/devices", (200, b"<html>hello"))
     wrong = prepared.run("gpu", "list")
-    assert wrong.exit_code == 1 and "this is no appliance" in wrong.stderr
+    assert wrong.exit_code == 1 and "this is not an appliance" in wrong.stderr
 
 
 def test_nobody_answers():

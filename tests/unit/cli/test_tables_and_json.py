@@ -85,9 +85,11 @@ def test_status(box, tmp_path):
         "jobs",
         "memory",
         "handover",
+        "doctor",
         "degraded",
         "troubles",
         "notes",
+        "requests",
     }
     assert set(answer["box"]) >= {"id", "version", "url", "started_s", "data_dir"}
     assert set(answer["mode"]) == {"policy", "train_devices"}
@@ -177,6 +179,9 @@ def test_model_canary_promote_and_roll_back(box):
     assert box.run("model", "promote", "starter").stdout.strip() == "starter: v2 -> v1"
     for wrong in (("--share", "95%"), ("--share", "much"), ("--for", "soon")):
         assert box.run("model", "canary", "starter", "v2", *wrong).exit_code == 2
+    for alone in (("--share", "50%"), ("--auto",), ("--for", "1h"), ("--min-requests", "9")):
+        forgotten = box.run("model", "canary", "starter", *alone)
+        assert forgotten.exit_code == 2 and "which version" in forgotten.stderr, "not the state of an older one"
 
 
 def test_model_import_starter_verify_rollback_rm(box, tmp_path):
@@ -253,6 +258,23 @@ def test_a_long_reason_is_cut_in_the_list_and_whole_with_the_job(box, tmp_path):
     (line,) = [line for line in box.run("job", "list").stdout.splitlines() if job_id in line]
     assert line.endswith("…") and len(line) < 400
     assert "another end" in box.run("job", "get", job_id).stdout
+
+
+def test_settings_of_a_job_stand_as_set_takes_them(prepared):
+    settings = {"full": False, "learning_rate": 0.00029067546140603784, "lora_targets": [], "snapshot_every_s": None}
+    job = {name: None for name in ("reason", "fine_tuned_model", "devices", "owner", "deadline_s", "loss", "step")}
+    job |= {"tokens_per_s": None, "created_s": 0.0, "resolved": settings | {"beta": 0.1, "lora_rank": 16}}
+    job |= {"id": "ftjob-1", "status": "queued", "phase": "queued", "model": "m", "priority": 0, "preemptible": True}
+    prepared.prepare("GET", "/admin/v1/jobs/ftjob-1", (200, job))
+    shown = dict(line.split() for line in prepared.run("job", "get", "ftjob-1").stdout.splitlines()[-6:])
+    assert shown == {
+        "beta": "0.1",
+        "full": "false",
+        "learning_rate": "0.000290675",
+        "lora_rank": "16",
+        "lora_targets": "-",
+        "snapshot_every_s": "-",
+    }
 
 
 def test_pause_resume_cancel(box, tmp_path):

@@ -175,7 +175,7 @@ async def test_what_was_refused_leaves_none_and_what_broke_off_says_so(control: 
 
 
 async def test_a_refusal_that_came_after_the_first_change_is_told(control: Control):
-    """Whatever its status is. What others changed while it waited is no change of its own."""
+    """Whatever its status is. What others changed while it waited is not a change of its own."""
     begun = {"bytes": 3, "filename": "a", "mime_type": "text/plain", "purpose": "user_data"}
     upload = (await control.http.post("/v1/uploads", json=begun)).json()["id"]
     form = {"files": {"data": ("a", b"abc")}}

@@ -159,7 +159,7 @@ async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Contro
 
 @pytest.mark.parametrize("way", ["cancel", "delete", "revoke"])
 async def test_who_takes_it_back_pays_for_what_was_computed(control: Control, way: str, monkeypatch):
-    """A quota was no bound for who cancels before the end: 1,000 tokens of prompt each, as often as one likes."""
+    """A quota was not a bound for who cancels before the end: 1,000 tokens of prompt each, as often as one likes."""
     key_id = control.as_key("ann")
     begun = asyncio.Event()
 

@@ -103,7 +103,7 @@ async def test_a_gateway_gets_the_whole_table_and_every_change(bus: Bus, tmp_pat
     assert bus.set_models(models(r1="open")) == 102
     second = await gateway.table()
     assert second["generation"] == 102 and second["models"] == models(r1="open") and second["keys"] == first["keys"]
-    assert bus.set_models(models(r1="open")) == 102, "the same table again is no news"
+    assert bus.set_models(models(r1="open")) == 102, "the same table again is not news"
     bus.keys_changed({})
     assert (await gateway.table())["keys"] == {}
     await gateway.close()

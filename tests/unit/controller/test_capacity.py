@@ -46,6 +46,16 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
     assert smaller.fits
 
 
+def test_the_base_shared_out_shorter_rows_or_nothing_is_offered_where_lora_alone_does_not_fit():
+    a10s = BoxFacts(2, "cuda", 23_028 * 2**20, None, 1 << 62)
+    full = capacity.job(LLAMA_8B, fields(full=True, max_length=4096), (1, 2), a10s)
+    assert any("LoRA" in text and "zero_stage 3 on 2 devices" in text for text in full.instead)
+    long = capacity.job(LLAMA_8B, fields(max_length=8192, activation_checkpointing=True), (1,), a10s)
+    assert not long.fits and any(text.startswith("max_length ") for text in long.instead)
+    huge = capacity.job(LLAMA_70B, fields(LLAMA_70B), (1, 2), a10s)
+    assert not huge.instead and "more devices, larger ones, or a smaller model" in huge.problems[1]
+
+
 def test_a_result_beyond_the_budget_can_never_fit():
     box = BoxFacts(8, "cuda", 80 * GIB, 100 * 10**9, 100 * 10**9)
     verdict = capacity.job(LLAMA_70B, fields(LLAMA_70B, full=False), SIZES, box)

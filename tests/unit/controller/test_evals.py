@@ -558,7 +558,7 @@ async def test_a_file_is_checked_and_stored_some_at_a_time(control: Control, mon
     assert row is not None and row.total == 2
     assert row.bytes == requests.own_bytes(row.data_source) + 2 * (26 + requests.ITEM_BYTES)
     go_on.set()
-    failed = await ended(control, eval_id, source)  # its last line is no item
+    failed = await ended(control, eval_id, source)  # its last line is not an item
     row = evals.find_run(control.db, failed.id)
     assert failed.error.code == "invalid_data" and there(failed.id) == 0
     assert row is not None and (row.total, row.bytes) == (0, requests.own_bytes(row.data_source))

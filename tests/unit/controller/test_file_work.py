@@ -58,6 +58,16 @@ def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(tmp_pat
         check_apart(source)
 
 
+def test_a_report_of_another_version_of_the_software_is_not_the_files_fault(tmp_path: Path, monkeypatch):
+    source, later = tmp_path / "in", tmp_path / "python"
+    source.write_bytes(chat_lines())
+    later.write_text("""#!/bin/sh\necho '{"shape": "chat", "errors": [], "of_a_later_version": 1}'\n""")
+    later.chmod(0o700)
+    monkeypatch.setattr(check_process.sys, "executable", str(later))
+    ((_, reason),) = check_apart(source).errors
+    assert "software was replaced" in reason and "appliance up" in reason and "CPU" not in reason
+
+
 async def test_large_files_are_checked_apart_when_they_come_and_when_a_job_takes_them(control: Control, monkeypatch):
     apart: list[Path] = []
     methods: list[str] = []

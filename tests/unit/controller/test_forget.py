@@ -205,6 +205,17 @@ async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(control:
     assert (await ask(control, cancel=True))["done"] and NAME not in written(control)
 
 
+async def test_what_was_changed_of_a_model_with_the_name_is_not_kept_in_case_it_comes_again(control: Control):
+    await Person(control, NAME).does_something_of_everything()
+    insert_model(control.db, f"{NAME}-bot", versions=("v1", "v2"))
+    path = f"/admin/v1/models/{NAME}-bot"
+    assert (await control.http.post(f"{path}/rollback", headers=ADMIN | {"idempotency-key": "k"})).status_code == 200
+    await control.http.delete(path, headers=ADMIN)
+    await ask(control, cancel=True)
+    kept = "\n".join(row["resource_id"] for row in control.db.execute("SELECT resource_id FROM idempotency"))
+    assert NAME not in kept
+
+
 async def test_the_copy_of_the_database_that_a_killed_backup_left_goes_too(control: Control):
     ann = Person(control, NAME)
     await ann.does_something_of_everything()

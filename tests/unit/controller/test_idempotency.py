@@ -12,7 +12,7 @@ from appliance.controller.files import upload_routes
 from appliance.controller.http.idempotency import NOT_ONCE
 from appliance.controller.interfaces.errors import SwapFailed
 from appliance.store.objects import models
-from appliance.store.records import canaries, keys, operations
+from appliance.store.records import audit, canaries, keys, operations
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_admin import ask, ended
 from tests.unit.controller.test_evals import CHECK, SCHEMA, given
@@ -193,6 +193,20 @@ async def test_long_work_is_begun_once_also_when_it_has_ended(control: Control, 
     third = await control.http.post(f"/admin/v1{path}", json=body, headers=ADMIN | {"x-stainless-retry-count": "1"})
     found = {one.json()["operation"]["id"] for one in (again, third, await repeated(control, path, body))}
     assert found == {done["id"]} == {row.id for row in operations.list_recent(control.db, 9)}
+    rows = audit.page(control.db, after=None, limit=9).data
+    assert [row.detail.get("repeated", False) for row in rows] == [True, True, True, False]
+    assert len({(row.action, row.target) for row in rows}) == 1
+
+
+async def test_long_work_that_failed_is_begun_again_by_a_retry_and_told_of_by_its_key(control: Control):
+    path, body = OPERATIONS["/admin/v1/models/import"]
+    first = (await repeated(control, path, body)).json()["operation"]["id"]
+    await ended(control, {"operation": {"id": first}})
+    control.db.execute("UPDATE operations SET state = 'failed' WHERE id = ?", [first])
+    models.delete(control.db, "x")
+    assert (await repeated(control, path, body)).json()["operation"]["id"] == first
+    retried = await control.http.post(f"/admin/v1{path}", json=body, headers=ADMIN | {"x-stainless-retry-count": "1"})
+    assert retried.status_code == 202 and retried.json()["operation"]["id"] != first
 
 
 async def test_a_roll_back_that_comes_twice_goes_back_one_version(control: Control):
@@ -200,6 +214,8 @@ async def test_a_roll_back_that_comes_twice_goes_back_one_version(control: Contr
     first, again = await repeated(control, "/models/m/rollback"), await repeated(control, "/models/m/rollback")
     assert first.status_code == again.status_code == 200 and again.json() == first.json() | {"swap": {}}
     assert models.find(control.db, "m").active_version == "v2"
+    told = [(row.action, row.detail.get("repeated")) for row in audit.page(control.db, after=None, limit=9).data]
+    assert told == [("model.rollback", True), ("model.rollback", None)]
     # What somebody has changed since stays so.
     await ask(control, "POST", "/models/m/rollback", json={"version": "v3"})
     assert (await repeated(control, "/models/m/rollback")).json()["to"] == "v2"

@@ -180,8 +180,8 @@ async def test_of_many_snapshots_one_a_minute_is_told_and_all_are_counted(
         events.ingest(job_id, {"event": "snapshot", "step": step, "path": f"/s{step}", "stall_s": 0.5})
     assert [text for text in await control.messages(job_id) if text.startswith("Snapshot")] == [
         "Snapshot of step 1",
-        "Snapshot of step 61 (59 others since the last that was told)",
-        "Snapshot of step 121 (59 others since the last that was told)",
+        "Snapshot of step 61 (59 others since the last one shown)",
+        "Snapshot of step 121 (59 others since the last one shown)",
     ]
     kept = jobs.get(control.db, job_id).snapshot
     assert kept is not None and (kept["step"], kept["path"]) == (124, "/s124")

@@ -380,6 +380,10 @@ async def test_lists_page_and_filter_by_metadata(control: Control):
     api = control.sdk.fine_tuning.jobs
     assert [job.id async for job in api.list(limit=2)] == [bare, *ids[::-1]]
     assert [job.id async for job in api.list(limit=1, metadata={"n": "1"})] == [ids[3], ids[1]]
+    both = await control.job(training_file=file_id, metadata={"n": "1", "of": "two"})
+    assert [job.id async for job in api.list(metadata={"n": "1", "of": "two"})] == [both]
+    assert [job.id async for job in api.list(metadata={"n": "0", "of": "two"})] == []
+    await api.cancel(both)
     nulls = await control.http.get("/v1/fine_tuning/jobs?metadata=null")
     assert [job["id"] for job in nulls.json()["data"]] == [bare]
     for query in ("metadata=null&metadata[n]=1", "metadata=1"):

@@ -81,6 +81,18 @@ def test_seventy_billion_on_eight_gpus_without_one():
     assert host["version_bytes"] < BILLION, "what a LoRA job publishes is an adapter"
 
 
+async def test_examples_that_are_cut_are_a_warning_of_plan_and_job_alike(control: Control):
+    line = {"messages": [{"role": "user", "content": "a " * 400}, {"role": "assistant", "content": "b"}]}
+    file_id = await control.upload(json.dumps(line).encode() + b"\n" + chat_lines(12))
+    given = {"max_length": 64}
+    told = (await ask(control, training_file=file_id, hyperparameters=given)).json()["warnings"]
+    assert "max_length is 64: what is beyond is cut off" in told[-1]
+    method = {"type": "supervised", "supervised": {"hyperparameters": given}}
+    assert told[-1] in await control.messages(await control.job(training_file=file_id, method=method))
+    longer = (await ask(control, training_file=file_id, hyperparameters={"max_length": 1024})).json()["warnings"]
+    assert not any("cut off" in text for text in longer)
+
+
 def test_a_config_may_be_a_file_or_its_directory(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2.5-7b"]))
     for given in (tmp_path, tmp_path / "config.json"):

@@ -76,7 +76,7 @@ def copy(
 
 
 async def send(control: Control, *copies: Any) -> int:
-    """As a gateway does, which is no key's."""
+    """As a gateway does, which has no key."""
     transport = httpx.ASGITransport(FromGateways(control.app, TOKEN))
     async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=GATEWAY) as gateway:
         sent = await gateway.post("/internal/responses", json=list(copies))

@@ -87,7 +87,7 @@ async def test_a_version_that_does_not_answer_at_once_is_a_canary_first(control:
         version["version"]: version["held_back"] for version in (await ask(control, "GET", "/models/fraud"))["versions"]
     }
     assert shown == {v1: False, v2: True, v3: False}
-    # What never answered is no version to go back to, unless somebody names it.
+    # What never answered is not a version to go back to, unless somebody names it.
     assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v1
     path = "/models/fraud/canary"
     await ask(control, "PUT", path, json={"version": v2})

@@ -362,7 +362,7 @@ EVIL: dict[str, dict[str, Any]] = {
     "deep in definitions": schema_of({"$defs": {"a": {"$defs": {"b": {"pattern": ".{1000}"}}}}}),
     "a schema as text": chat(structured_outputs={"json": orjson.dumps(nested(30)).decode()}),
     "a huge schema as text": chat(structured_outputs={"json": " " * 300_000}),
-    "a schema that is no JSON": chat(structured_outputs={"json": "{"}),
+    "a schema that is not JSON": chat(structured_outputs={"json": "{"}),
     "a regex that repeats": chat(structured_outputs={"regex": ".{1,1000}"}),
     "a regex of repeats of repeats": chat(structured_outputs={"regex": "(?:[a-z]{1,20} ){1,20}"}),
     "a repeat too large for a number": chat(structured_outputs={"regex": ".{1,99999999999999999999}"}),
@@ -645,7 +645,7 @@ def test_a_forced_function_of_the_older_kind_costs_what_a_forced_tool_costs():
 
 MANY = 50_000
 ODD = {
-    "tokens that are no tokens": (COMPLETIONS, {"model": "m", "prompt": [1, *[1.5] * MANY]}),
+    "tokens that are not tokens": (COMPLETIONS, {"model": "m", "prompt": [1, *[1.5] * MANY]}),
     "tokens below zero": (COMPLETIONS, {"model": "m", "prompt": [-1] * MANY}),
     "lists of tokens below zero": (COMPLETIONS, {"model": "m", "prompt": [[-1]] * MANY}),
     "tokens past any vocabulary": (COMPLETIONS, {"model": "m", "prompt": [1 << 32] * MANY}),
@@ -669,7 +669,7 @@ ODD = {
     ),
     "a system of numbers": (MESSAGES, {"system": [1] * MANY}),
     "tools without a type": (RESPONSES, {"tools": [{}] * 100}),
-    "tools that are no functions": (RESPONSES, {"tools": [{"type": "file_search", "vector_store_ids": [1] * MANY}]}),
+    "tools that are not functions": (RESPONSES, {"tools": [{"type": "file_search", "vector_store_ids": [1] * MANY}]}),
     "headers of a tool": (
         RESPONSES,
         {"tools": [{"type": "function", "name": "f", "headers": dict.fromkeys("ab", [1] * MANY)}]},

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from .conftest import Box, Start, chat, request_bytes
-from .upstreams import Reply, UpstreamRequest, answer_chat, chat_answer, chat_events
+from .upstreams import Reply, UpstreamRequest, answer_chat, chat_answer, chat_events, sends
 
 
 def _events(body: bytes) -> list[dict]:
@@ -69,7 +69,7 @@ async def test_death_mid_stream_is_said_not_hidden(box: Box, ending: str) -> Non
         if ending == "reset":
             reply.die()
         elif ending == "garbage":
-            await reply.raw(b"this is no chunk\r\n")
+            await reply.raw(b"this is not a chunk\r\n")
         else:
             await reply.end()
 
@@ -261,13 +261,7 @@ async def test_error_events_inside_a_stream_are_rewritten(box: Box) -> None:
 
 async def test_text_that_looks_like_an_error_is_left_alone(box: Box) -> None:
     events = b"".join(chat_events('data: {"error": {"code": 500}}', 'x"error"'))
-
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.sse_head()
-        await reply.chunk(events)
-        await reply.end()
-
-    box.engines["e0"].script = script
+    box.engines["e0"].script = sends(events)
     assert (await box.ask("POST", "/v1/chat/completions", chat(stream=True))).body == events
 
 
@@ -306,12 +300,7 @@ async def test_leaving_client_aborts_the_engine_at_once(box: Box, when: str) -> 
 
 
 async def test_many_disconnects_leave_nothing_behind(box: Box) -> None:
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.sse_head()
-        await reply.chunk(chat_events("a")[0])
-        await asyncio.sleep(60)
-
-    box.engines["e0"].script = script
+    box.engines["e0"].script = sends(chat_events("a")[0], ends=False)
     for _ in range(10):
         wires = [await box.connect() for _ in range(20)]
         for wire in wires:
@@ -363,12 +352,7 @@ async def test_a_client_may_hold_up_an_answer_no_longer_than_its_least_rate_allo
     box: Box, sent: int, stalled_s: float, stays: bool
 ) -> None:
     """Each pause is short, so that only their sum tells: 60 s, and what 8 KiB a second need for what was sent."""
-
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.sse_head()
-        await asyncio.Event().wait()
-
-    box.engines["e0"].script = script
+    box.engines["e0"].script = sends(ends=False)
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
     await box.until(lambda: any(conn.active_request for conn in box.state.connections))
@@ -398,14 +382,7 @@ async def test_an_idle_connection_ends_although_its_client_has_not_read_the_end_
 
 async def test_slow_reader_gets_everything(box: Box) -> None:
     events = [b"data: " + bytes([65 + i % 26]) * 50_000 + b"\n\n" for i in range(200)] + [b"data: [DONE]\n\n"]
-
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.sse_head()
-        for event in events:
-            await reply.chunk(event)
-        await reply.end()
-
-    box.engines["e0"].script = script
+    box.engines["e0"].script = sends(*events)
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
     await wire.head()

@@ -11,7 +11,7 @@ from typing import Any
 from appliance.gateway.state.reports import load_report
 
 from .conftest import KEY, Box, Start, chat, request_bytes
-from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events
+from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events, sends
 
 
 async def test_held_until_a_replica_opens_in_order(start_box: Start) -> None:
@@ -315,12 +315,7 @@ async def test_model_deleted_while_its_requests_wait(start_box: Start) -> None:
 
 
 async def test_key_revoked_mid_stream_ends_the_stream_and_refuses_the_next(box: Box) -> None:
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.sse_head()
-        await reply.chunk(chat_events("a")[0])
-        await asyncio.sleep(60)
-
-    box.engines["e0"].script = script
+    box.engines["e0"].script = sends(chat_events("a")[0], ends=False)
     wires = {}
     for key in ("sk-test-inference", "sk-test-all"):
         wires[key] = await box.connect()
@@ -361,13 +356,7 @@ async def test_shutdown_lets_streams_finish_and_refuses_new_ones(box: Box) -> No
 
 async def test_shutdown_deadline_ends_streams_with_an_error_event(start_box: Start) -> None:
     box = await start_box()
-
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.sse_head()
-        await reply.chunk(chat_events("a")[0])
-        await asyncio.sleep(60)
-
-    await box.engine("e0", script)
+    await box.engine("e0", sends(chat_events("a")[0], ends=False))
     box.serve("m", "e0")
     box.serve("cold")
     stream, held = await box.connect(), await box.connect()

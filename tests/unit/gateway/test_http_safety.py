@@ -39,7 +39,7 @@ MALFORMED = {
     "bare CR": POST + b"X-A: b\rContent-Length: 0\r\n\r\n" + SMUGGLED,
     "NUL in a header": POST + b"X-A: b\0c\r\n\r\n" + SMUGGLED,
     "space before colon": POST + b"Content-Length : 0\r\n\r\n" + SMUGGLED,
-    "chunk size is no number": POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nab\r\n0\r\n\r\n" + SMUGGLED,
+    "chunk size is not a number": POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nab\r\n0\r\n\r\n" + SMUGGLED,
     "chunk size with 0x": POST + b"Transfer-Encoding: chunked\r\n\r\n0x2\r\nab\r\n0\r\n\r\n" + SMUGGLED,
     "chunk longer than said": POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\nabcd\r\n0\r\n\r\n" + SMUGGLED,
     "chunk ended by bare LF": POST + b"Transfer-Encoding: chunked\r\n\r\n2\nab\n0\n\n" + SMUGGLED,

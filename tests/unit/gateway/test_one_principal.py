@@ -65,7 +65,7 @@ class Listener:
             while await self._one(reader, writer):
                 pass
         except asyncio.IncompleteReadError as error:
-            self.garbage.append(error.partial)  # a body that broke off, or bytes that are no head
+            self.garbage.append(error.partial)  # a body that broke off, or bytes that are not a head
         except (ConnectionError, asyncio.LimitOverrunError):
             pass
         finally:

@@ -74,7 +74,7 @@ BAD: dict[str, tuple[str, str | None]] = {
     "file image": (_image("file:///etc/passwd"), "image_url"),
     "userinfo trick": (_image("http://a\\@b/"), "image_url"),
     "upper-case scheme": (_image("HTTP://a/"), "image_url"),
-    "data URL that is no image": (_image("data:text/html,x"), "image_url"),
+    "data URL that is not an image": (_image("data:text/html,x"), "image_url"),
     "video": (
         '{"model":"m","messages":[{"role":"user","content":[{"type":"video_url",'
         '"video_url":{"url":"data:video/mp4;base64,AAAA"}}]}]}',

@@ -13,7 +13,7 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.routing.table import cache_salt
 
 from .conftest import Box, Start, request_bytes
-from .upstreams import Reply, UpstreamRequest
+from .upstreams import Reply, UpstreamRequest, sends
 
 URL = "/v1/responses"
 
@@ -51,10 +51,7 @@ def events(text: str = "hello") -> list[bytes]:
 
 async def answer_response(request: UpstreamRequest, reply: Reply) -> None:
     if request.json.get("stream"):
-        await reply.sse_head()
-        for one in events():
-            await reply.chunk(one)
-        await reply.end()
+        await sends(*events())(request, reply)
     else:
         await reply.json(answer())
 

@@ -23,7 +23,7 @@ from appliance.gateway.routing.table import Caller
 
 from .conftest import KEY, Box, Start, chat, request_bytes
 from .test_continuation import completion, events, greedy_engine, text_of
-from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events
+from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events, sends
 
 # --- the bucket
 
@@ -291,13 +291,7 @@ async def test_a_request_that_left_before_an_engine_had_it_costs_nothing(box: Bo
 
 
 async def test_a_stream_that_is_left_or_whose_key_is_revoked_pays_for_what_it_got(box: Box) -> None:
-    async def some(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.sse_head()
-        for event in chat_events("a", "b", "c", "d", done=False):
-            await reply.chunk(event)
-        await asyncio.Event().wait()
-
-    box.engines["e0"].script = some
+    box.engines["e0"].script = sends(*chat_events("a", "b", "c", "d", done=False), ends=False)
     for revoked in (False, True):
         wire = await box.connect()
         await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))

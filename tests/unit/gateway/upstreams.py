@@ -168,12 +168,23 @@ def chat_answer(text: str = "hello") -> dict[str, Any]:
     }
 
 
+def sends(*events: bytes, ends: bool = True) -> Script:
+    """An engine that answers with these parts of a stream; if it does not end it, it says nothing more."""
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        for event in events:
+            await reply.chunk(event)
+        if not ends:
+            await asyncio.Event().wait()
+        await reply.end()
+
+    return script
+
+
 async def answer_chat(request: UpstreamRequest, reply: Reply) -> None:
     """What an engine in good health does."""
     if request.json.get("stream"):
-        await reply.sse_head()
-        for event in chat_events("hel", "lo"):
-            await reply.chunk(event)
-        await reply.end()
+        await sends(*chat_events("hel", "lo"))(request, reply)
     else:
         await reply.json(chat_answer())

@@ -44,7 +44,7 @@ def run(*options: str, env: dict[str, str] | None = None, script: Path = INSTALL
 
 @pytest.fixture(autouse=True)
 def roomy_disk(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How much disk the machine under the tests has is no business of theirs."""
+    """How much disk the machine under the tests has is none of their business."""
     df = tmp_path_factory.mktemp("bin") / "df"
     df.write_text("#!/bin/sh\necho header\necho / 1 1 99999999 1% /\n")
     df.chmod(0o755)

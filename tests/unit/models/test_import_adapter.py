@@ -120,7 +120,7 @@ def test_kinds_that_engines_do_not_serve_are_refused_by_name(take, tmp_path, con
         (factors(outer=24), "16: an adapter of another model"),
         (factors(MODULE.replace("layers.0", "layers.7")), "has no layer model.layers.7"),
         (factors("base_model.model.lm_head"), "not on lm_head"),
-        (factors("model.layers.0.mlp.up_proj"), "is no factor"),
+        (factors("model.layers.0.mlp.up_proj"), "is not a factor"),
         (factors() | {"base_model.model.model.embed_tokens.weight": np.ones((2, 2), np.float32)}, "embed_tokens"),
         (dict(list(factors().items())[:1]), "other factor"),
         ({}, "no factors"),

@@ -82,11 +82,11 @@ def test_files_that_are_no_whole_model_are_refused_by_name(library, tmp_path):
     sound = gguf_files.write(tmp_path / "sound.gguf", made, "llama").read_bytes()
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(sound[: len(sound) // 2])
-    with pytest.raises(CheckpointRefused, match="cut.gguf.*no sound GGUF"):
+    with pytest.raises(CheckpointRefused, match="cut.gguf.*not a sound GGUF"):
         library.import_model(str(cut))
     hostile = tmp_path / "hostile.gguf"
     hostile.write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 64)
-    with pytest.raises(CheckpointRefused, match="hostile.gguf.*no sound GGUF"):
+    with pytest.raises(CheckpointRefused, match="hostile.gguf.*not a sound GGUF"):
         library.import_model(str(hostile))
     odd = gguf_files.write(tmp_path / "odd.gguf", made, "llama", **{"general.type": "adapter"})
     with pytest.raises(CheckpointRefused, match="odd.gguf.*'adapter', not a model"):
@@ -146,7 +146,7 @@ def test_a_header_that_claims_more_than_there_are_tensors_is_refused(tmp_path, k
 @pytest.mark.parametrize("field", ["split.count", "llama.block_count", "llama.expert_count", "llama.vocab_size"])
 def test_text_where_a_number_belongs_is_refused_by_name(tmp_path, field):
     file = gguf_files.write(tmp_path / "m.gguf", gguf_files.model("llama"), "llama", **{field: "many"})
-    with pytest.raises(convert._Refused, match="no sound GGUF file"):
+    with pytest.raises(convert._Refused, match="not a sound GGUF file"):
         convert._parameters(file)
 
 
@@ -162,5 +162,5 @@ def test_lists_in_lists_without_end_are_refused_by_name(tmp_path):
     inner = (number(9, 4) + number(1, 8)) * 50_000 + number(0, 4) + number(1, 8) + b"\0"
     file = tmp_path / "deep.gguf"
     file.write_bytes(b"GGUF" + number(3, 4) + number(0, 8) + number(1, 8) + text(b"a") + number(9, 4) + inner)
-    with pytest.raises(convert._Refused, match="no sound GGUF file: RecursionError"):
+    with pytest.raises(convert._Refused, match="not a sound GGUF file: RecursionError"):
         convert._parameters(file)

@@ -46,7 +46,7 @@ async def test_what_it_raises_is_logged_by_name_and_it_is_begun_anew_later_and_l
     assert begun == 9 and time.slept == [1, 2, 4, 8, 16, 32, 60, 60] and time.slept[-1] == LONGEST_PAUSE_S
     assert background.degraded() == []  # it came to its end
     first = caplog.records[0]
-    assert "tidying failed, time 1 in a row; begun anew in 1 s" in first.message
+    assert "tidying failed, time 1 in a row; started again in 1 s" in first.message
     assert first.exc_info is not None and first.exc_info[0] is KeyError
 
 

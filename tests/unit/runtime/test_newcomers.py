@@ -56,7 +56,7 @@ async def said(where, theirs, word: bytes) -> tuple[asyncio.StreamReader, asynci
 
 async def test_strangers_who_say_nothing_take_few_descriptors_and_keep_nobody_out(served):
     where, theirs = served
-    staying = [await said(where, theirs, b"stay") for _ in range(MOST + 2)]  # who is known is no newcomer any more
+    staying = [await said(where, theirs, b"stay") for _ in range(MOST + 2)]  # who is known is not a newcomer any more
     before = descriptors()
     silent = [await asyncio.open_connection(*where) for _ in range(5 * MOST)]
     await asyncio.sleep(0.02)

@@ -61,7 +61,7 @@ def test_the_answer_names_its_reason() -> None:
     least = IDLE.awake(replace(idle, pinned=True, idle=Idle(IdleSettings(idle_sleep_s=600.0))))
     assert least.until_s is None and "at least 1 is kept awake" in least.because
     assert not IDLE.asleep(replace(BUSY, idle=Idle(IdleSettings(idle_sleep_s=5.0))), LAST_S + 100.0), (
-        "requests are no idleness"
+        "requests are not idleness"
     )
 
 

@@ -190,7 +190,7 @@ async def test_an_engine_killed_ten_times_in_a_row_comes_back_within_seconds_eac
         assert "CUDA error" in trouble.reason and trouble.count == 10 and trouble.lasting
         await asyncio.sleep(100)
         await rig.settle()
-        assert rig.store.troubles == {}, "an engine that stays open is no trouble"
+        assert rig.store.troubles == {}, "an engine that stays open is not a trouble"
 
 
 @in_virtual_time

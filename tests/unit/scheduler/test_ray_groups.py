@@ -113,6 +113,7 @@ class Box:
         self.alive: dict[str, RankHost] = {}
         self.made = 0
         self.told: list[Any] = []
+        self.taken: list[str] = []
         here = SimpleNamespace(name="n0", warm_socket=lambda name: "/w", log_dir="/l", numa_nodes=lambda devices: ())
         nodes = SimpleNamespace(
             home=here,
@@ -127,6 +128,7 @@ class Box:
             prepare=self.nothing,
             spec=lambda job: spec,
             newest_snapshot=lambda job: None,
+            taken=self.taken.append,
             may_continue=lambda job: True,
             on_event=lambda job, event: None,
             on_stopped=lambda job: None,
@@ -182,6 +184,20 @@ async def test_a_hand_over_of_dead_supervisors_ends_and_the_next_start_has_livin
         await box.groups.stop_group("j")
         detail = await box.groups.start_group("j", LEASE)
         assert detail["ranks"] == "forked" and box.made == 4
+
+
+async def test_what_a_start_reads_is_given_free_when_it_has_read_it_and_when_it_fails(box, monkeypatch):
+    await box.groups.start_group("j", LEASE)
+    assert box.taken == ["j"]
+    monkeypatch.setattr(groups, "FRESH_S", 0.01)
+    await box.groups.stop_group("j")
+    made = RankHost()
+    made.dead = ActorDiedError()
+    box.groups._nodes.here = lambda *_: made
+    box.groups._hosts.clear()
+    with pytest.raises(EffectFailed):
+        await box.groups.start_group("j", LEASE)
+    assert box.taken == ["j", "j"]
 
 
 async def test_a_handle_whose_actor_died_while_nobody_asked_it_is_not_used(box):

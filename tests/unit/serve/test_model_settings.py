@@ -67,7 +67,7 @@ def test_a_value_cannot_become_an_argument():
 def test_a_chat_template_is_a_text_and_never_the_name_of_a_file():
     """vLLM opens a template that names one."""
     for path in ("/etc/passwd", "../first-key", "template.jinja"):
-        with pytest.raises(ValidationError, match="is no Jinja template"):
+        with pytest.raises(ValidationError, match="is not a Jinja template"):
             ModelSettings(chat_template=path)
 
 

@@ -100,7 +100,7 @@ def test_heads_that_fit_are_not_copied():
 
 
 def test_the_kernel_for_whole_rows_is_for_gpus_and_half_precision():
-    meta = torch.empty((1, 4, 32, 64), device="meta", dtype=torch.bfloat16)  # stands for memory that is no host's
+    meta = torch.empty((1, 4, 32, 64), device="meta", dtype=torch.bfloat16)  # stands for memory that belongs to no host
     wide = torch.empty((1, 4, 32, 320), device="meta", dtype=torch.bfloat16)
     assert attention._one_kernel(meta, meta, 0.0)
     assert not attention._one_kernel(meta, meta, 0.1)

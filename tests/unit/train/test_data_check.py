@@ -97,7 +97,7 @@ def test_converts_every_shape_to_chat(tmp_path, shape, record, messages, array):
     source.write_text(json.dumps([record] * 12, indent=2) if array else "\n".join([json.dumps(record)] * 12))
     report = check_training_file(source, chat_path=tmp_path / "out.jsonl")
     assert report.ok and (report.shape, report.n_examples) == (shape, 12)
-    assert bool(report.notes) == (shape != "chat") and not report.warnings, "what was done is no fault"
+    assert bool(report.notes) == (shape != "chat") and not report.warnings, "what was done is not a fault"
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert len(lines) == 12
     assert [(m["role"], m["content"]) for m in json.loads(lines[3])["messages"]] == messages

@@ -113,7 +113,7 @@ def test_it_computes_what_trl_computes(tmp_path, monkeypatch):
         # Sums of a hundred float32 numbers; the norm is rounded to 13 bits (train.state.fragments).
         assert [step["logps/chosen"], step["logps/rejected"]] == pytest.approx([chosen_logp, rejected_logp], abs=1e-4)
         assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    # Strictly greater: equal rewards are no success.
+    # Strictly greater: equal rewards are not success.
     assert [step["rewards/accuracies"] for step in steps[:2]] == [0.0, 1.0]
     first, *_, last = [event for event in told if event["event"] == "validation"]
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-6) and first["rewards/accuracies"] == 0.0

@@ -182,6 +182,25 @@ async def test_what_a_dead_rank_said_last_is_heard_before_another_is_blamed(monk
     assert (error["rank"], error["code"]) == (1, "StoreFull")
 
 
+@pytest.mark.parametrize(
+    "kind, told",
+    [
+        ("InvalidTrainingData", "train.jsonl cannot be trained on: line 2: x"),
+        ("StoreFull", "rank 0 raised StoreFull: train.jsonl cannot be trained on: line 2: x"),
+    ],
+)
+async def test_what_is_wrong_with_a_persons_data_is_told_without_the_rank_that_saw_it(
+    monkeypatch, tmp_path, kind, told
+):
+    monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0)
+    one, (child,) = await started(monkeypatch, tmp_path)
+    group = Group(limits=PingLimits(ping_every_s=60))
+    await group.adopt("j", [one])
+    child.say("fatal", type=kind, message="train.jsonl cannot be trained on: line 2: x")
+    child.says.put_nowait(None)
+    assert (await group.wait()).error["message"] == told
+
+
 async def test_a_world_meets_at_a_file_of_the_boxes_user_and_talks_over_loopback(monkeypatch, tmp_path):
     ranks = [host(monkeypatch, tmp_path) for _ in range(2)]
     for number, (one, _) in enumerate(ranks):

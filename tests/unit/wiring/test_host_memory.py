@@ -167,7 +167,9 @@ async def test_a_job_is_admitted_against_what_other_programs_leave(host, world, 
     await looks(host, world, 20 * GB, 0.5)
     assert waits_for(host, jobs.get(db, "ftjob-1")) == ""
     await looks(host, world, 6 * GB, 0.5)
-    assert "Needs about 6.0 GB of host memory; 5.0 GB can be allocated now" in waits_for(host, jobs.get(db, "ftjob-1"))
+    told = waits_for(host, jobs.get(db, "ftjob-1"))
+    assert "Needs about 6.0 GB of host memory; 5.0 GB can be allocated now" in told
+    assert told.endswith("It starts by itself when there is enough.")
     jobs.set_phase(db, "ftjob-1", "running")
     assert waits_for(host, jobs.get(db, "ftjob-1")) == "", "who has its memory is not asked again"
 

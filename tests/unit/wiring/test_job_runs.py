@@ -151,11 +151,50 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
     assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-10")) == ["memory", "disk", "remote"]
     assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-9")) == ["memory"], "one is kept"
     shutil.rmtree(tmp_path / "data" / "packed" / "objects")
+    runs.taken("ftjob-1")
     for stored in store.list("snapshot"):
         store.remove(stored)
     again = runs.newest_snapshot("ftjob-1")
     assert again is not None and again.name == newest.path.name
     assert StoredVersion.read(again).manifest.meta["step"] == 10
+
+
+async def test_what_ranks_are_about_to_read_does_not_give_way_to_memory(runs, flow, store, add_job):
+    """Memory was short while a job resumed: its snapshot left shared memory after it was named and before its second
+    rank opened it, and the job failed though the disk had the snapshot whole."""
+    add_job(phase="running")
+    with store.reserve(
+        Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version="step-353"
+    ) as draft:
+        draft.commit(meta={"step": 353})
+    await flow.run_once("disk")
+    assert store.evictable_bytes() > 0, "the disk has it, so memory may be taken"
+    path = runs.newest_snapshot("ftjob-1")
+    assert store.evict(10**9) == 0 and StoredVersion.read(path).manifest.meta["step"] == 353
+    runs.taken("ftjob-1")
+    runs.taken("ftjob-1")  # stopping a start ends it too
+    assert store.evict(10**9) > 0 and not path.exists()
+
+
+async def test_a_snapshot_that_gave_way_before_it_was_held_is_brought_in_again(runs, flow, store, add_job, monkeypatch):
+    add_job(phase="running")
+    with store.reserve(
+        Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version="step-5"
+    ) as draft:
+        draft.commit(meta={"step": 5})
+    await flow.run_once("disk")
+    found, gone = runs._newest_snapshot, [True]
+
+    def just_too_late(job_id):
+        answer = found(job_id)
+        if gone.pop() if gone else False:
+            store.evict(10**9)
+        return answer
+
+    monkeypatch.setattr(runs, "_newest_snapshot", just_too_late)
+    path = runs.newest_snapshot("ftjob-1")
+    assert not gone and StoredVersion.read(path).manifest.meta["step"] == 5
+    runs.taken("ftjob-1")
 
 
 def test_a_finished_jobs_snapshots_are_given_back_unless_still_read(runs, store, db, add_job):

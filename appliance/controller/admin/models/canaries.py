@@ -36,7 +36,11 @@ def routes(context: ControllerContext, router: APIRouter, running: Canaries) -> 
     def last(name: str) -> CanaryRow:
         row = canaries.find(db, name)
         if row is None:
-            raise NotFound(f"{shown(name)} has and had no canary.", param="model", code="no_canary")
+            raise NotFound(
+                f"{shown(name)} has no canary, and never had one; `appliance model canary MODEL VERSION` begins one.",
+                param="model",
+                code="no_canary",
+            )
         return row
 
     @router.put("/models/{name:path}/canary")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -67,11 +68,19 @@ def routes(
     """Add the routes to the admin router."""
     db = context.db
 
-    def attempted(request: Request, caller: Principal, kind: str, body: Any) -> tuple[Attempt, OperationRow | None]:
+    def begun(attempt: Attempt, operation_id: str) -> OperationRow | None:
+        """By an earlier attempt. One that failed is no answer to a mere retry: it may be that of an earlier request."""
+        row = operation_rows.find(db, operation_id)
+        return None if row is None or (attempt.idempotency_key is None and row.state == "failed") else row
+
+    def attempted(request: Request, caller: Principal, action: str, body: Any) -> tuple[Attempt, OperationRow | None]:
         """The attempt, and the operation that an earlier one of it began."""
-        attempt = Attempt.of(request, caller, f"operations.{kind}", body)
-        earlier = idempotency.find(db, context.config, attempt)
-        return attempt, operation_rows.find(db, earlier) if earlier is not None else None
+        attempt = Attempt.of(request, caller, f"operations.{action}", body)
+        found = idempotency.find(db, context.config, attempt)
+        earlier = begun(attempt, found) if found is not None else None
+        if earlier is not None:
+            record(context, caller, action, earlier.target, repeated=True)
+        return attempt, earlier
 
     def start(
         attempt: Attempt, caller: Principal, kind: str, target: str, work: operations.Work, action: str, **told: Any
@@ -86,7 +95,7 @@ def routes(
                 )
             return running.insert(kind, target)
 
-        row, new = idempotency.once(db, context.config, attempt, lambda earlier: operation_rows.find(db, earlier), make)
+        row, new = idempotency.once(db, context.config, attempt, partial(begun, attempt), make)
         if new:
             running.begin(row, work)
             record(context, caller, action, target, **told)
@@ -101,7 +110,7 @@ def routes(
 
     @router.post("/models/import", status_code=202)
     async def import_model(body: Import, request: Request, caller: Caller) -> JSONResponse:
-        attempt, earlier = attempted(request, caller, "import", body.model_dump(mode="json"))
+        attempt, earlier = attempted(request, caller, "model.import", body.model_dump(mode="json"))
         if earlier is not None:
             return _accepted(earlier)
         for field, text in (("source", body.source), ("origin", body.origin or "")):
@@ -130,7 +139,7 @@ def routes(
     @router.post("/models/starter", status_code=202)
     async def make_starter(request: Request, caller: Caller, body: Starter | None = None) -> JSONResponse:
         minutes = body.minutes if body else None
-        attempt, earlier = attempted(request, caller, "starter", minutes)
+        attempt, earlier = attempted(request, caller, "model.starter", minutes)
         if earlier is not None:
             return _accepted(earlier)
         if made_by_jobs(db, "starter"):  # else it is refused once it is made
@@ -145,7 +154,7 @@ def routes(
     @router.post("/models/{name:path}/verify", status_code=202)
     async def verify(name: str, request: Request, caller: Caller) -> JSONResponse:
         row = stored_model(db, name)
-        attempt, earlier = attempted(request, caller, "verify", row.id)
+        attempt, earlier = attempted(request, caller, "model.verify", row.id)
         if earlier is not None:
             return _accepted(earlier)
         paths = [paths_of(version) for version in models.list_versions(db, row.id)]
@@ -157,7 +166,7 @@ def routes(
 
     @router.post("/tiers/verify", status_code=202)
     async def verify_tiers(request: Request, caller: Caller) -> JSONResponse:
-        attempt, earlier = attempted(request, caller, "verify.tiers", "")
+        attempt, earlier = attempted(request, caller, "tiers.verify", "")
         if earlier is not None:
             return _accepted(earlier)
         return start(attempt, caller, "verify", "tiers", context.model_ops.verify_tiers, "tiers.verify")
@@ -180,6 +189,7 @@ def routes(
                 return Deed.of(model=row.id, **{"from": before, "to": target, "swap": {}})
 
             if (told := carried.before(make)) is not None:
+                record(context, caller, "model.rollback", name, before=told["from"], to=told["to"], repeated=True)
                 return told
             target = stored_model(db, name).active_version
             assert target is not None

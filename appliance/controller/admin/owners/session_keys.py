@@ -32,7 +32,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         if caller.key_id is not None:
             raise ApiError(
                 403,
-                "Keys for one command are made on the box itself alone; use the key that you have.",
+                "Keys for one command are made only on the box itself; use the key that you have.",
                 code="insufficient_permissions",
             )
         if session_keys.count_live(db) >= MAX_LIVE:

@@ -2,7 +2,7 @@
 import { call, get, post } from "../api.js";
 import { ago, bytes, moment, number } from "../format.js";
 import { t } from "../i18n.js";
-import { Badge, Card, Facts, Failure, Field, Live, Meter, Table, html, useAct, useEffect, useLive, useMay, useState } from "../ui.js";
+import { Badge, Card, Facts, Failure, Field, Live, Meter, Table, degradedWord, html, useAct, useEffect, useLive, useMay, useState } from "../ui.js";
 
 export function Box() {
   const status = useLive((signal) => get("/admin/v1/status", signal), 2);
@@ -19,7 +19,7 @@ export function Box() {
 
 function Notes({ now }) {
   const bad = [
-    ...now.degraded.map((one) => t("box.degraded", { what: one })),
+    ...now.degraded.map((one) => degradedWord(one)),
     ...now.troubles.map((one) => one.message || `${one.model}: ${one.reason}`),
     ...(now.memory.host && now.memory.host.short ? [now.memory.host.short] : []),
   ];

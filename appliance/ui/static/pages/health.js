@@ -2,7 +2,7 @@
 import { get } from "../api.js";
 import { ago, bytes, duration, moment, number } from "../format.js";
 import { t } from "../i18n.js";
-import { Badge, Card, Live, Table, html, useLive, useState } from "../ui.js";
+import { Badge, Card, Live, Table, degradedWord, html, useLive, useState } from "../ui.js";
 
 export function Health() {
   return html`<${Parts} /><${Doctor} /><${Tiers} /><${Nodes} />`;
@@ -13,7 +13,7 @@ function Parts() {
   return html`<${Card} title=${t("health.parts")}><${Live} of=${status}>${(now) => {
     const ill = now.devices.filter((one) => one.health !== "ok" || one.lost);
     const rows = [
-      ...now.degraded.map((one) => ["bad", t("box.degraded", { what: one })]),
+      ...now.degraded.map((one) => ["bad", degradedWord(one)]),
       ...now.troubles.map((one) => ["bad", one.message || `${one.model}: ${one.reason}`]),
       ...ill.map((one) => ["bad", `${one.id}: ${one.health} ${one.health_reason || ""} ${one.lost ? one.lost.reason : ""}`]),
       ...now.notes.map((one) => ["warm", one]),

@@ -205,7 +205,7 @@ function Events({ events }) {
   const rows = (events.data || []).filter((one) => one.type !== "metrics").slice(0, 200);
   return html`<${Card} title=${t("job.events")}>
     <${Failure} error=${events.error} />
-    <ol class="log" aria-live="polite">
+    <ol class="log" tabindex="0" aria-label=${t("job.events")} aria-live="polite">
       ${rows.map((one) => html`<li key=${one.id} class=${one.level}><time>${moment(one.created_at)}</time><span>${one.level === "info" ? "" : html`<${Badge} state=${one.level} /> `}${one.message}</span></li>`)}
     </ol>
     ${rows.length ? null : html`<p class="empty">${t("job.no_events")}</p>`}

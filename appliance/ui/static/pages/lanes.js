@@ -24,28 +24,34 @@ export function lanesOf(handovers, status, since, until) {
   }
   changes.sort((a, b) => a.time - b.time);
   const named = (holder) => (holder.kind === "serve" ? models.get(holder.id) : jobs.get(holder.id)) || holder.id;
-  const lanes = status.devices.map((device) => ({ device: device.id, spans: spansOf(changes.filter((one) => one.device === device.id), device, named, since, until) }));
+  const lanes = status.devices.map((device) => ({ device: device.id, spans: spansOf(changes.filter((one) => one.device === device.id), device, named, { since, until, started: status.box.started_s }) }));
   const moves = handovers.filter((one) => (one.ended_s ?? until) > since && one.steps.length);
   return { lanes, moves };
 }
 
-function spansOf(changes, device, named, since, until) {
+function spansOf(changes, device, named, { since, until, started }) {
   const spans = [];
-  // Before the first change in the journal the device was its releaser's, or nobody's.
-  let holder = changes.length && !changes[0].takes ? changes[0].holder : null;
+  const now = device.holder ? { kind: kindOf[device.holder.kind], id: device.holder.id } : null;
+  // Before the first change in the journal the device was its releaser's, or nobody's; without any it is as it is now.
+  let holder = changes.length ? (changes[0].takes ? null : changes[0].holder) : now;
   let from = since;
   const add = (to) => {
     const begin = Math.max(from, since);
-    if (to > begin) spans.push({ kind: holder ? holder.kind : "free", name: holder ? named(holder) : "", from: begin, to });
+    if (Math.min(to, until) > begin) spans.push({ kind: holder ? holder.kind : "free", name: holder ? named(holder) : "", from: begin, to: Math.min(to, until) });
+    from = Math.max(from, to);
+  };
+  // Who held it when the box stopped is in no journal: that one had it until the box began anew, at the latest.
+  const lose = (to) => {
+    if (!holder || !(from < started && started < to)) return;
+    add(started);
+    holder = null;
   };
   for (const change of changes) {
-    add(Math.min(change.time, until));
+    if (change.takes) lose(change.time);
+    add(change.time);
     holder = change.takes ? change.holder : null;
-    from = change.time;
   }
-  // What is so now is so, whatever the journal no longer has.
-  const now = device.holder ? { kind: kindOf[device.holder.kind], id: device.holder.id } : null;
-  if (!changes.length) holder = now;
+  if (!now || (holder && holder.id !== now.id)) lose(until);
   add(until);
   return spans;
 }

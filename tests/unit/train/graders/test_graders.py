@@ -64,7 +64,7 @@ def test_a_string_is_compared(operation: str, text: str, answer: str, reward: fl
 
 
 def test_an_output_that_is_nested_too_deeply_is_no_json() -> None:
-    with pytest.raises(GradingFailed, match="no JSON"):
+    with pytest.raises(GradingFailed, match="not JSON"):
         _ = Sample("[" * 100_000).output_json
 
 
@@ -153,13 +153,13 @@ def test_what_models_are_to_read_for_a_sample_is_bounded() -> None:
 def test_an_output_that_is_no_json_has_its_own_flag() -> None:
     found = graded({**CHECK, "operation": "eq", "input": "{{sample.output_json.a}}"}, "no json", {"answer": "1"})
     assert found.errors == GradingErrors(sample_parse_error=True)
-    assert (found.reward, found.passed) == (0.0, False) and "no JSON" in found.messages[0]
+    assert (found.reward, found.passed) == (0.0, False) and "not JSON" in found.messages[0]
 
 
 REFUSED = {
     "no object": (3, "", "an object with a `type`"),
     "no kind": ({"type": "vibes", "name": "x"}, "type", "not a kind of grader"),
-    "a field too many": ({**CHECK, "operation": "eq", "weight": 2}, "weight", "is no field"),
+    "a field too many": ({**CHECK, "operation": "eq", "weight": 2}, "weight", "is not a field"),
     "an operation": ({**CHECK, "operation": "equals"}, "operation", "'eq', 'ne', 'like' or 'ilike'"),
     "a number": ({**CHECK, "operation": "eq", "reference": 4}, "reference", "valid string"),
     "a namespace": ({**CHECK, "operation": "eq", "input": "{{ reference }}"}, "input", "neither `item` nor `sample`"),

@@ -146,7 +146,7 @@ ENDS = {
     ),
     "no number": ("return 'good'", "returned str; expected a number"),
     "nothing": ("pass", "returned NoneType; expected a number"),
-    "no finite number": ("return float('nan')", "which is no reward"),
+    "no finite number": ("return float('nan')", "which is not a reward"),
     "a lie": ("import os\nos.write(3, b'{\"reward\": 1')\nos._exit(0)", "without a reward"),
     "a flood": ("import os\nwhile True: os.write(3, b'x' * 4096)", "ended"),
     "an error that hides": ("class E(Exception):\n    def __str__(self): raise self\nraise E", "E: its text"),
