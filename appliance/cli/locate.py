@@ -65,7 +65,7 @@ class BoxFile:
         return socket_path
 
     def _why_not_running(self) -> str:
-        start = f"`appliance up{_option(self.data_dir)}` starts it"
+        start = f"`appliance up{data_dir_option(self.data_dir)}` starts it"
         if not self.fields:
             return f"no box on {self.data_dir}; {start}, --url or --data-dir name another"
         if self.state == "failed":
@@ -87,5 +87,6 @@ def is_main_process(pid: int, data_dir: Path) -> bool:
         return False
 
 
-def _option(data_dir: Path) -> str:
+def data_dir_option(data_dir: Path) -> str:
+    """What a command for the box on this directory has to be given; "" for the default one."""
     return "" if data_dir == Path(DEFAULT_DATA_DIR).expanduser().resolve() else f" --data-dir {data_dir}"

@@ -13,7 +13,11 @@ from typing import Any, NamedTuple
 URL = "/inference/v1/generate"
 MOST_ANSWERS = 8
 """Of one request; no engine of the box has fewer places unless it was told so."""
-
+MOST_TOKENS = 8192
+"""Of the answers of one request together, where it has several. An engine makes and writes the log-probabilities of a
+plain answer in one go, and the controller reads them so: eight answers of 4,096 tokens held its loop for 0.2 s."""
+LONGEST = 1 << 16
+"""Tokens of one answer: as many log-probabilities as a client may ask for altogether."""
 
 _NONE = -9999.0
 """What vLLM writes where it knows no log-probability of the token."""
@@ -26,11 +30,16 @@ class Sampled(NamedTuple):
     log_probs: list[float]
 
 
+def answers_at_once(max_tokens: int) -> int:
+    """How many answers of up to so many tokens one request has."""
+    return max(1, min(MOST_ANSWERS, MOST_TOKENS // max_tokens))
+
+
 def request(
     model: str, prompt: Sequence[int], *, n: int, seed: int, max_tokens: int, ends: Sequence[int]
 ) -> dict[str, Any]:
-    """The body. n: answers, up to MOST_ANSWERS. seed: answer i has the random numbers of seed + i. ends: tokens that
-    end an answer."""
+    """The body. n: answers, up to `answers_at_once`. seed: answer i has the random numbers of seed + i. ends: tokens
+    that end an answer."""
     return {
         "model": model,
         "token_ids": list(prompt),

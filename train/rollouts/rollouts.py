@@ -43,6 +43,9 @@ from weights.memory.store import WeightStore
 FILE = "rollouts.npz"
 ASKED_AT_ONCE = 64
 """Samples in one question to whoever grades."""
+ASKED_TOKENS = 1 << 19
+"""Tokens of the prompts and the answers of one question to engines: whoever has it answered holds them all, for all
+jobs, and a step may have thousands of answers of a hundred thousand tokens."""
 _ASK_AGAIN_S = 10.0
 _LOOK_EVERY_S = 0.01
 _SAME = 1e-8
@@ -223,27 +226,46 @@ class Rollouts:
         except StoreFull as full:  # raised on every rank
             self._say(f"no room for the model as it stands: {full}")
             return shared(made, self._engine.device)
-        asked = {}
-        if self._grid.rank == 0:
-            lines = [
-                {
-                    "place": place,
-                    "n": each,
-                    "seed": int(_numbers(self._spec.seed, stream, place).integers(1 << 62)),
-                    "tokens": self._prompt(tokens, prompts[place]).tolist(),
-                }
-                for place in range(0, len(prompts), each)
-            ]
-            asked = self._policy.question(version, lines, self._samples.room, self._ends)
-        purpose = "train" if stream[0] == _TRAINING else "valid"
-        answered, answer = self._heard(f"sample-{purpose}-{version}", asked)
-        if not answered:
-            return None
-        if self._grid.rank == 0:
-            vocabulary = self._engine.module.model.config.get_text_config().vocab_size
-            told(answer["samples"], made, vocabulary)
-            self._say(answer["why"])
+        purpose, why = "train" if stream[0] == _TRAINING else "valid", ""
+        vocabulary = self._engine.module.model.config.get_text_config().vocab_size
+        for number, lines in enumerate(self._questions(tokens, prompts, each)):
+            asked = {}
+            if self._grid.rank == 0:
+                parts = [
+                    {
+                        "place": place,
+                        "n": n,
+                        "seed": int(_numbers(self._spec.seed, stream, first).integers(1 << 62)) + place - first,
+                        "tokens": self._prompt(tokens, prompts[place]).tolist(),
+                    }
+                    for first, place, n in lines
+                ]
+                asked = self._policy.question(version, parts, self._samples.room, self._ends)
+            answered, answer = self._heard(f"sample-{purpose}-{version}-{number}", asked)
+            if not answered:
+                return None
+            if self._grid.rank == 0:
+                told(answer["samples"], made, vocabulary)
+                why = answer["why"] or why
+        self._say(why)
         return shared(made, self._engine.device)
+
+    def _questions(self, tokens: TokenSet, prompts: np.ndarray, each: int) -> list[list[tuple[int, int, int]]]:
+        """What to ask engines, ASKED_TOKENS at a time, the same on every rank: (place of the prompt's first answer,
+        place of the first that is asked for, answers)."""
+        room = self._samples.room
+        most, left = max(1, ASKED_TOKENS // room), 0
+        found: list[list[tuple[int, int, int]]] = []
+        for first in range(0, len(prompts), each):
+            size = len(self._prompt(tokens, prompts[first]))
+            for place in range(first, first + each, most):
+                n = min(most, first + each - place)
+                if size + n * room > left or not found:
+                    found.append([])
+                    left = ASKED_TOKENS
+                found[-1].append((first, place, n))
+                left -= size + n * room
+        return found
 
     def _say(self, why: str) -> None:
         """Why the ranks sample, when that has changed."""

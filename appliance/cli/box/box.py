@@ -18,7 +18,7 @@ from appliance.cli.box.local import CONFIG, python, resolved
 from appliance.cli.command import DATA_DIR, EVERY, OUTPUT, WATCH, Session, box_command, examples, group
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.jobs.job import jobs_table
-from appliance.cli.locate import BoxFile
+from appliance.cli.locate import BoxFile, data_dir_option
 from appliance.cli.mode.history import handover_steps
 
 _STOP_S = 300.0
@@ -233,7 +233,7 @@ def _ready(answer: dict[str, Any], detached: bool) -> Any:
         shown.append(("API key", f"{answer['first_key']}   (also in {answer['first_key_file']})"))
     elif answer["first_key_file"]:
         shown.append(("API key", f"in {answer['first_key_file']}"))
-    shown.append(("stop", "appliance down" if detached else "Ctrl-C"))
+    shown.append(("stop", f"appliance down{data_dir_option(Path(answer['data_dir']))}" if detached else "Ctrl-C"))
     return output.above("The box is ready.", output.fields(*shown))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.cli.errors import CommandFailed, Conflict, WaitTimedOut
-from appliance.cli.locate import BoxFile
+from appliance.cli.locate import BoxFile, data_dir_option
 from appliance.paths import UnsafeFolder, check_closed
 
 _PR_SET_PDEATHSIG = 1
@@ -37,7 +37,9 @@ class MainProcess:
         running = BoxFile.read(data_dir)
         if running.pid is not None:
             known = f"{running.state}, {running.url}/v1, pid {running.pid}"
-            raise Conflict(f"a box runs on {data_dir} already ({known}); `appliance down` stops it")
+            raise Conflict(
+                f"a box runs on {data_dir} already ({known}); `appliance down{data_dir_option(data_dir)}` stops it"
+            )
         self._data_dir, self._detach = data_dir, detach
         self.log_path = data_dir / "logs" / "main.log"
         if data_dir.exists():
@@ -95,7 +97,8 @@ class MainProcess:
     def _ended(self) -> CommandFailed | Conflict:
         code = self._process.wait()
         if code == Conflict.exit_code:
-            return Conflict(f"a box runs on {self._data_dir} already; `appliance down` stops it")
+            down = f"appliance down{data_dir_option(self._data_dir)}"
+            return Conflict(f"a box runs on {self._data_dir} already; `{down}` stops it")
         box = BoxFile.read(self._data_dir)
         if box.state == "failed":
             return CommandFailed(f"the box did not start: {box.message}")
@@ -122,7 +125,7 @@ def stop_box(box: BoxFile, *, timeout_s: float, kill: bool, on_message: Callable
             if time.monotonic() > deadline_s:
                 raise WaitTimedOut(
                     f"the box on {box.data_dir} (pid {pid}) has not ended within {timeout_s:g} s and still "
-                    "stops; `appliance down --force` kills it"
+                    f"stops; `appliance down{data_dir_option(box.data_dir)} --force` kills it"
                 )
             on_message(BoxFile.read(box.data_dir).message)
         return True

@@ -22,6 +22,9 @@ MOST_AT_ONCE = 256
 LOOK_EVERY_S, WANTS_EVERY_S = 0.5, 10.0
 TRIES = 5
 """Of one request, each at an engine that was then wanted for something else."""
+MOST_DEATHS = 2
+"""Engines that end while they sample for a job, before its ranks sample: whatever it brings that ends them, its prompts
+or what it has learnt, comes again with each step, and other requests of these engines end with them."""
 
 
 @dataclass(slots=True)
@@ -38,7 +41,7 @@ class _Line:
 @dataclass(slots=True)
 class _Question:
     """One question of a job's ranks, while its requests are asked. patience_s: after the last answer, at moved_s. why:
-    no further request is made."""
+    no further request is made. died: an engine did, with a request of it."""
 
     asked: dict[str, Any]
     patience_s: float
@@ -47,15 +50,19 @@ class _Question:
     samples: list[dict[str, Any]] = field(default_factory=list)
     flying: int = 0
     why: str = ""
+    died: bool = False
 
 
 class RolloutSampling:
-    """Invariant: `_flying` counts the requests that are at engines of a model."""
+    """Invariants: `_flying` counts the requests that are at engines of a model, `_asking` the questions of which some
+    may be."""
 
     def __init__(self, context: ControllerContext, patience_s: float = PATIENCE_S):
         self._db, self._engines, self._patience_s = context.db, context.batch_engines, patience_s
         self._flying: Counter[str] = Counter()
+        self._asking: Counter[str] = Counter()
         self._gave_up: set[str] = set()  # jobs whose last question met no engine
+        self._deaths: Counter[str] = Counter()  # of engines, by job
 
     async def look(self) -> None:
         """Models whose rollouts are to be sampled may be woken, for as long as their jobs run; called every
@@ -65,11 +72,24 @@ class RolloutSampling:
     async def sample(self, job_id: str, asked: dict[str, Any]) -> dict[str, Any]:
         """{"samples": [{"place" of the first, "ids", "log_probs"}], "why"}: the answers that engines gave to a question
         of train.rollouts.asked, and why there are no more; "" where all are there. An answer is whole or left out."""
+        if self._deaths[job_id] >= MOST_DEATHS:
+            return {"samples": [], "why": f"{MOST_DEATHS} engines ended while they sampled for it"}
+        if asked["room"] > sampling.LONGEST:
+            return {
+                "samples": [],
+                "why": f"of log-probabilities engines write {sampling.LONGEST:,} for an answer at most",
+            }
         await self.look()
         patience_s = 0.0 if job_id in self._gave_up else self._patience_s
-        lines = deque(line for prompt in asked["prompts"] for line in _lines(prompt))
+        lines = deque(line for prompt in asked["prompts"] for line in _lines(prompt, asked["room"]))
         question = _Question(asked, patience_s, lines)
-        await asyncio.gather(*(self._ask(question) for _ in range(min(MOST_AT_ONCE, len(lines)))))
+        model = asked["base"]["model"]
+        self._asking[model] += 1
+        try:
+            await asyncio.gather(*(self._ask(question) for _ in range(min(MOST_AT_ONCE, len(lines)))))
+        finally:
+            self._asking -= Counter([model])
+        self._deaths[job_id] += question.died
         (self._gave_up.add if not question.samples else self._gave_up.discard)(job_id)
         return {"samples": question.samples, "why": question.why}
 
@@ -78,7 +98,9 @@ class RolloutSampling:
         base = question.asked["base"]
         while question.lines and not question.why:
             room = self._engines.sampling_room(base["model"], base["version"])
-            if room.lines <= self._flying[base["model"]]:
+            # Whose requests are there already would have each place again that one of them leaves.
+            share = -(-room.lines // self._asking[base["model"]])
+            if room.lines <= self._flying[base["model"]] or question.flying >= share:
                 if not question.flying and time.monotonic() - question.moved_s > question.patience_s:
                     question.why = room.why or "its engines are busy"
                     return
@@ -92,6 +114,7 @@ class RolloutSampling:
             except LineReturned as error:
                 question.lines.append(line)
                 line.tries += 1
+                question.died = question.died or not error.yielded
                 if not error.yielded or line.tries == TRIES:  # an engine died of it, or none keeps it
                     question.why = str(error)
             except ValueError as error:
@@ -121,9 +144,9 @@ class RolloutSampling:
         return sampling.read(answer.body, line.n)
 
 
-def _lines(prompt: dict[str, Any]) -> list[_Line]:
+def _lines(prompt: dict[str, Any], room: int) -> list[_Line]:
     """A prompt's answers in requests of as many as one may have."""
-    most, n = sampling.MOST_ANSWERS, prompt["n"]
+    most, n = sampling.answers_at_once(room), prompt["n"]
     return [
         _Line(prompt["place"] + first, min(most, n - first), prompt["seed"] + first, prompt["tokens"])
         for first in range(0, n, most)

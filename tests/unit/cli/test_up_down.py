@@ -79,6 +79,7 @@ def test_up_detached_and_down(data_dir):
     started = run("up", "--detach", "--data-dir", str(data_dir), "--port", "9123", "--devices", "4")
     assert started.exit_code == 0, started.stderr
     assert "http://127.0.0.1:9123/v1" in started.stdout and str(file) in started.stdout
+    assert f"appliance down --data-dir {data_dir}" in started.stdout, "without the option it stops another box"
     assert "sk-first" not in started.stdout + started.stderr, "without a terminal it may be a journal"
     box = box_file(data_dir)
     assert box["config"]["box"]["port"] == 9123 and box["config"]["box"]["devices"] == 4
@@ -89,7 +90,8 @@ def test_up_detached_and_down(data_dir):
     assert os.getsid(box["pid"]) == box["pid"], "it outlives the terminal"
 
     again = run("up", "--detach", "--data-dir", str(data_dir))
-    assert again.exit_code == 5 and "already" in again.stderr
+    assert again.exit_code == 5 and f"already (ready, http://127.0.0.1:9123/v1, pid {box['pid']}" in again.stderr
+    assert f"`appliance down --data-dir {data_dir}` stops it" in again.stderr
 
     stopped = run("down", "--data-dir", str(data_dir))
     assert (stopped.exit_code, stopped.stderr) == (0, "")

@@ -36,12 +36,12 @@ async def written(body):
     return EngineAnswer(200, {"choices": choices})
 
 
-def question(prompts: int, n: int):
+def question(prompts: int, n: int, room: int = ROOM):
     return {
         "policy": {"name": ".policy/ftjob-1", "version": "step-3.ab"},
         "base": {"model": "starter", "version": "v1"},
         "prompts": [{"place": i * n, "n": n, "seed": 1000 * i, "tokens": [i, 7]} for i in range(prompts)],
-        "room": ROOM,
+        "room": room,
         "ends": [2],
     }
 
@@ -108,6 +108,62 @@ async def test_an_engine_that_refuses_is_not_asked_again(control, engines):
     engines.rule, engines.lines = rule, 1
     told = await RolloutSampling(control.context).sample("ftjob-1", question(4, 2))
     assert told == {"samples": [], "why": "no such parameter"} and len(engines.sent) == 1
+
+
+async def test_the_log_probabilities_of_a_request_are_bounded_altogether(control, engines):
+    sampling = RolloutSampling(control.context)
+    told = await sampling.sample("ftjob-1", question(2, 20, room=4096))
+    assert told["why"] == "" and len(by_place(told)) == 40
+    assert {body["sampling_params"]["n"] for body in engines.sent} == {2}
+    engines.sent.clear()
+    told = await sampling.sample("ftjob-1", question(2, 20, room=131_072))
+    assert told["samples"] == [] and "engines write 65,536" in told["why"] and engines.sent == []
+
+
+async def test_a_job_that_ends_engines_ends_two(control, engines):
+    async def rule(body):
+        raise LineReturned("EngineCore died", yielded=False)
+
+    engines.rule, engines.lines = rule, 3
+    sampling = RolloutSampling(control.context)
+    for asked, why in (
+        (3, "EngineCore died"),
+        (6, "EngineCore died"),
+        (6, "2 engines ended while they sampled for it"),
+    ):
+        assert await sampling.sample("ftjob-1", question(4, 2)) == {"samples": [], "why": why}
+        assert len(engines.sent) == asked, "those that were there together ended with one"
+    engines.rule = written
+    assert len(by_place(await sampling.sample("ftjob-2", question(4, 2)))) == 8, "another job's are asked for"
+
+
+async def test_jobs_of_one_base_share_what_its_engines_have_room_for(control, engines):
+    entered, both_ask, other_is_there = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    first_ones = []
+
+    async def rule(body):
+        if "ftjob-2" in body["model"]:
+            other_is_there.set()
+        elif len(first_ones) < engines.lines:
+            first_ones.append(body)
+            entered.set()
+            await both_ask.wait()
+        else:
+            await other_is_there.wait()  # for ever, if each place that it leaves is its own again
+        return await written(body)
+
+    engines.rule, engines.lines = rule, 4
+    sampling = RolloutSampling(control.context)
+    other = question(20, 2) | {"policy": {"name": ".policy/ftjob-2", "version": "step-1.cd"}}
+    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+        first = asking.create_task(sampling.sample("ftjob-1", question(200, 2)))
+        await entered.wait()
+        second = asking.create_task(sampling.sample("ftjob-2", other))
+        while sampling._asking["starter"] < 2:
+            await asyncio.sleep(0)
+        both_ask.set()
+    assert len(by_place(first.result())) == 400 and len(by_place(second.result())) == 40
+    assert not sampling._asking and not sampling._flying
 
 
 async def test_without_an_engine_the_ranks_wait_once(control, engines):

@@ -28,7 +28,7 @@ from train.model.model import load_model, load_tokenizer
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter, InvalidTrainingData, NothingGraded
 from train.plan.spec import TrainSpec
-from train.rollouts import sampler
+from train.rollouts import rollouts, sampler
 from train.rollouts.rollouts import ASKED_AT_ONCE, FILE, advantages
 from train.rollouts.sampler import sample
 from train.run.prepare import prepare
@@ -117,6 +117,15 @@ def test_memory_counts_the_answers_of_a_row_and_what_sampling_takes():
     one = REINFORCEMENT.rank_memory(big, few, 1).activations_bytes
     # More answers are more rows, not larger ones.
     assert REINFORCEMENT.rank_memory(big, many, 1).activations_bytes == one
+
+
+def test_memory_counts_every_answer_of_a_step():
+    shape = estimate.ModelShape(10**7, 256, 4, 4, 64, 1024, 1000)
+    model = replace(MODEL, max_position_embeddings=1 << 17)
+    asked = {"batch_size": 4096, "compute_multiplier": 10, "max_completion_tokens": 100_000}
+    fields = REINFORCEMENT.resolve(asked, DATASET, model, 1)
+    needs = REINFORCEMENT.rank_memory(shape, fields, 1)
+    assert needs.buffers_bytes > 12 * 4096 * 80 * 100_000, "0.4 TB, which a rank would have found out"
 
 
 # --- the data
@@ -574,6 +583,30 @@ def test_samples_of_an_engine_are_kept_until_they_are_graded(tmp_path):
     asked = [step for _, step, _ in engines.seen]
     assert asked == [0, 1, 2, 3, 4, 5], "none is asked for again"
     assert all(step["engine_samples"] == 1 for step in second.of("metrics"))
+
+
+def test_no_question_has_more_than_whoever_answers_it_can_hold(tmp_path, monkeypatch):
+    def numbers(run, most):
+        monkeypatch.setattr(rollouts, "ASKED_TOKENS", most)
+        spec = lora_spec(tmp_path, run_dir=str(tmp_path / run), shm_root=str(tmp_path / run / "store"))
+        box = Box(letters, Engines(WeightStore(spec.shm_root, budget_bytes=None)))
+        assert box.run(spec)["outcome"] == "succeeded"
+        assert [step["engine_samples"] for step in box.of("metrics")] == [1.0] * 6
+        asked = [one for one in box.asked if ".".join(one["policy"]["version"].split(".")[:1]) == "step-0"]
+        found = {
+            line["place"] + place: (line["seed"] + place, line["tokens"])
+            for one in asked
+            for line in one["prompts"]
+            for place in range(line["n"])
+        }
+        assert len(found) == sum(line["n"] for one in asked for line in one["prompts"]) == 32, "each is asked once"
+        return found, asked
+
+    whole, (question,) = numbers("whole", 1 << 19)
+    parts, questions = numbers("parts", 100)
+    assert parts == whole, "by the same numbers, however they are asked for"
+    assert len({one["question"] for one in questions}) == len(questions) > 4
+    assert all(sum(line["n"] for line in one["prompts"]) * one["room"] <= 100 for one in questions)
 
 
 class PlainEngine:
