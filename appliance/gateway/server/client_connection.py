@@ -89,7 +89,7 @@ class ClientConnection(Receiver):
             if isinstance(other, ClientConnection) and other._owner is not None:
                 crowds[other._owner] = crowds.get(other._owner, 0) + 1
         for place, other in enumerate(self._state.connections):
-            if isinstance(other, ClientConnection) and other.active is None and not other._waiting:
+            if isinstance(other, ClientConnection) and other.active is None:
                 owner = other._owner
                 crowd = 0 if owner is None else crowds[owner]
                 arriving = owner is not None and other.parsing is not None

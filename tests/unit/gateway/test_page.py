@@ -125,3 +125,22 @@ async def test_who_reads_late_is_answered_all_in_order(start_box: Start) -> None
         assert answer.body == site()[target].plain if target in site() else answer.status == 404
     await ask(b"/ui")
     assert (await wire.response()).body == site()[b"/ui"].plain
+
+
+async def test_who_does_not_read_gives_his_place(start_box: Start) -> None:
+    box = await start_box(limits={"max_connections": 2})
+    for _ in range(2):
+        known = set(box.state.connections)
+        wire = await box.connect()
+        wire.reader._limit = 1
+        await box.until(lambda known=known: bool(box.state.connections - known))
+        (conn,) = box.state.connections - known
+        while not conn.write_paused:
+            count = sum(box.state.metrics.requests.values())
+            await wire.send(b"GET %b HTTP/1.1\r\nHost: box\r\n\r\n" % LARGEST[0])
+            await box.until(
+                lambda count=count, conn=conn: sum(box.state.metrics.requests.values()) > count or conn.write_paused
+            )
+        await wire.send(b"GET /ui HTTP/1.1\r\nHost: box\r\n\r\n")
+        await box.until(lambda conn=conn: bool(conn._waiting))
+    assert (await box.ask("GET", "/ui", key=None)).status == 200
