@@ -229,6 +229,7 @@ class EngineControl:
             before = await asyncio.to_thread(group_resident_bytes, self._group)
             began_s = time.perf_counter()
             await self._close_adapters(None)
+            await self.llm.collective_rpc("shm_sleeping")
             # "keep": vLLM recomputes a request that arrived since the check after the wake instead of aborting it.
             await self.llm.sleep(level=2, mode="keep")
             self.state, self._lease = "asleep", None

@@ -43,6 +43,7 @@ from serve.load.layerwise_load import load_layerwise
 from serve.load.load_plan import LoadPlan
 from serve.load.shm_source import ToLock, VersionSource
 from serve.vllm.following_fingerprint import follow
+from serve.vllm.loose_tensors import LooseTensors, spans_of_weights
 from serve.vllm.shm_loader import PLAN_ATTRIBUTE
 
 STAGING_NICENESS = 10  # added to the engine's own
@@ -118,6 +119,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._closing: threading.Thread | None = None
         self._retired: list[Ready] = []
         self._in_place = Weights.NEW
+        self._loose = LooseTensors()
         self._trace: FingerprintTrace | None = None
         compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
         self.layerwise_reason = self._direct.refusal
@@ -208,7 +210,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Nothing to do: there is no peer."""
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare: the whole version comes in one `update_weights`."""
+        """The whole version comes in one `update_weights`; after a sleep, all else that lay beside the weights comes
+        first."""
+        self._loose.put_back()
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
         """Load the version at `update_info.path`. Raises VersionError with the model unchanged, or any error of the
@@ -259,6 +263,11 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._retired = [flip(ready) for ready in self._retired]
         self._in_place = weights
         self.dirty = False
+
+    def sleeping(self) -> None:
+        """The memory of the weights is about to be discarded."""
+        if not self._kind.on_host:
+            self._loose.keep(self.model, spans_of_weights())
 
     def release_retired(self) -> None:
         """Free what a staged swap replaced, and unmap what a load read. Call it after the engine resumed, because both

@@ -61,6 +61,10 @@ class ShmWorkerExtension:
             raise WrongState("the last load did not complete; the model holds mixed weights")
         return self.weight_transfer_engine.report
 
+    def shm_sleeping(self) -> None:
+        """Keep what a GPU's level 2 of sleep would lose for good."""
+        self.weight_transfer_engine.sleeping()
+
     def shm_woken(self) -> None:
         """Write what vLLM leaves unwritten when a GPU's weights and KV cache are mapped again after level 2 of sleep.
 

@@ -108,7 +108,7 @@ def started(machines: Machines) -> str:
     machines.join(*with_token(home))
     home.run("mode", "set", "split", "--train", "2")
     home.run("model", "deploy", "tiny", "--min-replicas", "2")
-    (home.data_dir / "train.jsonl").write_bytes(gsm8k("train", 2000))
+    (home.data_dir / "train.jsonl").write_bytes(gsm8k("train", 7000))
     job = home.submit("tiny", home.data_dir / "train.jsonl", JOB)
     wait_for(lambda: whole(home, job), "engines on both machines and the job on the second", 600)
     wait_for(lambda: home.losses(job), "a step", 300)
@@ -422,7 +422,9 @@ def test_memory_of_the_other_machine_is_given_back_in_order_serving_last(machine
         flush=True,
     )
     order = ["pool", "versions", "sleeper", "parked", "job"]
-    assert given == sorted(given, key=order.index) and given[-1] == "job"
+    before = given[: given.index("job") + 1]
+    assert before == sorted(before, key=order.index)
+    assert given[len(before) :] in ([], ["parked"]), "after the job only its own ranks, if it was parked meanwhile"
     assert (report.dropped, report.truncated, report.duplicated) == (0, 0, 0), report.errors
     assert set(away.pids_of("engine")) & set(engines), "who serves there was never ended"
     assert holder_of(home, "n0/0") is not None and of_n1()["short"] == ""

@@ -8,9 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm import device_allocator
+from vllm.device_allocator import AllocationData
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.worker.gpu.sample import thinking_budget
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 
+from serve.vllm.loose_tensors import MOST_BYTES, LooseTensors, spans_of_weights
 from serve.vllm.patches import forget_devices
 from serve.vllm.worker_extension import THINKING_IDS, ShmWorkerExtension
 
@@ -72,6 +76,41 @@ def test_engines_without_thinking_or_generation_wake_too(woken):
     woken.model_runner.kv_caches = [torch.ones(3)]
     woken.shm_woken()
     assert woken.model_runner.kv_caches[0].all(), "on processors memory that is not written takes none"
+
+
+def span(tensor):
+    return tensor.data_ptr(), tensor.untyped_storage().nbytes()
+
+
+def test_slopes_that_lie_among_the_weights_come_back_and_nothing_else_is_written(monkeypatch):
+    """The GPU's attention makes them as the processor's does. A version has no such tensor, and vLLM keeps buffers."""
+    layer, slopes = torch.nn.Linear(4, 4), [0.5, 0.25, 0.125, 0.0625]
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+    monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
+    layer.impl = cpu_attn.CPUAttentionBackendImpl(4, 8, 1.0, 4, slopes, None, "auto")
+    layer.mask, layer.kv_cache = torch.ones(3), torch.ones(5)
+    layer.workspace = torch.ones(MOST_BYTES)
+    lost = (layer.impl.alibi_slopes, layer.mask, layer.workspace, layer.weight)
+    loose = LooseTensors()
+    loose.keep(torch.nn.Sequential(layer), [span(tensor) for tensor in lost])
+    for tensor in (*lost, layer.kv_cache):
+        tensor.data.fill_(float("nan"))
+    loose.put_back()
+    assert layer.impl.alibi_slopes is lost[0] and lost[0].tolist() == slopes and lost[1].tolist() == [1, 1, 1]
+    assert all(tensor.isnan().all() for tensor in (layer.kv_cache, layer.workspace, layer.weight))
+    lost[0].zero_()
+    loose.put_back()
+    assert not lost[0].any(), "once: a load without a sleep finds them as they are"
+
+
+def test_what_is_discarded_with_the_weights_is_what_vllms_allocator_says(monkeypatch):
+    told = {
+        1000: AllocationData((0, 64, 1000, 7), "weights"),
+        2000: AllocationData((0, 32, 2000, 8), "kv_cache"),
+    }
+    allocator = SimpleNamespace(pointer_to_data=told)
+    monkeypatch.setattr(device_allocator, "get_mem_allocator_instance", lambda: allocator)
+    assert spans_of_weights() == [(1000, 64)]
 
 
 def test_an_engine_asks_anew_what_its_parent_was_told_about_another_gpu():

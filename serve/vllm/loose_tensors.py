@@ -1,0 +1,62 @@
+"""Keeps what lies among a GPU's weights and is no weight, over a sleep that discards it all.
+
+vLLM keeps a model's buffers (vllm/v1/worker/gpu_worker.py, sleep). What a layer made of the model's configuration and
+holds as a plain attribute is in no version and comes back as whatever was in the memory: ALiBi's slopes, for one
+(vllm/v1/attention/backends/flash_attn.py), without which BLOOM or Falcon-RW never woke again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from vllm import device_allocator
+
+from runtime.devices.kinds import HOST
+
+MOST_BYTES = 1 << 20
+"""Of one of them. Larger ones are workspaces, which are written before they are read."""
+
+Spans = Collection[tuple[int, int]]
+"""Addresses on the device: (first, bytes)."""
+
+
+class LooseTensors:
+    """Of one model. The tensors stay the same ones: captured graphs read them where they are."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, on the host
+
+    def keep(self, model: torch.nn.Module, discarded: Spans) -> None:
+        """Copy to the host what lies in the memory that is about to be discarded."""
+        found = {id(tensor): tensor for tensor in _loose(model) if _lies_in(tensor, discarded)}
+        self._kept = [(tensor, tensor.to(HOST.torch_type, copy=True)) for tensor in found.values()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Once the memory is there again and before weights are loaded: a load makes anew what follows from them."""
+        for tensor, copy in self._kept:
+            tensor.copy_(copy)
+        self._kept = []
+
+
+def spans_of_weights() -> Spans:
+    """What vLLM's allocator discards with the weights."""
+    allocator: Any = device_allocator.get_mem_allocator_instance()
+    allocations = allocator.pointer_to_data.items()
+    return [(first, data.handle[1]) for first, data in allocations if data.tag == "weights"]
+
+
+def _loose(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Plain attributes of layers, and of vLLM's objects that layers hold, such as an attention's implementation."""
+    for module in model.modules():
+        helpers = (one for one in vars(module).values() if type(one).__module__.startswith("vllm."))
+        for holder in (module, *helpers):
+            for value in getattr(holder, "__dict__", {}).values():
+                if isinstance(value, torch.Tensor) and 0 < value.nbytes <= MOST_BYTES:
+                    yield value
+
+
+def _lies_in(tensor: torch.Tensor, spans: Spans) -> bool:
+    return any(first <= tensor.data_ptr() < first + size for first, size in spans)
