@@ -49,6 +49,7 @@ class Redaction:
         as whole words."""
         self.counts: Counter[str] = Counter()
         self._named: dict[tuple[str, str], str] = {}
+        self._kinds: Counter[str] = Counter()  # names of each that were given
         known = sorted({one for one in secrets if len(one) >= SHORTEST_SECRET}, key=len, reverse=True)
         self._secrets = _any_of(known)
         self._names = _any_of(sorted({one for one in names if one}, key=len, reverse=True), words=True)
@@ -101,8 +102,10 @@ class Redaction:
         if re.fullmatch(rf"{kind}-\d+", value):
             return value
         self.counts[kind] += 1
-        numbers = sum(known == kind for known, _ in self._named)
-        return self._named.setdefault((kind, value), f"{kind}-{numbers + 1}")
+        if (kind, value) not in self._named:
+            self._kinds[kind] += 1
+            self._named[kind, value] = f"{kind}-{self._kinds[kind]}"
+        return self._named[kind, value]
 
 
 def _any_of(values: list[str], words: bool = False) -> re.Pattern[str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 
 import pytest
@@ -80,3 +81,66 @@ async def test_a_body_on_it_is_refused(start_box: Start) -> None:
     box = await start_box()
     answer = await box.ask("GET", "/ui", {"a": 1}, key=None)
     assert answer.status == 400 and answer.error["code"] == "unexpected_body"
+
+
+LARGEST = max(site().items(), key=lambda item: len(item[1].plain))
+
+
+async def test_who_does_not_read_is_answered_no_more(start_box: Start) -> None:
+    """Three thousand requests of 70 bytes had a worker hold 149 MB, without a key."""
+    box = await start_box()
+    wire = await box.connect()
+    wire.reader._limit = 1  # the stream reader stops reading its socket at once
+    await box.until(lambda: bool(box.state.connections))
+    (conn,) = box.state.connections
+    asked = b"GET %b HTTP/1.1\r\nHost: box\r\n\r\n" % LARGEST[0]
+    wire.writer.write(asked * 3000)
+    await box.until(lambda: conn.write_paused or conn.transport is None)
+    for _ in range(50):
+        assert conn.transport is None or conn.transport.get_write_buffer_size() < 1 << 20
+        await asyncio.sleep(0)
+    assert (await box.ask("GET", "/ui", key=None)).status == 200
+
+
+async def test_who_reads_late_is_answered_all_in_order(start_box: Start) -> None:
+    box = await start_box()
+    wire = await box.connect()
+    wire.reader._limit = 1
+    await box.until(lambda: bool(box.state.connections))
+    (conn,) = box.state.connections
+    targets = []
+
+    async def ask(*asked: bytes) -> None:
+        targets.extend(asked)
+        await wire.send(b"".join(b"GET %b HTTP/1.1\r\nHost: box\r\n\r\n" % target for target in asked))
+
+    while not conn.write_paused:
+        count = sum(box.state.metrics.requests.values())
+        await ask(LARGEST[0])
+        await box.until(lambda count=count: sum(box.state.metrics.requests.values()) > count or conn.write_paused)
+    await ask(b"/ui", LARGEST[0], b"/nosuch", b"/ui")
+    wire.reader._limit = 1 << 16
+    for target in targets:
+        answer = await wire.response()
+        assert answer.body == site()[target].plain if target in site() else answer.status == 404
+    await ask(b"/ui")
+    assert (await wire.response()).body == site()[b"/ui"].plain
+
+
+async def test_who_does_not_read_gives_his_place(start_box: Start) -> None:
+    box = await start_box(limits={"max_connections": 2})
+    for _ in range(2):
+        known = set(box.state.connections)
+        wire = await box.connect()
+        wire.reader._limit = 1
+        await box.until(lambda known=known: bool(box.state.connections - known))
+        (conn,) = box.state.connections - known
+        while not conn.write_paused:
+            count = sum(box.state.metrics.requests.values())
+            await wire.send(b"GET %b HTTP/1.1\r\nHost: box\r\n\r\n" % LARGEST[0])
+            await box.until(
+                lambda count=count, conn=conn: sum(box.state.metrics.requests.values()) > count or conn.write_paused
+            )
+        await wire.send(b"GET /ui HTTP/1.1\r\nHost: box\r\n\r\n")
+        await box.until(lambda conn=conn: bool(conn._waiting))
+    assert (await box.ask("GET", "/ui", key=None)).status == 200
