@@ -15,19 +15,29 @@ KEPT_S = 30.0
 
 
 class DoctorProcess:
-    """One look at a time, and its findings for `KEPT_S`: whoever asks meanwhile gets the same."""
+    """One look at a time, and what came of it for `KEPT_S`: whoever asks meanwhile gets the same, also of one that
+    failed, or whoever may read could have processes started without end."""
 
     def __init__(self, command: Sequence[str], clock: Callable[[], float] = time.time) -> None:
         self._command, self._clock = command, clock
         self._looking = asyncio.Lock()
-        self._found: dict[str, Any] | None = None
+        self._found: dict[str, Any] | OperationFailed | None = None
+        self._at_s = 0.0
 
     async def look(self) -> dict[str, Any]:
         """{"exit_code", "data": findings as `appliance.doctor.checks.Finding` has them, "at_s"}. Raises
         OperationFailed."""
         async with self._looking:
-            if self._found is None or not 0 <= self._clock() - self._found["at_s"] < KEPT_S:
-                self._found = {**await self._run(), "at_s": self._clock()}
+            if self._found is None or not 0 <= self._clock() - self._at_s < KEPT_S:
+                try:
+                    found = await self._run()
+                except OperationFailed as error:
+                    self._found, self._at_s = error, self._clock()
+                else:
+                    self._at_s = self._clock()
+                    self._found = {**found, "at_s": self._at_s}
+            if isinstance(self._found, OperationFailed):
+                raise self._found.with_traceback(None)
             return self._found
 
     async def _run(self) -> dict[str, Any]:
