@@ -17,6 +17,7 @@ import orjson
 from appliance.controller.http.bodies import check_values
 from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.gateway.core.config import Limits
+from train.data.formats import is_deeper
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 _MAX_CUSTOM_ID = 512
@@ -130,6 +131,9 @@ def _checked(raw: bytes, endpoint: str, line_bytes: int) -> tuple[str, str]:
         raise BadLine("invalid_json_line", f"This line is not parseable as valid JSON: {error}.") from error
     if not isinstance(data, dict):
         raise BadLine("invalid_json_line", "This line is not a JSON object.")
+    if is_deeper(data, Limits().json_depth + 1):
+        # Parsed it can be, but not written again for an engine.
+        raise BadLine("invalid_json_line", f"The body is nested deeper than {Limits().json_depth} levels.", "body")
     for name in ("custom_id", "method", "url", "body"):
         if name not in data:
             raise BadLine("missing_required_parameter", f"Missing required parameter: '{name}'.", name)

@@ -84,6 +84,7 @@ class BatchWork:
         self._ready: list[dict[str, Any]] = []
         self._charges: list[Charge] = []
         self._sent: dict[str, Sent] = {}  # at an engine now, by custom_id
+        self._bug: Exception | None = None  # that ended a line
         self._written_s = 0.0
 
     async def run(self) -> None:
@@ -179,6 +180,8 @@ class BatchWork:
         with open(self._input_path(self._row()), "rb") as source:
             while self.left or self.flying or self._ready:
                 self.wake.clear()
+                if self._bug is not None:
+                    raise self._bug
                 end = self._early_end()
                 if end is not None:
                     await self._call_back()
@@ -189,6 +192,8 @@ class BatchWork:
                     await asyncio.sleep(0)
                 elif not self._ready:
                     await self._wait()
+        if self._bug is not None:
+            raise self._bug
         return "completed"
 
     def _early_end(self) -> str | None:
@@ -270,10 +275,12 @@ class BatchWork:
         return False
 
     async def _send(self, custom_id: str, request: dict[str, Any]) -> None:
+        """Invariant: whatever comes of it, the line is no longer among those at engines, whose places are everybody's;
+        the line is answered, left, or the batch fails of it."""
         request_id = new_id("req_")
-        size = len(orjson.dumps(request["body"]))
-        sent = self._sent[custom_id] = Sent(request["url"], request["body"], size, time.monotonic())
         try:
+            size = len(orjson.dumps(request["body"]))
+            sent = self._sent[custom_id] = Sent(request["url"], request["body"], size, time.monotonic())
             answer = await self._context.batch_engines.send(
                 self.model, request["url"], request["body"], request_id, alone=self._deaths.goes_alone(custom_id)
             )
@@ -289,8 +296,11 @@ class BatchWork:
                 return
             status, version = 502, ""
             body = error_object(last_words(str(error)), "server_error", None, "engines_died")
+        except Exception as error:  # noqa: BLE001 - the batch raises it
+            self._bug = error
+            return
         finally:
-            del self._sent[custom_id]
+            self._sent.pop(custom_id, None)
             self.flying.pop(custom_id, None)
             self._runner.returned(self)
         estimated = self._by_id[custom_id].size // BYTES_PER_TOKEN

@@ -123,8 +123,10 @@ class ClientConnection(Receiver):
         self._state.connections.discard(self)
         handler, request = self.active, self.active_request
         self.active = self.active_request = None
-        if handler is not None and request is not None:
-            handler.client_lost()
+        if request is not None:
+            # Without a handler, too, where making one failed: its body would count for its owner for ever.
+            if handler is not None:
+                handler.client_lost()
             request.status = request.status or 499
             self._state.metrics.events["client_disconnected"] += 1
             self._state.finished(request, time.monotonic())

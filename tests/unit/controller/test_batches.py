@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.batches import work
+from appliance.controller.batches import input_lines, work
 from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.output_files import sweep
 from appliance.controller.batches.runner import BatchRunner
@@ -31,6 +31,13 @@ URL = "/v1/chat/completions"
 def line(number: int, **changes: Any) -> dict[str, Any]:
     body = {"model": "starter", "messages": [{"role": "user", "content": f"{number}+1?"}]}
     return {"custom_id": f"r{number}", "method": "POST", "url": URL, "body": body} | changes
+
+
+def deep(levels: int) -> Any:
+    value: Any = 0
+    for _ in range(levels):
+        value = [value]
+    return value
 
 
 def jsonl(rows: list[Any]) -> bytes:
@@ -108,6 +115,8 @@ async def test_a_batch_answers_every_line_once(control: Control):
         ([line(0, body={"model": "starter", "stream": True})], "unsupported_parameter", 1),
         ([line(0, body={"model": "unknown", "messages": []})], "model_not_found", 1),
         ([line(n) for n in range(51)], "too_many_requests", 51),
+        # orjson reads 1,024 levels and writes 254.
+        ([line(0, body={"model": "starter", "messages": [], "user": deep(300)})], "invalid_json_line", 1),
     ],
 )
 async def test_a_bad_input_file_fails_the_batch_with_the_line(control: Control, rows, code, number):
@@ -447,6 +456,38 @@ async def test_owners_take_turns_however_long_ones_batch_is(control: Control):
     await ended(control, second)
     asked = [body["messages"][0]["content"] for body in engines(control).sent]
     assert asked.index("103+1?") < 12
+
+
+async def test_a_line_that_meets_a_bug_fails_its_batch_and_leaves_its_place_to_others(control: Control, monkeypatch):
+    """It used to stay among those at engines: four such lines of one owner kept everybody's batches of the model from
+    all engines until they expired."""
+    real = engines(control).send
+
+    async def send(model: str, url: str, body: dict[str, Any], request_id: str, *, alone: bool = False) -> EngineAnswer:
+        if body.get("user") == "bug":
+            raise RecursionError
+        return await real(model, url, body, request_id, alone=alone)
+
+    monkeypatch.setattr(engines(control), "send", send)
+    monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.01)
+    control.as_key("ann")
+    odd = {"model": "starter", "messages": [{"role": "user", "content": "1"}], "user": "bug"}
+    first = await ended(control, await begun(control, [line(n, body=odd) for n in range(engines(control).lines + 1)]))
+    assert first.status == "failed" and first.errors.data[0].code == "internal_error"
+    control.as_key("ben")
+    second = await ended(control, await begun(control, [line(0)]))
+    assert second.status == "completed" and second.request_counts.completed == 1
+
+
+async def test_a_line_that_cannot_be_written_for_an_engine_leaves_its_place_to_others(control: Control, monkeypatch):
+    monkeypatch.setattr(input_lines, "is_deeper", lambda value, levels: False, raising=False)
+    monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.01)
+    control.as_key("ann")
+    odd = {"model": "starter", "messages": [{"role": "user", "content": "1"}], "user": deep(300)}
+    first = await ended(control, await begun(control, [line(n, body=odd) for n in range(engines(control).lines + 1)]))
+    assert first.status == "failed" and first.errors.data[0].code == "internal_error"
+    control.as_key("ben")
+    assert (await ended(control, await begun(control, [line(0)]))).status == "completed"
 
 
 async def test_a_retried_create_makes_one_batch(control: Control):

@@ -17,6 +17,18 @@ from tests.e2e.request_fuzz import REQUESTS, changes
 PLAIN = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "n"}], "seed": 1}
 
 
+@pytest.mark.parametrize("level", ['{"anyOf":[%s]}', '{"oneOf":[%s]}', '{"const":%s}', '{"enum":[%s]}', '{"a":%s}'])
+def test_a_schema_as_text_is_no_deeper_than_one_in_the_body(level: str) -> None:
+    """What measures it goes down into it by recursion: at 500 levels the gateway's check failed."""
+    schema = "1"
+    for _ in range(500):
+        schema = level % schema
+    body = {"model": "m", **PLAIN, "structured_outputs": {"json": '{"properties":{"a":' + schema + "}}"}}
+    with pytest.raises(HttpError) as refused:
+        check_body(resolve(b"POST", b"/v1/chat/completions"), orjson.dumps(body), Limits())
+    assert (refused.value.status, refused.value.param) == (400, "structured_outputs.json")
+
+
 @pytest.mark.parametrize("path", REQUESTS)
 def test_a_check_raises_nothing_but_a_refusal(path: str) -> None:
     chance, route, limits = random.Random(path), resolve(b"POST", path.encode()), Limits()

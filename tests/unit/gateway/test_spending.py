@@ -436,6 +436,22 @@ async def test_the_bodies_of_one_owner_do_not_fill_the_memory_for_all(start_box:
     await box.until(lambda: use.body_bytes == 0)
 
 
+async def test_a_body_whose_check_fails_counts_no_longer_than_its_connection(start_box: Start, monkeypatch) -> None:
+    """A bug in a check ends the request's connection; twelve large bodies then kept their owner out for ever."""
+    box = await start_box()
+    await box.engine("e0")
+    box.serve("m", "e0")
+
+    def fails(*arguments: object) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(box.gateway.dispatch, "handler", fails)
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(user="x" * 1000)))
+    assert await wire.eof() == b""
+    assert use_of(box, KEY).body_bytes == 0 and box.state.buffered_bytes == 0
+
+
 async def test_ten_keys_of_one_owner_have_no_more_than_one(start_box: Start) -> None:
     """Three keys of one owner once had all memory for bodies, and two all places of those who wait for a model."""
     box = await start_box(
