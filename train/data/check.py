@@ -80,17 +80,18 @@ def check_training_file(
     max_example_bytes: int = MAX_EXAMPLE_BYTES,
     convert: Convert = to_chat,
     count: Count | None = None,
+    counted: int = COUNTED_EXAMPLES,
 ) -> DataReport:
     """Read the whole file once and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
     The shape of the first readable record is the shape of the file; a record of another shape is an error. `convert`
     (train.methods: a method's, or that of all) makes what is written of a record, None if there is nothing to write.
-    `count` gives the tokens of each sequence of a converted record, BadRecord if the model's chat template refuses it;
-    without it they are estimated. The chat file exists afterwards only if the report is `ok` and its records were
-    converted. Raises OSError if the file is unreadable.
+    `count` gives the tokens of each sequence of a converted record, for so many records (`counted`), BadRecord if the
+    model's chat template or the method refuses it; without it they are estimated. The chat file exists afterwards only
+    if the report is `ok` and its records were converted. Raises OSError if the file is unreadable.
     """
     report = DataReport()
-    tokens = _Tokens(count)
+    tokens = _Tokens(count, counted)
     partial = Path(f"{chat_path}.partial") if chat_path else None
     written = False
     output = os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") if partial else None
@@ -122,8 +123,8 @@ def check_training_file(
 class _Tokens:
     """Tokens of records: those of the first are counted where there is something that can, the others estimated."""
 
-    def __init__(self, count: Count | None):
-        self._count = count
+    def __init__(self, count: Count | None, most: int):
+        self._count, self._most = count, most
         self._counted, self._tokens, self._estimated = 0, 0, 0
 
     def of(self, made: Record | None) -> list[int]:
@@ -133,7 +134,7 @@ class _Tokens:
         estimates = [_estimate_tokens(chat) for chat in made.get("sequences", (made,))]
         if self._count is None:
             return estimates
-        if self._counted == COUNTED_EXAMPLES:
+        if self._counted == self._most:
             return [int(estimate * self._tokens / max(1, self._estimated)) for estimate in estimates]
         tokens = self._count(made)
         self._counted += 1

@@ -1,6 +1,6 @@
 """Runs `train.data.check` in its own process: `python -m train.methods.check_process METHOD FILE [--chat FILE]
-[--tokenizer DIR]`, METHOD being `-` as long as no job says which. With a tokenizer it counts tokens as the ranks will,
-through the model's chat template.
+[--tokenizer DIR [--cut TOKENS]]`, METHOD being `-` as long as no job says which. With a tokenizer it counts tokens as
+the ranks will, through the model's chat template; with a length, those of every example, and cuts each as they will.
 
 JSON parsing and bracket matching block all other threads of a process: for most of a second with one 16 MiB example.
 This process prints the report as JSON, runs at low priority, ends with its parent, and is killed beyond its CPU and
@@ -20,7 +20,8 @@ from pathlib import Path
 
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
-from train.data.check import Count, DataReport, check_training_file
+from train.data.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file
+from train.data.formats import Record
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, convert, method_of
 
@@ -31,11 +32,16 @@ ANY = "-"
 
 
 def check_apart(
-    path: Path, chat_path: Path | None = None, method: str = ANY, tokenizer: Path | None = None
+    path: Path,
+    chat_path: Path | None = None,
+    method: str = ANY,
+    tokenizer: Path | None = None,
+    cut_at: int | None = None,
 ) -> DataReport:
     """As `check_training_file` with the method's conversion or that of all methods, and counting if there is a
-    tokenizer (the directory of a model). A file that takes more than the limits is a bad one. Raises OSError."""
-    options = {"--chat": chat_path, "--tokenizer": tokenizer}
+    tokenizer (the directory of a model); with `cut_at`, examples of which the method has nothing left within so many
+    tokens are errors too. A file that takes more than the limits is a bad one. Raises OSError."""
+    options = {"--chat": chat_path, "--tokenizer": tokenizer, "--cut": cut_at}
     given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
     command = [sys.executable, "-P", "-m", "train.methods.check_process", method, str(path), *given]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -71,15 +77,17 @@ def main() -> None:
     parser.add_argument("path")
     parser.add_argument("--chat")
     parser.add_argument("--tokenizer")
+    parser.add_argument("--cut", type=int)
     asked = parser.parse_args()
     method = DEFAULT if asked.method == ANY else method_of(asked.method)
     how = convert if asked.method == ANY else method.convert
-    count = _counter(method, asked.tokenizer) if asked.tokenizer else None
-    report = check_training_file(asked.path, chat_path=asked.chat, convert=how, count=count)
+    count = _counter(method, asked.tokenizer, asked.cut) if asked.tokenizer else None
+    counted = COUNTED_EXAMPLES if asked.cut is None else sys.maxsize
+    report = check_training_file(asked.path, chat_path=asked.chat, convert=how, count=count, counted=counted)
     print(json.dumps(asdict(report)))
 
 
-def _counter(method: Method, tokenizer: str) -> Count | None:
+def _counter(method: Method, tokenizer: str, cut_at: int | None) -> Count | None:
     """None for a model whose tokenizer or chat template cannot be used: the ranks will say so in their own words."""
     # Here torch is not there: transformers needs it for models alone, and it costs most of the time of the import.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
@@ -93,7 +101,14 @@ def _counter(method: Method, tokenizer: str) -> Count | None:
         encoder = ChatEncoder(AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False))
     except (OSError, ValueError, UnsupportedModel):
         return None
-    return lambda record: [len(tokens) for tokens, _ in method.encode(encoder, record)]
+
+    def count(record: Record) -> list[int]:
+        sequences = method.encode(encoder, record)
+        if cut_at is not None:
+            method.cut(sequences, cut_at)
+        return [len(tokens) for tokens, _ in sequences]
+
+    return count
 
 
 if __name__ == "__main__":

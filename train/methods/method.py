@@ -45,6 +45,10 @@ class Option:
     help: str
 
 
+VALIDATED_TOKENS = 1 << 19
+"""Of answers to validation prompts that are made at the same time, where a step has fewer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Samples:
     """Answers that a model makes for each prompt in a step (`group`), which are learnt from in `rows` micro-batches;
@@ -54,6 +58,12 @@ class Samples:
     rows: int = 1
     room: int = 0
     valid: int = 1
+
+    def validated_together(self, batch_size: int) -> int:
+        """Prompts of a validation that are answered at the same time: their answers have no more room than those of a
+        step, or than is small for any host, if those of one prompt have not."""
+        room = max(VALIDATED_TOKENS, batch_size * self.group * self.room)
+        return max(1, room // max(1, self.valid * self.room))
 
 
 class Method(ABC):
@@ -65,7 +75,7 @@ class Method(ABC):
     about every sequence once and keeps the answers with the job (train.run.reference); rows have them from then on.
     rolls_out: an example is a prompt; in each step the model answers those of the step, a grader judges the answers,
     and the rows are made of them (train.rollouts). takes: what a request may say of it beside hyperparameters, by name;
-    "grader" is one of them where it rolls out.
+    "grader" is one of them where it rolls out. cut_refuses: `cut` raises for an example that it leaves nothing of.
     """
 
     name: str
@@ -77,6 +87,7 @@ class Method(ABC):
     needs_reference: bool = False
     rolls_out: bool = False
     takes: tuple[str, ...] = ()
+    cut_refuses: bool = False
 
     # -- before the run: in the controller and in commands, without torch or numpy -----------------------------------
 

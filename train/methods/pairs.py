@@ -20,6 +20,7 @@ class Pairs(Method, ABC):
     """An example is a pair of outputs for one conversation. The loss of a step is divided by its pairs."""
 
     sequences = 2  # the preferred output, then the other
+    cut_refuses = True
 
     def refuses(self, shape: str) -> str | None:
         if shape != "preference":

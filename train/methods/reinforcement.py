@@ -30,9 +30,9 @@ GROUP = 8
 RATE_SHARE = 0.1
 """Of the rate that suits supervised tuning: 1e-6 for all weights of 7e9 parameters, as TRL, verl and PipelineRL do."""
 ANSWER_TOKENS = 256
-_TOKEN_BYTES = 36
-"""Of a sampled token in a rank: its id and log-probability, 12 bytes, in what was sampled, in what one rank adds, and
-in what is learnt from."""
+_TOKEN_BYTES = 12
+"""Of a sampled token in a rank, its id and log-probability: once in what was sampled, once in what one rank adds, and
+once in what is learnt from, which a validation finds there."""
 _HOST_ROW, _DEVICE_ROW = 1024, 8192
 """Tokens of the answers that are learnt from at the same time, if one alone is not longer."""
 
@@ -50,6 +50,7 @@ class Reinforcement(Method):
     metric_names = ("mismatch_kl", "mismatch_mean", "clipped")
     peak_names = ("mismatch_max",)
     rolls_out = True
+    cut_refuses = True
     takes = ("grader", "response_format")
 
     def resolve(
@@ -107,11 +108,13 @@ class Reinforcement(Method):
         learning = estimate.rank_memory(shape, {**fields, "max_length": together * fields["max_length"]}, ranks)
         # The head computes in float32. Answers are sampled while nothing is learnt from.
         head = 4 * shape.vocab * shape.hidden if ELEMENT_BYTES[fields["precision"]] < 4 else 0
-        answers = fields["batch_size"] * options["group"] * options["max_completion_tokens"]
+        samples = self.samples(options)
+        learnt = fields["batch_size"] * samples.group * samples.room
+        validated = samples.validated_together(fields["batch_size"]) * samples.valid * samples.room
         return replace(
             learning,
             activations_bytes=head + max(learning.activations_bytes, SAMPLING_BYTES),
-            buffers_bytes=learning.buffers_bytes + _TOKEN_BYTES * answers,
+            buffers_bytes=learning.buffers_bytes + _TOKEN_BYTES * (2 * max(learnt, validated) + learnt),
         )
 
     def data_length(self, max_length: int, options: Mapping[str, Any]) -> int:

@@ -106,6 +106,7 @@ class Rollouts:
             verdict = self._graded(f"train-{step}", self._spec.train_path, prompts, made)
             if verdict is None:
                 return False
+            _check_graded(verdict)
             self._keep(step, made, verdict)
         self._ids, self._log_probs, self._sizes = (
             part.cpu().numpy() for part in (made.ids, made.log_probs, made.sizes)
@@ -179,44 +180,50 @@ class Rollouts:
         packs = np.arange(len(self._valid.packs))
         if self._spec.validation_batches:
             packs = packs[: self._spec.validation_batches]
-        prompts = packs.repeat(self._samples.valid)
-        # By the same numbers each time.
-        made = self._sampled(step, self._valid, prompts, self._samples.valid, (_VALIDATION, 0))
-        if made is None:
-            return None
-        path = self._spec.valid_path
+        path, each = self._spec.valid_path, self._samples.valid
         assert path is not None
-        verdict = self._graded(f"valid-{step}", path, prompts, made)
-        if verdict is None:
-            return None
+        together, tokens = self._samples.validated_together(self._spec.batch_size), 0
+        verdict: dict[str, Any] = {"rewards": [], "errors": []}
+        for first in range(0, len(packs), together):
+            prompts = packs[first : first + together].repeat(each)
+            # By the same numbers each time.
+            made = self._sampled(step, self._valid, prompts, each, (_VALIDATION, 0), first * each)
+            if made is None:
+                return None
+            graded = self._graded(f"valid-{step}", path, prompts, made, first * each)
+            if graded is None:
+                return None
+            tokens += int(made.sizes.sum())
+            verdict = {key: [*have, *graded[key]] for key, have in verdict.items()}
+        _check_graded(verdict)
         return {
             "mean_reward": _mean(verdict["rewards"]),
-            "completion_tokens_mean": float(made.sizes.float().mean()),
+            "completion_tokens_mean": tokens / len(verdict["rewards"]),
         }
 
     # --- how
 
     def _sampled(
-        self, step: int, tokens: TokenSet, prompts: np.ndarray, each: int, stream: tuple[int, int]
+        self, step: int, tokens: TokenSet, prompts: np.ndarray, each: int, stream: tuple[int, int], before: int = 0
     ) -> Answers | None:
         """Collective: an answer to each of these prompts, on every rank; None if the devices were wanted. each: answers
-        of a prompt, which follow each other."""
+        of a prompt, which follow each other. before: answers of the same stream that were made before."""
         self._progress.enter("sampling")
         made = Answers.empty(len(prompts), self._samples.room, self._engine.device)
         self._by_engine = 0
         if self._policy is not None:
-            found = self._asked_for(step, tokens, prompts, each, stream)
+            found = self._asked_for(step, tokens, prompts, each, stream, before)
             if found is None:
                 return None
             made = found
             self._by_engine = int((made.sizes > 0).sum())
         missing = torch.nonzero(made.sizes == 0)[:, 0].cpu().numpy()
-        if len(missing) and not self._sampled_here(tokens, prompts, missing, stream, made):
+        if len(missing) and not self._sampled_here(tokens, prompts, missing, stream, made, before):
             return None
         return made
 
     def _asked_for(
-        self, step: int, tokens: TokenSet, prompts: np.ndarray, each: int, stream: tuple[int, int]
+        self, step: int, tokens: TokenSet, prompts: np.ndarray, each: int, stream: tuple[int, int], before: int
     ) -> Answers | None:
         """Collective: as `_sampled`, what an engine has answered; sizes 0 where it has not."""
         assert self._policy is not None
@@ -228,20 +235,22 @@ class Rollouts:
             return shared(made, self._engine.device)
         purpose, why = "train" if stream[0] == _TRAINING else "valid", ""
         vocabulary = self._engine.module.model.config.get_text_config().vocab_size
-        for number, lines in enumerate(self._questions(tokens, prompts, each)):
-            asked = {}
+        for lines in self._questions(tokens, prompts, each):
+            asked, place_of_first = {}, before + lines[0][1]
             if self._grid.rank == 0:
                 parts = [
                     {
                         "place": place,
                         "n": n,
-                        "seed": int(_numbers(self._spec.seed, stream, first).integers(1 << 62)) + place - first,
+                        "seed": int(_numbers(self._spec.seed, stream, before + first).integers(1 << 62))
+                        + place
+                        - first,
                         "tokens": self._prompt(tokens, prompts[place]).tolist(),
                     }
                     for first, place, n in lines
                 ]
                 asked = self._policy.question(version, parts, self._samples.room, self._ends)
-            answered, answer = self._heard(f"sample-{purpose}-{version}-{number}", asked)
+            answered, answer = self._heard(f"sample-{purpose}-{version}-{place_of_first}", asked)
             if not answered:
                 return None
             if self._grid.rank == 0:
@@ -275,14 +284,20 @@ class Rollouts:
         self._why = why
 
     def _sampled_here(
-        self, tokens: TokenSet, prompts: np.ndarray, places: np.ndarray, stream: tuple[int, int], made: Answers
+        self,
+        tokens: TokenSet,
+        prompts: np.ndarray,
+        places: np.ndarray,
+        stream: tuple[int, int],
+        made: Answers,
+        before: int,
     ) -> bool:
         """Collective: the answers of these places into `made`, on every rank; False if the devices were wanted."""
         grid, room, device = self._grid, self._samples.room, self._engine.device
         share = -(-len(places) // grid.data_size)
         first = min(grid.data_rank * share, len(places) - 1)
         mine = places[np.minimum(np.arange(first, first + share), len(places) - 1)]  # equally many everywhere
-        chances = np.stack([_numbers(self._spec.seed, stream, int(place)).random(room) for place in mine])
+        chances = np.stack([_numbers(self._spec.seed, stream, before + int(place)).random(room) for place in mine])
         found = sample(
             self._engine.module.model,
             [self._prompt(tokens, prompts[place]) for place in mine],
@@ -305,23 +320,23 @@ class Rollouts:
             all_ += part
         return True
 
-    def _graded(self, name: str, path: str, prompts: np.ndarray, made: Answers) -> dict[str, Any] | None:
+    def _graded(
+        self, name: str, path: str, prompts: np.ndarray, made: Answers, before: int = 0
+    ) -> dict[str, Any] | None:
         """Collective: {"rewards": [number or None], "errors": [text]} of the answers, None if the devices were wanted.
-        Raises NothingGraded, on every rank."""
+        before: answers that were graded before under this name. Raises NothingGraded, on every rank."""
         self._progress.enter("grading")
         verdict: dict[str, Any] = {"rewards": [], "errors": []}
         for start in range(0, len(prompts), ASKED_AT_ONCE):
             part = slice(start, start + ASKED_AT_ONCE)
             asked = self._asked(path, prompts[part], made, start) if self._grid.rank == 0 else []
-            answered, answer = self._heard(f"{name}-{start}", {"kind": "grade", "samples": asked})
+            answered, answer = self._heard(f"{name}-{before + start}", {"kind": "grade", "samples": asked})
             if not answered:
                 return None
             graded = told_by_first(answer)
             if graded.get("failed"):
                 raise NothingGraded(graded["failed"])
             verdict = {key: [*have, *graded[key]] for key, have in verdict.items()}
-        if all(verdict["errors"]) and not any(verdict["rewards"]):
-            raise NothingGraded(f"the grader gave no reward for any of {len(prompts)} answers: {verdict['errors'][0]}")
         return verdict
 
     def _asked(self, path: str, prompts: np.ndarray, made: Answers, start: int) -> list[dict[str, Any]]:
@@ -420,6 +435,13 @@ def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:
         if len(scored) > 1 and np.ptp(values) > _SAME:
             found[scored] = values - values.mean()
     return found
+
+
+def _check_graded(verdict: dict[str, Any]) -> None:
+    """Raises NothingGraded."""
+    rewards, errors = verdict["rewards"], verdict["errors"]
+    if all(errors) and not any(rewards):
+        raise NothingGraded(f"the grader gave no reward for any of {len(rewards)} answers: {errors[0]}")
 
 
 def _mean(rewards: Sequence[float | None]) -> float:

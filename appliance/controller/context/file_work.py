@@ -47,10 +47,14 @@ class FileWork:
         chat_path: Path | None = None,
         method: Method | None = None,
         tokenizer: Path | None = None,
+        cut_at: int | None = None,
     ) -> DataReport:
         """Check a training file, for a method once a job names one; with `chat_path`, also write it there in the
-        method's format; with `tokenizer`, the directory of a model, count its tokens. Raises OSError."""
+        method's format; with `tokenizer`, the directory of a model, count its tokens, and with `cut_at` refuse what the
+        method has nothing left of within so many. Raises OSError."""
         if tokenizer is not None or path.stat().st_size >= APART_FROM_BYTES:
-            return await self.run(owner, check_apart, path, chat_path, method.name if method else ANY, tokenizer)
+            return await self.run(
+                owner, check_apart, path, chat_path, method.name if method else ANY, tokenizer, cut_at
+            )
         how = method.convert if method else convert
         return await self.run(owner, check_training_file, path, chat_path=chat_path, convert=how)

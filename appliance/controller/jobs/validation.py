@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from appliance.controller.access.model_access import base_of
+from appliance.controller.access.model_access import Resolved, base_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.jobs import data, settings
@@ -21,7 +21,7 @@ from appliance.store.objects import files as file_rows
 from appliance.store.objects import jobs
 from appliance.store.rows import FileRow, JobEventRow, JobRow
 from runtime.background_tasks import RunningTasks
-from train.data.check import DataReport
+from train.data.check import COUNTED_EXAMPLES, DataReport
 from train.methods.methods import method_of
 from train.plan.errors import InvalidHyperparameter
 
@@ -110,11 +110,33 @@ class JobValidation:
         tokenizer = settings.tokenizer_of(context, base)
         report = await self._convert(row, "training_file", training, folder / "train.jsonl", tokenizer)
         told = _told(training, report)
+        held_out_report = None
         if row.validation_file is not None:
             held_out = self._file(row.validation_file)
             held_out_report = await self._convert(row, "validation_file", held_out, folder / "valid.jsonl", tokenizer)
             told += _told(held_out, held_out_report)
+        await self._check_cut(row, base, tokenizer, {"training_file": report, "validation_file": held_out_report})
         return report, told
+
+    async def _check_cut(
+        self, row: JobRow, base: Resolved, tokenizer: Path | None, reports: dict[str, DataReport | None]
+    ) -> None:
+        """Refuse by line what the ranks would refuse with the devices in hand. Raises InvalidData,
+        InvalidHyperparameter."""
+        context, method, training = self._context, method_of(row.method), reports["training_file"]
+        if tokenizer is None or training is None or not method.cut_refuses:
+            return
+        chosen = settings.choose_on_box(context, base, method, row.hyperparameters, settings.dataset_of(training), row)
+        most = method.data_length(chosen.resolved["max_length"], chosen.resolved["options"])
+        for param, report in reports.items():
+            if report is None or (report.longest_example_tokens <= most and report.n_examples <= COUNTED_EXAMPLES):
+                continue
+            file = self._file(getattr(row, param))
+            cut = await context.file_work.check(
+                row.owner, context.files_dir / file.id, method=method, tokenizer=tokenizer, cut_at=most
+            )
+            if not cut.ok:
+                raise InvalidData(param, file.id, cut, row.id)
 
     def _file(self, file_id: str) -> FileRow:
         # Ignores the expiry: a file that was valid when the job was created stays valid while its bytes are here.

@@ -117,16 +117,17 @@ class Canaries:
         """Make the canary the active version. carried: the request, which may have come before. Raises Conflict if
         there is none, or if the swap failed; it then stays a canary."""
         async with self._ending, self._activations.lock(model):
+            before = self._active(model)
             if carried is not None and (told := carried.before(lambda: self._promotion(model))) is not None:
                 record(self._context, caller, "model.promote", model, before=told["from"], to=told["to"], repeated=True)
                 return told
-            row, found = self._running(model), stored_model(self._context.db, model)
+            row, found = self._running(model), replace(stored_model(self._context.db, model), active_version=before)
             compared = self.compared(row)
+            undone = carried.came_to_nothing if carried is not None else None
             try:
-                measured = await self._activations.switch(found, row.version, f"{row.name} is promoted: {reason}")
+                why = f"{row.name} is promoted: {reason}"
+                measured = await self._activations.switch(found, row.version, why, undone)
             except SwapFailed as error:
-                if carried is not None:
-                    carried.came_to_nothing()
                 record(
                     self._context, caller, "model.promote", model, outcome="failed", to=row.version, error=str(error)
                 )
@@ -143,8 +144,14 @@ class Canaries:
             )
             return {"model": model, "from": found.active_version, "to": row.version, "swap": measured}
 
+    def _active(self, model: str) -> str | None:
+        found = models.find(self._context.db, model)
+        return found.active_version if found is not None else None
+
     def _promotion(self, model: str) -> Deed:
+        """Activates the version with the deed: a crash between the two would tell the next attempt that it was done."""
         row, before = self._running(model), stored_model(self._context.db, model).active_version
+        models.activate(self._context.db, model, row.version)
         return Deed.of(model=model, **{"from": before, "to": row.version, "swap": {}})
 
     def _return(self, model: str) -> Deed:

@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 from appliance.controller.files import upload_routes
 from appliance.controller.http.idempotency import NOT_ONCE
 from appliance.controller.interfaces.errors import SwapFailed
+from appliance.controller.models.activation import Activations
 from appliance.store.objects import models
 from appliance.store.records import audit, canaries, keys, operations
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
@@ -259,3 +260,47 @@ async def test_a_promotion_that_comes_twice_promotes_no_later_canary(control: Co
     assert (again.status_code, again.json()["from"], again.json()["to"]) == (200, "v1", "v2")
     assert models.find(control.db, "m").active_version == "v2"
     assert [row.version for row in canaries.list_running(control.db)] == ["v3"]
+
+
+class Crash(BaseException):
+    pass
+
+
+async def test_a_promotion_that_a_crash_breaks_off_is_told_of_as_the_store_has_it(control: Control, monkeypatch):
+    insert_model(control.db, "m", versions=("v2", "v1"))
+    await ask(control, "PATCH", "/models/m/deployment", json={"min_replicas": 1})
+    await ask(control, "PUT", "/models/m/canary", json={"version": "v2"})
+
+    def crashes(*_: Any, **__: Any) -> None:
+        raise Crash
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Activations, "switch", crashes)
+        with pytest.raises(Crash):
+            await repeated(control, "/models/m/promote")
+    assert models.find(control.db, "m").active_version == "v2"
+    assert (await repeated(control, "/models/m/promote")).json()["to"] == "v2"
+
+
+@pytest.mark.parametrize("path", ["/models/m/promote", "/models/m/rollback"])
+async def test_what_a_failed_swap_takes_back_is_no_deed_even_after_a_crash(control: Control, monkeypatch, path):
+    insert_model(control.db, "m", versions=("v2", "v1") if path.endswith("promote") else ("v1", "v2"))
+    if path.endswith("promote"):
+        await ask(control, "PATCH", "/models/m/deployment", json={"min_replicas": 1})
+        await ask(control, "PUT", "/models/m/canary", json={"version": "v2"})
+    before, nudge = models.find(control.db, "m").active_version, control.scheduler.nudge
+    control.scheduler.swap_error = "no memory"
+
+    def crashes(why: str) -> None:
+        if "stays at" in why:
+            raise Crash
+        nudge(why)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(control.scheduler, "nudge", crashes)
+        with pytest.raises(Crash):
+            await repeated(control, path)
+    assert models.find(control.db, "m").active_version == before
+    control.scheduler.swap_error = None
+    again = await repeated(control, path)
+    assert again.status_code == 200 and models.find(control.db, "m").active_version == again.json()["to"] != before

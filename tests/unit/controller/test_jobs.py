@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,8 +12,9 @@ import pytest
 
 from appliance.controller.app import create_app
 from appliance.controller.jobs.events import JobEvents
-from appliance.store.objects import files, jobs
+from appliance.store.objects import files, jobs, models
 from appliance.store.records import keys
+from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import Control, chat_lines, insert_model
 
 
@@ -248,6 +250,26 @@ async def test_pairs_are_refused_by_line(control: Control):
     assert job.status == "failed" and "line 12" in job.error.message
     chats = await control.job(method={"type": "dpo"})
     assert "wants pairs" in (await control.sdk.fine_tuning.jobs.retrieve(chats)).error.message
+
+
+@pytest.mark.parametrize("param", ["training_file", "validation_file"])
+async def test_pairs_of_which_max_length_leaves_nothing_are_refused_by_line(control: Control, tmp_path: Path, param):
+    tokenizer().save_pretrained(tmp_path / "base")
+    models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "base"))
+    long = PAIR | {"input": {"messages": [{"role": "user", "content": "hi " * 200}]}}
+    short, cut = [
+        await control.upload("".join(json.dumps(row) + "\n" for row in rows).encode())
+        for rows in ([PAIR] * 12, [*[PAIR] * 11, long])
+    ]
+    dpo = {"type": "dpo", "dpo": {"hyperparameters": {"max_length": 64}}}
+    job_id = await control.job(**{"training_file": short, param: cut}, extra_body={"method": dpo})
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert (job.status, job.error.param) == ("failed", param)
+    (bad,) = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}/errors")).json()["data"]
+    assert bad["line"] == 12 and "of max_length 64 tokens nothing is left" in bad["reason"]
+    for fits in ({"training_file": short}, {"training_file": cut, "extra_body": {"method": {"type": "dpo"}}}):
+        job_id = await control.job(**{"extra_body": {"method": dpo}} | fits)
+        assert jobs.get(control.db, job_id).phase == "queued", await control.messages(job_id)
 
 
 async def test_a_retry_finds_the_first_job_and_a_new_submission_makes_another(control: Control):

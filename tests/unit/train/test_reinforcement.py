@@ -30,7 +30,7 @@ from train.plan.errors import InvalidHyperparameter, InvalidTrainingData, Nothin
 from train.plan.spec import TrainSpec
 from train.rollouts import rollouts, sampler
 from train.rollouts.rollouts import ASKED_AT_ONCE, FILE, advantages
-from train.rollouts.sampler import sample
+from train.rollouts.sampler import Answers, sample
 from train.run.prepare import prepare
 from weights.memory.store import WeightStore
 
@@ -126,6 +126,17 @@ def test_memory_counts_every_answer_of_a_step():
     fields = REINFORCEMENT.resolve(asked, DATASET, model, 1)
     needs = REINFORCEMENT.rank_memory(shape, fields, 1)
     assert needs.buffers_bytes > 12 * 4096 * 80 * 100_000, "0.4 TB, which a rank would have found out"
+
+
+def test_memory_counts_the_answers_of_one_validation_prompt_where_a_step_has_fewer():
+    shape = estimate.ModelShape(10**7, 256, 4, 4, 64, 1024, 1000)
+    model = replace(MODEL, max_position_embeddings=1 << 17)
+    asked = {"batch_size": 1, "compute_multiplier": 0.1, "max_completion_tokens": 100_000}
+    one, many = (
+        REINFORCEMENT.rank_memory(shape, REINFORCEMENT.resolve({**asked, "eval_samples": n}, DATASET, model, 1), 1)
+        for n in (1, 64)
+    )
+    assert many.buffers_bytes - one.buffers_bytes > 12 * 50 * 100_000
 
 
 # --- the data
@@ -607,6 +618,35 @@ def test_no_question_has_more_than_whoever_answers_it_can_hold(tmp_path, monkeyp
     assert parts == whole, "by the same numbers, however they are asked for"
     assert len({one["question"] for one in questions}) == len(questions) > 4
     assert all(sum(line["n"] for line in one["prompts"]) * one["room"] <= 100 for one in questions)
+
+
+@pytest.mark.parametrize("by_engine", [False, True])
+def test_a_validation_holds_no_more_answers_than_a_step_and_finds_the_same(tmp_path, monkeypatch, by_engine):
+    valid, made = str(write_prompt_file(tmp_path / "valid.jsonl", 30, seed=1)), []
+    empty = Answers.empty.__func__
+    count = classmethod(lambda cls, n, *more: made.append(n) or empty(cls, n, *more))
+    monkeypatch.setattr(Answers, "empty", count)
+
+    def validated(run, most):
+        monkeypatch.setattr("train.methods.method.VALIDATED_TOKENS", most)
+        made.clear()
+        options = {**(BY_ENGINE if by_engine else SAMPLES), "eval_samples": 3}
+        of = {"valid_path": valid, "run_dir": str(tmp_path / run), "shm_root": str(tmp_path / run / "store")}
+        spec = (lora_spec if by_engine else run_spec)(tmp_path, **{**of, "options": options})
+        box = Box(letters, Engines(WeightStore(spec.shm_root, budget_bytes=None)))
+        assert box.run(spec)["outcome"] == "succeeded"
+        names = [name for name, _ in box.questions if name.startswith("valid-0-")]
+        texts = [text for name, parts in box.questions if name.startswith("valid-0-") for text in parts]
+        assert len(set(names)) == len(names) and len({one["question"] for one in box.asked}) == len(box.asked)
+        return texts, box.of("validation")[0], max(made)
+
+    whole, told, most = validated("whole", 1 << 19)
+    assert (len(whole), most) == (90, 90)
+    parts, told_of_parts, most = validated("parts", 1)
+    assert most == 32, "as a step has"
+    if not by_engine:  # whose answers here go by their place in a question
+        assert parts == whole and told_of_parts["mean_reward"] == pytest.approx(told["mean_reward"])
+        assert told_of_parts["completion_tokens_mean"] == pytest.approx(told["completion_tokens_mean"])
 
 
 class PlainEngine:

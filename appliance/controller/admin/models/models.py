@@ -194,9 +194,9 @@ def routes(
             target = stored_model(db, name).active_version
             assert target is not None
             try:
-                measured = await activations.switch(row, target, f"{row.id} rolls back to {target}")
+                why = f"{row.id} rolls back to {target}"
+                measured = await activations.switch(row, target, why, carried.came_to_nothing)
             except SwapFailed as error:
-                carried.came_to_nothing()
                 record(context, caller, "model.rollback", row.id, outcome="failed", to=target, error=str(error))
                 raise Conflict(f"The roll back failed: {error}", param="version", code="swap_failed") from error
             record(context, caller, "model.rollback", row.id, before=before, to=target)
