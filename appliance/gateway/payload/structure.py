@@ -287,7 +287,8 @@ class _Budget:
         low, high = node.get("minProperties"), node.get("maxProperties")
         if isinstance(named, dict) and (low is not None or high is not None):
             most = max(value if isinstance(value, int) else 0 for value in (low, high))
-            self._count(name, len(named) * min(most, len(named)) // _RULES_PER_PART)
+            # Never less than nothing: a negative bound made room for twenty thousand parts elsewhere in the request.
+            self._count(name, len(named) * max(0, min(most, len(named))) // _RULES_PER_PART)
 
     def _cost(self, name: str, us: int) -> None:
         self._us += us

@@ -431,6 +431,12 @@ DEAR = {
         "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(70)} | {"d70": alternatives("a", 100)},
     },
     "a divisor": {"type": "integer", "multipleOf": 999_983},
+    # What one part takes makes no room for others.
+    "fewer properties than none": {
+        "$ref": "#/$defs/a",
+        "$defs": {"a": {"anyOf": [{"type": "boolean"}] * 5000}},
+        "default": {"properties": {"a": 1}, "minProperties": -(10**15), "maxProperties": -(10**15)},
+    },
 }
 
 
