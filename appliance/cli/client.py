@@ -81,9 +81,10 @@ class _SocketConnection(http.client.HTTPConnection):
 class Client:
     """One box. Every method raises the errors of `appliance.cli.errors`, with the box's own message."""
 
-    def __init__(self, address: Address, api_key: str | None = None):
+    def __init__(self, address: Address, api_key: str | None = None, why_silent: Callable[[], str] | None = None):
+        """why_silent: says what a box does that takes no connection, "" if that is not known."""
         self.address = address
-        self._api_key = api_key
+        self._api_key, self._why_silent = api_key, why_silent
 
     def get(self, path: str, **query: Any) -> Any:
         return self.send("GET", path, query=query)
@@ -215,6 +216,8 @@ class Client:
                 "SSL_CERT_FILE=FILE names the certificate, or the authority, to trust"
             ) from error
         except (http.client.HTTPException, OSError) as error:
+            if self._why_silent is not None and (doing := self._why_silent()):
+                raise Unreachable(doing) from error
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise Unreachable(f"cannot reach the box at {self.address}: {reason}") from error
         finally:

@@ -166,7 +166,8 @@ def open_session(
     if url:
         return Session(Client(Address.of_url(url), api_key), output_format, None, api_key)
     box_file = BoxFile.read(data_dir)
-    return Session(Client(Address(socket_path=box_file.controller_socket())), output_format, box_file, api_key)
+    client = Client(Address(socket_path=box_file.controller_socket()), why_silent=box_file.why_silent)
+    return Session(client, output_format, box_file, api_key)
 
 
 def _is_typed(ctx: typer.Context, option: str) -> bool:

@@ -61,8 +61,18 @@ class BoxFile:
             raise Unreachable(self._why_not_running())
         socket_path = str(self.fields["controller_socket"])
         if not os.path.exists(socket_path) and self.state in ("starting", "stopping"):
-            raise Unreachable(f"the box on {self.data_dir} is {self.state}: {self.message or 'one moment'}")
+            raise Unreachable(self._moving())
         return socket_path
+
+    def why_silent(self) -> str:
+        """Why a box that runs answers nothing at the moment, "" if it should answer."""
+        now = BoxFile.read(self.data_dir)
+        if now.pid is None:
+            return now._why_not_running()
+        return now._moving() if now.state in ("starting", "stopping") else ""
+
+    def _moving(self) -> str:
+        return f"the box on {self.data_dir} is {self.state}: {self.message or 'one moment'}"
 
     def _why_not_running(self) -> str:
         start = f"`appliance up{data_dir_option(self.data_dir)}` starts it"

@@ -24,6 +24,7 @@ from appliance.models.errors import InvalidModelName, NotACheckpoint, NotEnoughD
 from appliance.models.recorded import check_same, recorded
 from appliance.models.template_trial import try_template
 from train.convert.gguf import is_gguf
+from weights.format.errors import ManifestInvalid
 from weights.format.files import sync_directory
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
@@ -330,7 +331,12 @@ class ModelLibrary:
                     continue  # this number was taken meanwhile, by a published fine-tune for instance
                 raise
             sync_directory(family)
-            return self.show(name, version)
+            made = self.show(name, version)
+            twin = _twin(made)
+            if twin is None:
+                return made
+            told = f"the same bytes are here as {twin}: this import made the next version, {version}, of them"
+            return replace(made, warnings=(*made.warnings, told))
 
     def _next_version(self, family: Path) -> str:
         numbers = [int(entry.name[1:]) for entry in family.iterdir() if re.fullmatch(r"v\d{1,9}", entry.name)]
@@ -513,3 +519,19 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _twin(made: ModelVersion) -> str | None:
+    """The newest other version of the model with the same bytes in all files."""
+
+    def contents(manifest: Manifest) -> object:
+        files = {**manifest.files, **manifest.aux_files}
+        return {**manifest.tensors}, files
+
+    own = contents(Manifest.read(made.path))
+    entries = sorted(made.path.parent.iterdir(), key=lambda entry: (len(entry.name), entry.name), reverse=True)
+    for other in entries:
+        with contextlib.suppress(ManifestInvalid):
+            if other != made.path and contents(Manifest.read(other)) == own:
+                return other.name
+    return None

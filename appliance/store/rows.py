@@ -436,7 +436,8 @@ class EvalRow:
 
 @dataclass(frozen=True, slots=True)
 class EvalRunRow:
-    """One run of an evaluation over its data. results: {criterion: {"passed", "failed"}}, usage: {model: counters},
+    """One run of an evaluation over its data. results: {criterion: {"passed", "failed", "rewarded", "reward"}}, where
+    the last two are items that got a reward and their sum. usage: {model: counters},
     counts: judged items by status; all as of the last item. bytes: of its data source and its items, with samples and
     results."""
 
@@ -451,7 +452,7 @@ class EvalRunRow:
     data_source: dict[str, Any] = json_column(default_factory=dict)
     metadata: dict[str, str] | None = json_column(default=None)
     total: int = 0
-    results: dict[str, dict[str, int]] = json_column(default_factory=dict)
+    results: dict[str, dict[str, float]] = json_column(default_factory=dict)
     usage: dict[str, dict[str, int]] = json_column(default_factory=dict)
     error: dict[str, str] | None = json_column(default=None)
     ended_s: float | None = None

@@ -14,7 +14,7 @@ from appliance.controller.bus.load import Load, ModelLoad
 from appliance.store.database import Database
 from appliance.store.objects import adapters, job_records, models
 from appliance.store.objects.adapters import AdapterRow
-from appliance.store.records import canaries, deployments, session_keys
+from appliance.store.records import canaries, deployments, model_settings, session_keys
 from appliance.store.rows import CanaryRow, ModelRow
 from scheduler.core.failures import Trouble
 from scheduler.core.workload import Demand
@@ -124,6 +124,8 @@ class BusRouting:
         contexts |= {row.name: contexts.get(row.model) for row in job_records.checkpoint_names(self._db)}
         contexts |= {row.name: contexts.get(row.model) for row in canaries.list_running(self._db)}
         audiences = models.audiences(self._db)
+        silent = models.without_chat_template(self._db)
+        given = model_settings.with_chat_template(self._db) if silent else set()
         return self._bus.set_models(
             {
                 name: self._model(name, row)
@@ -131,6 +133,7 @@ class BusRouting:
                     "max_model_len": contexts.get(row.pins or name),
                     "owners": self._owners(audiences.get(row.of, [])),
                 }
+                | ({"chats": False} if (row.of, row.version) in silent and row.of not in given else {})
                 for name, row in names.items()
             }
         )

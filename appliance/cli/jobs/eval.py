@@ -94,7 +94,8 @@ def list_evals(session: Session) -> None:
 
 @box_command(app, "appliance eval show eval_abc123", "appliance eval show eval_abc123 -o json | jq .runs")
 def show(session: Session, eval_id: Annotated[str, typer.Argument(metavar="EVAL_ID")]) -> None:
-    """The runs of an evaluation side by side: the share that passed, with a 95 % interval, for each grader."""
+    """The runs of an evaluation side by side: for each grader the share that passed, with a 95 % interval, and the mean
+    reward; and what a run waits for."""
     found = session.client.get(paths.evaluation(eval_id))
     session.show({**found, "runs": _runs(session, eval_id)}, _side_by_side)
 
@@ -177,19 +178,27 @@ def _side_by_side(found: dict[str, Any]) -> Any:
         counts = run["result_counts"]
         by_name = {one["testing_criteria"]: one for one in run["per_testing_criteria_results"]}
         told = [by_name.get(name, {"passed": 0, "failed": 0}) for name in names]
+        columns = [(_share(one["passed"], one["failed"]), _reward(one.get("mean_reward"))) for one in told]
         rows.append(
             (
                 run["model"],
                 run["status"],
                 _share(counts["passed"], counts["failed"]),
-                *(_share(one["passed"], one["failed"]) for one in told),
+                *(text for pair in columns for text in pair),
                 str(counts["total"]),
                 str(counts["errored"]),
                 run["id"],
             )
         )
-    header = ("MODEL", "STATUS", ">PASSED", *(f">{name.upper()}" for name in names), ">ITEMS", ">ERRORS", "RUN")
-    return output.stack(found["id"], output.table(header, rows, empty="no runs; `appliance eval run` starts one"))
+    graders = [title for name in names for title in (f">{name.upper()}", ">REWARD")]
+    header = ("MODEL", "STATUS", ">PASSED", *graders, ">ITEMS", ">ERRORS", "RUN")
+    waiting = [f"{run['id']} waits: {run['waits_for']}" for run in runs if run.get("waits_for")]
+    table = output.table(header, rows, empty="no runs; `appliance eval run` starts one")
+    return output.stack(found["id"], table, *waiting)
+
+
+def _reward(mean: float | None) -> str:
+    return "-" if mean is None else f"{mean:.4g}"
 
 
 def _table(answer: dict[str, Any]) -> Any:

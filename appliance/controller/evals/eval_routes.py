@@ -64,7 +64,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         return row
 
     def shown_run(row: EvalRunRow, caller: Principal) -> dict[str, Any]:
-        return views.run_object(row, url, caller)
+        return views.run_object(row, url, caller, runner.waits_for(row))
 
     @router.post("", status_code=201)
     async def create(body: EvalCreate, request: Request, caller: Caller) -> dict[str, Any]:

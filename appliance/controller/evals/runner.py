@@ -69,6 +69,7 @@ class EvalRunner:
         self.tasks = RunningTasks()
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._has_turn: dict[str, str] = {}  # the run of each owner that goes on
         self._freeing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -110,6 +111,7 @@ class EvalRunner:
         if owner is None:
             return
         async with self._turns[owner]:
+            self._has_turn[owner] = run_id
             try:
                 await self._judged(run_id)
             except _Failed as error:
@@ -118,6 +120,19 @@ class EvalRunner:
                 # A bug; without this the run would be under way forever, with the reason only in a log.
                 self._end(run_id, "failed", {"code": "internal_error", "message": f"{type(error).__name__}: {error}"})
                 raise
+            finally:
+                del self._has_turn[owner]
+
+    def waits_for(self, row: EvalRunRow) -> str:
+        """What keeps a run from going on at the moment, "" if nothing does."""
+        if row.finished:
+            return ""
+        first = self._has_turn.get(row.owner)
+        if first is not None and first != row.id:
+            return f"the runs of one owner take turns, and {first} goes on"
+        if row.status == "queued" or not row.model:
+            return ""
+        return self._context.batch_engines.room(row.model).why
 
     async def _judged(self, run_id: str) -> None:
         """Raises _Failed."""
@@ -300,7 +315,7 @@ class EvalRunner:
         return True
 
     def _store_item(self, row: EvalRunRow, item: EvalItemRow, one: dict[str, Any]) -> None:
-        results = {name: Counter(of) for name, of in row.results.items()}
+        results = {name: dict(of) for name, of in row.results.items()}
         usage = {model: Counter(of) for model, of in row.usage.items()}
         for answer in one.pop("usage"):
             usage.setdefault(answer.model, Counter()).update(
@@ -310,16 +325,27 @@ class EvalRunner:
                 cached_tokens=answer.cached_tokens,
             )
         for result in one["results"]:
-            results.setdefault(result["name"], Counter())["passed" if result["passed"] else "failed"] += 1
+            rewarded = "error" not in result
+            _add(
+                results.setdefault(result["name"], {}),
+                **{"passed" if result["passed"] else "failed": 1},
+                rewarded=int(rewarded),
+                reward=result["score"] if rewarded else 0.0,
+            )
         evals.update_item(self._db, item.id, **one)
         evals.update_run(
             self._db,
             row.id,
-            results={name: dict(of) for name, of in results.items()},
+            results=results,
             usage={model: dict(of) for model, of in usage.items()},
             counts={**row.counts, one["status"]: row.counts.get(one["status"], 0) + 1},
             bytes=row.bytes + len(json.dumps([one["sample"], one["results"]])),
         )
+
+
+def _add(sums: dict[str, float], **more: float) -> None:
+    for name, value in more.items():
+        sums[name] = sums.get(name, 0) + value
 
 
 def _given(source: requests.FileContent) -> _Entries:

@@ -40,7 +40,8 @@ def eval_object(row: EvalRow, caller: Principal) -> dict[str, Any]:
     } | whose(row, caller)
 
 
-def run_object(row: EvalRunRow, url: str, caller: Principal) -> dict[str, Any]:
+def run_object(row: EvalRunRow, url: str, caller: Principal, waits_for: str = "") -> dict[str, Any]:
+    """Beside OpenAI's fields: `waits_for`, what keeps it from going on, and the mean reward of each criterion."""
     return {
         "id": row.id,
         "object": "eval.run",
@@ -49,6 +50,7 @@ def run_object(row: EvalRunRow, url: str, caller: Principal) -> dict[str, Any]:
         "name": row.name,
         "model": row.model,
         "status": row.status,
+        "waits_for": waits_for or None,
         "data_source": without_items(row.data_source),
         "metadata": row.metadata,
         "error": row.error or NO_ERROR,
@@ -60,7 +62,12 @@ def run_object(row: EvalRunRow, url: str, caller: Principal) -> dict[str, Any]:
             "errored": row.counts.get("error", 0),
         },
         "per_testing_criteria_results": [
-            {"testing_criteria": name, "passed": of.get("passed", 0), "failed": of.get("failed", 0)}
+            {
+                "testing_criteria": name,
+                "passed": of.get("passed", 0),
+                "failed": of.get("failed", 0),
+                "mean_reward": of["reward"] / of["rewarded"] if of.get("rewarded") else None,
+            }
             for name, of in row.results.items()
         ],
         "per_model_usage": [

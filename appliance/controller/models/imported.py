@@ -142,7 +142,8 @@ async def register(context: ControllerContext, stats: ModelStats, caller: Princi
         info=stats.info,
         owner=caller.owner,
     )
-    return _insert(context, row, stats, {}, set())
+    said = stats.info.get("chat_template")
+    return _insert(context, row, stats, {} if said is None else {"chat_template": said}, set())
 
 
 def _insert(

@@ -149,6 +149,16 @@ def wrong_task(model: str, route: str) -> HttpError:
     return HttpError(400, f"The model `{model}` does not support {route}.", param="model", code="model_not_supported")
 
 
+def no_chat_template(model: str) -> HttpError:
+    return HttpError(
+        400,
+        f"The model `{model}` has no chat template, so it knows no conversations: ask it with /v1/completions, or give "
+        f"it one with `appliance model deploy MODEL --chat-template FILE`.",
+        param="model",
+        code="model_not_supported",
+    )
+
+
 def body_too_large(limit_bytes: int) -> HttpError:
     return HttpError(
         413,

@@ -34,8 +34,8 @@ class Route:
     """One row of the allowlist.
 
     scopes: any one of them (or admin) suffices. task: required task of the model. stream_end: last bytes of a complete
-    SSE stream of this route, None without a fixed ending. upload: bodies may be as large as a file. engine_path: for
-    inference.
+    SSE stream of this route, None without a fixed ending. converses: it needs the model's chat template. upload: bodies
+    may be as large as a file. engine_path: for inference.
 
     The `path` of a CONTROL or PAGE route includes all URLs below it. posts_to: only URLs with this ending accept POST,
     others do not exist. narrower: rows that replace this one if their method and URL match; `ending` and `below` (never
@@ -55,6 +55,7 @@ class Route:
     narrower: tuple[Route, ...] = ()
     ending: bytes = b""
     below: bool = False
+    converses: bool = False
 
 
 _POST = frozenset({b"POST"})
@@ -67,7 +68,10 @@ _DONE = b"data: [DONE]\n\n"
 
 def _inference(path: str, name: str, task: str, stream_end: bytes | None, engine_path: str = "") -> Route:
     asked = (engine_path or path).encode()
-    return Route(name, Kind.INFERENCE, _POST, _INF, path.encode(), task, stream_end, engine_path=asked)
+    converses = task == "generate" and name != "completions"
+    return Route(
+        name, Kind.INFERENCE, _POST, _INF, path.encode(), task, stream_end, engine_path=asked, converses=converses
+    )
 
 
 EXACT: dict[bytes, Route] = {

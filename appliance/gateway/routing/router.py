@@ -72,7 +72,8 @@ class Trouble:
 class Model:
     """One model's row of the routing table. hold_s: how long its requests may wait for a replica. max_model_len: the
     context of its engines in tokens, None where unknown. owners: of keys for which it exists, None: for all.
-    adapter: the name by which its replicas, which serve its base, know it; empty where they serve the model itself."""
+    adapter: the name by which its replicas, which serve its base, know it; empty where they serve the model itself.
+    chats: False for one that is known to have no chat template."""
 
     name: str
     version: str
@@ -85,6 +86,7 @@ class Model:
     canary: Canary | None = None
     trouble: Trouble | None = None
     owners: frozenset[str] | None = None
+    chats: bool = True
 
 
 @dataclass(slots=True)

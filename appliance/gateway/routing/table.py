@@ -148,6 +148,7 @@ def _model(name: str, row: Any, default_hold_s: float, refused: list[str], audie
         canary,
         trouble,
         _owners(row.get("owners"), f"{where}.owners", audiences),
+        row.get("chats") is not False,
     )
 
 

@@ -81,6 +81,8 @@ class Dispatch:
         model = state.callable_model(checked.model, request.caller)
         if model.task != route.task:
             raise errors.wrong_task(checked.model, route.name)
+        if route.converses and not model.chats:
+            raise errors.no_chat_template(checked.model)  # before an engine is started for it
         transcript = checked.transcript
         if transcript is not None:
             transcript.stores = transcript.stores and state.config.stores_responses

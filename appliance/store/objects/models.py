@@ -81,6 +81,12 @@ def update(db: Database, name: str, **changes: Any) -> None:
     db.update("models", ModelRow, {"id": name}, changes)
 
 
+def without_chat_template(db: Database) -> set[tuple[str, str]]:
+    """(model, version) of those whose import found no chat template."""
+    rows = db.execute("SELECT model, version FROM versions WHERE json_extract(meta, '$.chat_template') = 0")
+    return {(model, version) for model, version in rows}
+
+
 def activate(db: Database, name: str, version: str) -> None:
     """Make `version` the one that answers. Raises RowNotFound if the model has no such version."""
     with db.transaction():

@@ -30,9 +30,17 @@ def current(db: Database, model: str) -> ModelSettingsRow | None:
 
 def digests(db: Database) -> dict[str, str]:
     """Of the settings in force, by model."""
+    return {row.model: row.digest for row in _in_force(db)}
+
+
+def with_chat_template(db: Database) -> set[str]:
+    """Models whose settings in force have a chat template of their own."""
+    return {row.model for row in _in_force(db) if row.settings.get("chat_template")}
+
+
+def _in_force(db: Database) -> list[ModelSettingsRow]:
     newest = "SELECT model, max(number) FROM model_settings GROUP BY model"
-    rows = db.all(ModelSettingsRow, f"SELECT * FROM model_settings WHERE (model, number) IN ({newest})", [])
-    return {row.model: row.digest for row in rows}
+    return db.all(ModelSettingsRow, f"SELECT * FROM model_settings WHERE (model, number) IN ({newest})", [])
 
 
 def find(db: Database, model: str, number: int) -> ModelSettingsRow | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
 from appliance.cli.jobs.eval import interval
-from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.interfaces.ports import BatchCapacity, EngineAnswer
 from tests.unit.cli.conftest import ControlledBox
 
 GRADER = {
@@ -42,7 +43,23 @@ def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp
     assert len(box.json("eval", "run", "starter", *again, "--eval", made["id"], "--wait")["runs"]) == 2
     told = box.run("eval", "show", made["id"]).stdout
     assert "75.0% (30.1% to 95.4%)" in told and "RIGHT" in told
+    assert "REWARD" in told and " 0.75 " in told
     assert "sums" in box.run("eval", "list").stdout
+
+
+def test_what_a_run_waits_for_is_shown(box: ControlledBox, tmp_path: Path):
+    async def silent(body):
+        await asyncio.Event().wait()
+
+    box.context.batch_engines.rule = silent
+    box.context.batch_engines.room = lambda model: BatchCapacity(0, "its engines are busy")
+    made = box.json("eval", "run", "starter", *written(tmp_path, "4"))
+    evals_shown = ("eval", "show", made["id"])
+    found = next(run for run in (box.json(*evals_shown)["runs"][0] for _ in range(3000)) if run["status"] != "queued")
+    assert found["status"] == "in_progress", found
+    assert "waits: its engines are busy" in box.run(*evals_shown).stdout
+    again = box.json("eval", "run", "starter", *written(tmp_path, "4")[:2], "--eval", made["id"])["runs"][0]
+    assert f"turns, and {made['runs'][0]['id']} goes on" in again["waits_for"]
 
 
 def test_bad_suites_and_graders_are_named(box: ControlledBox, tmp_path: Path):

@@ -116,6 +116,20 @@ def test_a_box_that_is_starting(tmp_path, main_process):
     assert result.exit_code == 6 and "is starting: starting Ray" in result.stderr
 
 
+@pytest.mark.parametrize("state", ["stopping", "starting"])
+def test_a_box_that_takes_no_connection_while_it_comes_or_goes(tmp_path, main_process, state):
+    path = tmp_path / "closed.sock"
+    with socket.socket(socket.AF_UNIX) as closed:
+        closed.bind(str(path))
+    fields = {"pid": main_process.pid, "controller_socket": str(path)}
+    write_box_file(tmp_path / "box", state=state, message="suspending jobs", **fields)
+    result = run("job", "list", "--data-dir", str(tmp_path / "box"))
+    assert result.exit_code == 6 and f"is {state}: suspending jobs" in result.stderr
+    assert "refused" not in result.stderr
+    write_box_file(tmp_path / "box", state="ready", **fields)
+    assert "Connection refused" in run("job", "list", "--data-dir", str(tmp_path / "box")).stderr
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -161,7 +161,9 @@ async def test_samples_that_the_data_has_are_judged(control: Control):
     run = await ended(control, eval_id, given(("4", "4"), ("4", "5"), ("6", "6")))
     assert run.status == "completed" and run.error.code == ""
     assert run.result_counts.model_dump() == {"total": 3, "passed": 2, "failed": 1, "errored": 0}
-    assert run.per_testing_criteria_results[0].model_dump() == {"testing_criteria": "same", "passed": 2, "failed": 1}
+    (judged,) = run.per_testing_criteria_results
+    assert judged.model_dump(exclude={"mean_reward"}) == {"testing_criteria": "same", "passed": 2, "failed": 1}
+    assert judged.mean_reward == pytest.approx(2 / 3) and run.waits_for is None
     items = control.sdk.evals.runs.output_items
     listed = [item async for item in items.list(run.id, eval_id=eval_id, limit=2)]
     assert [(item.status, item.datasource_item_id) for item in listed] == [("pass", 0), ("fail", 1), ("pass", 2)]
@@ -239,6 +241,7 @@ async def test_items_that_do_not_follow_the_schema_are_named_before_anything_is_
 async def test_what_cannot_be_graded_is_an_error_and_no_failure(control: Control):
     lacking = {**CHECK, "name": "lacking", "reference": "{{item.nothing}}"}
     run = await ended(control, eval_id := await made(control, CHECK, lacking), given(("4", "4")))
+    assert [one.mean_reward for one in run.per_testing_criteria_results] == [1.0, None], "errors are no rewards"
     assert run.result_counts.model_dump() == {"total": 1, "passed": 0, "failed": 0, "errored": 1}
     item = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data[0]
     assert item.status == "error" and "nothing" in item.results[1].error  # type: ignore[attr-defined]

@@ -165,6 +165,7 @@ class Box:
         task: str = "generate",
         hold_s: float = 30.0,
         trouble: dict[str, Any] | None = None,
+        chats: bool = True,
         **states: str,
     ) -> None:
         """Put a model on replicas (engine names), optionally with states (name=draining), and apply the table."""
@@ -175,6 +176,7 @@ class Box:
             "task": task,
             "hold_s": hold_s,
             "trouble": trouble,
+            "chats": chats,
             "replicas": [
                 {
                     "id": name,

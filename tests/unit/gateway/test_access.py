@@ -229,6 +229,16 @@ async def test_unknown_model_and_wrong_task(box: Box) -> None:
     assert response.status == 400 and response.error["code"] == "model_not_supported"
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_a_model_without_a_chat_template_is_refused_chat_before_it_waits_for_an_engine(box: Box, path) -> None:
+    box.serve("plain", chats=False)
+    body = chat("plain") | {"max_tokens": 3} if path != "responses" else {"model": "plain", "input": "hi"}
+    response = await box.ask("POST", f"/v1/{path}", body)
+    assert response.status == 400 and b"no chat template" in response.body
+    box.serve("plain", "e0", chats=False)
+    assert (await box.ask("POST", "/v1/completions", {"model": "plain", "prompt": "hi"})).status != 400
+
+
 @pytest.mark.parametrize("way", ["chat", "completions", "responses", "embeddings", "twice"])
 async def test_a_model_in_training_is_one_that_nobody_has(box: Box, way: str) -> None:
     """Not even for an admin, and not behind the name of its base: engines know it, so no request may bring it there."""

@@ -46,6 +46,14 @@ def nothing_there(tmp_path: Path) -> bool:
     )
 
 
+def test_the_same_bytes_again_are_said_to_be_the_next_version(library, source):
+    assert not library.import_path(source).warnings
+    (told,) = library.import_path(source).warnings
+    assert "the same bytes are here as v1" in told and "v2" in told
+    (source / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert not library.import_path(source).warnings
+
+
 def test_a_directory_becomes_version_one_with_the_same_bytes(library, source, tmp_path):
     (source / "README.md").write_text("# mine")
     (source / "modeling_evil.py").write_text("import os")

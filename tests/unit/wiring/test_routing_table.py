@@ -9,7 +9,7 @@ from appliance.controller.bus.load import Arrived, Load, ModelLoad, ReplicaLoad
 from appliance.controller.jobs.fit import shape_of
 from appliance.controller.models.engine_sizes import EngineSizes
 from appliance.store.objects import job_records, jobs, models
-from appliance.store.records import canaries
+from appliance.store.records import canaries, model_settings
 from appliance.store.rows import CanaryRow, CheckpointRow, JobRow, VersionRow
 from appliance.wiring.routing_table import BusRouting
 from scheduler.core.failures import Trouble
@@ -89,6 +89,19 @@ async def test_other_weights_below_end_the_routes_of_adapters_and_nothing_else(r
     await routing.open("r2", "starter@v1", "v1", "/run/r2.sock")
     assert [replica["id"] for replica in bus.table["ft:a"]["replicas"]] == ["r2"]
     assert [replica["id"] for replica in bus.table["starter"]["replicas"]] == ["r1"]
+
+
+async def test_a_version_without_a_chat_template_is_marked_until_its_settings_have_one(routing, bus, db):
+    models.insert_version(db, VersionRow("starter", "v2", "s", 1, 0.0, meta={"chat_template": False}))
+    models.insert_version(db, VersionRow("starter", "v3", "s", 1, 0.0, meta={"chat_template": True}))
+    chats = []
+    for version in ("v1", "v2", "v3", "v2"):
+        models.activate(db, "starter", version)
+        if len(chats) == 3:
+            model_settings.add(db, "starter", {"chat_template": "{{ messages }}"}, "d", "me", 0.0)
+        routing.refresh()
+        chats.append((bus.table["starter"].get("chats", True), bus.table[f"starter@{version}"].get("chats", True)))
+    assert chats == [(True, True), (False, False), (True, True), (True, True)]
 
 
 async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
