@@ -43,6 +43,8 @@ from weights.memory.store import WeightStore
 FILE = "rollouts.npz"
 ASKED_AT_ONCE = 64
 """Samples in one question to whoever grades."""
+ASKED_BYTES = 4 << 20
+"""Of the items and the answers of one such question, if one alone is not larger: it is one line of JSON."""
 ASKED_TOKENS = 1 << 19
 """Tokens of the prompts and the answers of one question to engines: whoever has it answered holds them all, for all
 jobs, and a step may have thousands of answers of a hundred thousand tokens."""
@@ -327,7 +329,7 @@ class Rollouts:
         before: answers that were graded before under this name. Raises NothingGraded, on every rank."""
         self._progress.enter("grading")
         verdict: dict[str, Any] = {"rewards": [], "errors": []}
-        for start in range(0, len(prompts), ASKED_AT_ONCE):
+        while (start := len(verdict["rewards"])) < len(prompts):
             part = slice(start, start + ASKED_AT_ONCE)
             asked = self._asked(path, prompts[part], made, start) if self._grid.rank == 0 else []
             answered, answer = self._heard(f"{name}-{before + start}", {"kind": "grade", "samples": asked})
@@ -340,12 +342,16 @@ class Rollouts:
         return verdict
 
     def _asked(self, path: str, prompts: np.ndarray, made: Answers, start: int) -> list[dict[str, Any]]:
+        """Of the first of these prompts, as many as one question has room for."""
         if path not in self._lines:
             self._lines[path] = Path(path).read_bytes().splitlines()
-        lines, samples = self._lines[path], []
+        lines, samples, room = self._lines[path], [], ASKED_BYTES
         for place, prompt in enumerate(prompts, start):
             ids = made.ids[place, : int(made.sizes[place])].tolist()
             text = self._tokenizer.decode(ids[:-1] if ids[-1] in self._ends else ids, skip_special_tokens=True)
+            room -= len(lines[prompt]) + len(text.encode())
+            if samples and room < 0:
+                break
             record = json.loads(lines[prompt])
             samples.append({"text": text, "item": {**record["item"], "messages": record["messages"]}})
         return samples

@@ -421,6 +421,20 @@ def test_a_run_learns_what_is_rewarded(tmp_path):
     assert [event["version"] for event in box.of("published")] == ["step-24"]
 
 
+def test_no_question_to_the_grader_has_more_bytes_than_one_may(tmp_path, monkeypatch):
+    def texts(run, most):
+        monkeypatch.setattr(rollouts, "ASKED_BYTES", most)
+        box = Box(letters)
+        spec = run_spec(tmp_path, run_dir=str(tmp_path / run), shm_root=str(tmp_path / run / "store"), n_epochs=1)
+        assert box.run(spec)["outcome"] == "succeeded"
+        assert len({name for name, _ in box.questions}) == len(box.questions)
+        return [text for _, part in box.questions for text in part], max(len(part) for _, part in box.questions)
+
+    whole, most = texts("whole", 1 << 20)
+    assert most == 32
+    assert texts("parts", 1) == (whole, 1), "one alone is asked for whatever it has"
+
+
 def test_equal_rewards_change_nothing_and_a_silent_grader_ends_the_job(tmp_path):
     box = Box(lambda text, item: (0.5, ""))
     spec = run_spec(tmp_path)
