@@ -180,6 +180,7 @@ def _table(plan: dict[str, Any]) -> Any:
             ("data", _data(plan["data"])),
             ("with", chosen),
             ("steps", plan["data"]["steps"]),
+            ("device hours", _hours(plan.get("device_hours"))),
             ("may run on", _sizes_of(plan["sizes"])),
         ]
     return output.stack(
@@ -192,6 +193,12 @@ def _table(plan: dict[str, Any]) -> Any:
         "Instead: " + "; ".join(plan["instead"]) if plan["instead"] else None,
         verdict,
     )
+
+
+def _hours(hours: float | None) -> str:
+    if hours is None:
+        return "not known: this box has no speed of a job like it"
+    return f"{hours:.2g}, at the speed that jobs like it have had here"
 
 
 def _sizes_of(sizes: list[int]) -> str:

@@ -189,7 +189,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def show_preview(hours: Annotated[float, Query(gt=0, le=24 * 31)] = 24.0) -> dict[str, Any]:
         """The modes of the coming hours, one entry per change."""
         mode = read_mode(db)
-        segments = preview(mode_windows(db, floor()), policy_of(mode, floor()), mode.since_s, time.time(), hours=hours)
+        asked = mode_windows(db, floor()), policy_of(mode, floor()), mode.since_s, time.time(), hours
+        segments = await asyncio.to_thread(preview, *asked)  # seconds, where a window comes each minute
         return {
             "object": "list",
             "data": [

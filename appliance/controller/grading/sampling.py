@@ -68,6 +68,11 @@ class RolloutSampling:
         """Models whose rollouts are to be sampled may be woken, for as long as their jobs run; called every
         `WANTS_EVERY_S`."""
         self._engines.wants(jobs.models_sampled(self._db), SAMPLING)
+        for job_id in self._gave_up | self._deaths.keys():
+            row = jobs.find(self._db, job_id)
+            if row is not None and row.finished:
+                self._gave_up.discard(job_id)
+                del self._deaths[job_id]
 
     async def sample(self, job_id: str, asked: dict[str, Any]) -> dict[str, Any]:
         """{"samples": [{"place" of the first, "ids", "log_probs"}], "why"}: the answers that engines gave to a question

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from statistics import median
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -20,6 +21,7 @@ from appliance.controller.jobs.fit import box_facts
 from appliance.controller.jobs.planned import planned, typical
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
+from appliance.store.objects import job_records
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
 from train.plan import auto
@@ -94,7 +96,18 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
     verdict = settings.verdict_on_box(context, base, chosen, method)
-    return planned(base.name, method, chosen, dataset, verdict, counted=body.training_file is not None)
+    told = planned(base.name, method, chosen, dataset, verdict, counted=body.training_file is not None)
+    return {**told, "device_hours": _device_hours(context, body.model, method, chosen, dataset)}
+
+
+def _device_hours(
+    context: ControllerContext, model: str, method: Method, chosen: settings.Settings, dataset: auto.DatasetStats
+) -> float | None:
+    """Of the steps, at the speed that this box has had with jobs like it; None if there were none, or if the data does
+    not say how many tokens there will be."""
+    fields = chosen.resolved
+    speeds = [] if method.rolls_out else job_records.device_speeds(context.db, model, method.name, fields["full"])
+    return dataset.n_tokens * fields["n_epochs"] / median(speeds) / 3600 if speeds else None
 
 
 async def _counted(

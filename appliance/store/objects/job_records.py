@@ -53,6 +53,17 @@ def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int 
     )
 
 
+def device_speeds(db: Database, model: str, method: str, full: bool, most: int = 200) -> list[float]:
+    """Tokens a second on one device, of the newest steps of jobs of this kind."""
+    rows = db.execute(
+        "SELECT m.tokens_per_s / m.devices FROM job_metrics AS m JOIN jobs AS j ON j.id = m.job_id "
+        "WHERE j.model = ? AND j.method = ? AND json_extract(j.resolved, '$.full') = ? "
+        "AND m.tokens_per_s > 0 AND m.devices > 0 ORDER BY m.created_s DESC LIMIT ?",
+        [model, method, int(full), most],
+    )
+    return [float(speed) for (speed,) in rows]
+
+
 def last_metrics(db: Database, job_id: str, count: int) -> list[JobMetricRow]:
     """The newest `count` steps, ascending."""
     rows = db.all(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
 
+from appliance.controller.admin import mode
 from appliance.controller.devices.mode import mode_in_force, read_mode
 from appliance.store.records import windows
 from tests.unit.controller.conftest import SCOPES, Control
@@ -119,3 +121,10 @@ async def test_a_plan_says_what_would_happen_and_changes_nothing(control: Contro
 async def test_the_mode_needs_the_admin_scope(control: Control, method: str, path: str):
     answer = await control.http.request(method, f"/admin/v1{path}", headers=SCOPES)
     assert answer.status_code == 403 and answer.json()["error"]["code"] == "insufficient_permissions"
+
+
+async def test_a_preview_is_worked_out_beside_the_loop(control: Control, monkeypatch):
+    threads = []
+    monkeypatch.setattr(mode, "preview", lambda *asked: threads.append(threading.current_thread()) or [])
+    assert (await ask(control, "GET", "/mode/schedule/preview?hours=744"))["data"] == []
+    assert threads and threads[0] is not threading.main_thread()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from appliance.controller.jobs import planned
-from appliance.store.objects import jobs, models
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.rows import JobMetricRow
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines
 from train.plan.estimate import parameters_of
@@ -45,6 +46,21 @@ async def test_tokens_are_counted_through_the_models_own_template(control: Contr
     models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "v1"))
     counted = (await ask(control, training_file=file_id)).json()["data"]
     assert counted["tokens"] > 3 * guessed["tokens"] and counted["longest_example_tokens"] > 80
+
+
+async def test_a_plan_has_device_hours_where_the_box_has_trained_the_like(control: Control):
+    given = {"n_epochs": 2, "lora_rank": 8}
+    file_id = await control.upload(chat_lines(40))
+    assert (await ask(control, training_file=file_id, hyperparameters=given)).json()["device_hours"] is None
+    method = {"type": "supervised", "supervised": {"hyperparameters": given}}
+    job_id = await control.job(training_file=file_id, method=method)
+    for step, speed in ((1, 100.0), (2, 400.0), (3, 500.0)):
+        row = JobMetricRow(job_id, step, float(step), tokens_per_s=speed, devices=2)
+        job_records.upsert_metric(control.db, row)
+    told = (await ask(control, training_file=file_id, hyperparameters=given)).json()
+    assert told["device_hours"] == pytest.approx(told["data"]["tokens"] * 2 / 200 / 3600)
+    of_another_kind = {"n_epochs": 2, "lora_rank": None}
+    assert (await ask(control, training_file=file_id, hyperparameters=of_another_kind)).json()["device_hours"] is None
 
 
 async def test_a_plan_on_a_bad_or_unknown_file_says_so(control: Control):

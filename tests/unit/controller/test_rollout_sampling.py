@@ -197,3 +197,17 @@ async def test_the_box_looks_by_itself_as_soon_as_it_starts(control):
     for _ in range(10):
         await asyncio.sleep(0)
     assert control.context.background.degraded() == []
+
+
+async def test_a_job_that_has_ended_is_forgotten(control, engines):
+    async def rule(body):
+        raise LineReturned("EngineCore died", yielded=False)
+
+    engines.rule = rule
+    sampling, job_id = RolloutSampling(control.context), await control.job()
+    await sampling.sample(job_id, question(1, 1))
+    await sampling.look()
+    assert job_id in sampling._deaths and job_id in sampling._gave_up
+    jobs.set_phase(control.db, job_id, "failed")
+    await sampling.look()
+    assert job_id not in sampling._deaths and job_id not in sampling._gave_up
