@@ -17,8 +17,11 @@ import orjson
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.payload.body_weight import check_weight
+from train.data.formats import is_deeper
 
 KIB, MIB = 1 << 10, 1 << 20
+MAX_DEPTH = 160
+"""Levels: orjson reads 1,024 and writes 254, which was found out where the body was kept."""
 _PARSED_HERE = 64 * KIB
 """As much takes less than a change of threads."""
 
@@ -67,7 +70,7 @@ def check_values(text: bytes, most: int) -> None:
 
 
 async def parsed(text: bytes, weight: int) -> Any:
-    """Raises BadRequest for too many values, orjson.JSONDecodeError for what is not JSON."""
+    """Raises BadRequest for too many values or levels, orjson.JSONDecodeError for what is not JSON."""
     if len(text) <= _PARSED_HERE:
         return _parsed(text, weight)
     return await asyncio.to_thread(_parsed, text, weight)
@@ -75,4 +78,7 @@ async def parsed(text: bytes, weight: int) -> Any:
 
 def _parsed(text: bytes, weight: int) -> Any:
     check_values(text, weight)
-    return orjson.loads(text)
+    found = orjson.loads(text)
+    if text.count(b"[") + text.count(b"{") > MAX_DEPTH and is_deeper(found, MAX_DEPTH):
+        raise BadRequest(f"The request body is nested deeper than {MAX_DEPTH} levels.", code="invalid_json")
+    return found

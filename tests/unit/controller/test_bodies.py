@@ -104,3 +104,18 @@ def test_what_is_no_json_is_said_from_beside_the_loop() -> None:
     for text, error in ((b"[" + b" " * 100_000, orjson.JSONDecodeError), (b"[[]" + b",[]" * 50_000 + b"]", BadRequest)):
         with pytest.raises(error):
             asyncio.run(bodies.parsed(text, 1 << 16))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/fine_tuning/jobs", '{"model":"starter","training_file":"f","hyperparameters":{"x":%s}}'),
+        ("/v1/evals", '{"data_source_config":{"type":"custom","item_schema":{"a":%s}},"testing_criteria":[{}]}'),
+        ("/v1/responses", '{"model":"starter","background":true,"input":"x","metadata":%s}'),
+    ],
+)
+async def test_a_body_is_no_deeper_than_it_can_be_written(control: Control, path: str, body: str):
+    """It was a 500, from where the body was kept."""
+    deep = body.replace("%s", "[" * 300 + "]" * 300)
+    refused = await control.http.post(path, content=deep, headers={"content-type": "application/json"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_json")
