@@ -125,13 +125,20 @@ class WholeBox:
     def upload(self, content: bytes, name: str = "train.jsonl") -> str:
         return self.client().files.create(file=(name, content), purpose="fine-tune").id
 
+    def steps(self, job_id: str) -> list[dict[str, Any]]:
+        """All steps of a job, of all pages."""
+        rows: list[dict[str, Any]] = []
+        while True:
+            page = self.admin(f"jobs/{job_id}/metrics?limit=10000&after_step={rows[-1]['step'] if rows else -1}")
+            rows += page["data"]
+            if not page["has_more"]:
+                return rows
+
     def losses(self, job_id: str) -> dict[int, float]:
-        rows = self.admin(f"jobs/{job_id}/metrics?limit=10000")["data"]
-        return {row["step"]: row["loss"] for row in rows if row["loss"] is not None}
+        return {row["step"]: row["loss"] for row in self.steps(job_id) if row["loss"] is not None}
 
     def validation_losses(self, job_id: str) -> list[float]:
-        rows = self.admin(f"jobs/{job_id}/metrics?limit=10000")["data"]
-        return [row["valid_loss"] for row in rows if row["valid_loss"] is not None]
+        return [row["valid_loss"] for row in self.steps(job_id) if row["valid_loss"] is not None]
 
     # --- from underneath
 

@@ -470,7 +470,7 @@ def test_ten_mode_switches_under_load_lose_no_request_and_no_step(box, starter, 
     box.run("mode", "set", *SPLIT, "--wait")
     box.run("job", "wait", job.id, "--timeout", "300")
     switched = box.losses(job.id)
-    sizes = {row["devices"] for row in box.admin(f"jobs/{job.id}/metrics?limit=10000")["data"] if row["loss"]}
+    sizes = {row["devices"] for row in box.steps(job.id) if row["loss"]}
     assert {4, 8} <= sizes
     assert sorted(switched) == list(range(1, max(switched) + 1))
     straight = box.losses(unbroken.id)

@@ -40,7 +40,7 @@ def test_a_shared_model_is_trained_moved_and_served(box, tmp_path):
     box.run("mode", "set", "train", "--wait")
     box.run("job", "wait", job, "--timeout", "300")
 
-    rows = [row for row in box.admin(f"jobs/{job}/metrics?limit=10000")["data"] if row["loss"]]
+    rows = [row for row in box.steps(job) if row["loss"]]
     assert {row["devices"] for row in rows} == {2, 4}
     losses, expected = box.losses(job), box.losses(whole)
     assert losses.keys() == expected.keys()

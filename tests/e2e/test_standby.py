@@ -83,7 +83,7 @@ def test_standby_is_learned_and_kept_while_a_job_has_the_rest(box, tmp_path):
     assert max(box.losses(job)) > steps, "the job went on with what was left"
 
     wait_for(lambda: len(held(box, job)) == 6, "the devices to come back to the job", 120)
-    rows = [row for row in box.admin(f"jobs/{job}/metrics?limit=10000")["data"] if row["loss"]]
+    rows = [row for row in box.steps(job) if row["loss"]]
     print(
         f"the job took {len(rows)} steps on {sorted({row['devices'] for row in rows})} devices; "
         f"{len(box.ask('mode', 'history', '--limit', '200')['data'])} hand-overs"

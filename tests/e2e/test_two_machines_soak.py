@@ -258,6 +258,7 @@ def test_a_node_gets_another_certificate_without_a_token_or_being_removed(machin
     first = credentials.fingerprint()
     away.process.send_signal(signal.SIGINT)
     assert away.process.wait(180) == 0 and away.left() == []
+    wait_for(lambda: devices(machines.home) == ["n0/0"], "the box to know that it left", 60)
     machines.join("--renew")
     assert credentials.fingerprint() != first
     machines.home.run("model", "deploy", "tiny", "--min-replicas", "2")
