@@ -120,6 +120,7 @@ def test_an_answer_streams_with_its_times_and_its_code(visit: Visit) -> None:
     told = page.locator(".turn.assistant").all_inner_texts()
     assert len(told) == 2 and all("word word" in one and "first token" in one for one in told)
     page.get_by_role("button", name="Code").first.click()
+    page.locator("dialog[open]").wait_for()  # its text is there a moment before it is shown, and Escape closes what is
     code = page.locator("dialog pre").inner_text()
     assert f'model="{MODEL}"' in code and "sk-appl-" not in code
     page.keyboard.press("Escape")
