@@ -252,6 +252,7 @@ def test_a_key_is_made_shown_once_and_revoked(visit: Visit, front: Front) -> Non
     page.get_by_role("button", name="New key").click()
     page.get_by_role("textbox", name="Name", exact=True).fill("ann")
     page.get_by_role("button", name="Make the key").click()
+    page.locator("dialog[open]").wait_for()
     made = page.locator("dialog pre").inner_text().strip()
     with front.http(made) as http:
         assert http.get("/admin/v1/me").json()["name"] == "ann"
