@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from appliance import last_backup
-from runtime.processes.kernel import tail
+from appliance.boot.scheduled_process import see_through
 
 LOOK_EVERY_S = 60.0
 
@@ -37,12 +37,4 @@ class BackupSchedule:
         # One of a time when the clock was ahead says nothing: there would be none until the clock is there again.
         if last is not None and 0 <= self._clock() - last.made_s < self._every_s:
             return
-        process = await self._start()
-        try:
-            if await process.wait() != 0:
-                lines = tail(self._log_path).splitlines() or [f"its process ended with {process.returncode}"]
-                raise BackupFailed(lines[-1])
-        finally:
-            if process.returncode is None:
-                process.terminate()
-                await process.wait()
+        await see_through(self._start, self._log_path, BackupFailed)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from runtime.processes.kernel import tail
+from appliance.boot.scheduled_process import see_through
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +43,7 @@ class CheckupSchedule:
         if self._last_s is not None and now_s - self._last_s < EVERY_S:
             return
         before = {finding["check"] for finding in read_findings(self._newest)}
-        process = await self._start()
-        try:
-            if await process.wait() != 0:
-                lines = tail(self._log_path).splitlines() or [f"its process ended with {process.returncode}"]
-                raise CheckupFailed(lines[-1])
-        finally:
-            if process.returncode is None:
-                process.terminate()
-                await process.wait()
+        await see_through(self._start, self._log_path, CheckupFailed)
         self._last_s = now_s
         for finding in read_findings(self._newest):
             if finding["check"] not in before:

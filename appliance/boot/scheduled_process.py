@@ -1,0 +1,25 @@
+"""Sees a process through that the box starts by itself from time to time: a backup, the doctor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from runtime.processes.kernel import tail
+
+
+async def see_through(
+    start: Callable[[], Awaitable[asyncio.subprocess.Process]], log_path: Path, failed: type[Exception]
+) -> None:
+    """Returns when it ended well, raises `failed` with the last line of its log when it did not, and ends it when this
+    is cancelled."""
+    process = await start()
+    try:
+        if await process.wait() != 0:
+            lines = tail(log_path).splitlines() or [f"its process ended with {process.returncode}"]
+            raise failed(lines[-1])
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
