@@ -39,11 +39,17 @@ COMMANDS = {
     "support": ("box.support", "What somebody else needs to see what is wrong with a box."),
     "backup": ("box.backup", "Backups: copies of the box elsewhere, taken while it runs."),
     "restore": ("box.restore", "Bring a backup back, on this machine or another one."),
+    "bundle": ("releases.bundle", "One signed file that installs a release on a machine without a network."),
+    "upgrade": ("releases.release", "Move the box to another installed release."),
+    "rollback": ("releases.release", "Move the box back to the release before."),
     "audit": ("box.audit", "Who did what: every change, by whom, and what came of it."),
     "chat": ("models.chat", "Talk to a model in the terminal."),
     "simulate": ("mode.simulate", "Run the box's own scheduler on a trace in virtual time."),
 }
-SINGLE_COMMANDS = ("up", "down", "status", "join", "usage", "forget", "doctor", "restore", "audit", "chat", "simulate")
+SINGLE_COMMANDS = (
+    *("up", "down", "status", "join", "usage", "forget", "doctor", "restore", "upgrade", "rollback", "audit", "chat"),
+    "simulate",
+)
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
 
 
