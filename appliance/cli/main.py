@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from typing import Annotated, Any
 
@@ -87,6 +88,11 @@ class Root(typer.core.TyperGroup):
         except CliError as error:
             output.say(f"error: {error}")
             raise typer.Exit(error.exit_code) from error
+        except ModuleNotFoundError as error:
+            if importlib.util.find_spec("ray") is not None:
+                raise
+            output.say(f"error: this command needs all of the appliance, and here is appliance[client] alone: {error}")
+            raise typer.Exit(2) from error
 
 
 app = group("One box that fine-tunes and serves. `appliance COMMAND --help` explains each command with examples.")

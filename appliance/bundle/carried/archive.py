@@ -222,7 +222,7 @@ class Bundle:
                     if to is not None:
                         to.write(piece)
         except (zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError, RuntimeError) as error:
-            return f"changed: {name} ({error})"
+            return f"changed: {name} ({type(error).__name__})"
         if (digest.hexdigest(), count) != (wanted.sha256, wanted.bytes):
             return f"changed: {name} has {count:,} bytes with SHA-256 {digest.hexdigest()[:12]}…"
         return ""
