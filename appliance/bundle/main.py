@@ -119,9 +119,10 @@ def _carried(options: argparse.Namespace) -> int:
     if own is not None:
         arguments += ["--prefix", str(own.prefix)]
     if options.command == "install":
-        if options.directory is None and own is None:
+        directory = options.directory or (own.prefix if own else None)
+        if directory is None:
             raise Refused("where to? `appliance bundle install FILE DIR` installs into DIR, /opt/appliance for one")
-        arguments.append(str(options.directory or own.prefix))
+        arguments.append(str(directory))
     return carried.main([*arguments, *(["--json"] if options.json else [])], None)
 
 
