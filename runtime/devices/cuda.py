@@ -113,7 +113,7 @@ class Cuda(TorchCuda):
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_CACHE_PATH": str(caches / "cuda"),
             "FLASHINFER_WORKSPACE_BASE": str(caches),
-            # Multiplies layers quantised to few bits on Hopper, by kernels that it compiles with NVRTC (humming-kernels).
+            # Multiplies layers of few bits on Hopper, by kernels that it compiles with NVRTC (humming-kernels).
             "HUMMING_CACHE_DIR": str(caches / "humming"),
             "HUMMING_TMP_DIR": str(caches / "humming-tmp"),
         }
