@@ -225,14 +225,14 @@ def check_closed(folder: Path) -> None:
 
 
 def check_way_to(folder: Path) -> None:
-    """Whoever may rename a folder above this one puts another in its place, with a ray.token that he knows, whatever the
-    modes of what is in it. `folder` is resolved. Raises UnsafeFolder."""
+    """Whoever may rename a folder above this one puts another in its place, with a ray.token that he knows, whatever
+    the modes of what is in it. `folder` is resolved. Raises UnsafeFolder."""
     for above in folder.parents:
         status = os.stat(above)
         if status.st_uid not in (os.geteuid(), 0) and not _is_of_nobody_here(status.st_uid):
             raise UnsafeFolder(
-                f"{folder} lies in {above}, which belongs to user {status.st_uid}, not to user {os.geteuid()}, as which "
-                "the box runs: that user could put another folder in its place. Give the box another --data-dir"
+                f"{folder} lies in {above}, which belongs to user {status.st_uid}, not to user {os.geteuid()}, as "
+                "which the box runs: that user could put another folder in its place. Give the box another --data-dir"
             )
         # In a folder with the sticky bit, as /tmp, nobody renames what is another's.
         if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:

@@ -92,7 +92,7 @@ def remove(
     output.say(f"{node} is removed; a machine may have its name again with a token of `appliance node token`")
     if others:
         # It had ray.token, with which it could get certificates for other names as long as no node was removed.
-        output.say(f"certificates were given to {', '.join(others)} too: remove those that you do not know as your nodes")
+        output.say(f"certificates were given to {', '.join(others)} too: remove those that are no nodes of yours")
 
 
 def _box(data_dir: Path | None, *options: str) -> str:
