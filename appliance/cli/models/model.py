@@ -254,8 +254,25 @@ def _one(model: dict[str, Any]) -> Any:
         empty="no versions",
     )
     last = model.get("canary")
+    judged = output.table(
+        ("GATE", "VERSION", "AGAINST", "VERDICT", "ANSWERED", "REASON"),
+        (
+            (
+                one["id"],
+                formats.or_dash(one["version"]),
+                formats.or_dash(one["before"]),
+                one["verdict"] or one["state"],
+                "yes" if one["activated"] else "no",
+                one["reason"],
+            )
+            for one in model.get("gates", ())
+        ),
+        empty="",
+    )
     warnings = output.notes((model.get("info") or {}).get("warnings", ()))
-    return output.stack(about, versions, canary_fields(last) if last else None, warnings)
+    return output.stack(
+        about, versions, judged if model.get("gates") else None, canary_fields(last) if last else None, warnings
+    )
 
 
 def _context(model: dict[str, Any]) -> str:
