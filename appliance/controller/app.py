@@ -61,7 +61,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     background = BackgroundResponses(context, stored, metering)
     graders, answers = GraderHosts(), ModelAnswers(context, metering)
     evaluations = EvalRunner(context, graders, answers)
-    sampling = RolloutSampling(context)
+    sampling = RolloutSampling(context, metering)
     rollouts = {"grade": RolloutGrading(context, graders, answers).grade, "sample": sampling.sample}
 
     @contextlib.asynccontextmanager

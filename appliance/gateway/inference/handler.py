@@ -189,14 +189,15 @@ class InferenceHandler(Placement):
         choice, deaths, suspect = attempt.choice, attempt.deaths, False
         if died and choice is not None:
             of_this_one = self.state.router.died(choice, now)
-            deaths = max(deaths + of_this_one, 1)
+            if attempt.broke_off(choice.replica.id):
+                deaths = max(deaths + of_this_one, 1)
             suspect = of_this_one and is_suspect(now - attempt.sent_s, attempt.relayed)
         if not blame:
             self._count(failed=True)
         self._drop_upstream(failed=blame)
         continuation, model = self.checked.continuation, self.state.router.models.get(self.checked.model)
         resumable = continuation is not None and model is not None and continuation.can_resume(model.max_model_len)
-        verdict = may_retry(attempt.number + 1, deaths, relayed=attempt.relayed, resumable=resumable)
+        verdict = may_retry(attempt.number + 1, deaths, attempt.echoes, relayed=attempt.relayed, resumable=resumable)
         if verdict is Verdict.FAIL:
             self._fail(error)
         elif verdict is Verdict.CONDEMN:
