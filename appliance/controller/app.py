@@ -65,7 +65,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     graders, answers = GraderHosts(), ModelAnswers(context, metering)
     evaluations = EvalRunner(context, graders, answers)
     gates = GateRunner(context, evaluations, activations, compared)
-    sampling = RolloutSampling(context)
+    sampling = RolloutSampling(context, metering)
     rollouts = {"grade": RolloutGrading(context, graders, answers).grade, "sample": sampling.sample}
 
     @contextlib.asynccontextmanager

@@ -113,6 +113,9 @@ class Cuda(TorchCuda):
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_CACHE_PATH": str(caches / "cuda"),
             "FLASHINFER_WORKSPACE_BASE": str(caches),
+            # Multiplies layers of few bits on Hopper, by kernels that it compiles with NVRTC (humming-kernels).
+            "HUMMING_CACHE_DIR": str(caches / "humming"),
+            "HUMMING_TMP_DIR": str(caches / "humming-tmp"),
         }
 
     def engine_arguments(self) -> list[str]:
@@ -125,12 +128,15 @@ class Cuda(TorchCuda):
         return [*super().engine_arguments(), *without_tuning]
 
     def engine_environment(self) -> dict[str, str]:
-        # For the same reason. vLLM's own Triton kernel samples, its own all-reduce and NCCL join the devices, DeepGEMM
-        # or CUTLASS multiplies in FP8. The first two would be used without asking for nvcc.
+        # For the same reason. vLLM's own Triton kernel samples, its own all-reduce and NCCL join the devices, its
+        # compiled CUTLASS or Marlin kernels or Triton's multiply in FP8. The first two would be used without asking
+        # for nvcc, and so would DeepGEMM, which compiles every kernel by it: of layers quantised to FP8 in blocks, from
+        # Hopper on, where vLLM prefers it because it comes in vLLM's own package (vllm/utils/deep_gemm.py).
         return {
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
             "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+            "VLLM_USE_DEEP_GEMM": "0",
         }
 
 
