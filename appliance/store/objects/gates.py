@@ -40,14 +40,6 @@ def unfinished(db: Database) -> list[GateRow]:
     return db.all(GateRow, "SELECT * FROM gates WHERE state != 'ended' ORDER BY seq")
 
 
-def newest_judged(db: Database) -> dict[str, str]:
-    """By model, the version of its newest gate that has one."""
-    rows = db.execute(
-        "SELECT model, version FROM gates WHERE seq IN (SELECT max(seq) FROM gates WHERE version != '' GROUP BY model)"
-    )
-    return {row["model"]: row["version"] for row in rows}
-
-
 def update(db: Database, gate_id: str, **changes: Any) -> None:
     """Raises RowNotFound, UnknownColumn."""
     db.update("gates", GateRow, {"id": gate_id}, changes)
