@@ -49,6 +49,7 @@ SUBPACKAGES = (
     "appliance.controller.admin.owners",
     "appliance.controller.admin",
     "appliance.controller.openai",
+    "appliance.controller.gates",
     "appliance.controller.evals",
     "appliance.controller.grading",
     "appliance.controller.batches",

@@ -36,8 +36,8 @@ def token(
         output.print_json({"token": given, "minutes": minutes})
     else:
         print(given)
-        join = "appliance join NODE_ADDRESS:NODE_PORT --name n1 --address ITS_OWN --token TOKEN"
-        output.say(f"good for {minutes:g} minutes, once: {join}")
+        join = "appliance join NODE_ADDRESS:NODE_PORT --name n1 --address ITS_OWN --token -"
+        output.say(f"good for {minutes:g} minutes, once: {join}, which asks for it")
 
 
 @box_command(app, "appliance node list", "appliance node list -o json", name="list")
