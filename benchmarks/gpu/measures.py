@@ -183,9 +183,23 @@ def collectives(gpu: int, of: int, meet: str) -> dict[str, Any]:
     dist.all_reduce(data)
     right = bool((data == of).all())
     rate = _rate(torch, lambda: dist.all_reduce(data), data.nbytes)
-    nvlink = all(torch.cuda.can_device_access_peer(gpu, other) for other in range(of) if other != gpu)
     dist.destroy_process_group()
-    return {"bus": rate * 2 * (of - 1) / of, "right": right, "nvlink": nvlink}
+    return {"bus": rate * 2 * (of - 1) / of, "right": right, "nvlink": nvlink(gpu, of)}
+
+
+def nvlink(gpu: int, of: int) -> bool:
+    """Whether it joins one to all others. CUDA only says that they reach each other's memory, which goes over PCIe
+    too (H100 NVL beyond its pair)."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(of)]
+    mine = handles.pop(gpu)
+    try:
+        told = {pynvml.nvmlDeviceGetP2PStatus(mine, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) for other in handles}
+    except pynvml.NVMLError:
+        return False
+    return told <= {pynvml.NVML_P2P_STATUS_OK}
 
 
 def _link(torch: Any, device: Any, seconds: float = 0.0) -> float:

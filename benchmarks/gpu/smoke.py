@@ -103,7 +103,8 @@ def measure(wanted: Sequence[str], *, installed: Callable[[str], bool], start: S
         elif part in ("collectives", "together") and count == 1:
             facts[part] = {"skipped": "there is one GPU"}
         elif part == "collectives":
-            facts[part] = _world(start, part, [{}] * count)
+            every = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}  # whatever the caller sees of them
+            facts[part] = _world(start, part, [every] * count)
         elif part == "ranks":
             facts[part] = _world(start, part, _sees(count))  # like the box's own, each sees its device alone
         else:

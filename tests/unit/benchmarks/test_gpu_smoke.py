@@ -175,7 +175,8 @@ def test_every_gpu_is_measured_alone_and_together(count):
     else:
         assert len(facts["together"]["host_to_device"]) == len(facts["collectives"]["bus"]) == count
         of = lambda part: [variables for (name, *_), variables in asked if name == part]  # noqa: E731
-        assert of("collectives") == [{}] * count, "NCCL's peers are seen by each"
+        every = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
+        assert of("collectives") == [every] * count, "NCCL's peers are seen by each"
         assert of("ranks") == [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(count)]
     assert all(verdict.state in ("ok", "skip") for verdict in judge(facts, count))
 
@@ -217,6 +218,13 @@ def test_gpus_cut_by_mig_are_counted_though_only_root_may_ask_who_uses_them(monk
     machine.gpus[2].mig = machine.gpus[2].private = True
     found = measures.devices()
     assert (found["mig"], found["used_bytes"], found["driver"]) == (1, [0] * 8, 580.0)
+
+
+def test_gpus_that_reach_each_other_over_pcie_are_not_taken_for_joined_by_nvlink(monkeypatch):
+    machine = eight_h100().install(monkeypatch)
+    assert all(measures.nvlink(gpu, 8) for gpu in range(8))
+    machine.gpus[7].switched = False
+    assert [measures.nvlink(gpu, 8) for gpu in (0, 7)] == [False, False] and measures.nvlink(0, 7)
 
 
 def test_a_machine_without_gpus_is_told_so(monkeypatch, capsys):
