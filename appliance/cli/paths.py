@@ -32,5 +32,9 @@ def evaluation(eval_id: str) -> str:
     return f"/v1/evals/{segment(eval_id)}"
 
 
+def gate(gate_id: str) -> str:
+    return f"/v1/gates/{segment(gate_id)}"
+
+
 def batch(batch_id: str) -> str:
     return f"/v1/batches/{segment(batch_id)}"

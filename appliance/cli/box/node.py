@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.box.local import python
 from appliance.cli.command import DATA_DIR, OUTPUT, Session, box_command, examples, group
 from appliance.cli.errors import CommandFailed
 from appliance.cli.locate import BoxFile
+from appliance.cli.own_process import python
 
 app = group("Nodes: the machines of the box, tokens with which others may join, and taking one out.")
 

@@ -44,6 +44,7 @@ NOT_ONCE: Mapping[str, str] = {
     "/v1/evals/{eval_id}": _AGAIN_SAME,
     "/v1/evals/{eval_id}/runs/{run_id}": _AGAIN_SAME,
     "/v1/evals/{eval_id}/runs/{run_id}/cancel": _AGAIN_SAME,
+    "/v1/gates/{gate_id}/cancel": _AGAIN_SAME,
     "/v1/models/{name:path}/share": _AGAIN_SAME,
     "/internal/responses": "a copy that is there is left",
     "/admin/v1/keys": "a name is one live key's: a second attempt is refused, for the key was shown once",

@@ -16,6 +16,7 @@ from appliance.controller.access.naming import resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
 from appliance.controller.files import storage
+from appliance.controller.gates.terms import new_gate
 from appliance.controller.grading.given import grader_of
 from appliance.controller.http import idempotency, views
 from appliance.controller.http.paging import After, Limit, list_object
@@ -28,7 +29,7 @@ from appliance.controller.jobs.requests import JobCreate
 from appliance.controller.jobs.validation import JobValidation, lines_of
 from appliance.controller.jobs.wanted import ask, known_job
 from appliance.store.ids import new_id
-from appliance.store.objects import files, job_records, jobs
+from appliance.store.objects import files, gates, job_records, jobs
 from appliance.store.rows import FileRow, JobGraderRow, JobRow
 from train.data.check import DataReport
 from train.methods.methods import METHODS
@@ -57,10 +58,13 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
             claims.check(db, body, caller)
             row = _new_job(context, body, caller)
             grader = _grader(context, body, caller)
+            gate = new_gate(context, body.gate, row, caller) if body.gate is not None else None
             data.check(context, row, caller)
             jobs.insert(db, row)
             if grader is not None:
                 job_records.insert_grader(db, JobGraderRow(row.id, grader))
+            if gate is not None:
+                gates.insert(db, gate)
             add_message(db, row.id, f"Created fine-tuning job: {row.id}")
             if body.integrations:
                 add_message(

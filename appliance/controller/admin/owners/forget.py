@@ -26,6 +26,7 @@ from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import storage as files
+from appliance.controller.gates.runner import GateRunner
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict
 from appliance.controller.interfaces.principal import Caller, Principal
@@ -59,6 +60,7 @@ def routes(
     runner: BatchRunner,
     background: BackgroundResponses,
     evaluations: EvalRunner,
+    judging: GateRunner,
 ) -> None:
     """Add the routes to the admin router."""
     db = context.db
@@ -147,6 +149,8 @@ def routes(
         for response_id in forgotten.ids(db, "responses", owner, "status IN ('queued', 'in_progress')"):
             if (row := responses.find(db, response_id)) is not None:
                 background.cancel(row)
+        for gate_id in forgotten.ids(db, "gates", owner, "state NOT IN ('canary', 'ended')"):
+            judging.cancel(gate_id)
         for run_id in evals.unfinished_ids(db, owner=owner):
             evaluations.cancel(run_id)
         deadline_s = time.monotonic() + ENDS_WITHIN_S
