@@ -60,7 +60,8 @@ def _tried(path: str) -> str:
 
     try:
         tokenizer = Tokenizer.from_file(path)
-    except Exception:  # noqa: BLE001 - the library raises it bare
+    except Exception as error:  # noqa: BLE001 - the library raises it bare
+        print(f"not tried: {error}", file=sys.stderr)
         return ""
     tokenizer.no_truncation()
     tokenizer.no_padding()  # as who loads it does
