@@ -149,7 +149,7 @@ def test_without_ensurepip_a_system_pip_installs_and_fetches_no_pip(tmp_path):
     python.write_text(
         "#!/bin/sh\n"
         'case "$*" in\n'
-        "*\", ensurepip\"*) exit 1 ;;\n"
+        '*", ensurepip"*) exit 1 ;;\n'
         f'"-m pip "*) exec {sys.executable} {tmp_path}/fake_pip.py "$@" ;;\n'
         "esac\n"
         f'exec {sys.executable} "$@"\n'
