@@ -97,6 +97,7 @@ SUBPACKAGES = (
     "train.rollouts",
     "train.state",
     "train.control",
+    "train.data_checks",
     "train.methods",
     "train.graders",
     "train.model",

@@ -15,12 +15,13 @@ import typer
 
 from appliance.cli import formats, output
 from appliance.cli.box.gpu import health, holder
-from appliance.cli.box.local import CONFIG, python, resolved
+from appliance.cli.box.local import CONFIG, resolved
 from appliance.cli.command import DATA_DIR, EVERY, OUTPUT, WATCH, Session, box_command, examples, group
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.jobs.job import jobs_table
 from appliance.cli.locate import BoxFile, data_dir_option
 from appliance.cli.mode.history import handover_steps
+from appliance.cli.own_process import python
 
 _STOP_S = 300.0
 

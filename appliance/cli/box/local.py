@@ -1,8 +1,7 @@
-"""What commands for the box of this machine share: its configuration, and processes that do the work for them."""
+"""What commands for the box of this machine share: its configuration."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,9 +34,3 @@ def resolved(config: Path | None, **box: Any) -> BoxConfig:
         return load_config(config, box)
     except ConfigError as error:
         raise BadUsage(str(error)) from error
-
-
-def python(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of ours in a process of its own: importing it would take longer than all else."""
-    # -P: a folder here that is called `train` or `serve` must not hide ours.
-    return [sys.executable, "-P", "-m", module, *arguments]

@@ -15,6 +15,7 @@ from appliance.controller.admin.metrics import registry_of
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import copy_limit, lost_nodes
+from appliance.controller.devices.meters import metered
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.gates import views as gate_views
 from appliance.controller.http.paging import After, list_object
@@ -57,7 +58,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 "backup": None if (last := context.last_backup()) is None else asdict(last),
             },
             "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
-            "devices": lost_nodes.in_view(db, now["devices"]),
+            "devices": metered(lost_nodes.in_view(db, now["devices"]), context.device_readings()),
             "replicas": now["replicas"],
             "jobs": [views.job(row) for row in jobs.list_unfinished(db)],
             "requests": {

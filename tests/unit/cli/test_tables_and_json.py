@@ -51,7 +51,8 @@ def test_gpu_list(box):
     assert rows[1] == ["n0/0", "cpu", "simulated", "1.1", "GB", "ok", "-"]
     assert len(rows) == 9
     data = box.json("gpu", "list")["data"]
-    assert set(data[0]) == {"id", "node", "index", "kind", "name", "memory_bytes", "health", "holder", "drain", "lost"}
+    told = {"id", "node", "index", "kind", "name", "memory_bytes", "health", "holder", "drain", "lost", "meters"}
+    assert set(data[0]) == told
 
 
 def test_a_holder_is_named(box):
