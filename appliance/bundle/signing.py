@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import os
 import secrets
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from appliance.bundle.carried.errors import Refused, Unusable
 from appliance.bundle.carried.signature import PublicKey, Signature, prehashed
 
 _OPEN = b"Ed" + b"\0\0" + b"B2" + bytes(32 + 8 + 8)  # no derivation of a key from a passphrase: `minisign -G -W`
+_NO_CHECKSUM = bytes(32)  # it is for a wrong passphrase
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class SecretKey:
             raise Unusable(f"{path} is no secret key of `appliance bundle keygen` or minisign")
         if data[2:4] != b"\0\0":
             raise Unusable(f"{path} has a passphrase, which cannot be asked for here; `minisign -C -W` takes it away")
-        key_id, pair, checksum = data[54:62], data[62:126], data[126:]
-        if hashlib.blake2b(b"Ed" + key_id + pair, digest_size=32).digest() != checksum:
-            raise Unusable(f"{path} is damaged: its checksum is wrong")
-        return cls(key_id, pair[:32])
+        found = cls(data[54:62], data[62:94])
+        if found.public.key != data[94:126]:
+            raise Unusable(f"{path} is damaged: its halves do not belong together")
+        return found
 
     def write(self, path: Path) -> None:
         """Two new files: PATH, of mode 0600, and PATH.pub. Raises Refused where one is there."""
@@ -54,9 +54,7 @@ class SecretKey:
         for one in (path, public):
             if one.exists():
                 raise Refused(f"{one} exists; a key is never written over")
-        pair = self.seed + self.public.key
-        checksum = hashlib.blake2b(b"Ed" + self.key_id + pair, digest_size=32).digest()
-        data = base64.b64encode(_OPEN + self.key_id + pair + checksum).decode()
+        data = base64.b64encode(_OPEN + self.key_id + self.seed + self.public.key + _NO_CHECKSUM).decode()
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(f"untrusted comment: minisign secret key {self.public.name}\n{data}\n")
         public.write_text(self.public.text)

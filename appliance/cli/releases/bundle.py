@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.box.local import python
 from appliance.cli.command import OUTPUT, Format, examples, group
+from appliance.cli.own_process import python
 
 app = group("One signed file that installs a release on a machine without a network.")
 
