@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 import signal
@@ -154,7 +153,9 @@ def join(
 
 def _asked_for() -> str:
     """The token, from whoever is at the terminal, without showing it, or from stdin. Raises BadUsage."""
-    token = getpass.getpass("token of `appliance node token`: ") if sys.stdin.isatty() else sys.stdin.readline()
+    from getpass import getpass  # fenced, for the time of `--help`
+
+    token = getpass("token of `appliance node token`: ") if sys.stdin.isatty() else sys.stdin.readline()
     if not token.strip():
         raise BadUsage("no token was given: `appliance node token` on the box prints one")
     return token.strip()
