@@ -70,12 +70,11 @@ def delete(db: Database, file_id: str) -> None:
         raise RowNotFound("files", file_id)
 
 
-def named(db: Database, owner: str, *, now_s: float, purpose: str = "fine-tune") -> list[FileRow]:
-    """An owner's files of this purpose, oldest first, without their reports."""
-    columns = "id, filename, purpose, bytes, sha256, status, created_s, NULL AS report, status_details, key_id"
-    return db.all(
-        FileRow,
-        f"SELECT {columns}, expires_s, owner FROM files WHERE owner = ?1 AND purpose = ?2"
+def named(db: Database, owner: str, *, now_s: float, purpose: str = "fine-tune") -> list[tuple[str, int, str]]:
+    """(id, bytes, file name) of an owner's files of this purpose, oldest first."""
+    rows = db.execute(
+        "SELECT id, bytes, filename FROM files WHERE owner = ?1 AND purpose = ?2"
         " AND (expires_s IS NULL OR expires_s > ?3) ORDER BY seq",
         [owner, purpose, now_s],
     )
+    return [(row["id"], row["bytes"], row["filename"]) for row in rows]
