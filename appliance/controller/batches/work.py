@@ -285,6 +285,7 @@ class BatchWork:
                 self.model, request["url"], request["body"], request_id, alone=self._deaths.goes_alone(custom_id)
             )
             status, body, version = answer.status, answer.body, answer.version
+            silent = sent if answer.silent else None
         except LineReturned as error:
             if error.yielded or self._deaths.counted(custom_id):
                 metering = self._runner.metering
@@ -294,7 +295,7 @@ class BatchWork:
                 else:
                     self.left.appendleft(custom_id)
                 return
-            status, version = 502, ""
+            status, version, silent = 502, "", None
             body = error_object(last_words(str(error)), "server_error", None, "engines_died")
         except Exception as error:  # noqa: BLE001 - the batch raises it
             self._bug = error
@@ -305,7 +306,7 @@ class BatchWork:
             self._runner.returned(self)
         estimated = self._by_id[custom_id].size // BYTES_PER_TOKEN
         took_s, sequences = time.monotonic() - sent.at_s, asked_of(sent.url, sent.body, sent.size).sequences
-        self._charges.append(Charge(custom_id, version, status, body, estimated, took_s, sequences))
+        self._charges.append(Charge(custom_id, version, status, body, estimated, took_s, sequences, silent))
         self._answered(custom_id, request_id, status, body)
 
     def _answered(self, custom_id: str, request_id: str, status: int, body: Any) -> None:

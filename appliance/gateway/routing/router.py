@@ -242,6 +242,12 @@ class Router:
         load.suspect_until_s = now_s + min(SUSPECT_FIRST_S * 2**load.failures, SUSPECT_MAX_S)
         load.failures = min(load.failures + 1, 16)
 
+    def hangs(self, choice: Choice) -> bool:
+        """Whether its replica gives no sign of life, as the table says now, or is gone."""
+        model = self.models.get(choice.model)
+        rows = [] if model is None else [row for row in model.replicas if row.id == choice.replica.id]
+        return not rows or rows[0].avoid
+
     def died(self, choice: Choice, now_s: float) -> bool:
         """The engine died. True unless another request stood trial there, so that it died of that one."""
         load = choice.load
