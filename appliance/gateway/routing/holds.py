@@ -108,8 +108,9 @@ class Holds(Generic[T]):
         return True
 
     def has(self, ticket: Ticket[T]) -> bool:
-        owners = self._queues.get((ticket.model, ticket.alone), {})
-        return ticket.serial in owners.get(ticket.owner, ())
+        owners = self._queues.get((ticket.model, ticket.alone))
+        queue = None if owners is None else owners.get(ticket.owner)
+        return queue is not None and ticket.serial in queue
 
     def first(self, model: str, *, alone: bool = False) -> Ticket[T] | None:
         """The longest waiting ticket of the owner whose turn it is; it stays queued."""
@@ -118,7 +119,8 @@ class Holds(Generic[T]):
 
     def turns(self, model: str, *, alone: bool = False) -> list[Ticket[T]]:
         """The longest waiting ticket of each owner, in the order of their turns."""
-        return [next(iter(queue.values())) for queue in self._queues.get((model, alone), {}).values()]
+        owners = self._queues.get((model, alone))
+        return [] if owners is None else [next(iter(queue.values())) for queue in owners.values()]
 
     def held(self, model: str) -> int:
         return sum(
