@@ -1,5 +1,5 @@
-"""Results on stdout: tables for people, JSON with stable keys for scripts. Progress on stderr: in place on a terminal, else
-a line now and then."""
+"""Results on stdout: tables for people, JSON with stable keys for scripts. Progress on stderr: in place on a terminal,
+else a line now and then."""
 
 from __future__ import annotations
 

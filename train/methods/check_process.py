@@ -3,8 +3,8 @@
 the ranks will, through the model's chat template; with a length, those of every example, and cuts each as they will.
 
 JSON parsing and bracket matching block all other threads of a process: for most of a second with one 16 MiB example.
-This process prints how far it is, and at last the report as JSON, runs at low priority, ends with its parent, and is killed beyond its CPU and
-memory limits.
+This process prints how far it is, and at last the report as JSON, runs at low priority, ends with its parent, and is
+killed beyond its CPU and memory limits.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def check_apart(
 ) -> DataReport:
     """As `check_training_file` with the method's conversion or that of all methods, and counting if there is a
     tokenizer (the directory of a model); with `cut_at`, examples of which the method has nothing left within so many
-    tokens are errors too. `heard` is called now and then, in this thread. A file that takes more than the limits is a bad
-    one. Raises OSError."""
+    tokens are errors too. `heard` is called now and then, in this thread. A file that takes more than the limits is a
+    bad one. Raises OSError."""
     options = {"--chat": chat_path, "--tokenizer": tokenizer, "--cut": cut_at}
     given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
     command = [sys.executable, "-P", "-m", "train.methods.check_process", method, str(path), *given]

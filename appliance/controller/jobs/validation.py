@@ -27,7 +27,6 @@ from train.data.check import COUNTED_EXAMPLES, DataReport
 from train.methods.methods import method_of
 from train.plan.errors import InvalidHyperparameter
 
-
 TELL_EVERY_S = 30.0
 
 
