@@ -27,7 +27,7 @@ from tests.clients.clients import CLIENTS, Client
 from tests.clients.table import ROOT, Row
 
 MODEL, EMBEDDING_MODEL = "smollm2-135m", "smollm2-embed"
-_TRY_S = 400
+_TRY_S = 1200
 _TOLD_CHARS = 300
 _SOME_LEFT = 3
 
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--install", action="store_true", help="make the environments and end")
     parser.add_argument("--left", action="store_true", help="only those that this commit was not tried with")
     parser.add_argument("--within", type=float, default=math.inf, metavar="SECONDS", help="begin none after so long")
+    parser.add_argument("--stay", action="store_true", help="the box stays up for the next part, if some are left")
     options = parser.parse_args(argv)
     began_s, commit = time.monotonic(), _commit()
     chosen = [client for client in CLIENTS if not options.names or client.name in options.names]
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             table.put(table.drawn(table.record([row])))
             surprises += _surprises(client, row)
     finally:
-        box.down()
+        if not (options.stay and chosen):
+            box.down()
     if surprises:
         return 1
     return _SOME_LEFT if chosen else 0
@@ -79,11 +81,19 @@ class Box:
         self._port = port
 
     def up(self) -> None:
-        self._appliance("up", "--detach", "--port", str(self._port), "--devices", "4")
+        if not self._runs():
+            self._appliance("up", "--detach", "--port", str(self._port), "--devices", "4")
         if MODEL not in self._appliance("model", "list"):
             self._appliance("model", "import", MODEL)
         if EMBEDDING_MODEL not in self._appliance("model", "list"):
             self._appliance("model", "import", str(self._embedding()), "--name", EMBEDDING_MODEL)
+
+    def _runs(self) -> bool:
+        try:
+            self._appliance("status")
+        except SystemExit:
+            return False
+        return True
 
     def down(self) -> None:
         self._appliance("down")

@@ -3,8 +3,8 @@
 the ranks will, through the model's chat template; with a length, those of every example, and cuts each as they will.
 
 JSON parsing and bracket matching block all other threads of a process: for most of a second with one 16 MiB example.
-This process prints how far it is, and at last the report as JSON, runs at low priority, ends with its parent, and is
-killed beyond its CPU and memory limits.
+This process prints how far it is, and at last the report as JSON, runs at low priority once it has
+taken seconds, ends with its parent, and is killed beyond its CPU and memory limits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from train.methods.methods import DEFAULT, convert, method_of
 
 # An 8 GiB file of chats takes some minutes of CPU.
 CPU_S, MEMORY_BYTES = 3600, 4 << 30
-_NICENESS = 10
+# From so much of the processor's time on: beside busy ranks, a dozen examples at low priority waited minutes for the
+# 2 s that they and the import of the tokenizer's library take.
+NICE_AFTER_S, _NICENESS = 5.0, 10
 TELL_EVERY_S = 2.0
 _FAR = re.compile(r"(?P<examples>\d+) examples, (?P<share>[\d.]+) of the file")
 ANY = "-"
@@ -80,7 +82,6 @@ def check_apart(
 def main() -> None:
     die_with_parent()
     dies_as(DiesAs.TRIAL)
-    os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))  # not AS: a large array is mapped whole
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -96,18 +97,22 @@ def main() -> None:
     count = _counter(method, asked.tokenizer, asked.cut) if asked.tokenizer else None
     counted = COUNTED_EXAMPLES if asked.cut is None else sys.maxsize
     report = check_training_file(
-        asked.path, chat_path=asked.chat, convert=how, count=count, counted=counted, heard=_Teller()
+        asked.path, chat_path=asked.chat, convert=how, count=count, counted=counted, heard=_Heard()
     )
     print(json.dumps(asdict(report)))
 
 
-class _Teller:
-    """Prints how far the check is, at most every TELL_EVERY_S."""
+class _Heard:
+    """Prints how far the check is, at most every TELL_EVERY_S; lowers this process's priority when it takes long."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
+        self._nice = False
 
     def __call__(self, examples: int, share: float) -> None:
+        if not self._nice and time.process_time() >= NICE_AFTER_S:
+            self._nice = True
+            os.nice(_NICENESS)
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + TELL_EVERY_S
             print(f"{examples} examples, {share:.4f} of the file", flush=True)

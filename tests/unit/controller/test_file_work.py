@@ -57,6 +57,16 @@ def test_a_check_in_a_process_of_its_own_tells_how_far_it_is(tmp_path: Path):
     assert heard[-1] == (12, pytest.approx(1.0)) and len(heard) == 13
 
 
+def test_only_a_check_that_takes_long_gives_way_to_all_others(monkeypatch):
+    taken, nice = iter((2.0, 4.9, 5.1, 9.0)), []
+    monkeypatch.setattr(check_process.time, "process_time", lambda: next(taken))
+    monkeypatch.setattr(check_process.os, "nice", nice.append)
+    heard = check_process._Heard()
+    for example in range(4):
+        heard(example, 0.1)
+        assert nice == ([10] if example >= 2 else [])
+
+
 async def test_while_a_jobs_file_is_checked_its_events_say_how_far_that_is(control: Control, monkeypatch):
     monkeypatch.setattr(validation, "TELL_EVERY_S", 0.001)
     checked, told = control.context.file_work.check, asyncio.Event()
