@@ -48,7 +48,8 @@ def test_the_same_is_found_in_a_process_of_its_own(tmp_path: Path, data: bytes):
 
 
 def test_a_check_in_a_process_of_its_own_tells_how_far_it_is(tmp_path: Path):
-    source, heard = tmp_path / "in", []
+    source = tmp_path / "in"
+    heard: list[tuple[int, float]] = []
     source.write_bytes(chat_lines())
     assert check_apart(source, heard=lambda *far: heard.append(far)).ok
     (first,) = heard
