@@ -573,3 +573,81 @@ class ResponseRow:
     @property
     def finished(self) -> bool:
         return self.status not in UNFINISHED_RESPONSE
+
+
+GateState = Literal["waiting", "evaluating", "passed", "canary", "ended"]
+GateVerdict = Literal["passed", "refused", "undecided", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class GateRow:
+    """Whether the version of a job may answer for its model.
+
+    terms: as appliance.controller.gates.terms has them, with the data of every suite. state: "waiting" for the job,
+    "evaluating", "passed" (it is about to answer), "canary", "ended". version: what the job made, empty until it has;
+    before: the version it is compared with, empty where none answered. runs: by the number of a suite, as text,
+    {"candidate", "incumbent"}, ids of eval runs. told: what was found, by suite (`verdict.SuiteVerdict`). reason: what
+    it waits for, or why it ended so. activated: the version got all requests.
+    """
+
+    id: str
+    created_s: float
+    job_id: str
+    model: str
+    key_id: str | None = None
+    owner: str = ""
+    terms: dict[str, Any] = json_column(default_factory=dict)
+    version: str = ""
+    before: str = ""
+    state: GateState = "waiting"
+    verdict: GateVerdict | None = None
+    reason: str = ""
+    activated: int = 0
+    runs: dict[str, dict[str, str]] = json_column(default_factory=dict)
+    told: list[dict[str, Any]] = json_column(default_factory=list)
+    decided_s: float | None = None
+    ended_s: float | None = None
+
+
+PipelineRunState = Literal["running", "succeeded", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRow:
+    """spec: as appliance.controller.pipelines.spec has it. scheduled: its schedule is in force. next_s: when its
+    clock or its next look at the data is due. note: why the last due run was not begun. taken: {path or file id:
+    [bytes, changed]} of the data that runs which ended well have trained on."""
+
+    id: str
+    name: str
+    created_s: float
+    key_id: str | None = None
+    owner: str = ""
+    spec: dict[str, Any] = json_column(default_factory=dict)
+    scheduled: int = 0
+    next_s: float | None = None
+    note: str = ""
+    taken: dict[str, list[Any]] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRunRow:
+    """spec: the pipeline's when it was begun. trigger: "request", "clock" or "data". outcome: of one that succeeded:
+    "answers", "left" (its version does not answer), "nothing_new". data: as `taken`, what it has chosen. file_id: what
+    it trains on. steps: `steps.Step`, in order."""
+
+    id: str
+    pipeline_id: str
+    created_s: float
+    trigger: str
+    key_id: str | None = None
+    owner: str = ""
+    spec: dict[str, Any] = json_column(default_factory=dict)
+    state: PipelineRunState = "running"
+    outcome: str = ""
+    reason: str = ""
+    steps: list[dict[str, Any]] = json_column(default_factory=list)
+    data: dict[str, list[Any]] = json_column(default_factory=dict)
+    file_id: str | None = None
+    job_id: str | None = None
+    ended_s: float | None = None

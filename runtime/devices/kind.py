@@ -33,7 +33,10 @@ class Found:
 class Reading:
     """A device's health at `at_s` (Unix time). None: not reported. `faults`: what its driver says is broken, each to
     follow "the device"; an event is in the first reading after it only. `lost`: why the device no longer answers.
-    `unfit`: why it must not be used although it answers. `uuid`: as in `Found`.
+    `unfit`: why it must not be used although it answers. `uuid`: as in `Found`. `power_w`, `power_limit_w`: drawn and
+    enforced. `energy_j`: drawn since its driver was loaded. `busy`: the share of the last moments (0.2 to 1 s) in which
+    it computed. `memory_used_bytes`: by whomever. `clock_hz`: of its processors. `throttled`: why they are slower than
+    they could be, words of `THROTTLES`.
     """
 
     device_id: str
@@ -45,6 +48,18 @@ class Reading:
     lost: str = ""
     unfit: str = ""
     uuid: str = ""
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    energy_j: float | None = None
+    busy: float | None = None
+    memory_used_bytes: int | None = None
+    clock_hz: float | None = None
+    throttled: tuple[str, ...] = ()
+
+
+THROTTLES = ("heat", "hardware", "power_brake", "power_cap")
+"""`heat`: over a temperature. `hardware`: a slowdown that the board ordered. `power_brake`: one that the power supply
+ordered. `power_cap`: at its power limit, which is no fault."""
 
 
 class PageLock(Protocol):

@@ -119,6 +119,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     grammar_threads.no_outlines(backend_outlines)
     expression_backend.apply(backend_xgrammar)
     form_backends.apply(StructuredOutputManager)
+    form_backends.lock_no_masks(backend_guidance.GuidanceBackend)
     step_bounds.bound_whitespace(xgrammar.GrammarCompiler)
     step_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
     step_bounds.bound_time(backend_guidance.GuidanceGrammar)

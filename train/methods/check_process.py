@@ -94,7 +94,7 @@ def main() -> None:
     asked = parser.parse_args()
     method = DEFAULT if asked.method == ANY else method_of(asked.method)
     how = convert if asked.method == ANY else method.convert
-    count = _counter(method, asked.tokenizer, asked.cut) if asked.tokenizer else None
+    count = counter(method, asked.tokenizer, asked.cut) if asked.tokenizer else None
     counted = COUNTED_EXAMPLES if asked.cut is None else sys.maxsize
     report = check_training_file(
         asked.path, chat_path=asked.chat, convert=how, count=count, counted=counted, heard=_Heard()
@@ -118,8 +118,10 @@ class _Heard:
             print(f"{examples} examples, {share:.4f} of the file", flush=True)
 
 
-def _counter(method: Method, tokenizer: str, cut_at: int | None) -> Count | None:
-    """None for a model whose tokenizer or chat template cannot be used: the ranks will say so in their own words."""
+def counter(method: Method, tokenizer: str, cut_at: int | None) -> Count | None:
+    """Counts the tokens of each sequence of a converted record, through the chat template of the model in this
+    directory; with a length, after the method's cut. None for a model whose tokenizer or chat template cannot be used:
+    the ranks will say so in their own words."""
     # Here torch is not there: transformers needs it for models alone, and it costs most of the time of the import.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"

@@ -14,10 +14,12 @@ import typer
 from appliance.cli import formats, output, paths
 from appliance.cli.command import Session, box_command, group
 from appliance.cli.errors import BadUsage, CliError, CommandFailed, Unreachable, WaitTimedOut
+from appliance.cli.jobs.file_data import app as data
 
 _ERRORS_ROUTE = re.compile(r"GET /v1/files/(\S+)/errors")
 
 app = group("Files: training and validation data, and what jobs leave behind.")
+app.registered_commands += data.registered_commands
 
 
 @box_command(

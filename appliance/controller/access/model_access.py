@@ -9,6 +9,7 @@ from appliance.controller.access.naming import Resolved, model_of, resolve
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, INFERENCE, Principal
 from appliance.store.database import Database
+from appliance.store.ids import new_id
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys, model_settings
 from appliance.store.rows import JobRow, KeyRow, ModelRow
@@ -78,6 +79,14 @@ def check_may_ask(db: Database, caller: Principal, name: str) -> None:
         raise unknown_model(name)
     if why := why_no_chat(db, name):
         raise BadRequest(f"{why}.", param="model", code="model_not_supported")
+
+
+def caller_of(db: Database, key_id: str | None) -> Principal:
+    """Whose work goes on without a request: this key, or the box itself. Whether the key still lives, its work asks."""
+    if key_id is None:
+        return Principal(None, frozenset({ADMIN}), new_id("req_"), "")
+    row = keys.find(db, key_id)
+    return Principal(key_id, frozenset(row.scopes if row else ()), new_id("req_"), keys.owner_of(db, key_id))
 
 
 def why_not_asked(db: Database, key_id: str | None, name: str) -> str:

@@ -20,7 +20,7 @@ import orjson
 from appliance.controller.access.model_access import may_use, unknown_model, viewer_of
 from appliance.controller.batches import share
 from appliance.controller.batches.deaths import Deaths, last_words
-from appliance.controller.batches.followers import TOO_MANY, Followers, Held
+from appliance.controller.batches.followers import TOO_MANY, Followers, Held, followed_bytes
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError
@@ -128,13 +128,13 @@ class BackgroundResponses:
     def follow(self, row: ResponseRow, after: int, caller: Principal) -> AsyncIterator[bytes]:
         """Events of its stream with numbers above `after`, until it has ended. Raises ApiError as `check_followers`."""
         return self._followers.enter(
-            caller.owner, 2 * len(row.response), lambda held: self._follow(row.id, after, caller.owner, held)
+            caller.owner, followed_bytes(row.response), lambda held: self._follow(row.id, after, caller.owner, held)
         )
 
     async def _follow(self, response_id: str, after: int, owner: str, held: Held) -> AsyncGenerator[bytes, None]:
         try:
             while (row := responses.find(self._db, response_id)) is not None:
-                if not held.becomes(2 * len(row.response)):
+                if not held.becomes(followed_bytes(row.response)):
                     yield objects.error_event(after + 1, TOO_MANY, self._followers.why(owner))
                     return
                 told = after
@@ -299,7 +299,7 @@ class BackgroundResponses:
 
     def _set(self, row: ResponseRow, response: dict[str, Any], **changes: Any) -> None:
         text = orjson.dumps(response).decode()
-        size = len(row.input) + len(text) + (len(row.request or "") if "request" not in changes else 0)
+        size = responses.bytes_of(row.input, text, row.request if "request" not in changes else None)
         responses.update(self._db, row.id, response=text, bytes=size, **changes)
         self._stored.tell(row.id)
 
@@ -314,4 +314,4 @@ def _model(row: ResponseRow) -> str:
 
 def _tokens(row: ResponseRow) -> int:
     """Of an unfinished response, estimated."""
-    return (len(row.input) + len(row.request or "")) // BYTES_PER_TOKEN
+    return responses.bytes_of(row.input, row.request) // BYTES_PER_TOKEN

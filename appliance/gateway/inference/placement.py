@@ -143,7 +143,9 @@ class Placement(Placeable):
     def _choose(self, now: float) -> Choice | None:
         """Use the canary for its share; the model takes requests that failed there or for which it has no capacity."""
         router, checked, attempt = self.state.router, self.checked, self._attempt
-        pending, avoid, alone = checked.prompt_tokens, attempt.moved_from, attempt.alone
+        pending, avoid, alone = checked.prompt_tokens, attempt.lost, attempt.alone
+        if attempt.moved_from:
+            avoid = (*avoid, attempt.moved_from)
         if attempt.continues:
             if attempt.row not in router.models:
                 return None

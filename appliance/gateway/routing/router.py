@@ -164,20 +164,20 @@ class Router:
         prefix: Callable[[], bytes],
         now_s: float,
         pending: int = 0,
-        avoid: str = "",
+        avoid: tuple[str, ...] = (),
         alone: bool = False,
     ) -> Choice | None:
         """Place a request; None if no replica of the model can take it now. Raises KeyError: unknown model.
 
         prefix: returns the beginning of the prompt; called only if there is a choice. pending: its prompt's tokens.
-        avoid: a replica that takes it only if no other can. alone: it stands trial, where no other request does."""
+        avoid: replicas that take it only if no other can. alone: it stands trial, where no other request does."""
         best: Replica | None = None
         best_load: Load | None = None
         usable: list[tuple[Replica, Load]] = []
         loads = self.loads
         for avoided in (False, True):
             for replica in self.models[name].replicas:
-                if replica.state != OPEN or (replica.avoid or replica.id == avoid) != avoided:
+                if replica.state != OPEN or (replica.avoid or replica.id in avoid) != avoided:
                     continue
                 load = loads[replica.id]
                 if load.inflight >= self.max_inflight or load.suspect_until_s > now_s:

@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.config.kernel import KernelConfig
 from vllm.config.vllm import OPTIMIZATION_LEVEL_TO_CONFIG
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils import deep_gemm
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from serve.core.model_settings import ModelSettings
@@ -62,3 +63,17 @@ def test_what_vllm_does_with_flashinfer_unless_told_otherwise_is_off(monkeypatch
     judged = {name: getattr(envs, name) for name in envs.environment_variables if "FLASHINFER" in name}
     on = {name for name, value in judged.items() if value is True}
     assert judged and on == set()
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_layers_in_fp8_are_not_multiplied_by_deepgemm(monkeypatch, told):
+    """As on a Hopper GPU, with the package that vLLM's build for CUDA brings along: vLLM asks no more than this."""
+    monkeypatch.setattr(type(deep_gemm.current_platform), "support_deep_gemm", classmethod(lambda _: True))
+    monkeypatch.setattr(deep_gemm, "has_deep_gemm", lambda: True)
+    for name, value in engine_environment(spec(), 8).items() if told else ():
+        monkeypatch.setenv(name, value)
+    deep_gemm.is_deep_gemm_supported.cache_clear()
+    try:
+        assert deep_gemm.is_deep_gemm_supported() is not told
+    finally:
+        deep_gemm.is_deep_gemm_supported.cache_clear()

@@ -155,6 +155,19 @@ def test_slots_of_adapters_are_counted_and_a_sleeping_engine_keeps_its_processes
     assert on_cpu(tensor_parallel=2).memory.kv_cache_bytes == CPU_KV_BYTES
 
 
+@pytest.mark.parametrize(("rank", "allocated"), [(32, 32), (24, 32), (33, 64)])
+def test_workers_side_by_side_each_keep_the_hidden_side_of_an_adapter_whole(rank, allocated):
+    """Llama 3 70B. A of q, k, v, gate and up reads the whole hidden state, B of o and down writes it, on every worker
+    (vllm/lora/layers: column_parallel_linear.py, base_linear.py), and the rank is what vLLM rounds it up to."""
+    llama = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    shape = ServedShape.from_config({**SMOL, **llama, "num_key_value_heads": 8}, 141 * 10**9, 70 * 10**9)
+    config = EngineConfig(adapter_slots=4, adapter_max_rank=rank)
+    whole, cut = 80 * 7 * 8192, 80 * (8192 + 1024 + 1024 + 28672 + 28672 + 8192 + 28672)
+    for workers in (1, 8):
+        counted = size(config, shape, tensor_parallel=workers, dtype="bfloat16").memory.adapters_bytes
+        assert counted == 4 * allocated * (whole + cut // workers) * 2
+
+
 def test_latent_attention_and_layers_without_a_cache():
     latent = ServedShape.from_config({**SMOL, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 1, 1)
     assert latent.kv_elements_per_token(8) == 30 * 576

@@ -14,6 +14,7 @@ def test_compiled_kernels_are_kept_in_the_boxs_own_folder(tmp_path):
     env = device_environment("cuda", tmp_path / "cache")
     kept = {name: value for name, value in env.items() if value.startswith("/")}
     assert kept.keys() >= {"VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"}
+    assert kept.keys() >= {"FLASHINFER_WORKSPACE_BASE", "HUMMING_CACHE_DIR", "HUMMING_TMP_DIR"}
     assert all(Path(value).is_relative_to(tmp_path / "cache") for value in kept.values())
 
 
