@@ -612,3 +612,47 @@ class GateRow:
     told: list[dict[str, Any]] = json_column(default_factory=list)
     decided_s: float | None = None
     ended_s: float | None = None
+
+
+PipelineRunState = Literal["running", "succeeded", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRow:
+    """spec: as appliance.controller.pipelines.spec has it. scheduled: its schedule is in force. next_s: when its
+    clock or its next look at the data is due. note: why the last due run was not begun. taken: {path or file id:
+    [bytes, changed]} of the data that runs which ended well have trained on."""
+
+    id: str
+    name: str
+    created_s: float
+    key_id: str | None = None
+    owner: str = ""
+    spec: dict[str, Any] = json_column(default_factory=dict)
+    scheduled: int = 0
+    next_s: float | None = None
+    note: str = ""
+    taken: dict[str, list[Any]] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRunRow:
+    """spec: the pipeline's when it was begun. trigger: "request", "clock" or "data". outcome: of one that succeeded:
+    "answers", "left" (its version does not answer), "nothing_new". data: as `taken`, what it has chosen. file_id: what
+    it trains on. steps: `steps.Step`, in order."""
+
+    id: str
+    pipeline_id: str
+    created_s: float
+    trigger: str
+    key_id: str | None = None
+    owner: str = ""
+    spec: dict[str, Any] = json_column(default_factory=dict)
+    state: PipelineRunState = "running"
+    outcome: str = ""
+    reason: str = ""
+    steps: list[dict[str, Any]] = json_column(default_factory=list)
+    data: dict[str, list[Any]] = json_column(default_factory=dict)
+    file_id: str | None = None
+    job_id: str | None = None
+    ended_s: float | None = None

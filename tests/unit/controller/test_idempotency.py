@@ -116,6 +116,8 @@ BOUNDS: dict[str, dict[str, int] | str] = {
     "/v1/evals": {"evals": 0},
     "/v1/evals/{eval_id}/runs": {"eval_runs": 0},
     # Each where it says so.
+    "/v1/pipelines": "MAX_PIPELINES of an owner: test_pipelines.py",
+    "/v1/pipelines/{name}/runs": "one of a pipeline goes on, and RUNS_KEPT that have ended: test_pipelines.py",
     "/v1/uploads/{upload_id}/parts": "MAX_PARTS of an upload: test_uploads.py",
     "/v1/models/{name:path}/share": "MAX_SHARED_WITH of a model: test_owners.py",
     "/internal/responses": "bounds.responses and responses_bytes, past which the oldest go: test_responses.py",
@@ -128,6 +130,7 @@ CHANGES_ONLY = {
     *OPERATIONS,
     *(path for path in NOT_ONCE if path.startswith("/admin/v1/") or path.endswith(("/cancel", "/pause", "/resume"))),
     "/v1/files/{file_id}/check",  # its report replaces the one before
+    "/v1/pipelines/{name}/schedule",
     "/v1/uploads/{upload_id}/complete",  # its bytes and number count since the upload began
     "/v1/fine_tuning/alpha/graders/validate",
     "/v1/fine_tuning/alpha/graders/run",
