@@ -224,7 +224,7 @@ FROZEN = {
     "batch cancel": [*BOX, "BATCH_ID"],
     "file upload": [*BOX, "--purpose", "PATH"],
     "file list": [*BOX, "--purpose"],
-    "file get": [*BOX, "--errors", "--save", "FILE_ID"],
+    "file get": [*BOX, "--errors", "--lineage", "--report", "--save", "FILE_ID"],
     "file rm": [*BOX, "FILE_IDS"],
     "file check": [
         *BOX,
