@@ -82,7 +82,7 @@ def check_training_file(
     report = DataReport()
     tokens = _Tokens(count, counted)
     partial = Path(f"{chat_path}.partial") if chat_path else None
-    written, examples, read_bytes = False, 0, 0
+    written, seen, read_bytes = False, 0, 0
     size = max(1, os.stat(path).st_size)
     output = os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") if partial else None
     try:
@@ -95,8 +95,8 @@ def check_training_file(
                     if report.n_errors >= MAX_COUNTED_ERRORS:
                         break
                 if heard is not None:
-                    examples, read_bytes = examples + 1, read_bytes + (len(raw) if isinstance(raw, bytes) else 0)
-                    heard(examples, min(1.0, read_bytes / size))
+                    seen, read_bytes = seen + 1, read_bytes + (len(raw) if isinstance(raw, bytes) else 0)
+                    heard(seen, min(1.0, read_bytes / size))
     except BaseException:
         if partial:
             partial.unlink(missing_ok=True)
