@@ -49,7 +49,9 @@ class FileRow:
     """An uploaded or produced file; its bytes lie at `files/<id>`.
 
     owner: of the key, or of the job, that it was made with; empty for the box itself, here and in the other tables.
-    report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings).
+    report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings). check_status:
+    waiting, done or failed, of the check of what is in it; data_check: its report. lineage: of a prepared file, what it
+    was made of.
     """
 
     id: str
@@ -64,6 +66,9 @@ class FileRow:
     expires_s: float | None = None
     owner: str = ""
     report: dict[str, Any] | None = json_column(default=None)
+    check_status: str | None = None
+    data_check: dict[str, Any] | None = json_column(default=None)
+    lineage: dict[str, Any] | None = json_column(default=None)
 
 
 @dataclass(frozen=True, slots=True)
