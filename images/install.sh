@@ -257,7 +257,7 @@ fi
 if [ "$compile" = 1 ] && [ "$done_lock" != "$lock_stamp" ]; then
     say "byte-compiling"
     run "$venv/bin/python" -m compileall -q -j 0 \
-        -x '/(tests?|testing|test_.*)/|/transformers/models/(?!(auto|llama|mistral|mixtral|qwen[23](_moe)?)/)|/vllm/model_executor/models/[a-km-pr-z]|/(matplotlib|triton/backends/intel)/|/ray/(rllib|tune|data|train|serve)/' \
+        -x "$(cat "$here/requirements/not-compiled.txt")" \
         "$venv"/lib/python3*/site-packages || true
 fi
 if [ "$compile" = 1 ] && [ "$packages_only" = 0 ]; then

@@ -23,6 +23,9 @@ from appliance.controller.batches.metering import Metering
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
+from appliance.controller.data_checks import data_routes
+from appliance.controller.data_checks.data_work import LOOK_EVERY_S as CHECKS_EVERY_S
+from appliance.controller.data_checks.data_work import DataWork
 from appliance.controller.evals import eval_routes
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import file_routes, storage, upload_routes
@@ -60,6 +63,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
     validation, running = JobValidation(context), Operations(context)
+    data_work = DataWork(context)
     metering = Metering(context.db, context.publish_keys)
     runner = BatchRunner(context, metering)
     activations = Activations(context)
@@ -91,6 +95,7 @@ def create_app(context: ControllerContext) -> FastAPI:
             ),
             tasks.keep_every("rollouts", sampling.look, WANTS_EVERY_S, at_once=True),
             tasks.keep_every("gates", gates.look, GATES_EVERY_S),
+            tasks.keep_every("data checks", data_work.look, CHECKS_EVERY_S),
             tasks.keep_every("pipelines", pipelines.look, PIPELINES_EVERY_S),
             tasks.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
         )
@@ -145,6 +150,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     for router in (
         file_routes.routes(context),
         upload_routes.routes(context),
+        data_routes.routes(context, data_work),
         batch_routes.routes(context, runner),
         response_routes.routes(context, stored, background),
         response_routes.internal_routes(stored),

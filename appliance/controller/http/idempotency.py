@@ -31,6 +31,7 @@ from appliance.store.rows import IdempotencyRow
 _AGAIN_SAME = "a second time changes nothing more"
 _NOTHING_MADE = "nothing is kept"
 NOT_ONCE: Mapping[str, str] = {
+    "/v1/files/{file_id}/check": "its report replaces the one before",
     "/v1/uploads/{upload_id}/complete": _AGAIN_SAME,
     "/v1/uploads/{upload_id}/cancel": _AGAIN_SAME,
     "/v1/batches/{batch_id}/cancel": _AGAIN_SAME,

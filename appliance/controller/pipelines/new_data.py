@@ -47,7 +47,7 @@ def in_folder(folder: str, pattern: str, now_s: float) -> Found:
 def uploaded(context: ControllerContext, pattern: str, owner: str) -> Found:
     """Raises NoData."""
     rows = files.named(context.db, owner, now_s=time.time())
-    return _bounded({row.id: [row.bytes, row.filename] for row in rows if fnmatch.fnmatchcase(row.filename, pattern)})
+    return _bounded({file_id: [size, name] for file_id, size, name in rows if fnmatch.fnmatchcase(name, pattern)})
 
 
 def new(found: Found, taken: Found, data: Data) -> Found:

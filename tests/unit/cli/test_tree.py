@@ -29,6 +29,14 @@ FROZEN = {
     "backup list": ["--config", "--data-dir", "--help", "--output", "PLACE"],
     "backup verify": ["--config", "--data-dir", "--help", "--name", "--output", "PLACE"],
     "restore": ["--config", "--data-dir", "--help", "--name", "--output", "PLACE"],
+    "bundle keygen": ["--help", "--output", "FILE"],
+    "bundle make": ["--build", "--help", "--key", "--output", "--version", "FILE"],
+    "bundle verify": ["--help", "--key", "--output", "FILE"],
+    "bundle install": ["--help", "--key", "--output", "DIRECTORY", "FILE"],
+    "bundle list": ["--help", "--output"],
+    "bundle remove": ["--help", "--output", "VERSION"],
+    "upgrade": ["--data-dir", "--help", "--output", "--timeout", "VERSION"],
+    "rollback": ["--data-dir", "--dry-run", "--help", "--output", "--timeout", "--yes"],
     "audit": [*BOX, "--limit"],
     "chat": [*BOX, "--max-tokens", "--system", "--temperature", "MODEL", "PROMPT"],
     "simulate": [
@@ -216,7 +224,7 @@ FROZEN = {
     "batch cancel": [*BOX, "BATCH_ID"],
     "file upload": [*BOX, "--purpose", "PATH"],
     "file list": [*BOX, "--purpose"],
-    "file get": [*BOX, "--errors", "--save", "FILE_ID"],
+    "file get": [*BOX, "--errors", "--lineage", "--report", "--save", "FILE_ID"],
     "file rm": [*BOX, "FILE_IDS"],
     "file check": [
         *BOX,
