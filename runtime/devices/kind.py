@@ -160,6 +160,10 @@ class DeviceKind(ABC):
         """Variables that its own libraries need at import; their caches are below `caches`."""
         return {}
 
+    def rank_environment(self) -> dict[str, str]:
+        """Variables for training ranks alone, which their warm parent has before it imports anything."""
+        return {}
+
     def collectives_environment(self, interface: str) -> dict[str, str]:
         """Variables that keep the collectives of engines and ranks to this network interface of the host."""
         return {}
