@@ -76,8 +76,8 @@ def check_training_file(
     (train.methods: a method's, or that of all) makes what is written of a record, None if there is nothing to write.
     `count` gives the tokens of each sequence of a converted record, for so many records (`counted`), BadRecord if the
     model's chat template or the method refuses it; without it they are estimated. `heard` is called after each example.
-    The chat file exists afterwards only if the report is `ok` and its records were converted. Raises OSError if the file
-    is unreadable.
+    The chat file exists afterwards only if the report is `ok` and its records were converted. Raises OSError if the
+    file is unreadable.
     """
     report = DataReport()
     tokens = _Tokens(count, counted)
