@@ -36,5 +36,13 @@ def gate(gate_id: str) -> str:
     return f"/v1/gates/{segment(gate_id)}"
 
 
+def pipeline(name: str) -> str:
+    return f"/v1/pipelines/{segment(name)}"
+
+
+def pipeline_run(run_id: str) -> str:
+    return f"/v1/pipeline_runs/{segment(run_id)}"
+
+
 def batch(batch_id: str) -> str:
     return f"/v1/batches/{segment(batch_id)}"

@@ -17,12 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from runtime.numa import bind
+
 GIB = 2**30
 ROUNDS = 3
 
 
 def devices() -> dict[str, Any]:
     import pynvml
+
+    from runtime.devices import cuda
 
     pynvml.nvmlInit()
     handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -32,6 +36,7 @@ def devices() -> dict[str, Any]:
         "driver": float(driver.split(".")[0]),
         "mig": sum(_mig(pynvml, handle) for handle in handles),
         "used_bytes": [_used_bytes(pynvml, handle) for handle in handles],
+        "numa_nodes": [cuda.numa_node(handle) for handle in handles],
     }
 
 
@@ -236,7 +241,10 @@ def main() -> int:
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--of", type=int, default=1)
     parser.add_argument("--meet", default="")
+    parser.add_argument("--numa", type=int)
     options = parser.parse_args()
+    if options.numa is not None:
+        bind([options.numa])  # as engines and ranks are: half of the copies else cross from socket to socket
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "devices": devices,
         "fork": lambda: fork(options.half),

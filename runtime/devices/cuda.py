@@ -218,7 +218,7 @@ def _found(index: int, handles: Mapping[int, Any]) -> Found:
             index=index,
             name=_text(pynvml.nvmlDeviceGetName(handle)),
             memory_bytes=_memory_bytes(handle, known_unfit=bool(reason)),
-            numa_node=_numa_node(_bus_id(pynvml.nvmlDeviceGetPciInfo(handle))),
+            numa_node=numa_node(handle),
             linked=frozenset(n for n, other in handles.items() if n != index and _linked(handle, other)),
             uuid=_uuid(handle),
             unfit=reason,
@@ -274,11 +274,8 @@ def _uuid(handle: Any) -> str:
     return _text(_ask(lambda: pynvml.nvmlDeviceGetUUID(handle)) or "")
 
 
-def _bus_id(pci: Any) -> str:
-    return _text(pci.busId).lower()[-12:]  # NVML writes the domain with 8 digits, sysfs with 4
-
-
-def _numa_node(bus: str) -> int | None:
+def numa_node(handle: Any) -> int | None:
+    bus = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]  # its domain has 8 digits, that of sysfs 4
     try:
         number = int(Path(f"/sys/bus/pci/devices/{bus}/numa_node").read_text())
     except (FileNotFoundError, ValueError):

@@ -23,9 +23,10 @@ class Found(NamedTuple):
     end: int
 
 
-# A cheap look first: a run of digits and what stands between them. Most texts have none with enough of them.
-_RUN = re.compile(r"[+(0-9][0-9 ().\-/]{6,}+")
-_FEWEST_DIGITS = 7
+# A cheap look first, a hundred times as fast as the patterns: every digit becomes 0, and what may stand between the
+# digits of one number goes. Few texts have so many zeros in a row then.
+_ZEROS = bytes(0x30 if 0x30 <= byte <= 0x39 else byte for byte in range(256))
+_BETWEEN, _FEWEST_DIGITS = b" ().-", 7
 
 _EMAIL = re.compile(r"[A-Za-z0-9._%+\-]{1,64}+@[A-Za-z0-9\-]{1,63}+(?:\.[A-Za-z0-9\-]{1,63}+){1,6}+")
 _AT_LEAST_TLD = re.compile(r"[A-Za-z]{2,24}")
@@ -117,7 +118,8 @@ def hinted(text: str, found: Found) -> str:
 
 def _candidates(text: str) -> Iterator[Found]:
     """In the order of KINDS."""
-    numbers = any(sum(map(str.isdigit, run[0])) >= _FEWEST_DIGITS for run in _RUN.finditer(text))
+    raw = text.encode("utf-8", "surrogatepass")
+    numbers = b"0" * _FEWEST_DIGITS in raw.translate(_ZEROS, _BETWEEN)
     if any(sign in text for sign in _SECRET_SIGNS):
         for match in _SECRET.finditer(text):
             yield Found("secret", match.start(), _secret_end(text, match))
@@ -131,9 +133,9 @@ def _candidates(text: str) -> Iterator[Found]:
                 yield Found("id_number", *match.span())
     if "@" in text:
         yield from _emails(text)
-    if text.count(".") >= 3:
+    if raw.count(b".") >= 3 and raw.translate(_ZEROS).count(b"0.0") >= 2:
         yield from _addresses(text, _IPV4)
-    if text.count(":") >= 2:
+    if b"::" in raw or raw.count(b":") >= 7:
         yield from _addresses(text, _IPV6)
     if numbers:
         for match in _PHONE.finditer(text):

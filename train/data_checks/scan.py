@@ -36,8 +36,9 @@ COUNTED_EXAMPLES, COUNTED_EACH = 2000, 50
 TOLD_EXAMPLES, TOLD_EACH = 100_000, 10
 _ODD_LANGUAGE_SHARE = 0.02
 _TEMPLATE_BYTES, _MESSAGE_BYTES = 512, 64  # what a chat template adds at most, by what such templates are
+_CONTROL = re.compile("(?P<control>[\x00-\x08\x0b\x0c\x0e-\x1f\x7f])")
 _ODD = re.compile(
-    "(?P<control>[\x00-\x08\x0b\x0c\x0e-\x1f\x7f])|(?P<replaced>\ufffd)|(?P<mojibake>[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac)"
+    _CONTROL.pattern + "|(?P<replaced>\ufffd)|(?P<mojibake>[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac)"
     "|(?P<invisible>[\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff])"
 )
 _WHAT_IS_ODD = {
@@ -70,10 +71,10 @@ class Findings:
 
 
 class Source:
-    """A file of a scan, open to be read again."""
+    """A file of a scan, open to be read again; `name` is what a report calls it."""
 
-    def __init__(self, path: Path):
-        self.path, self.file = path, open(path, "rb")  # noqa: SIM115 closed by Scan.close
+    def __init__(self, path: Path, name: str):
+        self.path, self.name, self.file = path, name, open(path, "rb")  # noqa: SIM115 closed by Scan.close
         self.shape: str | None = None
         self.sha256 = ""
         self.bytes = 0
@@ -115,9 +116,9 @@ class Scan:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def read(self, path: Path) -> Source:
+    def read(self, path: Path, name: str | None = None) -> Source:
         """Note of every example of a file what it has in itself. Raises OSError."""
-        number, source = len(self.sources), Source(path)
+        number, source = len(self.sources), Source(path, name or str(path))
         self.sources.append(source)
         with open(path, "rb") as file:
             source.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -171,7 +172,7 @@ class Scan:
 
     def _look_at(self, index: int, place: Place, text: Said) -> None:
         does = self._options.does
-        if does("encoding") and (odd := _ODD.search(text.body)):
+        if does("encoding") and (odd := (_CONTROL if text.body.isascii() else _ODD).search(text.body)):
             kind = str(odd.lastgroup)
             self.found["encoding"].kinds[kind] += 1
             self._flag("encoding", index, place, reason=_WHAT_IS_ODD[kind], near=_around(text.body, odd.start()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 import signal
@@ -63,6 +62,8 @@ def up(
     from appliance.cli.box.up import MainProcess  # fenced, for the time of `--help`
 
     settings = resolved(config, data_dir=data_dir, host=host, port=port, devices=_devices(devices))
+    if config is not None:
+        os.environ["APPLIANCE_CONFIG"] = str(config.resolve())  # `appliance upgrade` starts the box again with it
     folder = Path(settings.box.data_dir)
     process = MainProcess(settings.model_dump_json(), folder, detach=detach)
     asked_to_stop = [] if detach else _forward_signals(process)
@@ -154,7 +155,9 @@ def join(
 
 def _asked_for() -> str:
     """The token, from whoever is at the terminal, without showing it, or from stdin. Raises BadUsage."""
-    token = getpass.getpass("token of `appliance node token`: ") if sys.stdin.isatty() else sys.stdin.readline()
+    from getpass import getpass  # fenced, for the time of `--help`
+
+    token = getpass("token of `appliance node token`: ") if sys.stdin.isatty() else sys.stdin.readline()
     if not token.strip():
         raise BadUsage("no token was given: `appliance node token` on the box prints one")
     return token.strip()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli.errors import BadUsage
+from appliance.cli.own_process import look_for_all
 
 if TYPE_CHECKING:
     from appliance.config import BoxConfig
@@ -27,6 +28,7 @@ CONFIG = Annotated[
 
 def resolved(config: Path | None, **box: Any) -> BoxConfig:
     """The configuration, with these [box] settings from the command line. Raises BadUsage."""
+    look_for_all()
     # Fenced: pydantic and the configuration would double the time of `--help`.
     from appliance.config import ConfigError, load_config
 

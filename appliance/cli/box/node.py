@@ -85,11 +85,14 @@ def remove(
     output_format: OUTPUT = "table",
 ) -> None:
     """Take a node out of the box, now: it gets no tunnel, its Ray is ended, and ray.token makes no more nodes."""
-    _box(data_dir, "--remove", node)
+    others = _box(data_dir, "--remove", node).split()
     if output_format == "json":
-        output.print_json({"id": node, "removed": True})
-    else:
-        output.say(f"{node} is removed; a machine may have its name again with a token of `appliance node token`")
+        output.print_json({"id": node, "removed": True, "certified": others})
+        return
+    output.say(f"{node} is removed; a machine may have its name again with a token of `appliance node token`")
+    if others:
+        # It had ray.token, with which it could get certificates for other names as long as no node was removed.
+        output.say(f"certificates were given to {', '.join(others)} too: remove those that are no nodes of yours")
 
 
 def _box(data_dir: Path | None, *options: str) -> str:

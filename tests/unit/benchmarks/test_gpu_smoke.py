@@ -146,9 +146,9 @@ class Child:
         self.returncode = -9
 
 
-def started(asked, count=4, **special):
+def started(asked, count=4, numa=None, **special):
     """A stand-in for `smoke.start`: each part finds what a healthy machine finds, of one GPU."""
-    one = {**machine(count=1), "devices": machine(count=count)["devices"]}
+    one = {**machine(count=1), "devices": {**machine(count=count)["devices"], "numa_nodes": numa or [None] * count}}
 
     def start(arguments, variables):
         part = arguments[0]
@@ -179,6 +179,14 @@ def test_every_gpu_is_measured_alone_and_together(count):
         assert of("collectives") == [every] * count, "NCCL's peers are seen by each"
         assert of("ranks") == [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(count)]
     assert all(verdict.state in ("ok", "skip") for verdict in judge(facts, count))
+
+
+def test_what_copies_runs_on_the_processors_beside_its_gpu_as_the_boxs_own_does():
+    asked = []
+    smoke.measure(PARTS, installed=lambda _: True, start=started(asked, 4, numa=[0, 0, 1, None]))
+    bound = lambda arguments: arguments[arguments.index("--numa") + 1] if "--numa" in arguments else None  # noqa: E731
+    for part in set(PARTS) - {"devices", "fork"}:
+        assert [bound(arguments) for arguments, _ in asked if arguments[0] == part] == ["0", "0", "1", None], part
 
 
 def test_with_torch_and_deepspeed_alone_the_rest_is_skipped_by_name():
@@ -217,6 +225,7 @@ def test_gpus_cut_by_mig_are_counted_though_only_root_may_ask_who_uses_them(monk
     machine = eight_h100().install(monkeypatch)
     machine.gpus[2].mig = machine.gpus[2].private = True
     found = measures.devices()
+    assert len(found["numa_nodes"]) == 8
     assert (found["mig"], found["used_bytes"], found["driver"]) == (1, [0] * 8, 580.0)
 
 
