@@ -638,8 +638,9 @@ class PipelineRow:
 @dataclass(frozen=True, slots=True)
 class PipelineRunRow:
     """spec: the pipeline's when it was begun. trigger: "request", "clock" or "data". outcome: of one that succeeded:
-    "answers", "left" (its version does not answer), "nothing_new". data: as `taken`, what it has chosen. file_id: what
-    it trains on. steps: `steps.Step`, in order."""
+    "answers", "left" (its version does not answer), "nothing_new". data: as `taken`, what it has chosen. file_id: all
+    of it in one file. made: {"checked" and "beyond": what its check has found, "prepared" and "validation": files that
+    were made of it, "dropped": what was left out}. steps: `steps.Step`, in order."""
 
     id: str
     pipeline_id: str
@@ -654,5 +655,6 @@ class PipelineRunRow:
     steps: list[dict[str, Any]] = json_column(default_factory=list)
     data: dict[str, list[Any]] = json_column(default_factory=dict)
     file_id: str | None = None
+    made: dict[str, Any] = json_column(default_factory=dict)
     job_id: str | None = None
     ended_s: float | None = None
