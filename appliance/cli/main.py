@@ -88,6 +88,9 @@ class Root(typer.core.TyperGroup):
     def invoke(self, ctx: typer.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # pydantic's words before those of a check
+            raise
         except CliError as error:
             output.say(f"error: {error}")
             raise typer.Exit(error.exit_code) from error

@@ -87,7 +87,8 @@ class DeviceKind(ABC):
     `context_bytes`: what one process takes of a device before its first tensor: context, collectives' buffers, math
     libraries' workspaces. `asleep_bytes`: what a sleeping engine keeps of one. `engine_modules`: what the parent of
     engines imports of vLLM for them, which leaves the devices alone. `report_commands`: the maker's tools that print
-    their state, for a support bundle. `untried`: of a kind that was written by reading alone, what it lacks; a box
+    their state, for a support bundle. `head_sizes`: elements of an attention head that engines compute on it; empty
+    where only the engine knows. `untried`: of a kind that was written by reading alone, what it lacks; a box
     refuses its devices unless told to try.
     """
 
@@ -102,6 +103,7 @@ class DeviceKind(ABC):
     asleep_bytes: int = 0
     engine_modules: tuple[str, ...] = ()
     report_commands: tuple[tuple[str, ...], ...] = ()
+    head_sizes: frozenset[int] = frozenset()
     untried: str = ""
 
     def of_this_torch(self) -> bool:
@@ -156,6 +158,10 @@ class DeviceKind(ABC):
 
     def library_environment(self, caches: Path) -> dict[str, str]:
         """Variables that its own libraries need at import; their caches are below `caches`."""
+        return {}
+
+    def rank_environment(self) -> dict[str, str]:
+        """Variables for training ranks alone, which their warm parent has before it imports anything."""
         return {}
 
     def collectives_environment(self, interface: str) -> dict[str, str]:

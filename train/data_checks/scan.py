@@ -102,6 +102,7 @@ class Scan:
         self.languages: Counter[str] = Counter()
         self.counted, self._counted_tokens, self._counted_estimate = 0, 0, 0
         self._told: list[tuple[Place, str]] = []
+        self.against_sha256: str | None = None
         self._languages = Languages() if options.does("language") else None
         self._toxic = Toxic() if options.does("toxic") else None
         self._own_words = of_file(options.words) if options.words else None
@@ -245,6 +246,8 @@ class Scan:
     def _validation_index(self, path: Path) -> ValidationIndex:
         index = ValidationIndex()
         with open(path, "rb") as file:
+            self.against_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
             shape = None
             for example in examples(file):
                 try:

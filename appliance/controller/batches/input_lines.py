@@ -20,6 +20,8 @@ from appliance.gateway.core.config import Limits
 from train.data.formats import is_deeper
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+CONVERSING = ("/v1/chat/completions", "/v1/responses")
+"""Those that need the model's chat template."""
 _MAX_CUSTOM_ID = 512
 _EMBEDDINGS = "/v1/embeddings"
 _MOST_INPUTS = 128

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import orjson
 from anyio import to_thread
 
-from appliance.controller.access.model_access import viewer_of
+from appliance.controller.access.model_access import viewer_of, why_no_chat
 from appliance.controller.access.naming import resolve
 from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
@@ -158,6 +158,8 @@ class BatchWork:
             lines.add_error(
                 "model_not_supported", f"The model `{lines.model}` does not support {row.endpoint}.", 1, "body.model"
             )
+        elif row.endpoint in input_lines.CONVERSING and (why := why_no_chat(self._db, lines.model)):
+            lines.add_error("model_not_supported", f"{why}.", 1, "body.model")
         elif found.pinned and found.version.version not in self._served(found.model):
             # No engine would ever serve it for a batch, which would wait until it expires.
             lines.add_error(
