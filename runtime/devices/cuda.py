@@ -43,6 +43,9 @@ class Cuda(TorchCuda):
     # Nothing of vLLM's GPU code yet: some of it (vllm.compilation.backends) imports FlashInfer, whose import asks CUDA
     # for the first GPU (flashinfer/kda_kernels/__init__.py). Only a test on a GPU can show what leaves CUDA alone.
     engine_modules = ()
+    # vLLM takes them first on Blackwell, and with keys and values in FP8 on all but Hopper, without asking for the nvcc
+    # that compiles their kernels, or the network that they come from (vllm/platforms/cuda.py, _get_backend_priorities).
+    compiled_attention = "FLASHINFER"
     report_commands = (("nvidia-smi", "-q"),)
     runtime_library = "libcudart"
     runtime_prefix = "cuda"
