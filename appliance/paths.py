@@ -9,6 +9,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.replace_file import replace_file
+
 SHM_MOUNT = Path("/dev/shm")
 UNIX_PATH_LIMIT_BYTES = 107
 
@@ -180,6 +182,10 @@ class BoxPaths:
             folder.mkdir(mode=0o700, exist_ok=True)
         if not self.ray_token.exists():
             write_secret(self.ray_token, secrets.token_hex(32))
+
+    def renew_ray_token(self) -> None:
+        """Before Ray begins, on a box that no other node may join. Raises OSError: the old one stays."""
+        replace_file(self.ray_token, secrets.token_hex(32).encode())
 
     def renew_gateway_token(self) -> None:
         """Before the controller and the gateways of this run begin."""

@@ -49,7 +49,9 @@ class FileRow:
     """An uploaded or produced file; its bytes lie at `files/<id>`.
 
     owner: of the key, or of the job, that it was made with; empty for the box itself, here and in the other tables.
-    report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings).
+    report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings). check_status:
+    waiting, done or failed, of the check of what is in it; data_check: its report. lineage: of a prepared file, what it
+    was made of.
     """
 
     id: str
@@ -64,6 +66,9 @@ class FileRow:
     expires_s: float | None = None
     owner: str = ""
     report: dict[str, Any] | None = json_column(default=None)
+    check_status: str | None = None
+    data_check: dict[str, Any] | None = json_column(default=None)
+    lineage: dict[str, Any] | None = json_column(default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -633,8 +638,9 @@ class PipelineRow:
 @dataclass(frozen=True, slots=True)
 class PipelineRunRow:
     """spec: the pipeline's when it was begun. trigger: "request", "clock" or "data". outcome: of one that succeeded:
-    "answers", "left" (its version does not answer), "nothing_new". data: as `taken`, what it has chosen. file_id: what
-    it trains on. steps: `steps.Step`, in order."""
+    "answers", "left" (its version does not answer), "nothing_new". data: as `taken`, what it has chosen. file_id: all
+    of it in one file. made: {"checked" and "beyond": what its check has found, "prepared" and "validation": files that
+    were made of it, "dropped": what was left out}. steps: `steps.Step`, in order."""
 
     id: str
     pipeline_id: str
@@ -649,5 +655,28 @@ class PipelineRunRow:
     steps: list[dict[str, Any]] = json_column(default_factory=list)
     data: dict[str, list[Any]] = json_column(default_factory=dict)
     file_id: str | None = None
+    made: dict[str, Any] = json_column(default_factory=dict)
     job_id: str | None = None
+    ended_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """A search of hyperparameters. spec: as appliance.controller.sweeps.spec has it. round: the one that goes on, from
+    0. trials: {"parameters", "jobs": one {"job_id", "state", "loss"} for each round that it took part in}. files: by
+    the number of a round, as text, the file with its share of the data. spent_s: of devices. best: a trial's number."""
+
+    id: str
+    name: str
+    created_s: float
+    key_id: str | None = None
+    owner: str = ""
+    spec: dict[str, Any] = json_column(default_factory=dict)
+    state: PipelineRunState = "running"
+    reason: str = ""
+    round: int = 0
+    trials: list[dict[str, Any]] = json_column(default_factory=list)
+    files: dict[str, str] = json_column(default_factory=dict)
+    spent_s: float = 0.0
+    best: int | None = None
     ended_s: float | None = None

@@ -210,11 +210,17 @@ def engine_size(
 
 def _not_computed(kind: DeviceKind, shape: ServedShape) -> str:
     lacking = kind.lacks_for_quantised() if shape.quantized else ""
-    if not lacking:
-        return ""
+    if lacking:
+        return (
+            f"its layers are quantised, and engines compute such layers only on a processor with {lacking}, which this "
+            f"one does not have; {INSTEAD_OF_QUANTISED}"
+        )
+    sizes = kind.head_sizes
+    if shape.latent or not shape.head_dim or not sizes or shape.head_dim in sizes:
+        return ""  # latent attention has a kernel of its own
     return (
-        f"its layers are quantised, and engines compute such layers only on a processor with {lacking}, which this one "
-        f"does not have; {INSTEAD_OF_QUANTISED}"
+        f"its attention heads have {shape.head_dim} elements, and engines on a {kind.title} compute heads of "
+        f"{', '.join(map(str, sorted(sizes)))}"
     )
 
 

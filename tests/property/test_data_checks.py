@@ -81,7 +81,7 @@ def test_every_example_is_kept_or_named(tmp_path_factory, bases, edits, split):
         assert "no example would be left" in str(error)
         return
     lines = path.read_text().splitlines()
-    kept = [line for one in made["made"] for line in open(one["path"]).read().splitlines()]
+    kept = [line for one in made["made"] for line in open(one["file"]).read().splitlines()]
     dropped = [lines[one[1] - 1] for gone in made["dropped_lines"].values() for one in gone]
     assert sorted(kept + dropped) == sorted(lines)
     whole = write(folder / "whole.jsonl", *kept)

@@ -28,6 +28,8 @@ _TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
 
 Convert = Callable[[Record, str], Record | None]
 Count = Callable[[Record], list[int]]
+Heard = Callable[[int, float], None]
+"""How far a check is: examples, good or bad, and the share of the file that they are, at most 1."""
 
 
 @dataclass
@@ -66,19 +68,22 @@ def check_training_file(
     convert: Convert = to_chat,
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
+    heard: Heard | None = None,
 ) -> DataReport:
     """Read the whole file once and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
     The shape of the first readable record is the shape of the file; a record of another shape is an error. `convert`
     (train.methods: a method's, or that of all) makes what is written of a record, None if there is nothing to write.
     `count` gives the tokens of each sequence of a converted record, for so many records (`counted`), BadRecord if the
-    model's chat template or the method refuses it; without it they are estimated. The chat file exists afterwards only
-    if the report is `ok` and its records were converted. Raises OSError if the file is unreadable.
+    model's chat template or the method refuses it; without it they are estimated. `heard` is called after each example.
+    The chat file exists afterwards only if the report is `ok` and its records were converted. Raises OSError if the
+    file is unreadable.
     """
     report = DataReport()
     tokens = _Tokens(count, counted)
     partial = Path(f"{chat_path}.partial") if chat_path else None
-    written = False
+    written, seen, read_bytes = False, 0, 0
+    size = max(1, os.stat(path).st_size)
     output = os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") if partial else None
     try:
         with open(path, "rb") as file:
@@ -89,6 +94,9 @@ def check_training_file(
                     report.add_error(line, str(bad))
                     if report.n_errors >= MAX_COUNTED_ERRORS:
                         break
+                if heard is not None:
+                    seen, read_bytes = seen + 1, read_bytes + (len(raw) if isinstance(raw, bytes) else 0)
+                    heard(seen, min(1.0, read_bytes / size))
     except BaseException:
         if partial:
             partial.unlink(missing_ok=True)

@@ -16,6 +16,9 @@ from train.data_checks.words import grams
 GRAM = 13
 SHARE = 0.7
 _TEMPLATE_SHARE, _TEMPLATE_LEAST = 0.01, 3
+# A run that may be known is one whose last bits are those of one that is: most are told apart by a look.
+_PLACES = 1 << 22
+_MASK = np.uint64(_PLACES - 1)
 
 
 class Overlap(NamedTuple):
@@ -35,6 +38,7 @@ class ValidationIndex:
         self._runs = np.empty(0, np.uint64)
         self._owners = np.empty(0, np.int64)
         self._sizes = np.empty(0, np.int64)
+        self._may_be = np.zeros(_PLACES, bool)
 
     def add(self, example: int, words: np.ndarray) -> None:
         """example: what `Overlap.of` calls it. One that says the same as an earlier one is that one."""
@@ -53,6 +57,7 @@ class ValidationIndex:
         unique, at, times = np.unique(runs, return_index=True, return_counts=True)
         own = times <= max(_TEMPLATE_LEAST, _TEMPLATE_SHARE * len(sizes))
         self._runs, self._owners = unique[own], owners[at[own]]
+        self._may_be[self._runs & _MASK] = True
         # An example is as long as its runs that are no template.
         per_run = np.repeat(own, times)
         self._sizes = np.bincount(owners[per_run], minlength=len(sizes)).astype(np.int64)
@@ -60,14 +65,16 @@ class ValidationIndex:
 
     def overlap(self, words: np.ndarray) -> Overlap | None:
         """With the validation example that shares the most with a text of these words; None if none shares enough."""
-        runs = np.unique(grams(words, GRAM))
-        if not len(runs) or not len(self._runs):
+        runs = grams(words, GRAM)
+        likely = np.unique(runs[self._may_be[runs & _MASK]])
+        if not len(likely):
             return None
-        places = np.minimum(np.searchsorted(self._runs, runs), len(self._runs) - 1)
-        shared = self._owners[places[self._runs[places] == runs]]
+        places = np.minimum(np.searchsorted(self._runs, likely), len(self._runs) - 1)
+        shared = self._owners[places[self._runs[places] == likely]]
         if not len(shared):
             return None
-        counts = np.bincount(shared)
-        of = int(counts.argmax())
-        share = float(counts[of] / max(1, min(len(runs), self._sizes[of])))
+        owners, counts = np.unique(shared, return_counts=True)
+        most = int(counts.argmax())
+        of = int(owners[most])
+        share = float(counts[most] / max(1, min(len(np.unique(runs)), self._sizes[of])))
         return Overlap(self._examples[of], min(1.0, share)) if share >= SHARE else None

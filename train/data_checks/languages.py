@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-LEAST_CHARACTERS, MOST_CHARACTERS = 20, 300
+LEAST_CHARACTERS, MOST_CHARACTERS = 20, 200
 SURE = 0.5
 UNSURE = "unsure"
 _LABEL = "__label__"

@@ -9,37 +9,36 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data_checks.words import grams, words_of
+from train.data_checks.words import words_of
 
 _FOLDER = Path(__file__).with_name("listed")
 _MOST_WORDS = 8
+# A word that may begin an entry is one whose last bits are those of one that does: most are told apart by a look.
+_PLACES = 1 << 16
+_MASK = np.uint64(_PLACES - 1)
 _DEFAULT = "en"
 MOST_LISTED = 100_000
 
 
 class ListedWords:
-    """A list, one word or phrase a line, as hashes of runs of words. In scripts without spaces a single character is no
+    """A list, one word or phrase a line, as hashes of its words. In scripts without spaces a single character is no
     entry: it stands in too many words."""
 
     def __init__(self, phrases: Iterable[str]):
-        self._phrases: dict[int, dict[int, str]] = {}
-        for phrase in phrases:
-            words = words_of(phrase)
-            if not 1 <= len(words) <= _MOST_WORDS or len(phrase.strip()) == 1:
-                continue
-            self._phrases.setdefault(len(words), {})[int(grams(words, len(words))[0])] = phrase.strip()
-        self._hashes = {n: np.array(sorted(found), np.uint64) for n, found in self._phrases.items()}
+        self._begins: dict[int, list[tuple[tuple[int, ...], str]]] = {}
+        self._may_begin = np.zeros(_PLACES, bool)
+        for phrase in map(str.strip, phrases):
+            words = tuple(words_of(phrase).tolist())
+            if words and len(words) <= _MOST_WORDS and len(phrase) > 1:
+                self._begins.setdefault(words[0], []).append((words, phrase))
+                self._may_begin[words[0] % _PLACES] = True
 
     def find(self, words: np.ndarray) -> str | None:
         """An entry that stands in a text of these words; None without."""
-        for n, listed in self._hashes.items():
-            if len(words) < n:
-                continue
-            runs = grams(words, n)
-            places = np.minimum(np.searchsorted(listed, runs), len(listed) - 1)
-            hits = runs[listed[places] == runs]
-            if len(hits):
-                return self._phrases[n][int(hits[0])]
+        for at in np.flatnonzero(self._may_begin[words & _MASK]):
+            for entry, phrase in self._begins.get(int(words[at]), ()):
+                if tuple(words[at : at + len(entry)].tolist()) == entry:
+                    return phrase
         return None
 
 

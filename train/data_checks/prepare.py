@@ -48,7 +48,7 @@ def prepare(scan: Scan, options: PrepareOptions, target: Path, validation: Path 
         for path, part in parts.items():
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
                 begun.append(path)
-                made.append({"path": str(path), **_write(scan, options, out, _ordered(scan, options, part), masks)})
+                made.append({"file": str(path), **_write(scan, options, out, _ordered(scan, options, part), masks)})
     except BaseException:
         for path in begun:  # and none that was there before
             path.unlink(missing_ok=True)
@@ -56,7 +56,7 @@ def prepare(scan: Scan, options: PrepareOptions, target: Path, validation: Path 
     return {
         "object": "file.lineage",
         "made": made,
-        "from": [{"path": str(source.path), "bytes": source.bytes, "sha256": source.sha256} for source in scan.sources],
+        "from": [{"file": source.name, "bytes": source.bytes, "sha256": source.sha256} for source in scan.sources],
         "asked": _asked(options),
         "read_examples": len(scan),
         "dropped": {name: len(lines) for name, lines in dropped.items()},

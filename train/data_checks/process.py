@@ -62,14 +62,24 @@ def prepare_apart(
 
 
 def _apart(request: dict[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, "-P", "-m", "train.data_checks.process", json.dumps(request, default=str)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(command_of(request), stdin=subprocess.DEVNULL, capture_output=True)
+    return answer_of(done.returncode, done.stdout, done.stderr)
+
+
+def command_of(request: dict[str, Any]) -> list[str]:
+    """What runs a request: {"files": paths, "names"?: what they are called, "check": fields of CheckOptions} and, to
+    prepare a new file, "prepare": fields of PrepareOptions, "target", "validation" and "lineage": paths."""
+    return [sys.executable, "-P", "-m", "train.data_checks.process", json.dumps(request, default=str)]
+
+
+def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
+    """What a process of `command_of` has answered. Raises BadOption, CheckFailed."""
     try:
-        answer: dict[str, Any] = json.loads(done.stdout)
+        answer: dict[str, Any] = json.loads(out)
     except ValueError:
-        how = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
+        how = f"signal {-status}" if status < 0 else f"status {status}"
         limits = f"{CPU_S} s of CPU and {MEMORY_BYTES >> 30} GiB of memory"
-        told = done.stderr.strip().rpartition("\n")[2][:300]
+        told = err.decode(errors="replace").strip().rpartition("\n")[2][:300]
         raise CheckFailed(
             f"it could not be done with {limits} (it ended with {how}{': ' if told else ''}{told})"
         ) from None
@@ -119,8 +129,8 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
         raise BadOption(f"{options.model} has no tokenizer with a chat template, so its tokens cannot be counted")
     scan = Scan(options, convert, count, _most_tokens(options))
     try:
-        for path in request["files"]:
-            scan.read(Path(path))
+        for path, name in zip(request["files"], request.get("names", request["files"]), strict=True):
+            scan.read(Path(path), name)
         scan.compare()
         made = report.report(scan, options)
         if "prepare" not in request:
@@ -129,6 +139,9 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
         asked = PrepareOptions(**{**wanted, "mix": [(Path(path), share) for path, share in wanted.get("mix", ())]})
         try:
             lineage = prepare.prepare(scan, asked, Path(request["target"]), _path(request, "validation"))
+            lineage["check"] = {name: value for name, value in request["check"].items() if value is not None}
+            if options.against is not None:
+                lineage["against_sha256"] = scan.against_sha256
         except prepare.Unusable as error:
             raise CheckFailed(str(error)) from error
     finally:

@@ -19,7 +19,7 @@ def report(scan: Scan, options: CheckOptions) -> dict[str, Any]:
     return {
         "object": "file.check",
         "files": [
-            {"path": str(source.path), "bytes": source.bytes, "sha256": source.sha256, "shape": source.shape}
+            {"file": source.name, "bytes": source.bytes, "sha256": source.sha256, "shape": source.shape}
             for source in scan.sources
         ],
         "examples": len(scan),
@@ -66,6 +66,4 @@ def _shown(scan: Scan, one: dict[str, Any]) -> dict[str, Any]:
     """Files are named where there are several."""
     if len(scan.sources) == 1:
         return {name: value for name, value in one.items() if name != "source"}
-    return {
-        name: str(scan.sources[value].path) if name in ("source", "of_source") else value for name, value in one.items()
-    }
+    return {name: scan.sources[value].name if name in ("source", "of_source") else value for name, value in one.items()}

@@ -35,9 +35,13 @@ COUNTED_EXAMPLES, COUNTED_EACH = 2000, 50
 # Of these the language is told, of those after them each so-manieth.
 TOLD_EXAMPLES, TOLD_EACH = 100_000, 10
 _ODD_LANGUAGE_SHARE = 0.02
+_TIMES_AS_LONG = 3
+# What was compared lately is not read again; what is longer than this costs its own length.
+_KEPT_BYTES, _MOST_KEPT = 1 << 16, 1024
 _TEMPLATE_BYTES, _MESSAGE_BYTES = 512, 64  # what a chat template adds at most, by what such templates are
+_CONTROL = re.compile("(?P<control>[\x00-\x08\x0b\x0c\x0e-\x1f\x7f])")
 _ODD = re.compile(
-    "(?P<control>[\x00-\x08\x0b\x0c\x0e-\x1f\x7f])|(?P<replaced>\ufffd)|(?P<mojibake>[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac)"
+    _CONTROL.pattern + "|(?P<replaced>\ufffd)|(?P<mojibake>[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac)"
     "|(?P<invisible>[\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff])"
 )
 _WHAT_IS_ODD = {
@@ -70,10 +74,10 @@ class Findings:
 
 
 class Source:
-    """A file of a scan, open to be read again."""
+    """A file of a scan, open to be read again; `name` is what a report calls it."""
 
-    def __init__(self, path: Path):
-        self.path, self.file = path, open(path, "rb")  # noqa: SIM115 closed by Scan.close
+    def __init__(self, path: Path, name: str):
+        self.path, self.name, self.file = path, name, open(path, "rb")  # noqa: SIM115 closed by Scan.close
         self.shape: str | None = None
         self.sha256 = ""
         self.bytes = 0
@@ -95,12 +99,14 @@ class Scan:
         self.sources: list[Source] = []
         self.source, self.line, self.offset = array("H"), array("Q"), array("Q")
         self.length, self.flags, self._digests = array("I"), array("H"), bytearray()
-        self._bands, self.tokens = bytearray(), array("I")
+        self._bands, self._sizes, self.tokens = bytearray(), array("I"), array("I")
+        self._kept_grams: dict[int, np.ndarray] = {}
         self.of: dict[int, int] = {}
         self.found = {name: Findings() for name in CHECKS}
         self.languages: Counter[str] = Counter()
         self.counted, self._counted_tokens, self._counted_estimate = 0, 0, 0
         self._told: list[tuple[Place, str]] = []
+        self.against_sha256: str | None = None
         self._languages = Languages() if options.does("language") else None
         self._toxic = Toxic() if options.does("toxic") else None
         self._own_words = of_file(options.words) if options.words else None
@@ -115,9 +121,9 @@ class Scan:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def read(self, path: Path) -> Source:
+    def read(self, path: Path, name: str | None = None) -> Source:
         """Note of every example of a file what it has in itself. Raises OSError."""
-        number, source = len(self.sources), Source(path)
+        number, source = len(self.sources), Source(path, name or str(path))
         self.sources.append(source)
         with open(path, "rb") as file:
             source.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -142,6 +148,7 @@ class Scan:
         if made is None:
             self._digests += bytes(16)
             self._bands += bytes(4 * likeness.BANDS if self._options.does("near_duplicates") else 0)
+            self._sizes.append(0)
             self.tokens.append(0)
             return
         canonical = orjson.dumps(made, option=orjson.OPT_SORT_KEYS)
@@ -171,11 +178,12 @@ class Scan:
 
     def _look_at(self, index: int, place: Place, text: Said) -> None:
         does = self._options.does
-        if does("encoding") and (odd := _ODD.search(text.body)):
+        if does("encoding") and (odd := (_CONTROL if text.body.isascii() else _ODD).search(text.body)):
             kind = str(odd.lastgroup)
             self.found["encoding"].kinds[kind] += 1
             self._flag("encoding", index, place, reason=_WHAT_IS_ODD[kind], near=_around(text.body, odd.start()))
         words = words_of(text.body) if self._compares else np.empty(0, np.uint64)
+        self._sizes.append(len(words))
         if does("near_duplicates"):
             self._bands += likeness.bands_of(grams(words, likeness.GRAM)).tobytes()
         if self._index is not None and (overlap := self._index.overlap(words)):
@@ -244,6 +252,8 @@ class Scan:
     def _validation_index(self, path: Path) -> ValidationIndex:
         index = ValidationIndex()
         with open(path, "rb") as file:
+            self.against_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
             shape = None
             for example in examples(file):
                 try:
@@ -313,10 +323,21 @@ class Scan:
         return {"of": place.line} if len(self.sources) == 1 else {"of": place.line, "of_source": place.source}
 
     def _likeness(self, one: int, other: int) -> float:
+        """0 without a look if one has many times as many words as the other: many short ones that share a band with a
+        long one, made to do so, would each have it read again."""
+        if max(self._sizes[one], self._sizes[other]) > _TIMES_AS_LONG * min(self._sizes[one], self._sizes[other]):
+            return 0.0
         return likeness.likeness(self._grams(one), self._grams(other))
 
     def _grams(self, index: int) -> np.ndarray:
-        return grams(words_of(said(self.made(index)).body), likeness.GRAM)
+        found = self._kept_grams.get(index)
+        if found is None:
+            found = grams(words_of(said(self.made(index)).body), likeness.GRAM)
+            if found.nbytes <= _KEPT_BYTES:
+                if len(self._kept_grams) == _MOST_KEPT:
+                    del self._kept_grams[next(iter(self._kept_grams))]
+                self._kept_grams[index] = found
+        return found
 
     def raw(self, index: int) -> bytes:
         """The bytes of an example, without the end of its line."""

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output, paths
-from appliance.cli.client import WORK_TIMEOUT_S
 from appliance.cli.command import Session, box_command, given, group
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage, CommandFailed
@@ -104,7 +103,7 @@ def check(
     else:
         body = asked | given(model=model, against=against, words=_list_of(words))
         with output.progress(f"the box reads {target}"):
-            report = session.client.send("POST", f"{paths.file(target)}/check", body=body, timeout_s=WORK_TIMEOUT_S)
+            report = _there(session, f"{paths.file(target)}/check", body)
     session.show(report, drawn)
     _fail_beyond(report, limits)
 
@@ -170,9 +169,10 @@ def prepare(
         if out is not None:
             raise BadUsage("--out is for local files; the box keeps what it makes of its own under an id of its own")
         body = options | asked | given(model=model, against=decontaminate, words=_list_of(words))
+        body["mix"] = [{"file": file, "share": share} for file, share in asked["mix"]]
         with output.progress(f"the box reads {target}"):
-            made = session.client.send("POST", f"{paths.file(target)}/prepare", body=body, timeout_s=WORK_TIMEOUT_S)
-        session.show(made, _made)
+            answer = _there(session, f"{paths.file(target)}/prepare", body)
+        session.show(answer, made)
         return
     here = Path(target).expanduser()
     new = out or here.with_name(f"{here.stem}.prepared.jsonl")
@@ -185,7 +185,14 @@ def prepare(
         "validation": str(new.with_name(f"{new.stem}.valid.jsonl")) if split is not None else None,
         "lineage": str(new.with_name(f"{new.stem}.lineage.json")),
     }
-    session.show(_here(request, f"reading {target}"), _made)
+    session.show(_here(request, f"reading {target}"), made)
+
+
+def _there(session: Session, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer of the box, which reads whole files for it. Raises CliError."""
+    from appliance.cli.client import WORK_TIMEOUT_S  # fenced: HTTP would add to the time of every `--help`
+
+    return session.client.send("POST", path, body=body, timeout_s=WORK_TIMEOUT_S)
 
 
 def _here(request: dict[str, Any], message: str) -> dict[str, Any]:
@@ -269,25 +276,26 @@ def drawn(report: dict[str, Any]) -> Any:
         (_TITLES[name], f"{found['count']:,}", f"{found['share']:.2%}" if found["count"] else "", _kinds(found))
         for name, found in report["checks"].items()
     ]
-    shown = [
-        output.above(_TITLES[name].capitalize(), output.table(("",), _first(found), empty=""))
-        for name, found in report["checks"].items()
-        if found["count"]
-    ]
+    first = [row for name, found in report["checks"].items() for row in _first(name, found)]
     left_out = ", ".join(_TITLES[name] for name in report["left_out"])
     return output.stack(
         output.fields(*_about(report)),
         output.table(("CHECK", ">EXAMPLES", ">SHARE", "WHAT"), rows, empty=""),
-        *shown,
+        output.table((">LINE", "CHECK", "WHAT"), first, empty="") if first else None,
         f"not looked for: {left_out}" if left_out else None,
     )
 
 
 def _about(report: dict[str, Any]) -> list[tuple[str, object]]:
     tokens, lengths, epoch = report["tokens"], report["lengths"], report.get("epoch")
-    sure = "" if tokens["exact"] else f" (of {tokens['counted_examples']:,} examples counted, of the others estimated)"
+    sure = f" (of {tokens['counted_examples']:,} examples counted, of the others estimated)"
+    if not tokens["counted_examples"]:
+        sure = " (estimated; --model counts them)"
     about: list[tuple[str, object]] = [("file", _named(report["files"]))]
-    about += [("examples", f"{report['examples']:,}"), ("tokens", f"{tokens['total']:,}{sure}")]
+    about += [
+        ("examples", f"{report['examples']:,}"),
+        ("tokens", f"{tokens['total']:,}" + ("" if tokens["exact"] else sure)),
+    ]
     if lengths:
         names = ("shortest", "p5", "p50", "p95", "p99", "longest")
         about.append(("length", ", ".join(f"{name} {lengths[name]:,}" for name in names)))
@@ -295,25 +303,23 @@ def _about(report: dict[str, Any]) -> list[tuple[str, object]]:
     if report["languages"]:
         about.append(("languages", ", ".join(f"{name} {n:,}" for name, n in list(report["languages"].items())[:6])))
     if epoch is not None:
-        hours = epoch["device_hours"]
-        about.append(
-            ("an epoch", f"{hours:.2g} device hours" if hours else "of a speed that this box does not know yet")
-        )
+        known = [f"{h:.2g} device hours ({name})" for name, h in epoch["device_hours"].items() if h is not None]
+        about.append(("an epoch", ", ".join(known) or "of a speed that this box does not know yet"))
     return about
 
 
 def _named(files: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{file['path']} ({formats.size(file['bytes'])}, {file['shape'] or 'no shape'})" for file in files)
+    return ", ".join(f"{file['file']} ({formats.size(file['bytes'])}, {file['shape'] or 'no shape'})" for file in files)
 
 
 def _kinds(found: dict[str, Any]) -> str:
     return ", ".join(f"{name} {n:,}" for name, n in list(found.get("kinds", {}).items())[:6])
 
 
-def _first(found: dict[str, Any]) -> list[tuple[str]]:
-    lines = [(f"line {one['line']}{_in(one, 'source')}: {_told(one)}".rstrip(": "),) for one in found["first"][:_SHOWN]]
-    left = found["count"] - len(lines)
-    return [*lines, (f"and {left:,} more",)] if left > 0 else lines
+def _first(name: str, found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    rows = [(f"{one['line']}{_in(one, 'source')}", _TITLES[name], _told(one)) for one in found["first"][:_SHOWN]]
+    left = found["count"] - len(rows)
+    return [*rows, ("…", _TITLES[name], f"and {left:,} more")] if left > 0 else rows
 
 
 def _told(one: dict[str, Any]) -> str:
@@ -323,7 +329,7 @@ def _told(one: dict[str, Any]) -> str:
     if "likeness" in one or "share" in one:
         words.append(f"{one.get('likeness', one.get('share')):.0%} of")
     if "of" in one:
-        words.append(f"line {one['of']}{_in(one, 'of_source')}")
+        words.append(f"line {one['of']}{_in(one, 'of_source')}{' of the validation set' if 'share' in one else ''}")
     words += [str(one[name]) for name in ("kind", "value", "language", "word") if name in one]
     if "tokens" in one:
         words.append(f"{one['tokens']:,} tokens")
@@ -334,15 +340,18 @@ def _in(one: dict[str, Any], name: str) -> str:
     return f" of {one[name]}" if name in one else ""
 
 
-def _made(made: dict[str, Any]) -> Any:
-    rows = [(_TITLES.get(name, name.replace("_", " ")), f"{n:,}") for name, n in made["dropped"].items()]
-    rows += [(f"masked: {kind}", f"{n:,}") for kind, n in made["masked"].items()]
+def made(lineage: dict[str, Any]) -> Any:
+    """What a preparation did, for people."""
+    rows = [(_TITLES.get(name, name.replace("_", " ")), f"{n:,}") for name, n in lineage["dropped"].items()]
+    masked = ", ".join(f"{kind} {n:,}" for kind, n in lineage["masked"].items())
     return output.stack(
         output.table(
             ("MADE", ">EXAMPLES", ">BYTES"),
-            ((one.get("id") or one["path"], f"{one['examples']:,}", f"{one['bytes']:,}") for one in made["made"]),
+            ((one["file"], f"{one['examples']:,}", f"{one['bytes']:,}") for one in lineage["made"]),
             empty="",
         ),
         output.table(("DROPPED", ">EXAMPLES"), rows, empty="nothing was dropped"),
-        f"of {made['read_examples']:,} examples",
+        f"masked: {masked}" if masked else None,
+        "from: " + ", ".join(f"{one['file']} (sha256 {one['sha256'][:12]}…)" for one in lineage["from"]),
+        f"of {lineage['read_examples']:,} examples",
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,15 +27,18 @@ from appliance.controller.jobs.validation import JobValidation
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.openai.new_job import insert_job
 from appliance.controller.pipelines import new_data
+from appliance.controller.pipelines.data_steps import checked, prepared
 from appliance.controller.pipelines.new_data import Found, NoData
-from appliance.controller.pipelines.spec import PipelineSpec, Schedule, job_of
+from appliance.controller.pipelines.spec import Check, PipelineSpec, Prepare, Schedule, job_of
 from appliance.controller.pipelines.steps import End, Seen, end_of, steps_of
 from appliance.store.ids import new_id
 from appliance.store.objects import files, gates, jobs, models, pipelines
 from appliance.store.records import keys
-from appliance.store.rows import PipelineRow, PipelineRunRow
+from appliance.store.rows import FileRow, PipelineRow, PipelineRunRow
 from runtime.background_tasks import RunningTasks
 from scheduler.loop.mode_schedule import next_firing_s
+from train.data_checks.options import BadOption
+from train.data_checks.process import CheckFailed
 
 LOOK_EVERY_S = 1.0
 _LATER = (429, 507)
@@ -155,7 +159,7 @@ class PipelineRunner:
             if run.file_id is None:
                 await self._take_data(run, row, spec, caller)
             elif run.job_id is None:
-                self._train(run, spec, caller)
+                await self._ready(run, spec, caller)
             else:
                 self._follow(run, row, spec)
         except (_Failed, NoData) as error:
@@ -231,16 +235,47 @@ class PipelineRunner:
             finally:
                 incoming.unlink(missing_ok=True)
 
-    def _train(self, run: PipelineRunRow, spec: PipelineSpec, caller: Principal) -> None:
-        """Raises ApiError, _Failed."""
+    async def _ready(self, run: PipelineRunRow, spec: PipelineSpec, caller: Principal) -> None:
+        """The next of checking, preparing and training on its data. Raises ApiError, OSError, _Failed."""
         file = files.find(self._db, run.file_id or "", viewer=caller.viewer, now_s=time.time())
         if file is None:
             raise _Failed(f"the file {run.file_id} was deleted")
-        if spec.check and file.status == "error":
+        if spec.check is not False and file.status == "error" and (spec.prepare is None or not spec.prepare.drop):
             self._tell(run, spec, Seen(file))
             raise _Failed(f"the data was refused: {file.status_details}")
+        try:
+            if isinstance(spec.check, Check) and "checked" not in run.made:
+                found = await checked(self._context, file, spec.check, run.owner)
+                self._update_going(
+                    run.id, made={**run.made, "checked": found.counts, "beyond": found.beyond}, reason=""
+                )
+                if found.beyond:
+                    raise _Failed(f"the data has {'; '.join(found.beyond)}")
+            elif spec.prepare is not None and "prepared" not in run.made:
+                await self._prepare(run, file, spec.prepare, caller)
+            else:
+                self._train(run, spec, file, caller)
+        except (BadOption, CheckFailed) as error:
+            raise _Failed(str(error)) from error
+
+    async def _prepare(self, run: PipelineRunRow, file: FileRow, asked: Prepare, caller: Principal) -> None:
+        """Raises ApiError, OSError, BadOption, CheckFailed."""
+        with self._context.quotas.receiving(caller) as took:
+            took(file.bytes)
+            async with prepared(self._context, file, asked, run.id, caller) as made, AsyncExitStack() as stack:
+                told = {one.kind: one.row.id for one in made.files}
+                for one in made.files:
+                    stack.enter_context(storage.with_row(self._context, one.row.id))
+                if self._update_going(run.id, made={**run.made, **told, "dropped": made.dropped}, reason=""):
+                    for one in made.files:
+                        os.rename(one.path, self._context.files_dir / one.row.id)
+                        files.insert(self._db, one.row)
+
+    def _train(self, run: PipelineRunRow, spec: PipelineSpec, file: FileRow, caller: Principal) -> None:
+        """Raises ApiError."""
+        body = job_of(spec, run.made.get("prepared", file.id), run.made.get("validation"))
         with self._db.transaction():
-            job = insert_job(self._context, job_of(spec, file.id), caller)
+            job = insert_job(self._context, body, caller)
             pipelines.update_run(self._db, run.id, job_id=job.id, reason="")
         self._validation.start(job.id)
         self._tell(replace(run, job_id=job.id), spec, Seen(file, job, gates.of_job(self._db, job.id)))
@@ -331,11 +366,12 @@ class PipelineRunner:
                 reason=end.reason,
             )
             pipelines.forget_old_runs(self._db, row.id)
-        made = files.find(self._db, run.file_id, viewer=None, now_s=0) if run.file_id is not None else None
-        if made is not None and made.filename == f"{run.id}.jsonl":
-            job = jobs.find(self._db, run.job_id) if run.job_id is not None else None
-            if job is None or job.finished:
-                storage.remove(self._context, made)
+        job = jobs.find(self._db, run.job_id) if run.job_id is not None else None
+        if job is None or job.finished:
+            for file_id in (run.file_id, run.made.get("prepared"), run.made.get("validation")):
+                made = files.find(self._db, file_id or "", viewer=None, now_s=0)
+                if made is not None and made.filename.startswith(run.id):
+                    storage.remove(self._context, made)
 
 
 def _ended(step: dict[str, Any], end: End, cancelled: bool) -> dict[str, Any]:

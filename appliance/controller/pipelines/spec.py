@@ -18,12 +18,14 @@ from appliance.controller.jobs.gate_request import GateCanary, GateRequest
 from appliance.controller.jobs.requests import JobCreate
 from scheduler.core.errors import InvalidSchedule
 from scheduler.loop.mode_schedule import check_cron, check_zone
+from train.data_checks.options import CHECKS, ORDERS
 
-STEPS = ("data", "check", "train", "evaluate", "gate", "canary", "promote")
+STEPS = ("data", "check", "prepare", "train", "evaluate", "gate", "canary", "promote")
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _OF_THE_RUN = ("training_file", "gate", "activate")
 _RULES = ("pass_rate_at_least", "mean_reward_at_least", "not_worse_by", "better_by", "measure")
 _NO_FILE = "file-of-the-run"
+CheckName = Literal[tuple(CHECKS)]  # type: ignore[valid-type]
 
 
 class Data(StrictBody):
@@ -37,6 +39,31 @@ class Data(StrictBody):
     folder: Annotated[str, Field(pattern=r"^/[^\x00-\x1f]{0,4095}$")] | None = None
     pattern: Annotated[str, Field(min_length=1, max_length=256)] = "*.jsonl"
     take: Literal["new", "all"] = "new"
+
+
+class Check(StrictBody):
+    """at_most: share of the examples by name of a check of train.data_checks; more fail the run. leave_out: checks that
+    are not made. against: id of a validation file, whose examples are found."""
+
+    at_most: dict[CheckName, Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=dict)
+    leave_out: Annotated[list[CheckName], Field(max_length=len(CHECKS))] = Field(default_factory=list)
+    against: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    like: Annotated[float, Field(ge=0.7, le=1)] | None = None
+
+
+class Prepare(StrictBody):
+    """What is left out or changed: see train.data_checks.options.PrepareOptions. split: share of the examples that the
+    job is validated on. against, max_tokens, like: as `Check` has them."""
+
+    drop: Annotated[list[CheckName], Field(max_length=len(CHECKS))] = Field(default_factory=list)
+    mask: bool = False
+    split: Annotated[float, Field(gt=0, lt=1)] | None = None
+    order: Literal[tuple(ORDERS)] = ORDERS[0]  # type: ignore[valid-type]
+    seed: Annotated[int, Field(ge=0, le=2**31)] = 0
+    against: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    like: Annotated[float, Field(ge=0.7, le=1)] | None = None
 
 
 class Evaluate(StrictBody):
@@ -79,7 +106,8 @@ class PipelineSpec(StrictBody):
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     data: Data
-    check: bool = True
+    check: bool | Check = True
+    prepare: Prepare | None = None
     train: dict[str, Any]
     evaluate: Evaluate | Annotated[list[Evaluate], Field(min_length=1, max_length=16)] | None = None
     gate: Gate | None = None
@@ -91,8 +119,13 @@ class PipelineSpec(StrictBody):
 def check_spec(context: ControllerContext, spec: PipelineSpec, caller: Principal) -> None:
     """All that is known to be wrong before there is data. Raises ApiError."""
     _check_data(context, spec.data, caller)
+    for name, asked in (("check", spec.check), ("prepare", spec.prepare)):
+        if isinstance(asked, Check | Prepare) and asked.against is not None:
+            storage.known_file(context, asked.against, caller, f"{name}.against")
     if spec.schedule is not None:
         _check_schedule(spec)
+    if spec.prepare is not None and spec.prepare.split is not None and "validation_file" in spec.train:
+        raise _wrong("train.validation_file", "is given, and 'prepare.split' makes another")
     body = job_of(spec, spec.data.file or _NO_FILE)
     if not caller_may_use(context.db, caller, body.model) or resolve(context.db, body.model) is None:
         raise absent_model(body.model)
@@ -102,12 +135,12 @@ def check_spec(context: ControllerContext, spec: PipelineSpec, caller: Principal
         checked(context, body.gate, caller, "gate")
 
 
-def job_of(spec: PipelineSpec, file_id: str) -> JobCreate:
-    """The request for a run's job. Raises BadRequest."""
+def job_of(spec: PipelineSpec, file_id: str, validation: str | None = None) -> JobCreate:
+    """The request for a run's job. validation: a file that the run has made. Raises BadRequest."""
     for name in _OF_THE_RUN:
         if name in spec.train:
             raise _wrong(f"train.{name}", "is given by the run; see 'data', 'gate' and 'promote'")
-    fields = {**spec.train, "training_file": file_id}
+    fields = {**spec.train, "training_file": file_id} | ({"validation_file": validation} if validation else {})
     if (gate := gate_of(spec)) is not None:
         fields["gate"] = gate.model_dump(exclude_none=True)
     elif not spec.promote:
@@ -146,8 +179,8 @@ def gate_of(spec: PipelineSpec) -> GateRequest | None:
 
 def skipped(spec: PipelineSpec) -> set[str]:
     """The steps that are left out."""
-    left = {name: getattr(spec, name) is None for name in ("evaluate", "gate", "canary")}
-    left |= {"check": not spec.check, "promote": not spec.promote}
+    left = {name: getattr(spec, name) is None for name in ("prepare", "evaluate", "gate", "canary")}
+    left |= {"check": spec.check is False, "promote": not spec.promote}
     return {name for name, out in left.items() if out}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from appliance.controller.pipelines.spec import STEPS, PipelineSpec, skipped
+from appliance.controller.pipelines.spec import STEPS, Check, PipelineSpec, skipped
 from appliance.store.rows import FileRow, GateRow, JobRow, PipelineRunRow
 
 State = Literal["skipped", "waiting", "running", "done", "failed"]
@@ -86,10 +86,25 @@ def _data(spec: PipelineSpec, run: PipelineRunRow, seen: Seen) -> _Told:
 def _check(spec: PipelineSpec, run: PipelineRunRow, seen: Seen) -> _Told:
     if run.file_id is None:
         return "waiting", ""
-    report = (seen.file.report if seen.file is not None else None) or {}
-    if seen.file is not None and seen.file.status == "error":
+    report, checked = (seen.file.report if seen.file is not None else None) or {}, run.made.get("checked")
+    if seen.file is not None and seen.file.status == "error" and not (spec.prepare and spec.prepare.drop):
         return "failed", seen.file.status_details or "the data has bad examples"
-    return "done", f"{report['n_examples']} examples" if "n_examples" in report else ""
+    if run.made.get("beyond"):
+        return "failed", "; ".join(run.made["beyond"])
+    if checked is None and isinstance(spec.check, Check) and run.job_id is None:
+        return "running", run.reason
+    says = [f"{report['n_examples']} examples"] if "n_examples" in report else []
+    says += [f"{count} {name.replace('_', ' ')}" for name, count in (checked or {}).items() if count]
+    return "done", ", ".join(says)
+
+
+def _prepare(spec: PipelineSpec, run: PipelineRunRow, seen: Seen) -> _Told:
+    made = run.made.get("dropped")
+    if made is None:
+        ready = run.file_id is not None and (not isinstance(spec.check, Check) or "checked" in run.made)
+        return ("running", run.reason) if ready else ("waiting", "")
+    says = [f"{count} {name.replace('_', ' ')} left out" for name, count in made.items() if count]
+    return "done", ", ".join(says) or "nothing was left out"
 
 
 def _train(spec: PipelineSpec, run: PipelineRunRow, seen: Seen) -> _Told:
@@ -164,6 +179,7 @@ def _promote(spec: PipelineSpec, run: PipelineRunRow, seen: Seen) -> _Told:
 _TOLD = {
     "data": _data,
     "check": _check,
+    "prepare": _prepare,
     "train": _train,
     "evaluate": _evaluate,
     "gate": _gate,

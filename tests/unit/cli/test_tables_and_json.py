@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 from appliance.store import database
@@ -367,6 +368,7 @@ def test_keys(box):
     listed = box.json("key", "list")
     assert [k["name"] for k in listed["data"]] == ["alice", "ops"] and "key" not in listed["data"][0]
     assert box.run("key", "revoke", "alice").stdout.startswith("revoked alice (key_")
+    assert re.match(r"alice \(key_\w+\) was revoked already, \d{4}-", box.run("key", "revoke", "alice").stdout)
     assert [k["name"] for k in box.json("key", "list")["data"]] == ["ops"]
     assert box.json("key", "list", "--all")["data"][0]["revoked_s"] is not None
     assert box.run("key", "revoke", "nobody").exit_code == 3

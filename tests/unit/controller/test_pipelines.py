@@ -110,6 +110,7 @@ async def test_a_run_goes_from_new_data_to_a_version_that_answers_and_keeps_it_o
     assert states(run) | {"train": "running"} == {
         "data": "done",
         "check": "done",
+        "prepare": "skipped",
         "train": "running",
         "evaluate": "waiting",
         "gate": "waiting",
@@ -241,6 +242,37 @@ async def test_data_that_is_bad_fails_the_run_by_line_and_is_not_taken(control: 
     assert going is not None and going.trigger == "data" and going.job_id is not None
 
 
+async def test_data_is_checked_and_prepared_before_it_is_trained_on(control: Control, folder: Path):
+    row = json.dumps(
+        {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Call me at a@b.de"}]}
+    )
+    put_day(folder, "a.jsonl", data=chat_lines(20) + f"{row}\n{row}\nno JSON\n".encode())
+    await put(
+        control, data={"folder": str(folder)}, check={"at_most": {"personal_data": 0.01}, "leave_out": ["language"]}
+    )
+    run = await rounds(control, await begun(control), 4)
+    assert run.state == "failed" and "line 23" in run.reason, "nothing takes the bad line out"
+    prepare = {"drop": ["bad_lines", "duplicates"], "mask": True, "split": 0.2, "seed": 3}
+    await put(
+        control,
+        data={"folder": str(folder)},
+        check={"at_most": {"personal_data": 0.01}, "leave_out": ["language"]},
+        prepare=prepare,
+    )
+    run = await rounds(control, await begun(control), 4)
+    assert run.state == "failed" and "personal data: 2 of" in run.reason and states(run)["check"] == "failed"
+    await put(control, data={"folder": str(folder)}, check={"at_most": {"personal_data": 0.2}}, prepare=prepare)
+    run = await rounds(control, await begun(control), 6)
+    assert run.job_id is not None and states(run)["prepare"] == "done", run
+    assert "1 bad lines left out" in says(run, "prepare") and "1 duplicates" in says(run, "check")
+    job = jobs.get(control.db, run.job_id)
+    assert (job.training_file, job.validation_file) == (run.made["prepared"], run.made["validation"])
+    texts = [(control.context.files_dir / one).read_text() for one in (job.training_file, job.validation_file or "")]
+    assert sum(len(text.splitlines()) for text in texts) == 21 and "a@b.de" not in "".join(texts)
+    await post(control, f"pipeline_runs/{run.id}/cancel")
+    assert list(control.context.files_dir.iterdir()) == [], "what was made of the data goes with the run"
+
+
 async def test_the_clock_begins_runs_in_its_time_zone_and_one_at_a_time(control: Control, folder: Path):
     schedule = {"cron": "30 2 * * *", "tz": "Europe/Berlin"}
     await put(control, data={"folder": str(folder)}, schedule=schedule)
@@ -326,6 +358,9 @@ async def test_what_cannot_be_a_pipeline_is_refused_in_words(control: Control, f
         ({"data": data, "schedule": {"cron": "0 2 * * *", "tz": "Mars"}}, "time zone"),
         ({"data": {"file": await control.upload()}, "schedule": {"on_new_data": True}}, "does not change"),
         ({"data": data, "name": "a/b"}, "name"),
+        ({"data": data, "check": {"at_most": {"spelling": 0.1}}}, "at_most"),
+        ({"data": data, "prepare": {"against": "file-x"}}, "No such File"),
+        ({"data": data, "prepare": {"split": 0.1}, "train": {**TRAIN, "validation_file": "file-x"}}, "split"),
         ({"data": data, "other": 1}, "other"),
     ):
         spec = {"name": "nightly", "train": TRAIN, **fields}

@@ -1,6 +1,7 @@
 """How much memory an engine gets, and how long its context is."""
 
 import pytest
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from runtime.devices import kinds
 from serve.core.config import EngineConfig
@@ -124,6 +125,27 @@ def test_quantised_layers_are_refused_where_the_processor_computes_none(monkeypa
         assert not on_cpu().problem and not size(shape=quantised).problem
     with pytest.raises(NotComputed, match=r"quantised.*import the model as its publisher trained it"):
         engine_settings(EngineConfig(), found, task="generate", arch="LlamaForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("changes", "computed"),
+    [
+        ({}, True),
+        ({"head_dim": 128}, True),
+        ({"head_dim": 8}, False),
+        ({"num_attention_heads": 24}, False),  # of 24 elements
+        ({"head_dim": 24, "kv_lora_rank": 512}, True),  # latent attention has a kernel of its own
+    ],
+)
+def test_heads_that_the_cpus_kernel_does_not_compute_are_refused_before_an_engine_starts(changes, computed):
+    found = on_cpu(shape=smol(**changes))
+    assert found.problem == found.not_computed and (not found.problem) == computed
+    assert computed or "engines on a logical CPU device compute heads of 32, 64, 80" in found.problem
+    assert not size(shape=smol(**changes)).not_computed, "of GPUs the engine knows"
+
+
+def test_the_sizes_of_heads_are_those_of_the_engine():
+    assert set(CPUAttentionBackend.get_supported_head_sizes()) == kinds.kind_of("cpu").head_sizes
 
 
 def test_slots_of_adapters_are_counted_and_a_sleeping_engine_keeps_its_processes():
