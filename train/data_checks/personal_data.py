@@ -32,7 +32,7 @@ _EMAIL = re.compile(r"[A-Za-z0-9._%+\-]{1,64}+@[A-Za-z0-9\-]{1,63}+(?:\.[A-Za-z0
 _AT_LEAST_TLD = re.compile(r"[A-Za-z]{2,24}")
 _IBAN = re.compile(r"(?<![A-Za-z0-9])[A-Z]{2}[0-9]{2}(?: ?[A-Z0-9]){11,30}+")
 _CARD = re.compile(
-    r"(?<![0-9])(?:[0-9]{4}([ \-])[0-9]{4}\1[0-9]{4}\1[0-9]{4}|[0-9]{4}([ \-])[0-9]{6}\2[0-9]{5}|[0-9]{13,19}+)"
+    r"(?<![0-9])(?:[0-9]{4}([ \-])[0-9]{4}\1[0-9]{4}\1[0-9]{4}|[0-9]{4}([ \-])[0-9]{6}\2[0-9]{5}|[0-9]{14,19}+)"
     r"(?![0-9])"
 )
 _ID_NUMBER = re.compile(
@@ -202,7 +202,7 @@ def _addresses(text: str, pattern: re.Pattern[str]) -> Iterator[Found]:
 def is_card(text: str) -> bool:
     """Whether it has the digits of a payment card: how it begins, how long it is, and Luhn's checksum."""
     digits = [int(character) for character in text if character.isdigit()]
-    if not 13 <= len(digits) <= 19 or len(set(digits)) == 1 or str(digits[0]) not in _CARD_BEGINS:
+    if not 14 <= len(digits) <= 19 or len(set(digits)) == 1 or str(digits[0]) not in _CARD_BEGINS:
         return False
     doubled = [sum(divmod(2 * digit, 10)) for digit in digits[-2::-2]]
     return (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0

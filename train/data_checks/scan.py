@@ -35,6 +35,9 @@ COUNTED_EXAMPLES, COUNTED_EACH = 2000, 50
 # Of these the language is told, of those after them each so-manieth.
 TOLD_EXAMPLES, TOLD_EACH = 100_000, 10
 _ODD_LANGUAGE_SHARE = 0.02
+_TIMES_AS_LONG = 3
+# What was compared lately is not read again; what is longer than this costs its own length.
+_KEPT_BYTES, _MOST_KEPT = 1 << 16, 1024
 _TEMPLATE_BYTES, _MESSAGE_BYTES = 512, 64  # what a chat template adds at most, by what such templates are
 _CONTROL = re.compile("(?P<control>[\x00-\x08\x0b\x0c\x0e-\x1f\x7f])")
 _ODD = re.compile(
@@ -96,7 +99,8 @@ class Scan:
         self.sources: list[Source] = []
         self.source, self.line, self.offset = array("H"), array("Q"), array("Q")
         self.length, self.flags, self._digests = array("I"), array("H"), bytearray()
-        self._bands, self.tokens = bytearray(), array("I")
+        self._bands, self._sizes, self.tokens = bytearray(), array("I"), array("I")
+        self._kept_grams: dict[int, np.ndarray] = {}
         self.of: dict[int, int] = {}
         self.found = {name: Findings() for name in CHECKS}
         self.languages: Counter[str] = Counter()
@@ -144,6 +148,7 @@ class Scan:
         if made is None:
             self._digests += bytes(16)
             self._bands += bytes(4 * likeness.BANDS if self._options.does("near_duplicates") else 0)
+            self._sizes.append(0)
             self.tokens.append(0)
             return
         canonical = orjson.dumps(made, option=orjson.OPT_SORT_KEYS)
@@ -178,6 +183,7 @@ class Scan:
             self.found["encoding"].kinds[kind] += 1
             self._flag("encoding", index, place, reason=_WHAT_IS_ODD[kind], near=_around(text.body, odd.start()))
         words = words_of(text.body) if self._compares else np.empty(0, np.uint64)
+        self._sizes.append(len(words))
         if does("near_duplicates"):
             self._bands += likeness.bands_of(grams(words, likeness.GRAM)).tobytes()
         if self._index is not None and (overlap := self._index.overlap(words)):
@@ -317,10 +323,21 @@ class Scan:
         return {"of": place.line} if len(self.sources) == 1 else {"of": place.line, "of_source": place.source}
 
     def _likeness(self, one: int, other: int) -> float:
+        """0 without a look if one has many times as many words as the other: many short ones that share a band with a
+        long one, made to do so, would each have it read again."""
+        if max(self._sizes[one], self._sizes[other]) > _TIMES_AS_LONG * min(self._sizes[one], self._sizes[other]):
+            return 0.0
         return likeness.likeness(self._grams(one), self._grams(other))
 
     def _grams(self, index: int) -> np.ndarray:
-        return grams(words_of(said(self.made(index)).body), likeness.GRAM)
+        found = self._kept_grams.get(index)
+        if found is None:
+            found = grams(words_of(said(self.made(index)).body), likeness.GRAM)
+            if found.nbytes <= _KEPT_BYTES:
+                if len(self._kept_grams) == _MOST_KEPT:
+                    del self._kept_grams[next(iter(self._kept_grams))]
+                self._kept_grams[index] = found
+        return found
 
     def raw(self, index: int) -> bytes:
         """The bytes of an example, without the end of its line."""

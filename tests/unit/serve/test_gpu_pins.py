@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.config.kernel import KernelConfig
 from vllm.config.vllm import OPTIMIZATION_LEVEL_TO_CONFIG
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils import deep_gemm
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -63,6 +64,23 @@ def test_no_level_of_optimisation_turns_flashinfers_kernels_on_again(parser, lev
     assert configured(args, defaults) == (False, False)
     bare = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", "/v"]))
     assert configured(bare, defaults) == (level >= 2, level >= 1), "or vLLM has other defaults now: look what they run"
+
+
+def test_gated_delta_nets_read_prompts_by_tritons_kernels(parser, monkeypatch):
+    hopper = SimpleNamespace(
+        is_rocm=lambda: False, is_cuda=lambda: True, is_device_capability=lambda capability: capability == 90
+    )
+    monkeypatch.setattr(qwen_gdn_linear_attn, "current_platform", hopper)
+    text = SimpleNamespace(linear_key_head_dim=128, linear_value_head_dim=128)
+
+    def taken(arguments):
+        args = AsyncEngineArgs.from_cli_args(parser.parse_known_args(arguments)[0])
+        more = {} if args.gdn_prefill_backend is None else {"gdn_prefill_backend": args.gdn_prefill_backend}
+        config = SimpleNamespace(additional_config=more, model_config=SimpleNamespace(hf_text_config=text))
+        return qwen_gdn_linear_attn._resolve_gdn_prefill_backend(config)[1]
+
+    assert taken(engine_arguments(spec(), {}, None)) == "triton"
+    assert taken(["--model", "/v"]) == "flashinfer", "or vLLM has another default now: look what it compiles"
 
 
 def test_what_vllm_does_with_flashinfer_unless_told_otherwise_is_off(monkeypatch):
