@@ -9,6 +9,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.replace_file import replace_file
+
 SHM_MOUNT = Path("/dev/shm")
 UNIX_PATH_LIMIT_BYTES = 107
 
@@ -172,6 +174,7 @@ class BoxPaths:
         for folder in (self.data_dir, self.files, self.models, self.jobs, self.batches, self.uploads, self.logs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_closed(folder)
+        check_way_to(self.data_dir)
         self.shm_root.mkdir(mode=0o700, exist_ok=True)
         _check_ours(self.shm_root)
         self.shm_root.chmod(0o700)
@@ -179,6 +182,10 @@ class BoxPaths:
             folder.mkdir(mode=0o700, exist_ok=True)
         if not self.ray_token.exists():
             write_secret(self.ray_token, secrets.token_hex(32))
+
+    def renew_ray_token(self) -> None:
+        """Before Ray begins, on a box that no other node may join. Raises OSError: the old one stays."""
+        replace_file(self.ray_token, secrets.token_hex(32).encode())
 
     def renew_gateway_token(self) -> None:
         """Before the controller and the gateways of this run begin."""
@@ -221,3 +228,27 @@ def check_closed(folder: Path) -> None:
             f"{folder} is open to every user of this machine (mode {stat.S_IMODE(status.st_mode):o}); look at what is "
             f"in it, then close it: chmod o-w {folder}"
         )
+
+
+def check_way_to(folder: Path) -> None:
+    """Whoever may rename a folder above this one puts another in its place, with a ray.token that he knows, whatever
+    the modes of what is in it. `folder` is resolved. Raises UnsafeFolder."""
+    for above in folder.parents:
+        status = os.stat(above)
+        if status.st_uid not in (os.geteuid(), 0) and not _is_of_nobody_here(status.st_uid):
+            raise UnsafeFolder(
+                f"{folder} lies in {above}, which belongs to user {status.st_uid}, not to user {os.geteuid()}, as "
+                "which the box runs: that user could put another folder in its place. Give the box another --data-dir"
+            )
+        # In a folder with the sticky bit, as /tmp, nobody renames what is another's.
+        if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+            raise UnsafeFolder(
+                f"{folder} lies in {above}, where every user of this machine may put another folder in its place (mode "
+                f"{stat.S_IMODE(status.st_mode):o}); close it: chmod o-w {above}"
+            )
+
+
+def _is_of_nobody_here(user: int) -> bool:
+    """In a user namespace, as of a container without root, all users of outside have one number, root too."""
+    outside = int(Path("/proc/sys/kernel/overflowuid").read_text())
+    return user == outside and Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]

@@ -1,9 +1,10 @@
 """Weights and states between shared memory and GPUs, against the rate of page-locked memory in the same run.
 
-    python benchmarks/device_copies.py [--gib N] [--gpus N]
+    python benchmarks/device_copies.py [--gib N] [--gpus N] [--unbound]
 
-Each GPU has a process of its own; they are measured one after the other and then all at once, since they share the
-host's memory. Per GPU, over `--gib` of bytes in /dev/shm (all 2-byte elements, in matrices of 8192 columns):
+Each GPU has a process of its own, on the processors of its NUMA node like an engine's or rank's; they are measured one
+after the other and then all at once, since they share the host's memory. Per GPU, over `--gib` of bytes in /dev/shm
+(all 2-byte elements, in matrices of 8192 columns):
 
     limit           host to device and back, page-locked buffers, the GPU's own clock
     pageable        a version's mapping copied as it is: an engine's first load
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks._claims import at_least, record, skipped, stated  # noqa: E402 - the path comes first
+from runtime.devices.kind import Found  # noqa: E402
+from runtime.numa import bind  # noqa: E402
 
 GIB = 2**30
 COLUMNS = 8192
@@ -52,10 +56,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=4.0, help="bytes of the version, in GiB (default: %(default)s)")
     parser.add_argument("--gpus", type=int, help="how many (default: all)")
+    parser.add_argument("--unbound", action="store_true", help="on any processors, as with [box] numa_bind = false")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--numa", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--version", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
+        bind([options.numa])
         import torch
 
         print(json.dumps(measured(options.version, torch.device("cuda:0"), _free_bytes)))
@@ -63,7 +70,7 @@ def main() -> int:
 
     from runtime.devices import cuda
 
-    gpus = len(cuda.KIND.probe()[: options.gpus])
+    gpus = [one for one in cuda.KIND.probe() if not one.unfit][: options.gpus]
     if not gpus:
         print("no NVIDIA GPU here: nothing measured")
         size = _size(options.gib)
@@ -77,11 +84,12 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="appliance-bench-") as folder:
         version = _write_version(Path(folder), int(options.gib * GIB))
-        alone = [_collect([_child(gpu, version)])[0] for gpu in range(gpus)]
-        together = _collect([_child(gpu, version) for gpu in range(gpus)]) if gpus > 1 else []
+        child = partial(_child, version, bound=not options.unbound)
+        alone = [_collect([child(gpu)])[0] for gpu in gpus]
+        together = _collect([child(gpu) for gpu in gpus]) if len(gpus) > 1 else []
     _show("one GPU at a time", alone)
     if together:
-        _show(f"{gpus} GPUs at once", together)
+        _show(f"{len(gpus)} GPUs at once", together)
     _record(alone, together, _size(options.gib))
     return 0
 
@@ -175,9 +183,12 @@ def _write_version(folder: Path, nbytes: int) -> Path:
     return folder
 
 
-def _child(gpu: int, version: Path) -> subprocess.Popen[str]:
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--child", str(gpu), "--version", str(version)]
+def _child(version: Path, gpu: Found, *, bound: bool) -> subprocess.Popen[str]:
+    index = str(gpu.index)
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": index, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--child", index, "--version", str(version)]
+    if bound and gpu.numa_node is not None:
+        command += ["--numa", str(gpu.numa_node)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
 

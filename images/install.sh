@@ -149,22 +149,33 @@ if [ "$dry" = 0 ]; then
 fi
 
 # --- environment ---------------------------------------------------------------------------------------------------
-if [ ${#clear[@]} -gt 0 ] || [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+# Debian splits ensurepip off; then a system pip installs into the environment, which has none itself: the one of an index
+# would come without a hash.
+pip_command() {
+    if "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        pip=("$venv/bin/python" -m pip)
+    elif "$python" -m pip --python "$venv/bin/python" --version >/dev/null 2>&1; then
+        pip=("$python" -m pip --python "$venv/bin/python")
+    else
+        return 1
+    fi
+}
+pip=("$venv/bin/python" -m pip)
+if [ ${#clear[@]} -gt 0 ] || [ ! -x "$venv/bin/python" ] || ! pip_command; then
     say "making $venv with $python ($("$python" --version 2>&1))"
     if "$python" -c 'import venv, ensurepip' 2>/dev/null; then
         run "$python" -m venv "${clear[@]}" "$venv"
     elif "$python" -c 'import venv, pip' 2>/dev/null; then
-        # Debian splits ensurepip off; a system pip can put one into the environment instead.
         run "$python" -m venv "${clear[@]}" --without-pip "$venv"
-        run "$python" -m pip --python "$venv/bin/python" install --quiet pip
     else
         version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
         die "$python cannot make virtual environments: 'apt-get install python$version-venv' (Debian, Ubuntu)"
     fi
 fi
 
+[ "$dry" = 1 ] || pip_command || die "$python has no pip that can install into $venv"
 # `user = true` in a pip.conf is about other environments and would fail in this one.
-pip=("$venv/bin/python" -m pip --disable-pip-version-check install --no-user --no-deps --no-compile)
+pip+=(--disable-pip-version-check install --no-user --no-deps --no-compile)
 
 # pip's two thousand lines as one line that counts (on a terminal) or a line now and then; its errors stay on stderr.
 progress() {
@@ -185,6 +196,9 @@ pip_install() {
 # An index on a file system may lack directories; pip says so once per package and index.
 quieter() { grep -v 'is ignored: it is neither a file nor a directory' || true; }
 
+# A package of the lock with its hashes.
+in_lock() { awk -v begin="$1==" 'index($0, begin) == 1 { on = 1 } on { print } on && !/\\$/ { exit }' "$lock"; }
+
 if [ "$done_lock" != "$lock_stamp" ]; then
     [ "$dry" = 1 ] || rm -f "$stamp"
     # A run killed while pip was unpacking leaves metadata without its RECORD; pip would take that for installed.
@@ -197,14 +211,18 @@ if [ "$done_lock" != "$lock_stamp" ]; then
     torch=$(sed -nE 's/^torch==([^ ;]+).*/\1/p' "$lock" | head -n 1)
     [ -n "$torch" ] || die "$lock has no line 'torch==...'; 'make lock' writes it"
     say "installing the $build build: torch $torch"
+    [ "$dry" = 1 ] || in_lock setuptools >"$venv/.setuptools.txt"
+    # What there is no wheel of (DeepSpeed) is built here, with the lock's setuptools: an isolated build would fetch the
+    # newest, without a hash, and run it.
+    pip_install 1 --require-hashes -r "$venv/.setuptools.txt" ||
+        die "the setuptools of $lock could not be installed (see pip's message above)"
     # With its hashes as in the lock: pip takes them from files alone.
     wanted_torch=(--require-hashes -r "$venv/.torch===$torch.txt")
     if [ "$unhashed_torch" = 1 ]; then
         say "WARNING: --unhashed-torch: whatever your index or find-links has as torch $torch is installed UNCHECKED"
         wanted_torch=("torch===$torch")
     elif [ "$dry" = 0 ]; then
-        awk '/^torch==/ { sub(/^torch==/, "torch==="); on = 1 } on { print } on && !/\\$/ { exit }' "$lock" \
-            >"$venv/.torch===$torch.txt"
+        in_lock torch | sed 's/^torch==/torch===/' >"$venv/.torch===$torch.txt"
     fi
     # torch first, by string equality: a CPU build (+cpu) in the user's find-links would otherwise win over the CUDA
     # build of the same version.
@@ -220,7 +238,7 @@ if [ "$done_lock" != "$lock_stamp" ]; then
                 "that the lock does not know (it knows the one for Python 3.11 on x86_64), say --unhashed-torch"
     fi
     say "installing the other packages of $(basename "$lock"); this takes a minute or two"
-    asked=(--require-hashes)
+    asked=(--no-build-isolation --require-hashes)
     for one in "${locks[@]}"; do asked+=(-r "$one"); done
     pip_install "$(cat "${locks[@]}" | grep -E '^[A-Za-z0-9]' | grep -vc "'never'")" "${asked[@]}" ||
         die "pip could not install ${locks[*]} (see its message above); a second run continues here"
@@ -239,7 +257,7 @@ fi
 if [ "$compile" = 1 ] && [ "$done_lock" != "$lock_stamp" ]; then
     say "byte-compiling"
     run "$venv/bin/python" -m compileall -q -j 0 \
-        -x '/(tests?|testing|test_.*)/|/transformers/models/(?!(auto|llama|mistral|mixtral|qwen[23](_moe)?)/)|/vllm/model_executor/models/[a-km-pr-z]|/(matplotlib|triton/backends/intel)/|/ray/(rllib|tune|data|train|serve)/' \
+        -x "$(cat "$here/requirements/not-compiled.txt")" \
         "$venv"/lib/python3*/site-packages || true
 fi
 if [ "$compile" = 1 ] && [ "$packages_only" = 0 ]; then

@@ -1,6 +1,6 @@
 """What the appliance is made of: a bill of materials (CycloneDX 1.6, JSON) of the packages of a build, with licences.
 
-    python images/sbom.py [--build cpu|cuda] > sbom.json     `make sbom` writes build/sbom.json
+    python images/sbom.py [--build cpu|cuda] [--version V] > sbom.json     `make sbom` writes build/sbom.json
     python images/sbom.py --licences > images/licences.md    the same as a table for people
 
 Versions and SHA-256 sums come from the lock file, licences and dependencies from what the packages installed here say
@@ -119,9 +119,8 @@ def requires(name: str, known: dict[str, Pin]) -> Iterator[str]:
             yield known[other].purl
 
 
-def bill(build: str, found: Sequence[Pin], now: datetime) -> dict[str, Any]:
+def bill(build: str, found: Sequence[Pin], now: datetime, own: str) -> dict[str, Any]:
     known = {pin.name: pin for pin in found}
-    own = importlib.metadata.version("appliance")
     root = f"pkg:generic/appliance@{own}?build={build}"
     components = []
     for pin in found:
@@ -192,13 +191,14 @@ def table(found: Sequence[Pin]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--version", default=importlib.metadata.version("appliance"), help="of the appliance itself")
     parser.add_argument("--licences", action="store_true", help="a Markdown table instead")
     options = parser.parse_args(argv)
     found = pins((IMAGES / "requirements" / f"{options.build}.txt").read_text())
     if options.licences:
         sys.stdout.write(table(found))
     else:
-        json.dump(bill(options.build, found, datetime.now(UTC)), sys.stdout, indent=1)
+        json.dump(bill(options.build, found, datetime.now(UTC), options.version), sys.stdout, indent=1)
         sys.stdout.write("\n")
     return 0
 

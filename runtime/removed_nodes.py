@@ -59,6 +59,10 @@ class RemovedNodes:
         """Names that no node has now."""
         return frozenset(name for name, entry in self._read().items() if entry["out"])
 
+    def certified(self) -> frozenset[str]:
+        """Names that have a certificate which counts, the box's own among them, whether they are nodes now or not."""
+        return frozenset(self._given()) - self.out()
+
     def any(self) -> bool:
         return bool(self._read())
 

@@ -11,7 +11,8 @@ the sender's role, which prevents replay of an old line or of the other side's l
 - "directory": the files follow in the order of the answer, `{"ok": [[name, bytes], ...]}`; with `"names": [...]` in the
   greeting, only those of them that exist.
 
-The server serves only paths below its configured ones, and follows no symbolic link out of them.
+The server serves only directories below its configured ones, and sockets that are configured or lie in a configured
+folder, not deeper: there engines keep those of their own processes. It follows no symbolic link out of them.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class TunnelServer:
                 self._newcomers.is_known()
             path, nonces = Path(str(greeting["path"])), (nonce, str(greeting["nonce"]))
             if greeting["ask"] == "socket":
-                await self._tunnel(_inside(path, self._sockets), reader, writer, nonces)
+                await self._tunnel(_directly_in(path, self._sockets), reader, writer, nonces)
             elif greeting["ask"] == "directory":
                 await self._send_directory(_inside(path, self._folders), greeting.get("names"), writer, nonces)
             else:
@@ -313,6 +314,13 @@ def _inside(path: Path, folders: tuple[Path, ...]) -> Path:
     resolved = path.resolve()
     if not any(resolved.is_relative_to(folder.resolve()) for folder in folders):
         raise TunnelRefused(f"{path} is not below {', '.join(map(str, folders))}")
+    return resolved
+
+
+def _directly_in(path: Path, places: tuple[Path, ...]) -> Path:
+    resolved = path.resolve()
+    if not {resolved, resolved.parent} & {place.resolve() for place in places}:
+        raise TunnelRefused(f"{path} is none of {', '.join(map(str, places))}, nor in one of them")
     return resolved
 
 

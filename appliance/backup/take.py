@@ -13,7 +13,7 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import closing, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -26,13 +26,15 @@ from appliance.backup.manifest import CHUNK_BYTES, Manifest, SavedFile, chunk_ke
 from appliance.backup_copies import PREFIX, alone, remove_left
 from appliance.last_backup import LastBackup
 from appliance.paths import BoxPaths
+from appliance.store import copies
 from weights.tiers.objects import Objects
 
 log = logging.getLogger(__name__)
 
 DATABASE = "appliance.db"
 # Logs tell of this machine, caches are made again, and the rest belongs to one run of the box.
-LEFT_OUT = frozenset({"logs", "cache", "away-jobs", "box.json", "box.lock", "backup.lock", "last-backup.json"})
+_OF_ONE_RUN = frozenset({"box.json", "box.lock", "backup.lock", "last-backup.json"})
+LEFT_OUT = frozenset({"logs", "cache", "away-jobs", copies.FOLDER}) | _OF_ONE_RUN
 SECRETS = frozenset({"ca", "first-key", "ray.token"})
 PASSES = 5
 # Whoever has a key deletes these as often as he likes: no backup would ever end.
@@ -86,7 +88,7 @@ def take(
                 f"files of {paths.data_dir} were deleted during each of {PASSES} passes, {min(gone)} for one; take the "
                 "backup when less of the box's own is deleted"
             )
-        if _forget_gone(copied, files):
+        if forget_gone(copied, {file.path for file in files}):
             files = (writer.database(copied), *files[1:])
         made_s = clock()
         made = Manifest(
@@ -136,19 +138,11 @@ def _same_box(known: str, other: str) -> bool:
 
 
 def copy_database(source: Path, target: Path) -> int:
-    """Copies the database whole, as of one moment, beside its writer. Returns its schema's number.
-
-    `sqlite3.Connection.backup` in one step: the writer of a WAL database goes on (https://www.sqlite.org/backup.html)."""
-    target.unlink(missing_ok=True)
-    os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    """Returns its schema's number. Raises BackupError."""
     try:
-        with sqlite3.connect(f"file:{source}?mode=ro", uri=True) as read, sqlite3.connect(target) as written:
-            read.backup(written)
-            written.execute("PRAGMA journal_mode = DELETE")  # one file, without a log beside it
-            (schema,) = written.execute("PRAGMA user_version").fetchone()
+        return copies.copy_database(source, target)
     except sqlite3.Error as error:
         raise BackupError(f"{source} cannot be copied: {error}") from error
-    return schema
 
 
 class _Writer:
@@ -211,16 +205,15 @@ def _files(data_dir: Path, secrets: bool) -> Iterator[tuple[str, os.stat_result]
                     yield path.relative_to(data_dir).as_posix(), status
 
 
-def _forget_gone(database: Path, files: Iterable[SavedFile]) -> bool:
-    """Takes out of a copied database what its owners deleted while the files were read: rows of files, and of parts of
-    uploads, whose bytes are not among these. Whether there were any."""
-    saved = {file.path for file in files}
+def forget_gone(database: Path, there: Set[str]) -> bool:
+    """Takes out of a copied database what its owners deleted since: rows of files, and of parts of uploads, whose bytes
+    are not among these, by name below the data directory. Whether there were any."""
     with closing(sqlite3.connect(database)) as connection, connection:
         gone = [
             (table, row[0])
             for table, path in (("files", "'files/' || id"), ("upload_parts", "'uploads/' || upload_id || '/' || id"))
             for row in connection.execute(f"SELECT id, {path} FROM {table}")
-            if row[1] not in saved
+            if row[1] not in there
         ]
         for table, row_id in gone:
             connection.execute(f"DELETE FROM {table} WHERE id = ?", [row_id])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Format = Literal["table", "json"]
 Command = Callable[..., None]
+Boxless = str | Callable[[dict[str, Any]], bool] | None
 
 URL = Annotated[str | None, typer.Option("--url", metavar="URL", envvar="APPLIANCE_URL", help="A box elsewhere.")]
 API_KEY = Annotated[str | None, typer.Option("--api-key", metavar="KEY", envvar="APPLIANCE_API_KEY", help="For --url.")]
@@ -89,10 +90,10 @@ def examples(*lines: str) -> str:
 
 
 def box_command(
-    app: typer.Typer, *lines: str, name: str | None = None, boxless: str | None = None
+    app: typer.Typer, *lines: str, name: str | None = None, boxless: Boxless = None
 ) -> Callable[[Command], Command]:
     """Adds a command to `app` that talks to a box (see `_for_box`). `lines` are its examples; `name` is its own if its
-    function cannot have it; `boxless` is the parameter with which it needs no box."""
+    function cannot have it; `boxless` is the parameter with which it needs no box, or says so of its options."""
 
     def add(command: Command) -> Command:
         return app.command(name or command.__name__, epilog=examples(*lines))(_for_box(command, boxless))
@@ -113,7 +114,7 @@ def seconds_given(option: str, text: str) -> float:
     return seconds
 
 
-def _for_box(command: Command, boxless: str | None) -> Command:
+def _for_box(command: Command, boxless: Boxless) -> Command:
     """Adds --url, --api-key, --data-dir and -o. The command gets a Session as its first argument."""
     signature = inspect.signature(command, eval_str=True)
     own = list(signature.parameters.values())[1:]
@@ -138,7 +139,7 @@ def _for_box(command: Command, boxless: str | None) -> Command:
         output_format: Format,
         **options: Any,
     ) -> None:
-        if boxless is not None and options.get(boxless) is not None:
+        if boxless(options) if callable(boxless) else boxless is not None and options.get(boxless) is not None:
             command(Session(None, output_format, None, None), **options)
         else:
             command(open_session(ctx, url, api_key, data_dir, output_format), **options)

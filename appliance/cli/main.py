@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from typing import Annotated, Any
 
@@ -31,6 +32,9 @@ COMMANDS = {
     "plan": ("models.plan", "Would it fit? An estimate before anything is started."),
     "batch": ("jobs.batch", "Batches: many requests from a file, answered while engines are idle."),
     "eval": ("jobs.eval", "Evaluations: how good models are at a suite of prompts, by graders."),
+    "pipeline": ("jobs.pipeline", "Pipelines: from data to a version that answers, by a few lines of TOML."),
+    "sweep": ("jobs.sweep", "Sweeps: hyperparameters are tried on a part of the data, and the best go on."),
+    "gate": ("jobs.gate", "Gates: whether the version of a job may answer, decided by evaluations."),
     "file": ("jobs.file", "Files: training and validation data, and what jobs leave behind."),
     "key": ("box.key", "API keys: who may use the box over the network."),
     "usage": ("box.usage", "Who spent what: tokens by key or model, device-hours of training."),
@@ -39,11 +43,17 @@ COMMANDS = {
     "support": ("box.support", "What somebody else needs to see what is wrong with a box."),
     "backup": ("box.backup", "Backups: copies of the box elsewhere, taken while it runs."),
     "restore": ("box.restore", "Bring a backup back, on this machine or another one."),
+    "bundle": ("releases.bundle", "One signed file that installs a release on a machine without a network."),
+    "upgrade": ("releases.release", "Move the box to another installed release."),
+    "rollback": ("releases.release", "Move the box back to the release before."),
     "audit": ("box.audit", "Who did what: every change, by whom, and what came of it."),
     "chat": ("models.chat", "Talk to a model in the terminal."),
     "simulate": ("mode.simulate", "Run the box's own scheduler on a trace in virtual time."),
 }
-SINGLE_COMMANDS = ("up", "down", "status", "join", "usage", "forget", "doctor", "restore", "audit", "chat", "simulate")
+SINGLE_COMMANDS = (
+    *("up", "down", "status", "join", "usage", "forget", "doctor", "restore", "upgrade", "rollback", "audit", "chat"),
+    "simulate",
+)
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
 
 
@@ -78,9 +88,17 @@ class Root(typer.core.TyperGroup):
     def invoke(self, ctx: typer.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # pydantic's words before those of a check
+            raise
         except CliError as error:
             output.say(f"error: {error}")
             raise typer.Exit(error.exit_code) from error
+        except ModuleNotFoundError as error:
+            if importlib.util.find_spec("ray") is not None:
+                raise
+            output.say(f"error: this command needs all of the appliance, and here is appliance[client] alone: {error}")
+            raise typer.Exit(2) from error
 
 
 app = group("One box that fine-tunes and serves. `appliance COMMAND --help` explains each command with examples.")

@@ -1,4 +1,5 @@
-"""Results on stdout: tables for people, JSON with stable keys for scripts. Progress on stderr, only on a terminal."""
+"""Results on stdout: tables for people, JSON with stable keys for scripts. Progress on stderr: in place on a terminal,
+else a line now and then."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 # Rich is imported inside the functions that draw, because it would double the time of `--help`.
 
 _UNBOUNDED_COLUMNS = 10_000
+LINE_EVERY_S = 30.0
+"""Off a terminal: of work that takes less, nothing is said."""
 
 
 def print_json(value: Any) -> None:
@@ -122,6 +125,23 @@ class _Silent:
         return
 
 
+class Lines:
+    """For logs and pipes: how far the work is, at most every LINE_EVERY_S. now_s: of a clock."""
+
+    def __init__(self, message: str, now_s: Callable[[], float] = time.monotonic):
+        self._message, self._now_s = message, now_s
+        self._began_s = self._said_s = now_s()
+
+    def update(self, message: str | None = None, *, done: float | None = None, total: float | None = None) -> None:
+        self._message = message or self._message
+        now_s = self._now_s()
+        if now_s - self._said_s < LINE_EVERY_S:
+            return
+        self._said_s = now_s
+        share = f", {100 * (done or 0) / total:.0f} %" if total else ""
+        say(f"{self._message}{share}, after {formats.duration(now_s - self._began_s)}")
+
+
 @contextmanager
 def quiet() -> Iterator[Meter]:
     """A meter that shows nothing."""
@@ -130,9 +150,9 @@ def quiet() -> Iterator[Meter]:
 
 @contextmanager
 def progress(message: str) -> Iterator[Meter]:
-    """A line on stderr that lives while the work does; nothing at all when stderr is not a terminal."""
+    """A line on stderr that lives while the work does; `Lines` when stderr is not a terminal."""
     if not sys.stderr.isatty():
-        yield _Silent()
+        yield Lines(message)
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

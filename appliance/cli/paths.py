@@ -32,5 +32,21 @@ def evaluation(eval_id: str) -> str:
     return f"/v1/evals/{segment(eval_id)}"
 
 
+def gate(gate_id: str) -> str:
+    return f"/v1/gates/{segment(gate_id)}"
+
+
+def pipeline(name: str) -> str:
+    return f"/v1/pipelines/{segment(name)}"
+
+
+def pipeline_run(run_id: str) -> str:
+    return f"/v1/pipeline_runs/{segment(run_id)}"
+
+
+def sweep(sweep_id: str) -> str:
+    return f"/v1/sweeps/{segment(sweep_id)}"
+
+
 def batch(batch_id: str) -> str:
     return f"/v1/batches/{segment(batch_id)}"

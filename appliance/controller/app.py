@@ -23,9 +23,15 @@ from appliance.controller.batches.metering import Metering
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
+from appliance.controller.data_checks import data_routes
+from appliance.controller.data_checks.data_work import LOOK_EVERY_S as CHECKS_EVERY_S
+from appliance.controller.data_checks.data_work import DataWork
 from appliance.controller.evals import eval_routes
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import file_routes, storage, upload_routes
+from appliance.controller.gates import gate_routes
+from appliance.controller.gates.runner import LOOK_EVERY_S as GATES_EVERY_S
+from appliance.controller.gates.runner import GateRunner
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.rollouts import RolloutGrading
@@ -39,7 +45,13 @@ from appliance.controller.jobs.validation import JobValidation
 from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
 from appliance.controller.openai import batch_routes, checkpoint_permissions, job_routes, model_routes, response_routes
+from appliance.controller.pipelines import pipeline_routes
+from appliance.controller.pipelines.runner import LOOK_EVERY_S as PIPELINES_EVERY_S
+from appliance.controller.pipelines.runner import PipelineRunner
 from appliance.controller.responses.stored import StoredResponses
+from appliance.controller.sweeps import sweep_routes
+from appliance.controller.sweeps.runner import LOOK_EVERY_S as SWEEPS_EVERY_S
+from appliance.controller.sweeps.runner import SweepRunner
 from appliance.store.chunks import little_by_little
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import idempotency
@@ -54,6 +66,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
     validation, running = JobValidation(context), Operations(context)
+    data_work = DataWork(context)
     metering = Metering(context.db, context.publish_keys)
     runner = BatchRunner(context, metering)
     activations = Activations(context)
@@ -61,7 +74,10 @@ def create_app(context: ControllerContext) -> FastAPI:
     background = BackgroundResponses(context, stored, metering)
     graders, answers = GraderHosts(), ModelAnswers(context, metering)
     evaluations = EvalRunner(context, graders, answers)
-    sampling = RolloutSampling(context)
+    gates = GateRunner(context, evaluations, activations, compared)
+    pipelines = PipelineRunner(context, validation, gates)
+    sweeping = SweepRunner(context, validation)
+    sampling = RolloutSampling(context, metering)
     rollouts = {"grade": RolloutGrading(context, graders, answers).grade, "sample": sampling.sample}
 
     @contextlib.asynccontextmanager
@@ -82,6 +98,10 @@ def create_app(context: ControllerContext) -> FastAPI:
                 "housekeeping", partial(_keep_house, context, stored, background), context.config.housekeeping_every_s
             ),
             tasks.keep_every("rollouts", sampling.look, WANTS_EVERY_S, at_once=True),
+            tasks.keep_every("gates", gates.look, GATES_EVERY_S),
+            tasks.keep_every("data checks", data_work.look, CHECKS_EVERY_S),
+            tasks.keep_every("sweeps", sweeping.look, SWEEPS_EVERY_S),
+            tasks.keep_every("pipelines", pipelines.look, PIPELINES_EVERY_S),
             tasks.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
         )
         try:
@@ -90,6 +110,7 @@ def create_app(context: ControllerContext) -> FastAPI:
             for task in kept:
                 task.cancel()
             await asyncio.gather(*kept, return_exceptions=True)
+            await pipelines.tasks.stop()
             await validation.tasks.stop()
             await running.tasks.stop()
             await runner.tasks.stop()
@@ -113,7 +134,8 @@ def create_app(context: ControllerContext) -> FastAPI:
     app.state.context, app.state.validation, app.state.operations = context, validation, running
     app.state.batches, app.state.canaries = runner, compared
     app.state.responses, app.state.background, app.state.evaluations = stored, background, evaluations
-    app.state.rollouts = rollouts
+    app.state.rollouts, app.state.gates, app.state.pipelines = rollouts, gates, pipelines
+    app.state.sweeps = sweeping
     app.state.graders = answers
     error_handlers.install(app)
 
@@ -124,7 +146,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     devices.routes(context, admin)
     deployments.routes(context, admin)
     engine_settings.routes(context, admin)
-    forget.routes(context, admin, runner, background, evaluations)
+    forget.routes(context, admin, runner, background, evaluations, gates, pipelines, sweeping)
     keys.routes(context, admin, runner, background)
     session_keys.routes(context, admin)
     canaries.routes(context, admin, compared)
@@ -134,12 +156,16 @@ def create_app(context: ControllerContext) -> FastAPI:
     for router in (
         file_routes.routes(context),
         upload_routes.routes(context),
+        data_routes.routes(context, data_work),
         batch_routes.routes(context, runner),
         response_routes.routes(context, stored, background),
         response_routes.internal_routes(stored),
         job_routes.routes(context, validation),
         grader_routes.routes(context, graders, answers),
         eval_routes.routes(context, evaluations),
+        gate_routes.routes(context, gates),
+        *pipeline_routes.routes(context, pipelines),
+        sweep_routes.routes(context, sweeping),
         checkpoint_permissions.routes(context),
         model_routes.routes(context),
         admin,

@@ -200,6 +200,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         background=background,
         main_troubles=partial(read_troubles, paths.state_file),
         last_backup=partial(last_backup.read, paths.last_backup),
+        device_readings=health.newest,
         doctor_findings=partial(read_findings, paths.last_checkup),
         doctor=DoctorProcess(
             [sys.executable, "-P", "-m", "appliance.doctor.main", "--runs", "--config-json", config.model_dump_json()]

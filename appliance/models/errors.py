@@ -12,6 +12,7 @@ ModelError
 │   ├── MissingTokenizer    no tokenizer files
 │   ├── UnsupportedModel    an architecture that is neither generating nor embedding text
 │   ├── TemplateRefused     a chat template that is broken, or does not end in time or memory
+│   ├── TokenizerRefused    a tokenizer that makes endlessly much of little, or does not end
 │   └── AdapterRefused      an adapter that its base's engines cannot serve
 ├── NotEnoughDisk           carries the numbers
 ├── NotEnoughMemory         carries the numbers
@@ -72,6 +73,10 @@ class UnsupportedModel(CheckpointRefused):
 
 class TemplateRefused(CheckpointRefused):
     """The chat template does not compile, or runs away."""
+
+
+class TokenizerRefused(CheckpointRefused):
+    """The tokenizer takes time or memory without bound for short texts."""
 
 
 class AdapterRefused(CheckpointRefused):

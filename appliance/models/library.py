@@ -23,6 +23,7 @@ from appliance.models.checkpoint import MAX_CONFIG_BYTES, Files, Task, choose_fi
 from appliance.models.errors import InvalidModelName, NotACheckpoint, NotEnoughDisk, SourceNotFound
 from appliance.models.recorded import check_same, recorded
 from appliance.models.template_trial import try_template
+from appliance.models.tokenizer_trial import try_tokenizer
 from train.convert.gguf import is_gguf
 from weights.format.errors import ManifestInvalid
 from weights.format.files import sync_directory
@@ -38,7 +39,7 @@ STARTER_NAME, STARTER_MINUTES = "starter", 1.5
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
 COPY_CHUNK_BYTES = 16 << 20
-GENERATION_FILE = "generation_config.json"
+GENERATION_FILE, TOKENIZER_FILE = "generation_config.json", "tokenizer.json"
 SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 KEPT_FREE_BYTES = 256 << 20  # of the disk, for database, logs and jobs
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -280,6 +281,8 @@ class ModelLibrary:
                 warnings += [warning] if warning else []
             for template in facts.other_templates:
                 try_template(template)
+            if (staging / TOKENIZER_FILE).is_file():
+                try_tokenizer(staging / TOKENIZER_FILE)
             facts = replace(facts, warnings=tuple(warnings))
             report(files.nbytes, files.nbytes, "bytes", "computing checksums")
 

@@ -18,6 +18,7 @@ import jinja2.ext
 import jinja2.sandbox
 
 from appliance.models.errors import TemplateRefused
+from runtime.processes.oom import DiesAs, dies_as
 
 CPU_S, WALL_S, MEMORY_BYTES = 2, 30.0, 1 << 30
 MAX_TEMPLATE_CHARACTERS, MAX_OUTPUT_CHARACTERS = 200_000, 1_000_000
@@ -133,6 +134,7 @@ def _one(compiled: jinja2.Template, given: dict[str, Any]) -> dict[str, str | No
 
 
 def main() -> None:
+    dies_as(DiesAs.TRIAL)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

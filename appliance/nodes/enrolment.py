@@ -289,7 +289,8 @@ def _line(value: Any) -> bytes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a one-time token of the box on a data directory, or removes a node: what `appliance node` runs."""
+    """Prints a one-time token of the box on a data directory, or removes a node and prints the names that still have a
+    certificate, a line each: what `appliance node` runs."""
     parser = argparse.ArgumentParser(prog="appliance.nodes.enrolment", description=main.__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--life-s", type=float, default=TOKEN_LIFE_S)
@@ -305,7 +306,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not NODE_NAME.fullmatch(options.remove) or options.remove == "n0":
             print(f"{options.remove!r} is not a node that has joined; `appliance gpu list` shows them", file=sys.stderr)
             return 1
-        credentials.files.removed.remove(options.remove)
+        removed = credentials.files.removed
+        removed.remove(options.remove)
+        print("\n".join(sorted(removed.certified() - {"n0"})))
         return 0
     print(Tokens(paths.join_tokens).give(credentials.fingerprint(), options.life_s).text())
     return 0

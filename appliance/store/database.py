@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 from appliance.store.errors import (
     DatabaseUnusable,
     DuplicateRow,
+    NoRoomForCopy,
     RowNotFound,
     SchemaTooNew,
     UnknownColumn,
@@ -85,7 +86,7 @@ class Database:
     def __init__(self, path: Path):
         """Open or create `path` (mode 0600) and bring its schema up to date.
 
-        Raises DatabaseUnusable, SchemaTooNew.
+        Raises DatabaseUnusable, SchemaTooNew, NoRoomForCopy.
         """
         self.path = path
         self._depth = 0
@@ -104,7 +105,7 @@ class Database:
         except sqlite3.DatabaseError as error:
             self._connection.close()
             raise DatabaseUnusable(path, str(error)) from error
-        except SchemaTooNew:
+        except (SchemaTooNew, NoRoomForCopy, OSError):
             self._connection.close()
             raise
 

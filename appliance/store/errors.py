@@ -3,6 +3,7 @@
 StoreError
 ├── DatabaseUnusable    the file is not our database, is damaged, or cannot be opened
 ├── SchemaTooNew        the file was written by a newer release
+├── NoRoomForCopy       an older release's file cannot be copied before its schema is changed
 ├── RowNotFound         no row has this id
 ├── DuplicateRow        a row with this id or name exists already
 ├── UnknownCursor       `after` names no row of this list
@@ -32,6 +33,14 @@ class SchemaTooNew(StoreError):
         super().__init__(
             f"{path} has schema version {found}, this release knows versions up to {known}: "
             "it was written by a newer release; start that one, or restore a backup made before the upgrade"
+        )
+
+
+class NoRoomForCopy(StoreError):
+    def __init__(self, path: Path, needed_bytes: int, free_bytes: int):
+        super().__init__(
+            f"{path} is of an older release, and is copied before its schema is changed. That needs "
+            f"{needed_bytes / 1e6:.0f} MB, and {free_bytes / 1e6:.0f} are free: make room, and start again"
         )
 
 

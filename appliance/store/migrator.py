@@ -15,14 +15,16 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
+from appliance.store.copies import keep_copy
 from appliance.store.errors import SchemaTooNew
 
 _CREATES = re.compile(r"CREATE TABLE (\w+)|ALTER TABLE (\w+) ADD COLUMN (\w+)")
 
 
 def migrate(connection: sqlite3.Connection, path: Path) -> None:
-    """Runs the scripts that are missing; `connection` is in autocommit mode. Raises SchemaTooNew.
+    """Runs the scripts that are missing; `connection` is in autocommit mode. Raises SchemaTooNew, NoRoomForCopy.
 
+    A database that has a schema is copied before (appliance.store.copies), so that the release before can have it back.
     After a script that fails, or a crash, the database is as it was: the release before still opens it. One transaction
     also costs a new database one sync of the disk instead of one for each script.
     """
@@ -32,6 +34,8 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
         raise SchemaTooNew(path, newest, max(scripts))
     if newest and _columns(connection, "migrations") and not _missing(connection, scripts):
         return
+    if newest:
+        keep_copy(connection, path, newest)
     with _transaction(connection):
         if not _columns(connection, "migrations"):
             connection.execute("CREATE TABLE migrations (number INTEGER PRIMARY KEY)")

@@ -49,7 +49,9 @@ class FileRow:
     """An uploaded or produced file; its bytes lie at `files/<id>`.
 
     owner: of the key, or of the job, that it was made with; empty for the box itself, here and in the other tables.
-    report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings).
+    report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings). check_status:
+    waiting, done or failed, of the check of what is in it; data_check: its report. lineage: of a prepared file, what it
+    was made of.
     """
 
     id: str
@@ -64,6 +66,9 @@ class FileRow:
     expires_s: float | None = None
     owner: str = ""
     report: dict[str, Any] | None = json_column(default=None)
+    check_status: str | None = None
+    data_check: dict[str, Any] | None = json_column(default=None)
+    lineage: dict[str, Any] | None = json_column(default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -573,3 +578,105 @@ class ResponseRow:
     @property
     def finished(self) -> bool:
         return self.status not in UNFINISHED_RESPONSE
+
+
+GateState = Literal["waiting", "evaluating", "passed", "canary", "ended"]
+GateVerdict = Literal["passed", "refused", "undecided", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class GateRow:
+    """Whether the version of a job may answer for its model.
+
+    terms: as appliance.controller.gates.terms has them, with the data of every suite. state: "waiting" for the job,
+    "evaluating", "passed" (it is about to answer), "canary", "ended". version: what the job made, empty until it has;
+    before: the version it is compared with, empty where none answered. runs: by the number of a suite, as text,
+    {"candidate", "incumbent"}, ids of eval runs. told: what was found, by suite (`verdict.SuiteVerdict`). reason: what
+    it waits for, or why it ended so. activated: the version got all requests.
+    """
+
+    id: str
+    created_s: float
+    job_id: str
+    model: str
+    key_id: str | None = None
+    owner: str = ""
+    terms: dict[str, Any] = json_column(default_factory=dict)
+    version: str = ""
+    before: str = ""
+    state: GateState = "waiting"
+    verdict: GateVerdict | None = None
+    reason: str = ""
+    activated: int = 0
+    runs: dict[str, dict[str, str]] = json_column(default_factory=dict)
+    told: list[dict[str, Any]] = json_column(default_factory=list)
+    decided_s: float | None = None
+    ended_s: float | None = None
+
+
+PipelineRunState = Literal["running", "succeeded", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRow:
+    """spec: as appliance.controller.pipelines.spec has it. scheduled: its schedule is in force. next_s: when its
+    clock or its next look at the data is due. note: why the last due run was not begun. taken: {path or file id:
+    [bytes, changed]} of the data that runs which ended well have trained on."""
+
+    id: str
+    name: str
+    created_s: float
+    key_id: str | None = None
+    owner: str = ""
+    spec: dict[str, Any] = json_column(default_factory=dict)
+    scheduled: int = 0
+    next_s: float | None = None
+    note: str = ""
+    taken: dict[str, list[Any]] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRunRow:
+    """spec: the pipeline's when it was begun. trigger: "request", "clock" or "data". outcome: of one that succeeded:
+    "answers", "left" (its version does not answer), "nothing_new". data: as `taken`, what it has chosen. file_id: all
+    of it in one file. made: {"checked" and "beyond": what its check has found, "prepared" and "validation": files that
+    were made of it, "dropped": what was left out}. steps: `steps.Step`, in order."""
+
+    id: str
+    pipeline_id: str
+    created_s: float
+    trigger: str
+    key_id: str | None = None
+    owner: str = ""
+    spec: dict[str, Any] = json_column(default_factory=dict)
+    state: PipelineRunState = "running"
+    outcome: str = ""
+    reason: str = ""
+    steps: list[dict[str, Any]] = json_column(default_factory=list)
+    data: dict[str, list[Any]] = json_column(default_factory=dict)
+    file_id: str | None = None
+    made: dict[str, Any] = json_column(default_factory=dict)
+    job_id: str | None = None
+    ended_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """A search of hyperparameters. spec: as appliance.controller.sweeps.spec has it. round: the one that goes on, from
+    0. trials: {"parameters", "jobs": one {"job_id", "state", "loss"} for each round that it took part in}. files: by
+    the number of a round, as text, the file with its share of the data. spent_s: of devices. best: a trial's number."""
+
+    id: str
+    name: str
+    created_s: float
+    key_id: str | None = None
+    owner: str = ""
+    spec: dict[str, Any] = json_column(default_factory=dict)
+    state: PipelineRunState = "running"
+    reason: str = ""
+    round: int = 0
+    trials: list[dict[str, Any]] = json_column(default_factory=list)
+    files: dict[str, str] = json_column(default_factory=dict)
+    spent_s: float = 0.0
+    best: int | None = None
+    ended_s: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from appliance.config import BoxConfig
@@ -22,8 +23,8 @@ def node_config_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ..
     at_home = devices[0].node == HOME_NODE
     env = (*WARM_ENV, *device_environment(devices[0].kind, paths.caches).items())
 
-    def warm(name: str, preload: str, socket_path: Path) -> WarmSpec:
-        return WarmSpec(name, preload, str(socket_path), str(paths.logs / f"warm-{name}.log"), env)
+    def warm(name: str, preload: str, socket_path: Path, more: Mapping[str, str]) -> WarmSpec:
+        return WarmSpec(name, preload, str(socket_path), str(paths.logs / f"warm-{name}.log"), (*env, *more.items()))
 
     return NodeConfig(
         name=devices[0].node,
@@ -33,8 +34,8 @@ def node_config_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ..
         log_dir=paths.logs,
         shm_root=paths.shm_root,
         warm=(
-            warm("serve", "serve.engine.preload", paths.warm_serve_socket),
-            warm("train", "train.run.preload", paths.warm_train_socket),
+            warm("serve", "serve.engine.preload", paths.warm_serve_socket, {}),
+            warm("train", "train.run.preload", paths.warm_train_socket, kind_of(devices[0].kind).rank_environment()),
         ),
         token_path=paths.ray_token,
         jobs_dir=paths.jobs if at_home else paths.away_jobs,

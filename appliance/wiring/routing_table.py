@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from appliance.controller.access.naming import is_printable, resolve
+from appliance.controller.access.naming import CHALLENGER, CHAMPION, has_aliases, is_printable, resolve
 from appliance.controller.bus.bus import Bus
 from appliance.controller.bus.demand_learning import Traffic
 from appliance.controller.bus.load import Load, ModelLoad
@@ -207,7 +207,21 @@ class BusRouting:
             row = replace(found[name], canary=None, pins=name)
             for version in {row.version, *(r.version for r in self._replicas.values() if r.model == name)}:
                 found.setdefault(f"{name}@{version}", replace(row, version=version))
+        self._add_aliases(found, [rows[name] for name in deployed])
         return self._printable(found)
+
+    def _add_aliases(self, found: dict[str, _Callable], deployed: list[ModelRow]) -> None:
+        """Each asks the engines of another name: the model's own, its canary's, or that of a checkpoint."""
+        challengers = models.challengers(self._db)
+        for model in deployed:
+            if has_aliases(model) or model.id in challengers:
+                row = replace(found[model.id], canary=None, pins=model.id)
+                found.setdefault(f"{model.id}@{CHAMPION}", row)
+        for name, version in challengers.items():
+            names = (f"{name}@{version}", job_records.checkpoint_of(self._db, name, version))
+            pins = next((one for one in names if one in found), None)
+            if pins is not None:
+                found.setdefault(f"{name}@{CHALLENGER}", replace(found[pins], pins=found[pins].pins or pins))
 
     def _printable(self, found: dict[str, _Callable]) -> dict[str, _Callable]:
         """Names that the gateways accept. The routes reject all others; a row with one must not block the rest."""

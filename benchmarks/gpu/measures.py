@@ -17,12 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from runtime.numa import bind
+
 GIB = 2**30
 ROUNDS = 3
 
 
 def devices() -> dict[str, Any]:
     import pynvml
+
+    from runtime.devices import cuda
 
     pynvml.nvmlInit()
     handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -32,6 +36,7 @@ def devices() -> dict[str, Any]:
         "driver": float(driver.split(".")[0]),
         "mig": sum(_mig(pynvml, handle) for handle in handles),
         "used_bytes": [_used_bytes(pynvml, handle) for handle in handles],
+        "numa_nodes": [cuda.numa_node(handle) for handle in handles],
     }
 
 
@@ -183,9 +188,23 @@ def collectives(gpu: int, of: int, meet: str) -> dict[str, Any]:
     dist.all_reduce(data)
     right = bool((data == of).all())
     rate = _rate(torch, lambda: dist.all_reduce(data), data.nbytes)
-    nvlink = all(torch.cuda.can_device_access_peer(gpu, other) for other in range(of) if other != gpu)
     dist.destroy_process_group()
-    return {"bus": rate * 2 * (of - 1) / of, "right": right, "nvlink": nvlink}
+    return {"bus": rate * 2 * (of - 1) / of, "right": right, "nvlink": nvlink(gpu, of)}
+
+
+def nvlink(gpu: int, of: int) -> bool:
+    """Whether it joins one to all others. CUDA only says that they reach each other's memory, which goes over PCIe
+    too (H100 NVL beyond its pair)."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(of)]
+    mine = handles.pop(gpu)
+    try:
+        told = {pynvml.nvmlDeviceGetP2PStatus(mine, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) for other in handles}
+    except pynvml.NVMLError:
+        return False
+    return told <= {pynvml.NVML_P2P_STATUS_OK}
 
 
 def _link(torch: Any, device: Any, seconds: float = 0.0) -> float:
@@ -222,7 +241,10 @@ def main() -> int:
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--of", type=int, default=1)
     parser.add_argument("--meet", default="")
+    parser.add_argument("--numa", type=int)
     options = parser.parse_args()
+    if options.numa is not None:
+        bind([options.numa])  # as engines and ranks are: half of the copies else cross from socket to socket
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "devices": devices,
         "fork": lambda: fork(options.half),

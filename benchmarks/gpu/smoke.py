@@ -94,6 +94,7 @@ def measure(wanted: Sequence[str], *, installed: Callable[[str], bool], start: S
     if "failed" in devices:
         return facts
     count = len(devices.get("names", [])) or 1
+    beside = [_beside(node) for node in devices.get("numa_nodes", [None] * count)]
     for part in (part for part in wanted if part != "devices"):
         missing = [name for name in NEEDS.get(part, ("torch", "safetensors")) if not installed(name)]
         if missing:
@@ -103,11 +104,12 @@ def measure(wanted: Sequence[str], *, installed: Callable[[str], bool], start: S
         elif part in ("collectives", "together") and count == 1:
             facts[part] = {"skipped": "there is one GPU"}
         elif part == "collectives":
-            facts[part] = _world(start, part, [{}] * count)
+            every = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}  # whatever the caller sees of them
+            facts[part] = _world(start, part, [every] * count, beside)
         elif part == "ranks":
-            facts[part] = _world(start, part, _sees(count))  # like the box's own, each sees its device alone
+            facts[part] = _world(start, part, _sees(count), beside)  # like the box's own, each sees its device alone
         else:
-            facts[part] = _each(start, part, count, at_once=part in AT_ONCE)
+            facts[part] = _each(start, part, beside, at_once=part in AT_ONCE)
     return facts
 
 
@@ -120,19 +122,29 @@ def _forks(start: Start, installed: Callable[[str], bool]) -> dict[str, Any]:
     return failed[0] if failed else {"forks": {half: works for one in found for half, works in one["forks"].items()}}
 
 
-def _world(start: Start, part: str, sees: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+def _beside(numa_node: int | None) -> list[str]:
+    return [] if numa_node is None else ["--numa", str(numa_node)]
+
+
+def _world(
+    start: Start, part: str, sees: Sequence[Mapping[str, str]], beside: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     """Of one rank for each of `sees`, its variables; they meet through a file. Lists by rank."""
     with tempfile.TemporaryDirectory(prefix="appliance-smoke-") as folder:
         of, meet = ["--of", str(len(sees))], ["--meet", str(Path(folder) / "meet")]
-        world = [start([part, "--gpu", str(rank), *of, *meet], variables) for rank, variables in enumerate(sees)]
+        world = [
+            start([part, "--gpu", str(rank), *of, *meet, *beside[rank]], variables)
+            for rank, variables in enumerate(sees)
+        ]
         return _listed("rank", _answers(world))
 
 
-def _each(start: Start, part: str, count: int, *, at_once: bool) -> dict[str, Any]:
+def _each(start: Start, part: str, beside: Sequence[Sequence[str]], *, at_once: bool) -> dict[str, Any]:
     """Of every GPU, one after the other or all at once: lists by GPU."""
+    asked = [([part, *where], variables) for where, variables in zip(beside, _sees(len(beside)), strict=True)]
     if at_once:
-        return _listed("GPU", _answers([start([part], variables) for variables in _sees(count)]))
-    return _listed("GPU", [_one(start, [part], variables) for variables in _sees(count)])
+        return _listed("GPU", _answers([start(*one) for one in asked]))
+    return _listed("GPU", [_one(start, *one) for one in asked])
 
 
 def _sees(count: int) -> list[dict[str, str]]:

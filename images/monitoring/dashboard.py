@@ -76,6 +76,21 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "Devices",
+        (
+            Panel("Temperature", (("appliance_device_temperature_celsius", "{{device}}"),), unit="celsius"),
+            Panel("Power", (("appliance_device_power_watts", "{{device}}"),), unit="watt"),
+            Panel("Time computing", (("appliance_device_utilization_ratio", "{{device}}"),), unit="percentunit"),
+            Panel("Memory in use", (("appliance_device_memory_used_bytes", "{{device}}"),), unit="bytes"),
+            Panel("Clock", (("appliance_device_clock_hertz", "{{device}}"),), unit="hertz"),
+            Panel(
+                "Slowed down by",
+                (("max by (device, reason) (appliance_device_throttled) == 1", "{{device}} {{reason}}"),),
+                text="power_cap: at its power limit, which is no fault",
+            ),
+        ),
+    ),
+    (
         "Serving",
         (
             Panel(

@@ -23,6 +23,7 @@ class Cpu(DeviceKind):
     on_host = True
     collectives = "gloo"
     locks_pages = False
+    head_sizes = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})  # vLLM 0.32's CPUAttentionBackend
 
     def present(self) -> bool:
         return True

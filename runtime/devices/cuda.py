@@ -22,6 +22,12 @@ _WATCHED = pynvml.nvmlEventTypeXidCriticalError
 _CONTROL = Path("/dev/nvidiactl")
 _NO_DRIVER = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded, pynvml.NVMLError_NoPermission)
 _NOT_REPORTED = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission, pynvml.NVMLError_InvalidArgument)
+_THROTTLES = (
+    (pynvml.nvmlClocksThrottleReasonSwThermalSlowdown | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown, "heat"),
+    (pynvml.nvmlClocksThrottleReasonHwSlowdown, "hardware"),
+    (pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown, "power_brake"),
+    (pynvml.nvmlClocksThrottleReasonSwPowerCap, "power_cap"),
+)
 _EXCLUSIVE = {
     pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive process",
     pynvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
@@ -37,6 +43,9 @@ class Cuda(TorchCuda):
     # Nothing of vLLM's GPU code yet: some of it (vllm.compilation.backends) imports FlashInfer, whose import asks CUDA
     # for the first GPU (flashinfer/kda_kernels/__init__.py). Only a test on a GPU can show what leaves CUDA alone.
     engine_modules = ()
+    # vLLM takes them first on Blackwell, and with keys and values in FP8 on all but Hopper, without asking for the nvcc
+    # that compiles their kernels, or the network that they come from (vllm/platforms/cuda.py, _get_backend_priorities).
+    compiled_attention = "FLASHINFER"
     report_commands = (("nvidia-smi", "-q"),)
     runtime_library = "libcudart"
     runtime_prefix = "cuda"
@@ -113,24 +122,31 @@ class Cuda(TorchCuda):
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_CACHE_PATH": str(caches / "cuda"),
             "FLASHINFER_WORKSPACE_BASE": str(caches),
+            # Multiplies layers of few bits on Hopper, by kernels that it compiles with NVRTC (humming-kernels).
+            "HUMMING_CACHE_DIR": str(caches / "humming"),
+            "HUMMING_TMP_DIR": str(caches / "humming-tmp"),
         }
 
     def engine_arguments(self) -> list[str]:
         # FlashInfer compiles its kernels by nvcc when an engine starts: minutes, and without nvcc the engine dies. If
         # nvcc and ninja are installed, vLLM also imports it for the fusion before it forks its core, and that
         # initialises CUDA, which no forked worker can then use (vllm/config/vllm.py, utils/flashinfer.py). Every level
-        # of optimisation leaves alone what is said here.
+        # of optimisation leaves alone what is said here. Prompts of models with gated delta nets (Qwen3-Next, Qwen3.5)
+        # go through it from Hopper on, whether or not there is an nvcc (vllm/model_executor/layers/mamba/gdn).
         passes = {"pass_config": {"fuse_allreduce_rms": False}}
         without_tuning = ["--no-enable-flashinfer-autotune", "--compilation-config", json.dumps(passes)]
-        return [*super().engine_arguments(), *without_tuning]
+        return [*super().engine_arguments(), *without_tuning, "--gdn-prefill-backend", "triton"]
 
     def engine_environment(self) -> dict[str, str]:
-        # For the same reason. vLLM's own Triton kernel samples, its own all-reduce and NCCL join the devices, DeepGEMM
-        # or CUTLASS multiplies in FP8. The first two would be used without asking for nvcc.
+        # For the same reason. vLLM's own Triton kernel samples, its own all-reduce and NCCL join the devices, its
+        # compiled CUTLASS or Marlin kernels or Triton's multiply in FP8. The first two would be used without asking
+        # for nvcc, and so would DeepGEMM, which compiles every kernel by it: of layers quantised to FP8 in blocks, from
+        # Hopper on, where vLLM prefers it because it comes in vLLM's own package (vllm/utils/deep_gemm.py).
         return {
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
             "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+            "VLLM_USE_DEEP_GEMM": "0",
         }
 
 
@@ -206,7 +222,7 @@ def _found(index: int, handles: Mapping[int, Any]) -> Found:
             index=index,
             name=_text(pynvml.nvmlDeviceGetName(handle)),
             memory_bytes=_memory_bytes(handle, known_unfit=bool(reason)),
-            numa_node=_numa_node(_bus_id(pynvml.nvmlDeviceGetPciInfo(handle))),
+            numa_node=numa_node(handle),
             linked=frozenset(n for n, other in handles.items() if n != index and _linked(handle, other)),
             uuid=_uuid(handle),
             unfit=reason,
@@ -262,11 +278,8 @@ def _uuid(handle: Any) -> str:
     return _text(_ask(lambda: pynvml.nvmlDeviceGetUUID(handle)) or "")
 
 
-def _bus_id(pci: Any) -> str:
-    return _text(pci.busId).lower()[-12:]  # NVML writes the domain with 8 digits, sysfs with 4
-
-
-def _numa_node(bus: str) -> int | None:
+def numa_node(handle: Any) -> int | None:
+    bus = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]  # its domain has 8 digits, that of sysfs 4
     try:
         number = int(Path(f"/sys/bus/pci/devices/{bus}/numa_node").read_text())
     except (FileNotFoundError, ValueError):
@@ -372,7 +385,34 @@ class _Watch:
             ),
             unfit=unfit(handle),
             uuid=_uuid(handle),
+            **_meters(handle),
         )
+
+
+def _meters(handle: Any) -> dict[str, Any]:
+    """What it draws and does now: NVML's milliwatts, millijoules, percent and MHz in base units. What it does not tell,
+    for whatever reason, is not known: a meter that fails is no reason to take a GPU for lost."""
+
+    def ask(question: Callable[..., Any], *more: Any) -> Any:
+        try:
+            return question(handle, *more)
+        except pynvml.NVMLError:
+            return None
+
+    def scaled(told: Any, by: float) -> float | None:
+        return None if told is None else told * by
+
+    busy, memory = ask(pynvml.nvmlDeviceGetUtilizationRates), ask(pynvml.nvmlDeviceGetMemoryInfo)
+    reasons = ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons) or 0
+    return {
+        "power_w": scaled(ask(pynvml.nvmlDeviceGetPowerUsage), 1e-3),
+        "power_limit_w": scaled(ask(pynvml.nvmlDeviceGetEnforcedPowerLimit), 1e-3),
+        "energy_j": scaled(ask(pynvml.nvmlDeviceGetTotalEnergyConsumption), 1e-3),
+        "busy": None if busy is None else busy.gpu * 1e-2,
+        "memory_used_bytes": None if memory is None else int(memory.used),
+        "clock_hz": scaled(ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM), 1e6),
+        "throttled": tuple(word for bits, word in _THROTTLES if reasons & bits),
+    }
 
 
 def _handle(index: int) -> Any:

@@ -33,7 +33,10 @@ class Found:
 class Reading:
     """A device's health at `at_s` (Unix time). None: not reported. `faults`: what its driver says is broken, each to
     follow "the device"; an event is in the first reading after it only. `lost`: why the device no longer answers.
-    `unfit`: why it must not be used although it answers. `uuid`: as in `Found`.
+    `unfit`: why it must not be used although it answers. `uuid`: as in `Found`. `power_w`, `power_limit_w`: drawn and
+    enforced. `energy_j`: drawn since its driver was loaded. `busy`: the share of the last moments (0.2 to 1 s) in which
+    it computed. `memory_used_bytes`: by whomever. `clock_hz`: of its processors. `throttled`: why they are slower than
+    they could be, words of `THROTTLES`.
     """
 
     device_id: str
@@ -45,6 +48,18 @@ class Reading:
     lost: str = ""
     unfit: str = ""
     uuid: str = ""
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    energy_j: float | None = None
+    busy: float | None = None
+    memory_used_bytes: int | None = None
+    clock_hz: float | None = None
+    throttled: tuple[str, ...] = ()
+
+
+THROTTLES = ("heat", "hardware", "power_brake", "power_cap")
+"""`heat`: over a temperature. `hardware`: a slowdown that the board ordered. `power_brake`: one that the power supply
+ordered. `power_cap`: at its power limit, which is no fault."""
 
 
 class PageLock(Protocol):
@@ -71,9 +86,11 @@ class DeviceKind(ABC):
     indicates no hardware fault. `locks_pages`: copies to it run at full rate only from page-locked memory of the host.
     `context_bytes`: what one process takes of a device before its first tensor: context, collectives' buffers, math
     libraries' workspaces. `asleep_bytes`: what a sleeping engine keeps of one. `engine_modules`: what the parent of
-    engines imports of vLLM for them, which leaves the devices alone. `report_commands`: the maker's tools that print
-    their state, for a support bundle. `untried`: of a kind that was written by reading alone, what it lacks; a box
-    refuses its devices unless told to try.
+    engines imports of vLLM for them, which leaves the devices alone. `compiled_attention`: in the names of vLLM's
+    attention backends that need a compiler which the box does not install; "": none does. `report_commands`: the
+    maker's tools that print their state, for a support bundle. `head_sizes`: elements of an attention head that engines
+    compute on it; empty where only the engine knows. `untried`: of a kind that was written by reading alone, what it
+    lacks; a box refuses its devices unless told to try.
     """
 
     name: str
@@ -86,7 +103,9 @@ class DeviceKind(ABC):
     context_bytes: int = 0
     asleep_bytes: int = 0
     engine_modules: tuple[str, ...] = ()
+    compiled_attention: str = ""
     report_commands: tuple[tuple[str, ...], ...] = ()
+    head_sizes: frozenset[int] = frozenset()
     untried: str = ""
 
     def of_this_torch(self) -> bool:
@@ -141,6 +160,10 @@ class DeviceKind(ABC):
 
     def library_environment(self, caches: Path) -> dict[str, str]:
         """Variables that its own libraries need at import; their caches are below `caches`."""
+        return {}
+
+    def rank_environment(self) -> dict[str, str]:
+        """Variables for training ranks alone, which their warm parent has before it imports anything."""
         return {}
 
     def collectives_environment(self, interface: str) -> dict[str, str]:

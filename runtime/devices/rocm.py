@@ -121,6 +121,8 @@ def _found(index: int, gpu: _Gpu, numbers: Mapping[int, int]) -> Found:
 def _reading(gpu: _Gpu, device_id: str) -> Reading:
     sensors = next(iter(sorted(gpu.card.glob("hwmon/hwmon*"))), gpu.card)
     temperature, critical = _number(sensors / "temp2_input"), _number(sensors / "temp2_crit")  # 2: the hottest point
+    watts, limit = (_number(sensors / "power1_average"), _number(sensors / "power1_cap"))  # of microwatts
+    busy, clock = _number(gpu.card / "gpu_busy_percent"), _number(sensors / "freq1_input")
     return Reading(
         device_id,
         time.time(),
@@ -129,6 +131,11 @@ def _reading(gpu: _Gpu, device_id: str) -> Reading:
         slowdown_c=None if critical is None else critical // 1000,
         lost="" if gpu.card.exists() else "its card has left the bus",
         uuid=gpu.uuid,
+        power_w=None if watts is None else watts / 1e6,
+        power_limit_w=None if limit is None else limit / 1e6,
+        busy=None if busy is None else busy / 100,
+        memory_used_bytes=_number(gpu.card / "mem_info_vram_used"),
+        clock_hz=None if clock is None else float(clock),
     )
 
 

@@ -44,15 +44,10 @@ class Window:
     id: str = ""
 
     def __post_init__(self) -> None:
-        try:
-            ZoneInfo(self.tz)
-        except (ZoneInfoNotFoundError, ValueError, OSError):
-            raise InvalidSchedule(
-                f'time zone {self.tz!r} is not known: an IANA name expected, e.g. "UTC" or "Europe/Berlin"', "tz"
-            ) from None
-        _check_cron(self.cron, "cron")
+        check_zone(self.tz)
+        check_cron(self.cron, "cron")
         if self.until is not None:
-            _check_cron(self.until, "until")
+            check_cron(self.until, "until")
             if self.for_s is not None:
                 raise InvalidSchedule("a window ends either by `until` or after `for_s` seconds, not by both", "until")
         if self.for_s is not None and not 60.0 <= self.for_s <= _MAX_S:
@@ -67,13 +62,13 @@ class Window:
 
     def next_s(self, now_s: float) -> float:
         """The first beginning after now."""
-        return _next_s(self.cron, self.tz, now_s)
+        return next_firing_s(self.cron, self.tz, now_s)
 
     def end_s(self, began_s: float) -> float | None:
         """When the window that began then ends; None: no end of its own."""
         if self.for_s is not None:
             return began_s + self.for_s
-        return None if self.until is None else _next_s(self.until, self.tz, began_s)
+        return None if self.until is None else next_firing_s(self.until, self.tz, began_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +133,18 @@ def preview(
     return out
 
 
-def _check_cron(cron: str, param: str) -> None:
+def check_zone(tz: str) -> None:
+    """Raises InvalidSchedule."""
+    try:
+        ZoneInfo(tz)
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        raise InvalidSchedule(
+            f'time zone {tz!r} is not known: an IANA name expected, e.g. "UTC" or "Europe/Berlin"', "tz"
+        ) from None
+
+
+def check_cron(cron: str, param: str) -> None:
+    """Raises InvalidSchedule."""
     # croniter also accepts "R" (random at each evaluation) and "H"; a schedule must give the same result every time.
     plain = re.fullmatch(r"[\d*/,\-#lL ]+", _NAMES.sub("1", cron)) is not None
     if len(cron.split()) != 5 or not plain or not croniter.is_valid(cron):
@@ -153,7 +159,8 @@ def _check_cron(cron: str, param: str) -> None:
         raise InvalidSchedule(f"schedule {cron!r} never fires: no such date comes", param) from None
 
 
-def _next_s(cron: str, tz: str, after_s: float) -> float:
+def next_firing_s(cron: str, tz: str, after_s: float) -> float:
+    """The first time after this one that the expression fires in the time zone; both are right (`check_cron`)."""
     return _once(cron, croniter(cron, datetime.fromtimestamp(int(after_s), ZoneInfo(tz))).get_next)
 
 

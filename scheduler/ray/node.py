@@ -25,7 +25,7 @@ from scheduler.devices.readings import DeviceReadings
 from scheduler.ray.node_copies import NodeCopies
 from serve.adapters.source import AdapterServer, AdapterUnavailable, brought_in
 from weights.format.errors import WeightsError
-from weights.format.manifest import Manifest
+from weights.format.manifest import KINDS, Manifest
 from weights.memory.lease import Lease
 from weights.tiers.record import Name
 
@@ -101,7 +101,9 @@ class Node(NodeAgent, NodeCopies):
         NodeCopies.__init__(self, node_config.shm_root, node_config.jobs_dir, node_config.budget_bytes, shared)
         self._config = node_config
         sockets = (node_config.run_dir / "r", node_config.adapter_socket)
-        folders = (node_config.shm_root, node_config.jobs_dir, *node_config.lends)
+        # Of shared memory what may be lent, and no more of it: the gateways' token is there too.
+        lent = (node_config.shm_root / f"{kind}s" for kind in KINDS)
+        folders = (*lent, node_config.jobs_dir, *node_config.lends)
         self._tunnel_server = TunnelServer(node_config.address, shared, sockets=sockets, folders=folders)
         self._tunnels = Tunnels(shared)
         self._health = DeviceReadings(node_config.devices)

@@ -11,6 +11,10 @@ is none, while another thread takes in requests and makes backends. So the manag
 
 And llguidance's backend keeps the form that it compiles in an attribute, which it reads a line later: of two threads
 one could compile the other's. So each compiles with a copy.
+
+llguidance page-locks its masks where there is a GPU, and the first to do so in a process opens a CUDA context, about
+0.5 GB on the first device, which no plan counts and no sleep frees. The core of a tensor-parallel engine has no context
+else: its workers copy out of what it sends them. So the masks are xgrammar's, which locks nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from __future__ import annotations
 import copy
 import functools
 from typing import Any
+
+import xgrammar
 
 
 def apply(manager: Any) -> None:
@@ -51,6 +57,13 @@ def apply(manager: Any) -> None:
         clear(self)
 
     manager.grammar_init, manager._create_grammar, manager.clear_backend = grammar_init, _create_grammar, clear_backend
+
+
+def lock_no_masks(backend: Any) -> None:
+    """backend: vLLM's class of llguidance's."""
+    backend.allocate_token_bitmask = lambda self, masks: xgrammar.allocate_token_bitmask(
+        masks, self.ll_tokenizer.vocab_size
+    )
 
 
 def _asked(request: Any) -> str | None:

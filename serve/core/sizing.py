@@ -9,7 +9,8 @@ that one token passes:
 
     weights      b P (as stored if quantised), and b V h more where the head is tied to the embedding, because the head
                  is packed for the matrix kernels and the embedding stays plain
-    adapters     slots x rank x sum of the in and out of all linear layers x b, allocated at the start
+    adapters     slots x rank x sum of the in and out of all linear layers x b, allocated at the start; each
+                 tensor-parallel worker has the sides of the hidden state whole
     KV cache     2 x layers x heads x head size x b per token, for one whole context at least
     activations  a batch of BATCHED_TOKENS tokens, and the sampling of max_num_seqs rows of V numbers
     process      PROCESS_BYTES for the frontend and its core, WORKER_BYTES for each further worker, TOKENIZER_BYTES per
@@ -40,6 +41,7 @@ from serve.core.shape import ServedShape
 CPU_KV_BYTES = 256 * 2**20
 LEAST_KV_BYTES = 64 * 2**20
 LEAST_FRACTION = 0.01
+LORA_RANK_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Dense architectures for which vLLM takes adapters on every linear layer. On a CPU it takes none for experts.
 ADAPTER_ARCHITECTURES = frozenset(
     f"{family}ForCausalLM"
@@ -74,6 +76,11 @@ CPU_MAX_NUM_SEQS = 64
 GPU_BATCHES = ((160 * 2**30, 1024, 16384), (70 * 2**30, 1024, 8192), (0, 256, 2048))
 CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 128, 16
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def lora_rank_bound(rank: int) -> int:
+    """Return the smallest `--max-lora-rank` that vLLM 0.32 accepts (vllm/config/lora.py) and that covers `rank`."""
+    return next(bound for bound in LORA_RANK_BOUNDS if bound >= rank)
 
 
 def adapter_rank_limit(config: EngineConfig, *, task: str, arch: str) -> int:
@@ -203,11 +210,17 @@ def engine_size(
 
 def _not_computed(kind: DeviceKind, shape: ServedShape) -> str:
     lacking = kind.lacks_for_quantised() if shape.quantized else ""
-    if not lacking:
-        return ""
+    if lacking:
+        return (
+            f"its layers are quantised, and engines compute such layers only on a processor with {lacking}, which this "
+            f"one does not have; {INSTEAD_OF_QUANTISED}"
+        )
+    sizes = kind.head_sizes
+    if shape.latent or not shape.head_dim or not sizes or shape.head_dim in sizes:
+        return ""  # latent attention has a kernel of its own
     return (
-        f"its layers are quantised, and engines compute such layers only on a processor with {lacking}, which this one "
-        f"does not have; {INSTEAD_OF_QUANTISED}"
+        f"its attention heads have {shape.head_dim} elements, and engines on a {kind.title} compute heads of "
+        f"{', '.join(map(str, sorted(sizes)))}"
     )
 
 
@@ -267,7 +280,7 @@ def _without_kv(
     tokens: int,
 ) -> EngineMemory:
     element = ELEMENT_BYTES[dtype]
-    adapters = -(-_adapters(config, shape, task, arch, element) // shards)
+    adapters = _adapters(config, shape, task, arch, shards) * element
     hidden, ffn = BATCH_ELEMENTS_H * shape.hidden, BATCH_ELEMENTS_F * shape.ffn
     if not kind.on_host:
         batch = tokens * (hidden + ffn // shards) * element
@@ -283,8 +296,11 @@ def _without_kv(
     return EngineMemory(-(-weights // shards), adapters, 0, batch // shards + rows // shards, asleep)
 
 
-def _adapters(config: EngineConfig, shape: ServedShape, task: str, arch: str, element: int) -> int:
-    return config.adapter_slots * adapter_rank_limit(config, task=task, arch=arch) * shape.lora_sides * element
+def _adapters(config: EngineConfig, shape: ServedShape, task: str, arch: str, shards: int) -> int:
+    """Numbers that a worker keeps (vllm/lora/layers, without fully_sharded_loras)."""
+    rank = adapter_rank_limit(config, task=task, arch=arch)
+    sides = shape.lora_whole + -(-(shape.lora_sides - shape.lora_whole) // shards)
+    return config.adapter_slots * lora_rank_bound(rank) * sides if rank else 0
 
 
 def _sampling(config: EngineConfig, shape: ServedShape, task: str, per_entry: int) -> int:

@@ -11,12 +11,11 @@ from typing import Any
 
 from runtime.devices.kinds import kind_of
 from serve.core.parsers import reasoning_parser, tool_parser
-from serve.core.sizing import ADAPTER_MODULES
+from serve.core.sizing import ADAPTER_MODULES, lora_rank_bound
 from serve.core.spec import ReplicaSpec
 from serve.core.system_prompt import with_system_prompt
 from weights.format.tool_template import with_tools
 
-LORA_RANK_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CPU_WORKER = "serve.cpu.worker.ShmCPUWorker"
 # A custom scheduler loses vLLM's asynchronous scheduling, which vLLM disables on the CPU anyway.
 CPU_SCHEDULER = "serve.cpu.finishing_scheduler.FinishingScheduler"
@@ -108,11 +107,6 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
         if thinks is not None:
             args += ["--reasoning-parser", thinks]
     return [*args, *spec.extra_args]
-
-
-def lora_rank_bound(rank: int) -> int:
-    """Return the smallest `--max-lora-rank` that vLLM 0.32 accepts (vllm/config/lora.py) and that covers `rank`."""
-    return next(bound for bound in LORA_RANK_BOUNDS if bound >= rank)
 
 
 def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dict[str, str]:

@@ -37,7 +37,7 @@ def python_of(client: Client, folder: Path) -> str:
     home = folder / client.name
     python = home / "bin" / "python"
     done = home / "installed"
-    if not done.exists():
+    if not (done.exists() and python.exists()):
         shutil.rmtree(home, ignore_errors=True)
         _install(home, python, client.packages)
         done.touch()

@@ -3,14 +3,17 @@
     python -m tests.clients                     all: installs, starts a box, tries, writes docs/clients.md
     python -m tests.clients openai anthropic    some: their rows alone
     python -m tests.clients --install           the environments alone
+    python -m tests.clients --left --within 600 in parts: what this commit was not tried with, none begun after 600 s
 
-Exit status 1: something failed that clients.py does not name as known. It takes half an hour on 2 cores.
+Exit status 1: something failed that clients.py does not name as known; 3: some are left. It takes half an hour on 2
+cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -24,8 +27,9 @@ from tests.clients.clients import CLIENTS, Client
 from tests.clients.table import ROOT, Row
 
 MODEL, EMBEDDING_MODEL = "smollm2-135m", "smollm2-embed"
-_TRY_S = 400
+_TRY_S = 1200
 _TOLD_CHARS = 300
+_SOME_LEFT = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,26 +38,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "clients", help="environments and the box")
     parser.add_argument("--port", type=int, default=8798)
     parser.add_argument("--install", action="store_true", help="make the environments and end")
+    parser.add_argument("--left", action="store_true", help="only those that this commit was not tried with")
+    parser.add_argument("--within", type=float, default=math.inf, metavar="SECONDS", help="begin none after so long")
+    parser.add_argument("--stay", action="store_true", help="the box stays up for the next part, if some are left")
     options = parser.parse_args(argv)
+    began_s, commit = time.monotonic(), _commit()
     chosen = [client for client in CLIENTS if not options.names or client.name in options.names]
     if unknown := set(options.names) - {client.name for client in chosen}:
         parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(client.name for client in CLIENTS)}")
+    if options.left:
+        done = {row.client for row in table.recorded() if row.commit == commit}
+        chosen = [client for client in chosen if client.name not in done]
     folder: Path = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     troubles = {client.name: _installed(client, folder) for client in chosen}
     if options.install:
         return any(troubles.values())
+    if not chosen:
+        return 0
     box = Box(folder / "box", options.port)
     box.up()
     surprises: list[str] = []
     try:
-        for client in chosen:
-            row = _tried(client, folder, box, troubles[client.name])
+        while chosen and time.monotonic() - began_s < options.within:
+            client = chosen.pop(0)
+            row = _tried(client, folder, box, troubles[client.name], commit)
             table.put(table.drawn(table.record([row])))
             surprises += _surprises(client, row)
     finally:
-        box.down()
-    return bool(surprises)
+        if not (options.stay and chosen):
+            box.down()
+    if surprises:
+        return 1
+    return _SOME_LEFT if chosen else 0
 
 
 class Box:
@@ -64,11 +81,19 @@ class Box:
         self._port = port
 
     def up(self) -> None:
-        self._appliance("up", "--detach", "--port", str(self._port), "--devices", "4")
+        if not self._runs():
+            self._appliance("up", "--detach", "--port", str(self._port), "--devices", "4")
         if MODEL not in self._appliance("model", "list"):
             self._appliance("model", "import", MODEL)
         if EMBEDDING_MODEL not in self._appliance("model", "list"):
             self._appliance("model", "import", str(self._embedding()), "--name", EMBEDDING_MODEL)
+
+    def _runs(self) -> bool:
+        try:
+            self._appliance("status")
+        except SystemExit:
+            return False
+        return True
 
     def down(self) -> None:
         self._appliance("down")
@@ -119,10 +144,16 @@ def _installed(client: Client, folder: Path) -> str:
     return ""
 
 
-def _tried(client: Client, folder: Path, box: Box, trouble: str) -> Row:
+def _commit() -> str:
+    """Of the code that is tried; "" outside a repository."""
+    done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def _tried(client: Client, folder: Path, box: Box, trouble: str, commit: str) -> Row:
     today = time.strftime("%Y-%m-%d")
     if trouble:
-        return Row(client.name, "", today, {}, trouble)
+        return Row(client.name, "", today, {}, trouble, commit)
     commands = f"{environments.path_of(client, folder)}{os.pathsep}{os.environ.get('PATH', '')}"
     # What this process was started with is nothing of the client's.
     around = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
@@ -142,7 +173,7 @@ def _tried(client: Client, folder: Path, box: Box, trouble: str) -> Row:
     checks = {name: _one_line(failed) for name, failed in table.verdicts(log.read_text()).items()}
     if not checks and not trouble:
         trouble = _one_line(log.read_text()[-_TOLD_CHARS:]) or "said nothing"
-    row = Row(client.name, environments.version_of(client, folder), today, checks, trouble)
+    row = Row(client.name, environments.version_of(client, folder), today, checks, trouble, commit)
     print(f"{row.client} {row.version}: {row.checks} {row.trouble}", flush=True)
     return row
 

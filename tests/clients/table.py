@@ -18,13 +18,15 @@ _SAID = "@@"
 
 @dataclass
 class Row:
-    """What came of one client. checks: by name, "" if it worked, else why not. trouble: why nothing was tried."""
+    """What came of one client. checks: by name, "" if it worked, else why not. trouble: why nothing was tried.
+    commit: of the code that it was tried on."""
 
     client: str
     version: str
     date: str
     checks: dict[str, str]
     trouble: str = ""
+    commit: str = ""
 
 
 def verdicts(output: str) -> dict[str, str]:
@@ -33,9 +35,13 @@ def verdicts(output: str) -> dict[str, str]:
     return {line["check"]: line["failed"] for line in lines}
 
 
+def recorded(path: Path = RESULTS) -> list[Row]:
+    return [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
+
+
 def record(rows: Iterable[Row], path: Path = RESULTS) -> list[Row]:
     """Replace these clients' rows; the others stay. Returns all, in the order of CLIENTS."""
-    known = {row["client"]: Row(**row) for row in json.loads(path.read_text())} if path.exists() else {}
+    known = {row.client: row for row in recorded(path)}
     known |= {row.client: row for row in rows}
     kept = [known[client.name] for client in CLIENTS if client.name in known]
     path.write_text(json.dumps([asdict(row) for row in kept], indent=1) + "\n")

@@ -37,6 +37,11 @@ class Gpu:
     pids: tuple[int, ...] = ()
     temperature_c: int = 41
     ecc: int = 0
+    power_mw: int = 310_500
+    energy_mj: int = 5_000_000
+    busy_percent: int = 97
+    clock_mhz: int = 1755
+    throttles: int = 0
     handle_error: pynvml.NVMLError | None = None
     error: pynvml.NVMLError | None = None
 
@@ -155,6 +160,12 @@ class _Functions:
         self.nvmlDeviceGetTemperatureThreshold = about(lambda gpu: 87)
         self.nvmlDeviceGetTotalEccErrors = of_datacentre(lambda gpu: gpu.ecc)
         self.nvmlDeviceGetRemappedRows = of_datacentre(lambda gpu: (0, 1, 0, 0))
+        self.nvmlDeviceGetPowerUsage = about(lambda gpu: gpu.power_mw)
+        self.nvmlDeviceGetEnforcedPowerLimit = about(lambda gpu: 700_000)
+        self.nvmlDeviceGetTotalEnergyConsumption = of_datacentre(lambda gpu: gpu.energy_mj)
+        self.nvmlDeviceGetUtilizationRates = about(lambda gpu: types.SimpleNamespace(gpu=gpu.busy_percent, memory=20))
+        self.nvmlDeviceGetClockInfo = about(lambda gpu: gpu.clock_mhz)
+        self.nvmlDeviceGetCurrentClocksEventReasons = about(lambda gpu: gpu.throttles)
         self.nvmlEventSetCreate = lambda: object()
         self.nvmlEventSetFree = lambda events: None
         self.nvmlDeviceRegisterEvents = of_datacentre(lambda gpu: None)

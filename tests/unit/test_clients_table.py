@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.clients import table
+from tests.clients import run, table
 from tests.clients.clients import CHECKS, CLIENTS
 from tests.clients.environments import command_of, uv_options, version_of
 from tests.clients.run import _surprises
@@ -30,6 +30,29 @@ def test_a_client_tried_again_replaces_its_row(tmp_path):
     table.record([Row(second, "1", "d", {"plain": ""}), Row(first, "1", "d", {})], path)
     rows = table.record([Row(second, "2", "e", {"plain": "no"})], path)
     assert [(row.client, row.version) for row in rows] == [(first, "1"), (second, "2")]
+
+
+def test_a_run_in_parts_tries_what_is_left_and_begins_nothing_when_its_time_is_over(tmp_path, monkeypatch):
+    first, second, third = names = [client.name for client in CLIENTS[:3]]
+    rows, began, clock = [Row(first, "1", "d", {}, "", "this"), Row(second, "1", "d", {}, "", "other")], [], [0.0]
+
+    def tried(client, folder, box, trouble, commit):
+        began.append(client.name)
+        clock[0] += 100
+        return Row(client.name, "2", "e", {}, "", commit)
+
+    monkeypatch.setattr(run, "_commit", lambda: "this")
+    monkeypatch.setattr(run, "_installed", lambda client, folder: "")
+    monkeypatch.setattr(run, "_tried", tried)
+    monkeypatch.setattr(run.Box, "_appliance", lambda self, *words: f"{run.MODEL} {run.EMBEDDING_MODEL}")
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(table, "recorded", lambda: rows)
+    monkeypatch.setattr(table, "record", lambda made: rows.extend(made) or rows)
+    monkeypatch.setattr(table, "put", lambda drawn: None)
+    part = [*names, "--folder", str(tmp_path), "--left", "--within", "90"]
+    assert run.main(part) == 3 and began == [second]
+    assert run.main(part) == 0 and began == [second, third]
+    assert run.main(part) == 0 and began == [second, third], "nothing is left, and no box is started"
 
 
 def test_the_table_says_what_worked_what_not_and_why(tmp_path):

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from runtime.processes.kernel import die_with_parent
+from runtime.processes.oom import DiesAs, dies_as
 
 MAGIC = b"GGUF"
 _FIXED_BYTES = 2 << 30  # torch, transformers and one tensor in float32
@@ -46,6 +47,7 @@ def is_gguf(path: Path) -> bool:
 
 def main(file: Path, out: Path) -> None:
     die_with_parent()
+    dies_as(DiesAs.TRIAL)  # and not as the controller, which started it: ranks and engines would die before it
     sys.stdout = sys.stderr  # where libraries that print may print to
     available = _available_bytes()
     _limit(memory_bytes=min(available, _HEADER_BYTES), cpu_s=_HEADER_CPU_S)

@@ -3,8 +3,8 @@
 the ranks will, through the model's chat template; with a length, those of every example, and cuts each as they will.
 
 JSON parsing and bracket matching block all other threads of a process: for most of a second with one 16 MiB example.
-This process prints the report as JSON, runs at low priority, ends with its parent, and is killed beyond its CPU and
-memory limits.
+This process prints how far it is, and at last the report as JSON, runs at low priority once it has
+taken seconds, ends with its parent, and is killed beyond its CPU and memory limits.
 """
 
 from __future__ import annotations
@@ -12,22 +12,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
-from train.data.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file
+from train.data.check import COUNTED_EXAMPLES, Count, DataReport, Heard, check_training_file
 from train.data.formats import Record
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, convert, method_of
 
 # An 8 GiB file of chats takes some minutes of CPU.
 CPU_S, MEMORY_BYTES = 3600, 4 << 30
-_NICENESS = 10
+# From so much of the processor's time on: beside busy ranks, a dozen examples at low priority waited minutes for the
+# 2 s that they and the import of the tokenizer's library take.
+NICE_AFTER_S, _NICENESS = 5.0, 10
+TELL_EVERY_S = 2.0
+_FAR = re.compile(r"(?P<examples>\d+) examples, (?P<share>[\d.]+) of the file")
 ANY = "-"
 
 
@@ -37,16 +43,24 @@ def check_apart(
     method: str = ANY,
     tokenizer: Path | None = None,
     cut_at: int | None = None,
+    heard: Heard | None = None,
 ) -> DataReport:
     """As `check_training_file` with the method's conversion or that of all methods, and counting if there is a
     tokenizer (the directory of a model); with `cut_at`, examples of which the method has nothing left within so many
-    tokens are errors too. A file that takes more than the limits is a bad one. Raises OSError."""
+    tokens are errors too. `heard` is called now and then, in this thread. A file that takes more than the limits is a
+    bad one. Raises OSError."""
     options = {"--chat": chat_path, "--tokenizer": tokenizer, "--cut": cut_at}
     given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
     command = [sys.executable, "-P", "-m", "train.methods.check_process", method, str(path), *given]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    said = ""
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as done:
+        for said in done.stdout or ():
+            if heard is not None and (far := _FAR.fullmatch(said.strip())):
+                heard(int(far["examples"]), float(far["share"]))
     try:
-        found = json.loads(done.stdout)
+        found = json.loads(said)
         return DataReport(**{**found, "errors": [(line, reason) for line, reason in found["errors"]]})
     except (ValueError, TypeError, KeyError):
         if not path.exists():
@@ -68,7 +82,6 @@ def check_apart(
 def main() -> None:
     die_with_parent()
     dies_as(DiesAs.TRIAL)
-    os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))  # not AS: a large array is mapped whole
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -81,14 +94,34 @@ def main() -> None:
     asked = parser.parse_args()
     method = DEFAULT if asked.method == ANY else method_of(asked.method)
     how = convert if asked.method == ANY else method.convert
-    count = _counter(method, asked.tokenizer, asked.cut) if asked.tokenizer else None
+    count = counter(method, asked.tokenizer, asked.cut) if asked.tokenizer else None
     counted = COUNTED_EXAMPLES if asked.cut is None else sys.maxsize
-    report = check_training_file(asked.path, chat_path=asked.chat, convert=how, count=count, counted=counted)
+    report = check_training_file(
+        asked.path, chat_path=asked.chat, convert=how, count=count, counted=counted, heard=_Heard()
+    )
     print(json.dumps(asdict(report)))
 
 
-def _counter(method: Method, tokenizer: str, cut_at: int | None) -> Count | None:
-    """None for a model whose tokenizer or chat template cannot be used: the ranks will say so in their own words."""
+class _Heard:
+    """Prints how far the check is, at most every TELL_EVERY_S; lowers this process's priority when it takes long."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+        self._nice = False
+
+    def __call__(self, examples: int, share: float) -> None:
+        if not self._nice and time.process_time() >= NICE_AFTER_S:
+            self._nice = True
+            os.nice(_NICENESS)
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + TELL_EVERY_S
+            print(f"{examples} examples, {share:.4f} of the file", flush=True)
+
+
+def counter(method: Method, tokenizer: str, cut_at: int | None) -> Count | None:
+    """Counts the tokens of each sequence of a converted record, through the chat template of the model in this
+    directory; with a length, after the method's cut. None for a model whose tokenizer or chat template cannot be used:
+    the ranks will say so in their own words."""
     # Here torch is not there: transformers needs it for models alone, and it costs most of the time of the import.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"

@@ -32,6 +32,7 @@ from torch.optim import _muon
 from runtime.devices import kinds
 from runtime.devices.cpu import HOST_MEMORY
 from runtime.processes.kernel import die_with_parent
+from runtime.processes.oom import DiesAs, dies_as
 from train.starter.model import Shape, StarterNet
 from train.starter.text import documents
 from train.starter.tokenizer import END_OF_TEXT, TURN_END, render, tokenizer_config, train_tokenizer
@@ -273,6 +274,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--vocabulary-text {path}: no such file")
     if args.die_with_parent:
         die_with_parent()
+        dies_as(DiesAs.TRIAL)  # below a box, whose jobs and engines outlast it
     device = args.device or kinds.available().torch_type
     torch.manual_seed(args.seed)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

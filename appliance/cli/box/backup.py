@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.box.local import CONFIG, python, resolved
+from appliance.cli.box.local import CONFIG, resolved
 from appliance.cli.command import DATA_DIR, OUTPUT, Format, examples, group
 from appliance.cli.errors import CommandFailed
+from appliance.cli.own_process import python
 
 app = group("Backups: copies of the box elsewhere, taken while it runs.")
 

@@ -14,12 +14,13 @@ import typer
 
 from appliance.cli import formats, output
 from appliance.cli.box.gpu import health, holder
-from appliance.cli.box.local import CONFIG, python, resolved
+from appliance.cli.box.local import CONFIG, resolved
 from appliance.cli.command import DATA_DIR, EVERY, OUTPUT, WATCH, Session, box_command, examples, group
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.jobs.job import jobs_table
 from appliance.cli.locate import BoxFile, data_dir_option
 from appliance.cli.mode.history import handover_steps
+from appliance.cli.own_process import python
 
 _STOP_S = 300.0
 
@@ -61,6 +62,8 @@ def up(
     from appliance.cli.box.up import MainProcess  # fenced, for the time of `--help`
 
     settings = resolved(config, data_dir=data_dir, host=host, port=port, devices=_devices(devices))
+    if config is not None:
+        os.environ["APPLIANCE_CONFIG"] = str(config.resolve())  # `appliance upgrade` starts the box again with it
     folder = Path(settings.box.data_dir)
     process = MainProcess(settings.model_dump_json(), folder, detach=detach)
     asked_to_stop = [] if detach else _forward_signals(process)
@@ -87,7 +90,7 @@ def up(
 
 @app.command(
     epilog=examples(
-        "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6 --token join-AbC...",
+        "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6 --token -     asks for the token",
         "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6        again, with the certificate it has",
         "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6 --renew     with another one for that",
         "",
@@ -97,12 +100,19 @@ def up(
     )
 )
 def join(
+    ctx: typer.Context,
     head: Annotated[str, typer.Argument(metavar="HOST:PORT", help="node_address:node_port of the box.")],
     name: Annotated[str, typer.Option("--name", help="Its devices are then called NAME/0, NAME/1, ...")],
     address: Annotated[str, typer.Option("--address", help="This machine's own on the network of the nodes.")],
     token: Annotated[
         str | None,
-        typer.Option("--token", envvar="APPLIANCE_JOIN_TOKEN", help="What `appliance node token` on the box printed."),
+        typer.Option(
+            "--token",
+            metavar="-",
+            envvar="APPLIANCE_JOIN_TOKEN",
+            help="What `appliance node token` on the box printed. -: it is asked for, or read from stdin. Written out "
+            "here every user of this machine can read it, and join in its place.",
+        ),
     ] = None,
     token_file: Annotated[
         Path | None,
@@ -131,12 +141,26 @@ def join(
     if renew and (token is not None or token_file is not None):
         raise BadUsage("--renew asks with the certificate that this node has; a token brings another one by itself")
     if token is not None:
+        if token == "-":
+            token = _asked_for()
+        elif (source := ctx.get_parameter_source("token")) is not None and source.name == "COMMANDLINE":
+            output.say("note: every user of this machine can read this token, and join in its place: use --token -")
         # In a file, because every user of this machine could read an argument.
         token_file = _kept(Path(settings.box.data_dir), token)
     command = python("appliance.boot.node", "--config-json", settings.model_dump_json())
     token_option = () if token_file is None else ("--token-path", str(token_file.resolve()))
     renew_option = ("--renew",) if renew else ()
     os.execv(sys.executable, [*command, "--head", head, "--name", name, *token_option, *renew_option])
+
+
+def _asked_for() -> str:
+    """The token, from whoever is at the terminal, without showing it, or from stdin. Raises BadUsage."""
+    from getpass import getpass  # fenced, for the time of `--help`
+
+    token = getpass("token of `appliance node token`: ") if sys.stdin.isatty() else sys.stdin.readline()
+    if not token.strip():
+        raise BadUsage("no token was given: `appliance node token` on the box prints one")
+    return token.strip()
 
 
 def _kept(data_dir: Path, token: str) -> Path:

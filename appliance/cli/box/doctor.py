@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from appliance.cli import output
-from appliance.cli.box.local import CONFIG, python, resolved
+from appliance.cli.box.local import CONFIG, resolved
 from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
 from appliance.cli.errors import CommandFailed
 from appliance.cli.locate import BoxFile
+from appliance.cli.own_process import python
 
 app = group("Is this machine fit for the box, and is the box well?")
 _MARKS = {"ok": "ok", "warn": "WARN", "fail": "FAIL", "skip": "-"}

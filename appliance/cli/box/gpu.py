@@ -17,7 +17,7 @@ DEVICE = Annotated[str, typer.Argument(metavar="DEVICE", help="As `gpu list` nam
 
 @box_command(app, "appliance gpu list", "appliance gpu list --watch", "appliance gpu list -o json", name="list")
 def list_devices(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """Every device with its health and its holder: a job, a replica, or nobody.
+    """Every device with its health and its holder: a job, a replica, or nobody; of GPUs heat, power and use too.
 
     Devices of a node that was lost stay in the list until it joins again, or until `gpu forget`.
     """
@@ -122,12 +122,37 @@ def _state(device: dict[str, Any]) -> str:
     return f"{device['id']}: {health(device)}{why}, held by {'nobody' if device['holder'] is None else holder(device)}"
 
 
+def _meters(device: dict[str, Any]) -> tuple[str, ...]:
+    """Under the heads USED, HEAT, POWER, BUSY."""
+    told = device.get("meters") or {}
+    used, heat, power, busy = (told.get(name) for name in ("memory_used_bytes", "temperature_c", "power_w", "busy"))
+    limit = told.get("power_limit_w")
+    slowed = "".join(f" ({word.replace('_', ' ')})" for word in told.get("throttled") or ())
+    return (
+        "-" if used is None else formats.size(used),
+        "-" if heat is None else f"{heat} °C",
+        "-" if power is None else f"{power:.0f} W" + (f" of {limit:.0f} W" if limit else "") + slowed,
+        "-" if busy is None else f"{busy:.0%}",
+    )
+
+
 def _table(answer: dict[str, Any]) -> Any:
+    """With what devices tell of themselves where any does: logical ones do not."""
+    rows = answer["data"]
+    metered = any(row.get("meters") for row in rows)
     return output.table(
-        ("DEVICE", "KIND", "NAME", ">MEMORY", "HEALTH", "HOLDER", "REASON"),
         (
-            (d["id"], d["kind"], d["name"], formats.size(d["memory_bytes"]), health(d), holder(d), _reason(d))
-            for d in answer["data"]
+            *("DEVICE", "KIND", "NAME", ">MEMORY"),
+            *((">USED", ">HEAT", ">POWER", ">BUSY") if metered else ()),
+            *("HEALTH", "HOLDER", "REASON"),
+        ),
+        (
+            (
+                *(d["id"], d["kind"], d["name"], formats.size(d["memory_bytes"])),
+                *(_meters(d) if metered else ()),
+                *(health(d), holder(d), _reason(d)),
+            )
+            for d in rows
         ),
         empty="no devices",
     )

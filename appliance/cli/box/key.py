@@ -153,6 +153,8 @@ def revoke(session: Session, key: Annotated[str, typer.Argument(metavar="NAME_OR
 
 
 def _revoked(answer: dict[str, Any]) -> str:
+    if answer["already_revoked"]:
+        return f"{answer['name']} ({answer['id']}) was revoked already, {formats.moment(answer['revoked_s'])}"
     stopped = answer["stopped"]
     told = [
         f"{len(stopped[kind])} {one if len(stopped[kind]) == 1 else many}"

@@ -1,14 +1,14 @@
-"""What commands for the box of this machine share: its configuration, and processes that do the work for them."""
+"""What commands for the box of this machine share: its configuration."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from appliance.cli.errors import BadUsage
+from appliance.cli.own_process import look_for_all
 
 if TYPE_CHECKING:
     from appliance.config import BoxConfig
@@ -28,6 +28,7 @@ CONFIG = Annotated[
 
 def resolved(config: Path | None, **box: Any) -> BoxConfig:
     """The configuration, with these [box] settings from the command line. Raises BadUsage."""
+    look_for_all()
     # Fenced: pydantic and the configuration would double the time of `--help`.
     from appliance.config import ConfigError, load_config
 
@@ -35,9 +36,3 @@ def resolved(config: Path | None, **box: Any) -> BoxConfig:
         return load_config(config, box)
     except ConfigError as error:
         raise BadUsage(str(error)) from error
-
-
-def python(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of ours in a process of its own: importing it would take longer than all else."""
-    # -P: a folder here that is called `train` or `serve` must not hide ours.
-    return [sys.executable, "-P", "-m", module, *arguments]

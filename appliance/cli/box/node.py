@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.box.local import python
 from appliance.cli.command import DATA_DIR, OUTPUT, Session, box_command, examples, group
 from appliance.cli.errors import CommandFailed
 from appliance.cli.locate import BoxFile
+from appliance.cli.own_process import python
 
 app = group("Nodes: the machines of the box, tokens with which others may join, and taking one out.")
 
@@ -36,8 +36,8 @@ def token(
         output.print_json({"token": given, "minutes": minutes})
     else:
         print(given)
-        join = "appliance join NODE_ADDRESS:NODE_PORT --name n1 --address ITS_OWN --token TOKEN"
-        output.say(f"good for {minutes:g} minutes, once: {join}")
+        join = "appliance join NODE_ADDRESS:NODE_PORT --name n1 --address ITS_OWN --token -"
+        output.say(f"good for {minutes:g} minutes, once: {join}, which asks for it")
 
 
 @box_command(app, "appliance node list", "appliance node list -o json", name="list")
@@ -85,11 +85,14 @@ def remove(
     output_format: OUTPUT = "table",
 ) -> None:
     """Take a node out of the box, now: it gets no tunnel, its Ray is ended, and ray.token makes no more nodes."""
-    _box(data_dir, "--remove", node)
+    others = _box(data_dir, "--remove", node).split()
     if output_format == "json":
-        output.print_json({"id": node, "removed": True})
-    else:
-        output.say(f"{node} is removed; a machine may have its name again with a token of `appliance node token`")
+        output.print_json({"id": node, "removed": True, "certified": others})
+        return
+    output.say(f"{node} is removed; a machine may have its name again with a token of `appliance node token`")
+    if others:
+        # It had ray.token, with which it could get certificates for other names as long as no node was removed.
+        output.say(f"certificates were given to {', '.join(others)} too: remove those that are no nodes of yours")
 
 
 def _box(data_dir: Path | None, *options: str) -> str:

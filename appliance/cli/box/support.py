@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.box.local import CONFIG, python, resolved
+from appliance.cli.box.local import CONFIG, resolved
 from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
 from appliance.cli.errors import BadUsage, CliError, CommandFailed
 from appliance.cli.locate import BoxFile
+from appliance.cli.own_process import python
 
 if TYPE_CHECKING:
     from appliance.cli.client import Client

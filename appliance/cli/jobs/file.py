@@ -14,10 +14,12 @@ import typer
 from appliance.cli import formats, output, paths
 from appliance.cli.command import Session, box_command, group
 from appliance.cli.errors import BadUsage, CliError, CommandFailed, Unreachable, WaitTimedOut
+from appliance.cli.jobs import file_data
 
 _ERRORS_ROUTE = re.compile(r"GET /v1/files/(\S+)/errors")
 
 app = group("Files: training and validation data, and what jobs leave behind.")
+app.registered_commands += file_data.app.registered_commands
 
 
 @box_command(
@@ -55,6 +57,8 @@ def list_files(
     "appliance file get file-abc123 --save metrics.csv",
     "appliance file get file-abc123 --save - | head",
     "appliance file get file-abc123 --errors",
+    "appliance file get file-abc123 --report            what the box found in it",
+    "appliance file get file-abc123 --lineage           what a prepared file was made of",
 )
 def get(
     session: Session,
@@ -63,13 +67,20 @@ def get(
         str | None, typer.Option("--save", metavar="PATH", help="Write its content there; - is stdout.")
     ] = None,
     errors: Annotated[bool, typer.Option("--errors", help="Every bad line of training data, and why.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Duplicates, personal data …: as `file check`.")] = False,
+    lineage: Annotated[bool, typer.Option("--lineage", help="Of what it was made, if it was prepared.")] = False,
 ) -> None:
     """Show what the box knows of a file, or save its content."""
-    if errors and save is not None:
-        raise BadUsage("give either --errors or --save")
-    if errors:
-        session.show(session.client.get(f"{paths.file(file_id)}/errors"), _errors)
-        return
+    if errors + report + lineage + (save is not None) > 1:
+        raise BadUsage("give one of --errors, --report, --lineage and --save")
+    for asked, part, drawn in (
+        (errors, "errors", _errors),
+        (report, "check", file_data.drawn),
+        (lineage, "lineage", file_data.made),
+    ):
+        if asked:
+            session.show(session.client.get(f"{paths.file(file_id)}/{part}"), drawn)
+            return
     answer = session.client.get(paths.file(file_id))
     if save is None:
         session.show(answer, _fields)
@@ -143,7 +154,13 @@ def _fields(answer: dict[str, Any]) -> Any:
         ("created", formats.moment(answer["created_at"])),
         ("status", answer["status"]),
         *(((_about(answer), _details(answer)),) if answer.get("status_details") else ()),
+        *((("data check", _checked(answer["check"])),) if answer.get("check") else ()),
     )
+
+
+def _checked(check: dict[str, Any]) -> str:
+    found = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in check.get("found", {}).items())
+    return found or ("nothing found" if check["status"] == "done" else check["status"])
 
 
 def _about(answer: dict[str, Any]) -> str:

@@ -133,6 +133,7 @@ def _one(job: dict[str, Any]) -> Any:
         ("model", job["model"]),
         ("fine-tuned model", formats.or_dash(job["fine_tuned_model"])),
         *([("version of", job["publish_as"])] if job.get("publish_as") else []),
+        *([("gate", _gate(job["gate"]))] if job.get("gate") else []),
         ("devices", formats.or_dash(job["devices"])),
         ("owner", formats.or_dash(job["owner"])),
         ("priority", f"{job['priority']}{'' if job['preemptible'] else ', not preemptible'}"),
@@ -153,6 +154,10 @@ def _one(job: dict[str, Any]) -> Any:
     settings = job.get("resolved") or job.get("hyperparameters") or {}
     table = output.table(("HYPERPARAMETER", "VALUE"), _settings(settings), empty="") if settings else None
     return output.stack(output.fields(*shown), table)
+
+
+def _gate(gate: dict[str, Any]) -> str:
+    return f"{gate['id']} {gate['verdict'] or gate['state']}: {gate['reason']}"
 
 
 def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:

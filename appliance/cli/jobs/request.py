@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tomllib
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +38,18 @@ def json_file(option: str, path: Path) -> Any:
         raise BadUsage(f"{option} {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise BadUsage(f"{option} {path} is not JSON: {error}") from error
+
+
+def table_file(option: str, path: Path) -> Any:
+    """What a file has as TOML, or as JSON if its name ends so. Raises BadUsage."""
+    if path.suffix == ".json":
+        return json_file(option, path)
+    try:
+        return tomllib.loads(path.expanduser().read_text())
+    except OSError as error:
+        raise BadUsage(f"{option} {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise BadUsage(f"{option} {path} is not TOML: {error}") from error
 
 
 def pairs(option: str, texts: list[str]) -> list[tuple[str, str]]:

@@ -25,6 +25,7 @@ from appliance.cli.jobs.request import (
     device_fields,
     json_file,
     pairs,
+    table_file,
 )
 
 app = group("The making of fine-tuning jobs; `appliance job` takes this command in.")
@@ -43,6 +44,7 @@ app = group("The making of fine-tuning jobs; `appliance job` takes this command 
     "appliance job submit --model starter --file train.jsonl --validation-file v.jsonl --epochs 9 --publish best \\",
     "    --set early_stopping_patience=2",
     "appliance job submit --model starter --file today.jsonl --publish-as fraud --no-activate   a version of `fraud`",
+    "appliance job submit --model starter --file today.jsonl --publish-as fraud --gate gate.toml   only if better",
     "appliance job submit --model starter --file train.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible",
     "",
     "Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,",
@@ -71,6 +73,12 @@ def submit(
     activate: Annotated[
         bool, typer.Option("--activate/--no-activate", help="Does the version answer at once? Default: yes.")
     ] = True,
+    gate: Annotated[
+        Path | None,
+        typer.Option(
+            "--gate", metavar="PATH", help="Evaluations that decide whether the version answers, TOML or JSON."
+        ),
+    ] = None,
     publish: Annotated[
         Literal["end", "epoch", "best"] | None,
         typer.Option(
@@ -100,6 +108,7 @@ def submit(
         suffix=suffix,
         publish_as=publish_as,
         activate=None if activate else False,
+        gate=None if gate is None else table_file("--gate", gate),
         seed=seed,
         metadata=dict(pairs("--metadata", metadata or [])) or None,
         method={"type": training.method, training.method: block},

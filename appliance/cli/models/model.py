@@ -77,7 +77,8 @@ def starter(
 
 @box_command(app, "appliance model list", "appliance model list -o json | jq -r '.data[].name'", name="list")
 def list_models(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """Every model with its active version and whether it is awake."""
+    """Every model with the version that answers, its challenger (a canary, or what a gate judges), and whether it is
+    awake."""
     session.follow(lambda: session.client.get("/admin/v1/models"), _table, watch, every)
 
 
@@ -195,7 +196,7 @@ def _operation(operation: dict[str, Any]) -> Any:
 def _table(answer: dict[str, Any]) -> Any:
     troubles = [f"{m['name']}: {m['message']}" for m in answer["data"] if m.get("message")]
     table = output.table(
-        ("MODEL", "KIND", "ARCHITECTURE", ">PARAMS", ">SIZE", "VERSION", "STATE"),
+        ("MODEL", "KIND", "ARCHITECTURE", ">PARAMS", ">SIZE", "VERSION", "CHALLENGER", "STATE"),
         (
             (
                 m["name"],
@@ -204,6 +205,7 @@ def _table(answer: dict[str, Any]) -> Any:
                 formats.count(m["params"]),
                 formats.size(m["bytes"]),
                 formats.or_dash(m["active_version"]),
+                formats.or_dash((m.get("aliases") or {}).get("challenger")),
                 m["state"],
             )
             for m in answer["data"]
@@ -236,6 +238,7 @@ def _one(model: dict[str, Any]) -> Any:
         ("for", _for_whom(model)),
         *engine_settings.parsers(model.get("info") or {}),
         *engine_settings.fields(model.get("settings") or {}, model.get("settings_number") or 0),
+        *([("challenger", challenger)] if (challenger := (model.get("aliases") or {}).get("challenger")) else []),
         ("state", model["state"] + (f": {model['message']}" if model.get("message") else "")),
     )
     versions = output.table(
@@ -254,8 +257,25 @@ def _one(model: dict[str, Any]) -> Any:
         empty="no versions",
     )
     last = model.get("canary")
+    judged = output.table(
+        ("GATE", "VERSION", "AGAINST", "VERDICT", "ANSWERED", "REASON"),
+        (
+            (
+                one["id"],
+                formats.or_dash(one["version"]),
+                formats.or_dash(one["before"]),
+                one["verdict"] or one["state"],
+                "yes" if one["activated"] else "no",
+                one["reason"],
+            )
+            for one in model.get("gates", ())
+        ),
+        empty="",
+    )
     warnings = output.notes((model.get("info") or {}).get("warnings", ()))
-    return output.stack(about, versions, canary_fields(last) if last else None, warnings)
+    return output.stack(
+        about, versions, judged if model.get("gates") else None, canary_fields(last) if last else None, warnings
+    )
 
 
 def _context(model: dict[str, Any]) -> str:

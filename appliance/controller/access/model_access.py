@@ -6,11 +6,12 @@ The gateways apply the same rule to the table (`gateway.table.Principal`): a req
 from __future__ import annotations
 
 from appliance.controller.access.naming import Resolved, model_of, resolve
-from appliance.controller.interfaces.errors import Forbidden, NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, INFERENCE, Principal
 from appliance.store.database import Database
+from appliance.store.ids import new_id
 from appliance.store.objects import jobs, models
-from appliance.store.records import keys
+from appliance.store.records import keys, model_settings
 from appliance.store.rows import JobRow, KeyRow, ModelRow
 
 
@@ -69,12 +70,23 @@ def caller_may_use(db: Database, caller: Principal, name: str) -> bool:
 
 
 def check_may_ask(db: Database, caller: Principal, name: str) -> None:
-    """Whoever makes the box ask a model needs the scope of inference, whatever route it is done by. Raises Forbidden,
-    and NotFound for a model that the caller may not use."""
+    """Whoever makes the box ask a model for a chat completion needs the scope of inference, whatever route it is done
+    by. Raises Forbidden, NotFound for a model that the caller may not use, and BadRequest for one that does not
+    chat."""
     if not caller.may(INFERENCE):
         raise Forbidden(INFERENCE)
     if not caller_may_use(db, caller, name):
         raise unknown_model(name)
+    if why := why_no_chat(db, name):
+        raise BadRequest(f"{why}.", param="model", code="model_not_supported")
+
+
+def caller_of(db: Database, key_id: str | None) -> Principal:
+    """Whose work goes on without a request: this key, or the box itself. Whether the key still lives, its work asks."""
+    if key_id is None:
+        return Principal(None, frozenset({ADMIN}), new_id("req_"), "")
+    row = keys.find(db, key_id)
+    return Principal(key_id, frozenset(row.scopes if row else ()), new_id("req_"), keys.owner_of(db, key_id))
 
 
 def why_not_asked(db: Database, key_id: str | None, name: str) -> str:
@@ -84,7 +96,26 @@ def why_not_asked(db: Database, key_id: str | None, name: str) -> str:
         return f"the key that asks needs the scope: {INFERENCE}"
     if not may_use(db, key_id, name):
         return f"the model {name!r} does not exist or you do not have access to it"
-    return ""
+    return why_no_chat(db, name)
+
+
+def why_no_chat(db: Database, name: str) -> str:
+    """Why this model is asked no conversation, as the gateways say it (`gateway.core.errors.no_chat_template`), before
+    an engine is started for it; "" if it is, or if it is not known whether it has a template."""
+    found = resolve(db, name)
+    if found is None:
+        return ""
+    model, version = found.model.id, found.version
+    if adapter := version.meta.get("adapter"):  # its base's engine answers
+        model = adapter["base"]
+        base = models.find_version(db, model, adapter["base_version"])
+        version = base or version
+    if version.meta.get("chat_template", True) or model_settings.has_chat_template(db, model):
+        return ""
+    return (
+        f"The model `{name}` has no chat template, so it knows no conversations: ask it with /v1/completions, or give "
+        "it one with `appliance model deploy MODEL --chat-template FILE`"
+    )
 
 
 def base_of(db: Database, job: JobRow) -> Resolved | None:

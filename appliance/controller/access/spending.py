@@ -19,6 +19,8 @@ log = logging.getLogger("appliance.controller")
 USAGE_EVERY_S = 5.0
 _TEXT = ("key", "model", "version")
 _NUMBERS = ("requests", "errors", "prompt_tokens", "completion_tokens")
+_MOST = 1 << 48
+"""Of one row's numbers: what the store cannot add up would keep everybody's from being written, again and again."""
 
 
 class Spending:
@@ -43,6 +45,9 @@ class Spending:
             if type(refused) is not int or refused < 0:
                 raise ValueError(f"usage: {row!r} given, expected a count as refused")
         for row in rows:
+            if max(row[name] for name in _NUMBERS) > _MOST:
+                log.error("the usage of %s is not counted, it is no number of tokens: %.200r", row["key"], row)
+                continue
             name = tuple(row[part] for part in _TEXT)
             self._unwritten[name] = _summed(self._unwritten[name], row) if name in self._unwritten else row
         self.write()

@@ -15,12 +15,14 @@ from appliance.controller.admin.metrics import registry_of
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import copy_limit, lost_nodes
+from appliance.controller.devices.meters import metered
 from appliance.controller.devices.mode import floor_notes, mode_in_force
+from appliance.controller.gates import views as gate_views
 from appliance.controller.http.paging import After, list_object
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, Caller, needs
 from appliance.controller.jobs.wanted import unknown_job
-from appliance.store.objects import job_records, jobs
+from appliance.store.objects import gates, job_records, jobs
 from appliance.store.records import audit, handovers, keys
 from appliance.store.rows import JobRow
 
@@ -56,7 +58,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 "backup": None if (last := context.last_backup()) is None else asdict(last),
             },
             "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
-            "devices": lost_nodes.in_view(db, now["devices"]),
+            "devices": metered(lost_nodes.in_view(db, now["devices"]), context.device_readings()),
             "replicas": now["replicas"],
             "jobs": [views.job(row) for row in jobs.list_unfinished(db)],
             "requests": {
@@ -126,7 +128,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/jobs/{job_id}")
     async def show_job(job_id: str) -> dict[str, Any]:
-        return views.job(_known_job(job_id))
+        return views.job(_known_job(job_id)) | {"gate": gate_views.in_short(gates.of_job(db, job_id))}
 
     @router.get("/jobs/{job_id}/metrics")
     async def metrics(

@@ -8,10 +8,10 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import lost_nodes
@@ -22,6 +22,7 @@ from appliance.paths import SHM_MOUNT
 from appliance.store.objects import jobs, responses
 from appliance.store.records import handovers
 from appliance.store.rows import JobRow
+from runtime.devices.kind import THROTTLES, Reading
 from scheduler.core.workload import POLICIES
 
 
@@ -102,6 +103,7 @@ class ControllerCollector:
             memory.add_metric([device["id"], device["kind"]], device["memory_bytes"])
         yield health
         yield memory
+        yield from _metered(self._context.device_readings())
 
     def _training(self) -> Iterator[Metric]:
         rows = jobs.list_unfinished(self._context.db)
@@ -155,6 +157,43 @@ class ControllerCollector:
                 if tier[key] is not None:
                     family.add_metric([tier["name"]], tier[key])
             yield family
+
+
+_METERS: tuple[tuple[str, str, Callable[[Reading], float | None]], ...] = (
+    ("temperature_celsius", "Temperature of a device.", lambda one: one.temperature_c),
+    ("slowdown_celsius", "Temperature at which its driver slows a device down.", lambda one: one.slowdown_c),
+    ("power_watts", "Power that a device draws.", lambda one: one.power_w),
+    ("power_limit_watts", "Power limit of a device.", lambda one: one.power_limit_w),
+    ("utilization_ratio", "Share of the last moments in which a device computed.", lambda one: one.busy),
+    ("memory_used_bytes", "Memory of a device in use, by whomever.", lambda one: one.memory_used_bytes),
+    ("clock_hertz", "Clock of a device's processors.", lambda one: one.clock_hz),
+)
+
+
+def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
+    """Of devices whose driver tells it."""
+    for name, text, value in _METERS:
+        family = GaugeMetricFamily(f"appliance_device_{name}", text, labels=["device"])
+        for device_id, reading in readings.items():
+            if (told := value(reading)) is not None:
+                family.add_metric([device_id], told)
+        yield family
+    energy = CounterMetricFamily("appliance_device_energy_joules", "Energy that a device has drawn.", labels=["device"])
+    errors = CounterMetricFamily(
+        "appliance_device_ecc_uncorrected", "Uncorrected memory errors since the driver's start.", labels=["device"]
+    )
+    throttled = GaugeMetricFamily(
+        "appliance_device_throttled", "1 while a device is slower for this reason.", labels=["device", "reason"]
+    )
+    for device_id, reading in readings.items():
+        if reading.energy_j is not None:
+            energy.add_metric([device_id], reading.energy_j)
+        if reading.ecc_uncorrected is not None:
+            errors.add_metric([device_id], reading.ecc_uncorrected)
+        if reading.power_w is not None:
+            for reason in THROTTLES:
+                throttled.add_metric([device_id, reason], float(reason in reading.throttled))
+    yield from (energy, errors, throttled)
 
 
 def _by_job(name: str, text: str, rows: list[tuple[JobRow, float | None]]) -> Metric:

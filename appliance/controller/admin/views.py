@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from appliance.controller.access.naming import aliases
 from appliance.controller.http.views import job_phase, job_status
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.ports import EngineSizer, SchedulerStatus, TierPort
@@ -94,6 +95,7 @@ def model(
         "bytes": row.bytes,
         "base": row.base,
         "active_version": row.active_version,
+        "aliases": aliases(db, row),
         "max_model_len": size.max_model_len,
         "context_note": size.problem or size.shortened,
         "source": row.source,

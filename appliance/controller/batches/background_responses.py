@@ -20,7 +20,7 @@ import orjson
 from appliance.controller.access.model_access import may_use, unknown_model, viewer_of
 from appliance.controller.batches import share
 from appliance.controller.batches.deaths import Deaths, last_words
-from appliance.controller.batches.followers import TOO_MANY, Followers, Held
+from appliance.controller.batches.followers import TOO_MANY, Followers, Held, followed_bytes
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError
@@ -128,13 +128,13 @@ class BackgroundResponses:
     def follow(self, row: ResponseRow, after: int, caller: Principal) -> AsyncIterator[bytes]:
         """Events of its stream with numbers above `after`, until it has ended. Raises ApiError as `check_followers`."""
         return self._followers.enter(
-            caller.owner, 2 * len(row.response), lambda held: self._follow(row.id, after, caller.owner, held)
+            caller.owner, followed_bytes(row.response), lambda held: self._follow(row.id, after, caller.owner, held)
         )
 
     async def _follow(self, response_id: str, after: int, owner: str, held: Held) -> AsyncGenerator[bytes, None]:
         try:
             while (row := responses.find(self._db, response_id)) is not None:
-                if not held.becomes(2 * len(row.response)):
+                if not held.becomes(followed_bytes(row.response)):
                     yield objects.error_event(after + 1, TOO_MANY, self._followers.why(owner))
                     return
                 told = after
@@ -226,7 +226,7 @@ class BackgroundResponses:
             self.forget(response_id)
             return
         try:
-            answer = await self._asked(row, model)
+            answer, sent = await self._asked(row, model)
         except LineReturned as error:
             self._metering.give_back(keys.find(self._db, row.key_id) if row.key_id else None, _tokens(row))
             self._flying.pop(response_id, None)
@@ -247,13 +247,13 @@ class BackgroundResponses:
             raise
         else:
             self._flying.pop(response_id, None)
-            self._take(row, model, answer)
+            self._take(row, model, answer, sent)
         self._deaths.forget(response_id)
         self._claims.pop(response_id, None)
         self._tell_wants()
         self._wake.set()
 
-    async def _asked(self, row: ResponseRow, model: str) -> EngineAnswer:
+    async def _asked(self, row: ResponseRow, model: str) -> tuple[EngineAnswer, Sent]:
         """Raises LineReturned; ApiError where the earlier turns are gone."""
         if row.key_id and keys.is_revoked(self._db, row.key_id):
             raise ApiError(401, KEY_REVOKED)
@@ -268,16 +268,19 @@ class BackgroundResponses:
         self._set(row, {**orjson.loads(row.response), "status": "in_progress"}, status="in_progress")
         key = keys.find(self._db, row.key_id) if row.key_id else None
         body = salted(objects.engine_body(request, items), key.owner if key is not None else "")
-        self._sent[row.id] = row.key_id, Sent(URL, body, len(orjson.dumps(body)), time.monotonic())
+        sent = Sent(URL, body, len(orjson.dumps(body)), time.monotonic())
+        self._sent[row.id] = row.key_id, sent
         try:
             alone = self._deaths.goes_alone(row.id)
-            return await self._context.batch_engines.send(model, URL, body, new_id("req_"), alone=alone)
+            return await self._context.batch_engines.send(model, URL, body, new_id("req_"), alone=alone), sent
         finally:
             self._sent.pop(row.id, None)
 
-    def _take(self, row: ResponseRow, model: str, answer: EngineAnswer) -> None:
+    def _take(self, row: ResponseRow, model: str, answer: EngineAnswer, sent: Sent) -> None:
         key = keys.find(self._db, row.key_id) if row.key_id else None
-        self._metering.charge(key, model, [Charge(row.id, answer.version, answer.status, answer.body, _tokens(row))])
+        silent = sent if answer.silent else None
+        charge = Charge(row.id, answer.version, answer.status, answer.body, _tokens(row), silent=silent)
+        self._metering.charge(key, model, [charge])
         before = orjson.loads(row.response)
         if answer.status == 200:
             self._end(row, objects.answered(before, answer.body))
@@ -299,7 +302,7 @@ class BackgroundResponses:
 
     def _set(self, row: ResponseRow, response: dict[str, Any], **changes: Any) -> None:
         text = orjson.dumps(response).decode()
-        size = len(row.input) + len(text) + (len(row.request or "") if "request" not in changes else 0)
+        size = responses.bytes_of(row.input, text, row.request if "request" not in changes else None)
         responses.update(self._db, row.id, response=text, bytes=size, **changes)
         self._stored.tell(row.id)
 
@@ -314,4 +317,4 @@ def _model(row: ResponseRow) -> str:
 
 def _tokens(row: ResponseRow) -> int:
     """Of an unfinished response, estimated."""
-    return (len(row.input) + len(row.request or "")) // BYTES_PER_TOKEN
+    return responses.bytes_of(row.input, row.request) // BYTES_PER_TOKEN

@@ -3,6 +3,7 @@ event of it."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
@@ -12,6 +13,12 @@ from appliance.controller.interfaces.errors import ApiError
 FOLLOWED_BYTES = 128 << 20
 """An owner's followers together; one alone may follow a larger response."""
 TOO_MANY = "too_many_streams"
+
+
+def followed_bytes(response: str) -> int:
+    """What one who follows it holds: the response as an object, whose texts may have four bytes for a character, and
+    one event of it."""
+    return 2 * sys.getsizeof(response)
 
 
 class Held:

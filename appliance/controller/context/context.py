@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from appliance.last_backup import LastBackup
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
 from runtime.background_tasks import BackgroundTasks
+from runtime.devices.kind import Reading
 
 
 async def _no_doctor() -> dict[str, Any]:
@@ -43,7 +44,7 @@ class ControllerContext:
     models_shared: call it when access to a model has changed, to inform the gateways. background: tasks of this
     process. main_troubles: troubles of the processes that the main process supervises, in the form of
     `BackgroundTasks.degraded`. doctor_findings: what is wrong, as the doctor last saw it. doctor: its
-    findings now (`appliance.wiring.doctor_process`)."""
+    findings now (`appliance.wiring.doctor_process`). device_readings: the newest of each device that reports any."""
 
     db: Database
     files_dir: Path
@@ -70,6 +71,7 @@ class ControllerContext:
     doctor_findings: Callable[[], list[dict[str, Any]]] = list
     file_work: FileWork = field(default_factory=FileWork)
     doctor: Callable[[], Awaitable[dict[str, Any]]] = _no_doctor
+    device_readings: Callable[[], Mapping[str, Reading]] = dict
 
     def __post_init__(self) -> None:
         self.quotas = Quotas(

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 
-from train.data.check import DataReport, check_training_file
+from train.data.check import DataReport, Heard, check_training_file
 from train.methods.check_process import ANY, check_apart
 from train.methods.method import Method
 from train.methods.methods import convert
@@ -48,13 +48,14 @@ class FileWork:
         method: Method | None = None,
         tokenizer: Path | None = None,
         cut_at: int | None = None,
+        heard: Heard | None = None,
     ) -> DataReport:
         """Check a training file, for a method once a job names one; with `chat_path`, also write it there in the
         method's format; with `tokenizer`, the directory of a model, count its tokens, and with `cut_at` refuse what the
-        method has nothing left of within so many. Raises OSError."""
+        method has nothing left of within so many. `heard` is called on a thread. Raises OSError."""
         if tokenizer is not None or path.stat().st_size >= APART_FROM_BYTES:
             return await self.run(
-                owner, check_apart, path, chat_path, method.name if method else ANY, tokenizer, cut_at
+                owner, check_apart, path, chat_path, method.name if method else ANY, tokenizer, cut_at, heard
             )
         how = method.convert if method else convert
         return await self.run(owner, check_training_file, path, chat_path=chat_path, convert=how)

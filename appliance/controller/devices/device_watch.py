@@ -64,6 +64,12 @@ class DeviceWatch:
                 del kept[1]  # never the first: it has the errors from before the watch began
         self.judge()
 
+    def newest(self) -> dict[str, Reading]:
+        """The last reading of each device that is read and answers, by id."""
+        return {
+            name: kept[-1] for name, kept in self._readings.items() if kept and not (kept[-1].lost or kept[-1].unfit)
+        }
+
     def died(self, device_ids: tuple[str, ...], holder: str, reason: str) -> None:
         """A rank or engine of this job or model died on these devices without being stopped."""
         now_s = self._clock()
@@ -81,6 +87,7 @@ class DeviceWatch:
                     self._tell("node.joined", node, {})
                 self.found(devices)
             case "left":
+                self._unread(node)
                 lost_nodes.left(self._db, node)
                 self._tell("node.left", node, {})
             case "lost":
@@ -107,7 +114,13 @@ class DeviceWatch:
                 self._readings.setdefault(device.id, deque()).append(Reading(device.id, now_s, unfit=device.unfit))
         self.judge()
 
+    def _unread(self, node: str) -> None:
+        """What its devices told is of the past."""
+        for device_id in [name for name in self._readings if name.startswith(f"{node}/")]:
+            del self._readings[device_id]
+
     def _lost(self, node: str, reason: str) -> None:
+        self._unread(node)
         lost_nodes.lost(self._db, node, reason, self._clock())
         self._tell("node.lost", node, {"reason": reason})
 

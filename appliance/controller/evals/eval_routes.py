@@ -12,24 +12,10 @@ from fastapi import APIRouter, Query, Request
 from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import views
-from appliance.controller.evals.requests import (
-    ROW_BYTES,
-    CustomConfig,
-    EvalCreate,
-    EvalUpdate,
-    FileId,
-    RunCreate,
-    Sampled,
-    StoredSource,
-    check_eval,
-    check_sampled,
-    check_source,
-    fields_of,
-    size_of,
-)
+from appliance.controller.evals.new_run import check_given, check_judges, checked_source, insert_run
+from appliance.controller.evals.requests import CustomConfig, EvalCreate, EvalUpdate, RunCreate, Sampled, check_eval
 from appliance.controller.evals.runner import EvalRunner
-from appliance.controller.files import storage
-from appliance.controller.grading.given import check_asked, grader_of
+from appliance.controller.grading.given import grader_of
 from appliance.controller.http import idempotency
 from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router
@@ -40,7 +26,6 @@ from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, EvalRunRow
 from train.graders.errors import InvalidGrader
-from train.graders.graders import judges, parse
 
 ROUTE, RUNS_ROUTE = "evals", "evals.runs"
 Order = Annotated[Literal["asc", "desc"], Query()]
@@ -149,32 +134,14 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
     async def create_run(eval_id: str, body: RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
         of = known(eval_id, caller)
         check_metadata(body.metadata)
-        _check_source(context, body, caller)
-        for judge in (judge for criterion in of.criteria for judge in judges(parse(criterion))):
-            check_may_ask(db, caller, judge.model)  # another key may have made the eval
-        data_source = body.data_source.model_dump(mode="json", exclude_unset=True)
-        try:
-            check_source(data_source)
-        except InvalidGrader as error:
-            param = f"data_source.{error.param}".rstrip(".")
-            raise BadRequest(f"Invalid '{param}': {error.message}.", param=param, code="invalid_value") from None
+        check_given(context, body.data_source, caller)
+        if isinstance(body.data_source, Sampled):
+            check_may_ask(db, caller, str(body.data_source.model))
+        check_judges(context, of, caller)
+        data_source = checked_source(body.data_source)
 
         def make() -> EvalRunRow:
-            context.quotas.check_eval_run(caller)
-            row = EvalRunRow(
-                id=new_id("evalrun_"),
-                eval_id=of.id,
-                name=body.name or "",
-                created_s=time.time(),
-                key_id=caller.key_id,
-                owner=caller.owner,
-                model=getattr(body.data_source, "model", None) or "",
-                data_source=data_source,
-                metadata=body.metadata,
-                bytes=size_of(data_source) + ROW_BYTES,
-            )
-            evals.insert_run(db, row)
-            return row
+            return insert_run(context, of, caller, data_source, name=body.name or "", metadata=body.metadata)
 
         attempt = idempotency.Attempt.of(request, caller, RUNS_ROUTE, of.id.encode() + await request.body())
         row, made = idempotency.once(
@@ -263,27 +230,3 @@ def _criteria(context: ControllerContext, body: EvalCreate, caller: Principal) -
         if grader.type == "text_similarity":
             kept[grader.name].setdefault("pass_threshold", grader.default_threshold)
     return list(kept.values())
-
-
-def _check_source(context: ControllerContext, body: RunCreate, caller: Principal) -> None:
-    """Raises BadRequest, Forbidden, NotFound."""
-    given = body.data_source
-    if isinstance(given.source, StoredSource):
-        raise BadRequest(
-            f"The source {given.source.type!r} is not kept on this box; give the items as 'file_content' or 'file_id'.",
-            param="data_source.source.type",
-            code="unsupported_data_source",
-        )
-    if isinstance(given.source, FileId):
-        storage.known_file(context, given.source.id, caller, "data_source.source.id")
-    if isinstance(given, Sampled):
-        try:
-            check_sampled(given)
-        except InvalidGrader as error:
-            raise BadRequest(
-                f"Invalid 'data_source.{error.param}': {error.message}.",
-                param=f"data_source.{error.param}",
-                code="invalid_value",
-            ) from None
-        check_asked(fields_of(given), "data_source.sampling_params")
-        check_may_ask(context.db, caller, str(given.model))

@@ -141,6 +141,7 @@ async def described(
         status=status,
         status_details=details,
         report=report,
+        check_status="waiting" if purpose == "fine-tune" and status == "processed" else None,
         key_id=caller.key_id,
         owner=caller.owner,
         created_s=now_s,

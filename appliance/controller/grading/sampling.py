@@ -4,16 +4,22 @@ many requests at once as lines of batches would have, and in an engine's queue b
 from __future__ import annotations
 
 import asyncio
+import logging
+import sqlite3
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from appliance.controller.batches.metering import BYTES_PER_TOKEN, Metering, Sent
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.ports import SAMPLING, LineReturned
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs
+from appliance.store.records import keys
 from serve.core import sampling
+
+log = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0
 """Without any answer, before the ranks sample what is left: meanwhile the job's devices stand still."""
@@ -40,14 +46,16 @@ class _Line:
 
 @dataclass(slots=True)
 class _Question:
-    """One question of a job's ranks, while its requests are asked. patience_s: after the last answer, at moved_s. why:
-    no further request is made. died: an engine did, with a request of it."""
+    """One question of a job's ranks, while its requests are asked. key_id: who pays. patience_s: after the last answer,
+    at moved_s. why: no further request is made. died: an engine did, with a request of it. spent: rows for Metering."""
 
+    key_id: str
     asked: dict[str, Any]
     patience_s: float
     lines: deque[_Line]
     moved_s: float = field(default_factory=time.monotonic)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    spent: list[dict[str, Any]] = field(default_factory=list)
     flying: int = 0
     why: str = ""
     died: bool = False
@@ -57,8 +65,9 @@ class RolloutSampling:
     """Invariants: `_flying` counts the requests that are at engines of a model, `_asking` the questions of which some
     may be."""
 
-    def __init__(self, context: ControllerContext, patience_s: float = PATIENCE_S):
+    def __init__(self, context: ControllerContext, metering: Metering, patience_s: float = PATIENCE_S):
         self._db, self._engines, self._patience_s = context.db, context.batch_engines, patience_s
+        self._metering = metering
         self._flying: Counter[str] = Counter()
         self._asking: Counter[str] = Counter()
         self._gave_up: set[str] = set()  # jobs whose last question met no engine
@@ -84,16 +93,20 @@ class RolloutSampling:
                 "samples": [],
                 "why": f"of log-probabilities engines write {sampling.LONGEST:,} for an answer at most",
             }
+        row, model = jobs.find(self._db, job_id), asked["base"]["model"]
+        key = keys.find(self._db, row.key_id) if row is not None and row.key_id is not None else None
+        if (refusal := self._metering.refusal(key, model, time.time())) is not None:
+            return {"samples": [], "why": str(refusal.body["error"]["message"])}
         await self.look()
         patience_s = 0.0 if job_id in self._gave_up else self._patience_s
         lines = deque(line for prompt in asked["prompts"] for line in _lines(prompt, asked["room"]))
-        question = _Question(asked, patience_s, lines)
-        model = asked["base"]["model"]
+        question = _Question(key.id if key else "", asked, patience_s, lines)
         self._asking[model] += 1
         try:
             await asyncio.gather(*(self._ask(question) for _ in range(min(MOST_AT_ONCE, len(lines)))))
         finally:
             self._asking -= Counter([model])
+            self._pay(question)
         self._deaths[job_id] += question.died
         (self._gave_up.add if not question.samples else self._gave_up.discard)(job_id)
         return {"samples": question.samples, "why": question.why}
@@ -115,7 +128,7 @@ class RolloutSampling:
             self._flying[base["model"]] += 1
             question.flying += 1
             try:
-                made = await self._asked(question.asked, line)
+                made = await self._asked(question, line)
             except LineReturned as error:
                 question.lines.append(line)
                 line.tries += 1
@@ -132,8 +145,9 @@ class RolloutSampling:
                 self._flying -= Counter([base["model"]])
                 question.flying -= 1
 
-    async def _asked(self, asked: dict[str, Any], line: _Line) -> list[sampling.Sampled]:
+    async def _asked(self, question: _Question, line: _Line) -> list[sampling.Sampled]:
         """Raises LineReturned; ValueError, in words, for an answer that has no samples."""
+        asked = question.asked
         policy, base = asked["policy"], asked["base"]
         body = sampling.request(
             f"{policy['name']}@{policy['version']}",
@@ -143,10 +157,36 @@ class RolloutSampling:
             max_tokens=asked["room"],
             ends=asked["ends"],
         )
-        answer = await self._engines.sample(base["model"], base["version"], body, new_id("req_"))
+        size = len(line.tokens) * BYTES_PER_TOKEN
+        sent = Sent(sampling.URL, {"n": line.n, "max_tokens": asked["room"]}, size, time.monotonic())
+        try:
+            answer = await self._engines.sample(base["model"], base["version"], body, new_id("req_"))
+        except asyncio.CancelledError:
+            # Whoever gives up pays for what was computed meanwhile.
+            question.spent += self._metering.left(question.key_id, base["model"], [sent])
+            raise
         if answer.status != 200:
             raise ValueError(_message(answer.body) or f"an engine answered with status {answer.status}")
-        return sampling.read(answer.body, line.n)
+        made = sampling.read(answer.body, line.n)
+        question.spent.append(
+            {
+                "key": question.key_id,
+                "model": base["model"],
+                "version": base["version"],
+                "requests": 1,
+                "errors": 0,
+                "prompt_tokens": len(line.tokens),
+                "completion_tokens": sum(len(one.ids) for one in made),
+            }
+        )
+        return made
+
+    def _pay(self, question: _Question) -> None:
+        """What engines wrote is its owner's usage, of the base. A step does not fail for want of disk."""
+        try:
+            self._metering.pay(question.spent)
+        except sqlite3.Error as error:
+            log.warning("what a job's rollouts used is counted with the next ones: %s", error)
 
 
 def _lines(prompt: dict[str, Any], room: int) -> list[_Line]:

@@ -32,6 +32,7 @@ NOT_AUDITED: Mapping[Route, str] = {
     ("POST", "/v1/responses"): "a request of inference in background, as the access log and usage have it",
     ("POST", "/internal/responses"): "copies of answers from gateways, asked for by requests of inference",
     ("POST", "/v1/uploads/{upload_id}/parts"): "a part of what upload.create and upload.complete tell of",
+    ("POST", "/v1/files/{file_id}/check"): "reads a file; its report alone is kept",
     ("POST", "/admin/v1/mode/plan"): "a preview; nothing is changed",
     ("POST", "/admin/v1/plan"): "says what would fit; nothing is changed",
     ("POST", "/admin/v1/session-keys"): "a key of one command on the box itself, which needs none; inference alone",
@@ -51,6 +52,7 @@ _JOB = ("status", "model", "training_file")
 CHANGES: Mapping[Route, Change] = {
     ("POST", "/v1/files"): Change("file.create", ("filename", "purpose", "bytes")),
     ("DELETE", "/v1/files/{file_id}"): Change("file.delete"),
+    ("POST", "/v1/files/{file_id}/prepare"): Change("file.prepare", ("made", "dropped", "masked")),
     ("POST", "/v1/uploads"): Change("upload.create", ("filename", "purpose", "bytes")),
     ("POST", "/v1/uploads/{upload_id}/complete"): Change("upload.complete", ("filename", "bytes")),
     ("POST", "/v1/uploads/{upload_id}/cancel"): Change("upload.cancel"),

@@ -31,6 +31,7 @@ from appliance.store.rows import IdempotencyRow
 _AGAIN_SAME = "a second time changes nothing more"
 _NOTHING_MADE = "nothing is kept"
 NOT_ONCE: Mapping[str, str] = {
+    "/v1/files/{file_id}/check": "its report replaces the one before",
     "/v1/uploads/{upload_id}/complete": _AGAIN_SAME,
     "/v1/uploads/{upload_id}/cancel": _AGAIN_SAME,
     "/v1/batches/{batch_id}/cancel": _AGAIN_SAME,
@@ -44,6 +45,12 @@ NOT_ONCE: Mapping[str, str] = {
     "/v1/evals/{eval_id}": _AGAIN_SAME,
     "/v1/evals/{eval_id}/runs/{run_id}": _AGAIN_SAME,
     "/v1/evals/{eval_id}/runs/{run_id}/cancel": _AGAIN_SAME,
+    "/v1/gates/{gate_id}/cancel": _AGAIN_SAME,
+    "/v1/pipelines": _AGAIN_SAME,
+    "/v1/sweeps/{sweep_id}/cancel": _AGAIN_SAME,
+    "/v1/pipelines/{name}/schedule": _AGAIN_SAME,
+    "/v1/pipelines/{name}/runs": "one at a time: while the first goes on, a second attempt is refused and names it",
+    "/v1/pipeline_runs/{run_id}/cancel": _AGAIN_SAME,
     "/v1/models/{name:path}/share": _AGAIN_SAME,
     "/internal/responses": "a copy that is there is left",
     "/admin/v1/keys": "a name is one live key's: a second attempt is refused, for the key was shown once",

@@ -50,7 +50,17 @@ def file_object(row: FileRow, caller: Principal) -> dict[str, Any]:
         "purpose": row.purpose,
         "status": row.status,
         "status_details": row.status_details,
+        **_data_check(row),
     } | whose(row, caller)
+
+
+def _data_check(row: FileRow) -> dict[str, Any]:
+    """Of training data: how far its check is, and how many examples each found something in, where the row has it."""
+    if row.check_status is None:
+        return {}
+    found = (row.data_check or {}).get("checks", {})
+    counts = {name: one["count"] for name, one in found.items() if one["count"]}
+    return {"check": {"status": row.check_status, **({"found": counts} if row.data_check else {})}}
 
 
 def job_status(row: JobRow) -> str:

@@ -19,7 +19,7 @@ from appliance.controller.files import storage
 from appliance.controller.jobs import forgetting, stable_names
 from appliance.store.database import Database
 from appliance.store.ids import new_id
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects import gates, job_records, jobs, models
 from appliance.store.records import deployments
 from appliance.store.rows import CheckpointRow, DeploymentRow, JobEventRow, JobMetricRow, JobRow, ModelRow, VersionRow
 
@@ -48,10 +48,15 @@ def activate(db: Database, row: JobRow, version: str) -> bool:
     if not stable_names.answers_at_once(db, row, version):
         models.update_version(db, row.output_model, version, held_back=1)
         return False
-    models.activate(db, row.output_model, version)
-    if deployments.find(db, row.output_model) is None:
-        deployments.insert(db, DeploymentRow(model=row.output_model, created_s=time.time()))
+    answer_with(db, row.output_model, version)
     return True
+
+
+def answer_with(db: Database, model: str, version: str) -> None:
+    """Make a version the one that answers, and its model one that is served."""
+    models.activate(db, model, version)
+    if deployments.find(db, model) is None:
+        deployments.insert(db, DeploymentRow(model=model, created_s=time.time()))
 
 
 class JobEvents:
@@ -141,6 +146,8 @@ class JobEvents:
         activated = activate(db, row, version)
         if not row.stable_name:
             return f"New fine-tuned model created: {name}"
+        if not activated and (gate := gates.of_job(db, row.id)) is not None:
+            return f"New version of {name}: {version}. Whether it answers, {gate.id} decides (`appliance gate show`)."
         if not activated:
             return (
                 f"New version of {name}: {version}. {before} goes on answering; `appliance model canary {name} "

@@ -11,6 +11,7 @@ from appliance.controller.access.naming import SUFFIX_RULE, is_suffix
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.controller.jobs import devices
+from appliance.controller.jobs.gate_request import GateRequest
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
 from train.plan.errors import InvalidHyperparameter
@@ -59,8 +60,8 @@ class JobCreate(StrictBody):
     """OpenAI's request plus our own fields (`extra_body` in the SDK) for how the job may use the box's devices.
 
     publish_as: the model that the job makes a version of, new or the owner's; None: a model of its own. activate: the
-    version answers at once. deadline_s: seconds since 1970. allowed_sizes: numbers of devices. held: stays in the queue
-    until it is released.
+    version answers at once. gate: it answers once its suites say that it may. deadline_s: seconds since 1970.
+    allowed_sizes: numbers of devices. held: stays in the queue until it is released.
     """
 
     model: Name
@@ -81,6 +82,7 @@ class JobCreate(StrictBody):
     held: bool = False
     publish_as: Name | None = None
     activate: bool = True
+    gate: GateRequest | None = None
 
 
 def check(request: JobCreate) -> None:

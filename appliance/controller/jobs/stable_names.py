@@ -15,7 +15,7 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs.requests import JobCreate
 from appliance.store.database import Database
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects import gates, job_records, jobs, models
 from appliance.store.rows import JobRow, ModelRow
 
 
@@ -26,10 +26,11 @@ def output_of(
     transaction that inserts the job. Raises BadRequest and Conflict."""
     db = context.db
     if body.publish_as is None:
-        if not body.activate:
+        if not body.activate or body.gate is not None:
+            param = "gate" if body.gate is not None else "activate"
             raise BadRequest(
-                "'activate' is for a name that already has an active version: give 'publish_as' with it.",
-                param="activate",
+                f"'{param}' is for a name that goes on whatever comes of the job: give 'publish_as' with it.",
+                param=param,
                 code="invalid_value",
             )
         return fine_tuned_name(root_base(db, base.model), context.config.organization, body.suffix)
@@ -92,7 +93,9 @@ def _refused(name: str, why: str) -> Conflict:
 def answers_at_once(db: Database, job: JobRow, version: str) -> bool:
     """Whether this version of a job is to answer now: the job asks for that, or nothing else would answer, or what
     answers is the job's own. Never where a version of the other kind answers (adapter, whole weights): its engines
-    would have to go first."""
+    would have to go first. Nor where a gate judges it, which lets it answer itself."""
+    if gates.of_job(db, job.id) is not None:
+        return False
     model, new = models.find(db, job.output_model), models.find_version(db, job.output_model, version)
     active = models.find_version(db, job.output_model, model.active_version) if model and model.active_version else None
     if active is None or new is None:

@@ -7,9 +7,11 @@ phase stays "validating" until everything is on disk.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from appliance.controller.access.model_access import Resolved, base_of
 from appliance.controller.context.context import ControllerContext
@@ -24,6 +26,8 @@ from runtime.background_tasks import RunningTasks
 from train.data.check import COUNTED_EXAMPLES, DataReport
 from train.methods.methods import method_of
 from train.plan.errors import InvalidHyperparameter
+
+TELL_EVERY_S = 30.0
 
 
 class InvalidData(Exception):
@@ -132,8 +136,8 @@ class JobValidation:
             if report is None or (report.longest_example_tokens <= most and report.n_examples <= COUNTED_EXAMPLES):
                 continue
             file = self._file(getattr(row, param))
-            cut = await context.file_work.check(
-                row.owner, context.files_dir / file.id, method=method, tokenizer=tokenizer, cut_at=most
+            cut = await self._check(
+                row, file, context.files_dir / file.id, method=method, tokenizer=tokenizer, cut_at=most
             )
             if not cut.ok:
                 raise InvalidData(param, file.id, cut, row.id)
@@ -150,12 +154,29 @@ class JobValidation:
     ) -> DataReport:
         method = method_of(row.method)
         source = self._context.files_dir / file.id
-        report = await self._context.file_work.check(row.owner, source, target, method, tokenizer)
+        report = await self._check(row, file, source, chat_path=target, method=method, tokenizer=tokenizer)
         if report.ok and (reason := method.refuses(report.shape)) is not None:
             report.add_error(1, reason)
         if not report.ok:
             raise InvalidData(param, file.id, report, row.id)
         return report
+
+    async def _check(self, row: JobRow, file: FileRow, source: Path, **how: Any) -> DataReport:
+        """`FileWork.check`; while it lasts, the job's events tell how far it is."""
+        far = ""
+
+        def heard(examples: int, share: float) -> None:
+            nonlocal far
+            far = f": {examples:,} examples so far, {100 * share:.0f} % of the file"
+
+        checking = asyncio.ensure_future(self._context.file_work.check(row.owner, source, heard=heard, **how))
+        try:
+            while not (await asyncio.wait([checking], timeout=TELL_EVERY_S))[0]:
+                if self._still_validating(row.id):
+                    add_message(self._context.db, row.id, f"{file.filename} is being checked{far}")
+            return checking.result()
+        finally:
+            checking.cancel()
 
     def _queue(self, row: JobRow, report: DataReport, told: list[tuple[str, str]]) -> None:
         context, db = self._context, self._context.db

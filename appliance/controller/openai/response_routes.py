@@ -177,7 +177,7 @@ def _queued(body: dict[str, Any], caller: Principal) -> ResponseRow:
         used_s=now_s,
         background=1,
         request=asked,
-        bytes=len(given) + len(asked) + len(made),
+        bytes=responses.bytes_of(given, asked, made),
         input=given,
         response=made,
         previous_id=body.get("previous_response_id"),

@@ -262,7 +262,7 @@ def _row(copy: dict[str, Any], owner: str) -> ResponseRow:
         status=response["status"],
         used_s=time.time(),
         created_s=float(response["created_at"]),
-        bytes=len(given) + len(answered),
+        bytes=responses.bytes_of(given, answered),
         input=given,
         response=answered,
         previous_id=copy["previous"],

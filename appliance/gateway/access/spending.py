@@ -166,8 +166,11 @@ class Spending:
             self._left(request)
         elif not tokens.total:
             if request.status == 200 and request.sent_bytes:
-                # Its engine died in mid-stream: charge the delivered tokens.
-                tokens.prompt, tokens.completion = asked.prompt_tokens, request.stream_events
+                # Its engine died in mid-stream, or has not said: charge the delivered tokens, or those of the time.
+                written = request.stream_events
+                if not request.streams and request.sent_s:
+                    written = self._rate.written(request.model, asked.sequences, now_s - request.sent_s)
+                tokens.prompt, tokens.completion = asked.prompt_tokens, min(written, asked.completion_tokens)
         elif request.sent_s:
             self._rate.answered(request.model, tokens.completion, asked.sequences, now_s - request.sent_s)
         if request.estimated_tokens:
@@ -184,8 +187,9 @@ class Spending:
         tokens, asked = request.tokens, request.asked
         tokens.prompt = tokens.prompt or asked.prompt_tokens
         written = request.stream_events
-        if not request.streams or request.unread:
-            # If the client stopped reading a stream, the engine continued to generate tokens that were never delivered.
+        if not request.streams or request.unread or asked.unseen:
+            # If the client stopped reading a stream, the engine continued to generate tokens that were never delivered;
+            # of some it never writes any.
             written = max(written, self._rate.written(request.model, asked.sequences, request.left_after_s))
         tokens.completion = max(tokens.completion, min(written, asked.completion_tokens))
 

@@ -33,12 +33,16 @@ class Transcript:
 
     input: its own `input` as JSON. previous_id: the response it continues, empty without one. stores: whether a copy
     goes to the controller, `store` in the object. has_previous: the body already has the earlier turns. counts: the
-    request only counts input tokens, and the engine answers with all ids. final: the returned object, empty until then.
+    request only counts input tokens, and the engine answers with all ids. final: the returned object, empty until then;
+    prompt_tokens, completion_tokens: what the engine says there that it took. (Nothing but that object is asked: the
+    events before it repeat the request, whose tools' schemas may say anything.)
     """
 
     has_previous: bool = False
     counts: bool = False
     final: bytes = b""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     _partial: bytes = b""
 
     def __init__(self, input: bytes, previous_id: str, *, stores: bool, background: bool) -> None:
@@ -58,7 +62,7 @@ class Transcript:
         if not isinstance(answer, dict) or answer.get("object") != "response":
             self.stores = False
             return body
-        self.final = orjson.dumps(self._said(answer))
+        self._end(self._said(answer))
         return self.final
 
     def take(self, data: bytes, max_bytes: int, *, last: bool = False) -> bytes:
@@ -100,8 +104,15 @@ class Transcript:
             return found[0]
         response = self._said(event["response"])
         if kind in _FINAL:
-            self.final = orjson.dumps(response)
+            self._end(response)
         return b"event: response.%b\ndata: %b\n\n" % (kind, orjson.dumps(event))
+
+    def _end(self, answer: dict[str, Any]) -> None:
+        self.final, used = orjson.dumps(answer), answer.get("usage")
+        if isinstance(used, dict):
+            prompt, completion = used.get("input_tokens"), used.get("output_tokens")
+            self.prompt_tokens = prompt if type(prompt) is int else 0
+            self.completion_tokens = completion if type(completion) is int else 0
 
     def _said(self, answer: dict[str, Any]) -> dict[str, Any]:
         answer["previous_response_id"] = self.previous_id or None

@@ -12,11 +12,12 @@ from typing import Any, Final
 import orjson
 
 # Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
+# Answers of /v1/responses have more of the request than its texts (the schemas of its tools): answers/transcript.py.
 _USAGE: Final = b'"usage":'
-_PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens": ?([0-9]+)')
+_PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens": ?([0-9]{1,12})')
 # Anthropic's `input_tokens` are those that no cache had.
-_CACHED: Final = re.compile(rb'"(?:cache_read|cache_creation)_input_tokens": ?([0-9]+)')
-_COMPLETION: Final = re.compile(rb'"(?:completion|output)_tokens": ?([0-9]+)')
+_CACHED: Final = re.compile(rb'"(?:cache_read|cache_creation)_input_tokens": ?([0-9]{1,12})')
+_COMPLETION: Final = re.compile(rb'"(?:completion|output)_tokens": ?([0-9]{1,12})')
 FINISHED: Final = b'"finish_reason":"'
 _NO_CHOICES: Final = b'"choices":[],'
 # Fields added to a checked body in place of its last brace.
@@ -71,7 +72,10 @@ def with_fingerprint(body: bytes, fingerprint: str) -> bytes:
 
 
 class TokenRequest:
-    """Estimated prompt tokens of one request, its maximum completion tokens, and the number of sequences."""
+    """Estimated prompt tokens of one request, its maximum completion tokens, and the number of sequences. unseen: its
+    stream may have no event of what an engine writes: reasoning that is not wanted, calls of tools."""
+
+    unseen: bool = False
 
     def __init__(self, prompt_tokens: int, completion_tokens: int, sequences: int) -> None:
         self.prompt_tokens = prompt_tokens

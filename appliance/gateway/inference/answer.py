@@ -15,6 +15,7 @@ from appliance.gateway.access.request import Pairs, Request
 from appliance.gateway.answers.usage import FINISHED, with_fingerprint, without_usage_event
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES
 from appliance.gateway.http import error_shapes, wire
 from appliance.gateway.http.client import Client
 
@@ -22,6 +23,8 @@ SSE: Final = b"text/event-stream; charset=utf-8"
 ERROR_EVENT: Final = b'data: {"error"'
 _EVENT: Final = b'data: {"'
 _USAGE: Final = b'"usage"'
+# More than the object with an answer's usage has.
+_USAGE_BYTES: Final = 1024
 _SSE_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -34,6 +37,7 @@ class Answer:
     _chunked: bool = False
     _tail: bytes = b""
     _partial: bytes = b""
+    _before: bytes = b""
     _error_seen: bool = False
 
     def __init__(self, client: Client, request: Request, *, hides_usage: bool) -> None:
@@ -41,6 +45,9 @@ class Answer:
         self.client: Client | None = client
         self.request = request
         self._hides_usage = hides_usage
+        # Answers of /v1/responses repeat what the request says: their transcript reads what they cost.
+        route = request.route
+        self._reads_usage = route is None or route.name not in (RESPONSES, INPUT_TOKENS)
 
     # -- beginning
 
@@ -82,6 +89,8 @@ class Answer:
         """Bytes of the engine's answer."""
         if self.sse:
             body = self._stream_bytes(body)
+        else:
+            self._read_usage(body)
         client = self.client
         if body and client is not None:
             self.request.sent_bytes += len(body)
@@ -98,10 +107,13 @@ class Answer:
             body, self._partial = body[:end], body[end:]
         # `find`, as everywhere on hot paths: CPython's `in` first tries to convert the bytes to an integer, which takes
         # ten times as long.
-        if body.find(_USAGE) >= 0:
+        told = body.find(_USAGE) >= 0
+        if self._before or body[-2:] != b"\n\n":
+            self._read_usage(body)
+        elif told and self._reads_usage:
             self.request.tokens.read(body)
-            if self._hides_usage:
-                body = without_usage_event(body)
+        if told and self._hides_usage:
+            body = without_usage_event(body)
         if self._hides_usage and body.find(FINISHED) >= 0:
             body = with_fingerprint(body, self.request.model_version)
         # Inside JSON text the quote would be escaped, so this counts events, whatever they contain.
@@ -119,6 +131,14 @@ class Answer:
             self._tail = seen[-len(ending) :]
         return body
 
+    def _read_usage(self, body: bytes) -> None:
+        """Of an answer that is passed on in pieces, wherever they were cut."""
+        if self._reads_usage:
+            seen = b"%b%b" % (self._before, body)
+            if seen.find(_USAGE) >= 0:
+                self.request.tokens.read(seen)
+            self._before = b"" if body[-2:] == b"\n\n" else seen[-_USAGE_BYTES:]
+
     # -- ending
 
     def whole(self, status: int, content_type: bytes, body: bytes, version: bytes | None, now_s: float) -> None:
@@ -134,7 +154,8 @@ class Answer:
         request = self.request
         request.status = status
         request.sent_bytes = len(body)
-        request.tokens.read(body)
+        if self._reads_usage:
+            request.tokens.read(body)
         client.write(
             wire.whole_response(
                 status,
@@ -170,6 +191,8 @@ class Answer:
         assert client is not None
         if self.sse and (body or self._partial):
             body = self._stream_bytes(body, last=True)
+        elif not self.sse:
+            self._read_usage(body)
         if self._chunked:
             self.request.sent_bytes += len(body)
             client.write(b"%b%b" % (wire.chunk(body) if body else b"", wire.LAST_CHUNK))

@@ -15,7 +15,8 @@ from appliance.gateway.state.placeable import Placeable
 
 class Attempt:
     """row: the table row it is placed by, its model's or the canary's. path, body: of the engine's request. number: how
-    many were sent and failed before it. deaths: engines that died of those (retry.py counts). alone: it goes where no
+    many were sent and failed before it. deaths: engines that died of those (retry.py counts). lost: replicas that broke
+    off under them; echoes: how many broke off at one that had done so before. alone: it goes where no
     other request stands trial, and stands trial itself. continues: it generates the rest of a stream. moved_from: the
     replica that it was taken from, empty if from none.
 
@@ -29,6 +30,8 @@ class Attempt:
     # Defaults stand in the class, as access.request.Request says.
     number: int = 0
     deaths: int = 0
+    lost: tuple[str, ...] = ()
+    echoes: int = 0
     alone: bool = False
     reconnects: bool = False
     continues: bool = False
@@ -57,6 +60,7 @@ class Attempt:
         """The same once more, nothing of it having reached the client. It waits no longer than this one might have."""
         again = Attempt(self.row, self.path, self.body)
         again.number, again.deaths, again.alone, again.continues = self.number, self.deaths, self.alone, self.continues
+        again.lost, again.echoes = self.lost, self.echoes
         again.moved_from = self.moved_from
         again.held_since_s, again.hold_deadline_s = self.held_since_s, self.hold_deadline_s
         again.comment_s = self.comment_s
@@ -72,4 +76,13 @@ class Attempt:
         """The rest of a stream that failed, asked for with another request. It may wait for the whole hold time."""
         rest = Attempt(self.row, path, body)
         rest.number, rest.deaths, rest.continues = self.number + 1, deaths, True
+        rest.lost, rest.echoes = self.lost, self.echoes
         return rest
+
+    def broke_off(self, replica_id: str) -> bool:
+        """Note it. True if this replica had not done so before."""
+        if replica_id in self.lost:
+            self.echoes += 1
+            return False
+        self.lost = (*self.lost, replica_id)
+        return True

@@ -86,10 +86,20 @@ class InferenceHandler(Placement):
             self.state.acquit(attempt.choice)
         if self.answer.client is not None and not self.answer.client.write_paused:
             if now_s - attempt.progress_s > self.state.limits.upstream_silence_s:
-                self.state.metrics.events["upstream_silent"] += 1
-                log.warning("the engine was silent for too long", extra=self.request.ids)
-                self._drop_upstream(failed=True)
-                self._fail(errors.engine_failed(504))
+                self._silent()
+
+    def _silent(self) -> None:
+        """It waits no longer. Its engine is to blame if it gives no sign of life; else this request has waited in its
+        queue, or asked for a long answer, and pays as one whose client leaves. (Engines that were blamed took nobody's
+        requests for a while, and those who asked so much paid nothing.)"""
+        self.state.metrics.events["upstream_silent"] += 1
+        log.warning("the engine was silent for too long", extra=self.request.ids)
+        choice = self._attempt.choice
+        hangs = choice is not None and self.state.router.hangs(choice)
+        if not hangs:
+            self._left()
+        self._drop_upstream(failed=hangs)
+        self._fail(errors.engine_failed(504))
 
     # -- the engine's answer
 
@@ -134,7 +144,7 @@ class InferenceHandler(Placement):
             length = conn.headers.get(b"content-length")
             self.answer.begin_body(kind, int(length) if length is not None else None, self._version())
             attempt.kept = None
-            self.answer.write(b"".join(kept))
+            self.answer.relay(b"".join(kept))
 
     def _buffered_bytes(self) -> int:
         """How much of a plain answer to buffer: one to be stored or counted is needed whole."""
@@ -189,14 +199,15 @@ class InferenceHandler(Placement):
         choice, deaths, suspect = attempt.choice, attempt.deaths, False
         if died and choice is not None:
             of_this_one = self.state.router.died(choice, now)
-            deaths = max(deaths + of_this_one, 1)
+            if attempt.broke_off(choice.replica.id):
+                deaths = max(deaths + of_this_one, 1)
             suspect = of_this_one and is_suspect(now - attempt.sent_s, attempt.relayed)
         if not blame:
             self._count(failed=True)
         self._drop_upstream(failed=blame)
         continuation, model = self.checked.continuation, self.state.router.models.get(self.checked.model)
         resumable = continuation is not None and model is not None and continuation.can_resume(model.max_model_len)
-        verdict = may_retry(attempt.number + 1, deaths, relayed=attempt.relayed, resumable=resumable)
+        verdict = may_retry(attempt.number + 1, deaths, attempt.echoes, relayed=attempt.relayed, resumable=resumable)
         if verdict is Verdict.FAIL:
             self._fail(error)
         elif verdict is Verdict.CONDEMN:
@@ -283,7 +294,7 @@ class InferenceHandler(Placement):
         if transcript is not None:
             self._check_room(transcript, body)
             body = transcript.whole(body)
-            self._store(transcript)
+            self._ended(transcript)
         self._end_dispatch(failed=False)
         self.answer.whole(status, content_type, body, version, now)
 
@@ -295,9 +306,11 @@ class InferenceHandler(Placement):
             transcript.stores = False
             self.state.metrics.events["responses_not_stored"] += 1
 
-    def _store(self, transcript: Transcript) -> None:
-        """After a complete answer, send a copy of what must be stored to the controller."""
-        caller = self.request.caller
+    def _ended(self, transcript: Transcript) -> None:
+        """After a complete answer, note its cost and send a copy of what must be stored to the controller."""
+        caller, tokens = self.request.caller, self.request.tokens
+        if transcript.final:
+            tokens.prompt, tokens.completion = transcript.prompt_tokens, transcript.completion_tokens
         if transcript.final and transcript.stores and caller is not None:
             self.copies.add(caller.owner, transcript.copy(caller.id))
         transcript.final = b""
@@ -307,7 +320,7 @@ class InferenceHandler(Placement):
         if transcript is not None and self.answer.sse:
             self._check_room(transcript, body)
             body = transcript.take(body, self.state.limits.stored_response_bytes, last=done)
-            self._store(transcript)
+            self._ended(transcript)
         continuation = self.checked.continuation if self.answer.sse else None
         if continuation is not None:
             # An engine's last event reports its death; it must not reach a client whose stream will continue.

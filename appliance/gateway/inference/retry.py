@@ -7,6 +7,9 @@ engine after engine, and no innocent one is lost with them:
 - Its second attempt *stands trial* if it had come to the dead engine just before and got nothing (`is_suspect`): it
   goes to an engine where no other request stands trial, until it has a byte of an answer or TRIAL_S have passed. An
   engine that dies meanwhile died of that one (routing.router.Router.died), and a second death counts for no other.
+- A replica dies once: where the path to it breaks off again under the same request, that is an echo. (The tunnel to a
+  node whose agent had been killed took the request once more before anybody knew, and the client was told that two
+  engines had died of it.)
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from typing import Final
 MAX_ATTEMPTS: Final = 3
 """Whatever the reasons, and deaths that are put down to others included."""
 MAX_DEATHS: Final = 2
+MAX_ECHOES: Final = 4
+"""Spread over seconds (routing.router.SUSPECT_FIRST_S): as long as it takes until a dead replica leaves the table."""
 TRIAL_S: Final = 1.0
 """Engines that a request ends die while they read its prompt, or in the first steps after it."""
 
@@ -33,11 +38,12 @@ def is_suspect(waited_s: float, relayed: bool) -> bool:
     return not relayed and waited_s < TRIAL_S
 
 
-def may_retry(sent: int, deaths: int, *, relayed: bool, resumable: bool) -> Verdict:
-    """sent: attempts so far, the failed one included. deaths: engines that died of them. relayed: the client has bytes
-    of the answer; resumable: of a stream that another engine can go on with."""
+def may_retry(sent: int, deaths: int, echoes: int, *, relayed: bool, resumable: bool) -> Verdict:
+    """sent: attempts so far, the failed one included. deaths: engines that died of them. echoes: attempts that broke
+    off at a replica which had done so before. relayed: the client has bytes of the answer; resumable: of a stream that
+    another engine can go on with."""
     if deaths >= MAX_DEATHS:
         return Verdict.CONDEMN
-    if sent >= MAX_ATTEMPTS or (relayed and not resumable):
+    if sent - echoes >= MAX_ATTEMPTS or echoes >= MAX_ECHOES or (relayed and not resumable):
         return Verdict.FAIL
     return Verdict.CONTINUE if relayed else Verdict.AGAIN

@@ -155,6 +155,26 @@ def page_items(
     )
 
 
+def judged_after(db: Database, run_id: str, place: int, limit: int) -> list[EvalItemRow]:
+    """Judged items in the order of the data, from the one behind `place`, without what was asked and answered."""
+    return db.all(
+        EvalItemRow,
+        "SELECT id, run_id, place, created_s, status, '{}' AS item, NULL AS sample, results FROM eval_items"
+        " WHERE run_id = ? AND place > ? AND status <> 'queued' ORDER BY place LIMIT ?",
+        [run_id, place, limit],
+    )
+
+
+def newest_sampled(db: Database, eval_id: str, *, viewer: str | None) -> EvalRunRow | None:
+    """The newest run in which a model answered items of a file."""
+    return db.one(
+        EvalRunRow,
+        f"SELECT * FROM eval_runs WHERE eval_id = ?1 AND {_MINE} AND {_RUN_THERE} AND data_source ->> '$.type' IN"
+        " ('completions', 'responses') AND data_source ->> '$.source.type' = 'file_id' ORDER BY seq DESC LIMIT 1",
+        [eval_id, viewer],
+    )
+
+
 def has_items(db: Database, run_id: str) -> bool:
     return db.execute("SELECT 1 FROM eval_items WHERE run_id = ? LIMIT 1", [run_id]).fetchone() is not None
 

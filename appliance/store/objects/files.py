@@ -5,6 +5,8 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 
 from __future__ import annotations
 
+from typing import Any
+
 from appliance.store.database import Database, Page, owned_by, sql_list
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import UNFINISHED_BATCH, FileRow
@@ -45,8 +47,18 @@ def page(
         after=after,
         limit=limit,
         descending=descending,
-        unread=("report",),
+        unread=("report", "data_check", "lineage"),
     )
+
+
+def update(db: Database, file_id: str, **changes: Any) -> None:
+    """Raises RowNotFound, UnknownColumn."""
+    db.update("files", FileRow, {"id": file_id}, changes)
+
+
+def unchecked(db: Database) -> FileRow | None:
+    """The smallest whose data waits for its check: nobody waits for another's gigabytes."""
+    return db.one(FileRow, "SELECT * FROM files WHERE check_status = 'waiting' ORDER BY bytes, created_s LIMIT 1")
 
 
 def expired(db: Database, *, now_s: float) -> list[FileRow]:
@@ -68,3 +80,13 @@ def delete(db: Database, file_id: str) -> None:
     """Raises RowNotFound."""
     if db.execute("DELETE FROM files WHERE id = ?", [file_id]).rowcount == 0:
         raise RowNotFound("files", file_id)
+
+
+def named(db: Database, owner: str, *, now_s: float, purpose: str = "fine-tune") -> list[tuple[str, int, str]]:
+    """(id, bytes, file name) of an owner's files of this purpose, oldest first."""
+    rows = db.execute(
+        "SELECT id, bytes, filename FROM files WHERE owner = ?1 AND purpose = ?2"
+        " AND (expires_s IS NULL OR expires_s > ?3) ORDER BY seq",
+        [owner, purpose, now_s],
+    )
+    return [(row["id"], row["bytes"], row["filename"]) for row in rows]

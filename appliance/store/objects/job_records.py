@@ -84,6 +84,12 @@ def find_checkpoint(db: Database, name: str) -> CheckpointRow | None:
     return db.one(CheckpointRow, "SELECT * FROM checkpoints WHERE name = ?", [name])
 
 
+def checkpoint_of(db: Database, model: str, version: str) -> str | None:
+    """The name of a version's checkpoint."""
+    row = db.execute("SELECT name FROM checkpoints WHERE model = ? AND version = ?", [model, version]).fetchone()
+    return None if row is None else str(row["name"])
+
+
 def list_checkpoints(db: Database) -> list[CheckpointRow]:
     return db.all(CheckpointRow, "SELECT * FROM checkpoints ORDER BY seq")
 

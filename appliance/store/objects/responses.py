@@ -20,6 +20,11 @@ _CHAIN = """
 _UNFINISHED = ", ".join(f"'{status}'" for status in UNFINISHED_RESPONSE)
 
 
+def bytes_of(*texts: str | None) -> int:
+    """As they are stored: a character takes up to four bytes."""
+    return sum(len(text) if text.isascii() else len(text.encode()) for text in texts if text is not None)
+
+
 def insert(db: Database, row: ResponseRow) -> bool:
     """Does nothing and returns False if there is one with this id, because a copy may arrive twice."""
     if db.execute("SELECT 1 FROM responses WHERE id = ?", [row.id]).fetchone() is not None:
@@ -103,18 +108,26 @@ def shrink(db: Database, to_bytes: int, most_bytes: int) -> int:
     left or this many have gone; returns how many went."""
     deleted, (_, left) = 0, totals(db)
     to_bytes = max(to_bytes, left - most_bytes)
-    while left > to_bytes:
+    # Summed once: for each hundred that went, the sums of 100,000 held the loop for eight seconds.
+    held = {
+        row["owner"]: row["bytes"]
+        for row in db.execute(
+            f"SELECT owner, SUM(bytes) AS bytes FROM responses WHERE status NOT IN ({_UNFINISHED}) GROUP BY owner"
+        )
+    }
+    while left > to_bytes and held:
+        owner = max(held, key=lambda one: held[one])
         rows = db.execute(
-            f"SELECT id, bytes FROM responses WHERE status NOT IN ({_UNFINISHED}) AND owner = (SELECT owner FROM "
-            f"responses WHERE status NOT IN ({_UNFINISHED}) GROUP BY owner ORDER BY SUM(bytes) DESC LIMIT 1) "
-            "ORDER BY used_s, seq LIMIT 100"
+            f"SELECT id, bytes FROM responses WHERE owner = ? AND status NOT IN ({_UNFINISHED})"
+            " ORDER BY used_s, seq LIMIT 100",
+            [owner],
         ).fetchall()
         if not rows:
-            break  # the rest is being answered
+            del held[owner]  # the rest is being answered
         for row in rows:
             if left <= to_bytes:
                 break
             delete(db, row["id"])
-            left -= row["bytes"]
+            left, held[owner] = left - row["bytes"], held[owner] - row["bytes"]
             deleted += 1
     return deleted

@@ -33,6 +33,12 @@ def digests(db: Database) -> dict[str, str]:
     return {row.model: row.digest for row in _in_force(db)}
 
 
+def has_chat_template(db: Database, model: str) -> bool:
+    """Whether the model's settings in force have a chat template of their own."""
+    row = current(db, model)
+    return row is not None and bool(row.settings.get("chat_template"))
+
+
 def with_chat_template(db: Database) -> set[str]:
     """Models whose settings in force have a chat template of their own."""
     return {row.model for row in _in_force(db) if row.settings.get("chat_template")}

@@ -146,9 +146,9 @@ class Child:
         self.returncode = -9
 
 
-def started(asked, count=4, **special):
+def started(asked, count=4, numa=None, **special):
     """A stand-in for `smoke.start`: each part finds what a healthy machine finds, of one GPU."""
-    one = {**machine(count=1), "devices": machine(count=count)["devices"]}
+    one = {**machine(count=1), "devices": {**machine(count=count)["devices"], "numa_nodes": numa or [None] * count}}
 
     def start(arguments, variables):
         part = arguments[0]
@@ -175,9 +175,18 @@ def test_every_gpu_is_measured_alone_and_together(count):
     else:
         assert len(facts["together"]["host_to_device"]) == len(facts["collectives"]["bus"]) == count
         of = lambda part: [variables for (name, *_), variables in asked if name == part]  # noqa: E731
-        assert of("collectives") == [{}] * count, "NCCL's peers are seen by each"
+        every = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
+        assert of("collectives") == [every] * count, "NCCL's peers are seen by each"
         assert of("ranks") == [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(count)]
     assert all(verdict.state in ("ok", "skip") for verdict in judge(facts, count))
+
+
+def test_what_copies_runs_on_the_processors_beside_its_gpu_as_the_boxs_own_does():
+    asked = []
+    smoke.measure(PARTS, installed=lambda _: True, start=started(asked, 4, numa=[0, 0, 1, None]))
+    bound = lambda arguments: arguments[arguments.index("--numa") + 1] if "--numa" in arguments else None  # noqa: E731
+    for part in set(PARTS) - {"devices", "fork"}:
+        assert [bound(arguments) for arguments, _ in asked if arguments[0] == part] == ["0", "0", "1", None], part
 
 
 def test_with_torch_and_deepspeed_alone_the_rest_is_skipped_by_name():
@@ -216,7 +225,15 @@ def test_gpus_cut_by_mig_are_counted_though_only_root_may_ask_who_uses_them(monk
     machine = eight_h100().install(monkeypatch)
     machine.gpus[2].mig = machine.gpus[2].private = True
     found = measures.devices()
+    assert len(found["numa_nodes"]) == 8
     assert (found["mig"], found["used_bytes"], found["driver"]) == (1, [0] * 8, 580.0)
+
+
+def test_gpus_that_reach_each_other_over_pcie_are_not_taken_for_joined_by_nvlink(monkeypatch):
+    machine = eight_h100().install(monkeypatch)
+    assert all(measures.nvlink(gpu, 8) for gpu in range(8))
+    machine.gpus[7].switched = False
+    assert [measures.nvlink(gpu, 8) for gpu in (0, 7)] == [False, False] and measures.nvlink(0, 7)
 
 
 def test_a_machine_without_gpus_is_told_so(monkeypatch, capsys):

@@ -272,6 +272,21 @@ async def test_after_a_removal_rays_token_makes_no_node_and_a_new_token_gives_th
     assert removed.out() == set()
 
 
+async def test_who_removes_a_node_is_told_of_each_name_that_has_a_certificate(home, mine, tmp_path):
+    """With ray.token the removed one could get some for other names, before."""
+    await enrol(mine, home.box, home.token().text(), "n1", "127.0.0.2")
+    await enrol(Credentials(tmp_path / "n9"), home.box, RAY_TOKEN.decode(), "n9", "127.0.0.2")
+
+    def remove(name):
+        command = [sys.executable, "-m", "appliance.cli.main", "node", "remove", name, "--data-dir", tmp_path / "box"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    done = await asyncio.to_thread(remove, "n1")
+    assert done.returncode == 0 and "certificates were given to n9 too" in done.stderr, done
+    done = await asyncio.to_thread(remove, "n9")
+    assert done.returncode == 0 and "certificates were given" not in done.stderr, done
+
+
 def test_the_command_removes_a_node_where_there_may_be_any_and_never_the_box(tmp_path, capsys):
     paths = BoxPaths.of(tmp_path)
     asked = ["--data-dir", str(tmp_path), "--remove"]

@@ -153,6 +153,11 @@ def test_usage_errors(prepared, arguments):
     assert result.exit_code == 2 and result.stderr and not prepared.requests
 
 
+def test_a_word_that_is_no_choice_is_refused_in_plain_words():
+    told = run("mode", "set", "sometimes").stderr
+    assert "'sometimes' is not one of 'serve', 'train', 'split', 'auto'" in told and "Value error" not in told
+
+
 def test_slips_are_answered_with_a_guess():
     assert "Did you mean 'job'?" in run("jbo", "list").stderr
     assert "'list'?" in run("gpu", "lits").stderr

@@ -7,6 +7,7 @@ import threading
 from appliance.cli.models import engine_settings
 from appliance.controller.devices import lost_nodes
 from appliance.store.database import Database
+from runtime.devices.kind import Reading
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.cli.test_tables_and_json import lines
 
@@ -82,3 +83,14 @@ def test_parsers_are_named_where_the_model_chats():
     ]
     assert engine_settings.parsers({**known, "tool_parser": "hermes"})[0] == ("tool calls", "parser hermes")
     assert engine_settings.parsers({**known, "chat_template": False}) == engine_settings.parsers({}) == []
+
+
+def test_what_devices_tell_of_themselves_stands_in_the_list_where_any_does(box: ControlledBox):
+    assert "HEAT" not in box.run("gpu", "list").stdout
+    box.context.device_readings = lambda: {
+        "n0/1": Reading("n0/1", 0.0, temperature_c=61, power_w=690.4, power_limit_w=700.0, throttled=("power_cap",))
+    }
+    head, _, first, *_ = box.run("gpu", "list").stdout.splitlines()
+    assert head.split()[3:8] == ["MEMORY", "USED", "HEAT", "POWER", "BUSY"]
+    assert "61 °C" in first and "690 W of 700 W (power cap)" in first
+    assert box.json("status")["devices"][1]["meters"]["power_w"] == 690.4

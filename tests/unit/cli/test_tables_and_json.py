@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 from appliance.store import database
@@ -51,7 +52,8 @@ def test_gpu_list(box):
     assert rows[1] == ["n0/0", "cpu", "simulated", "1.1", "GB", "ok", "-"]
     assert len(rows) == 9
     data = box.json("gpu", "list")["data"]
-    assert set(data[0]) == {"id", "node", "index", "kind", "name", "memory_bytes", "health", "holder", "drain", "lost"}
+    told = {"id", "node", "index", "kind", "name", "memory_bytes", "health", "holder", "drain", "lost", "meters"}
+    assert set(data[0]) == told
 
 
 def test_a_holder_is_named(box):
@@ -158,8 +160,8 @@ def test_a_mode_that_is_not_reached_in_time(box):
 
 def test_models(box):
     rows = lines(box.run("model", "list").stdout)
-    assert rows[0] == ["MODEL", "KIND", "ARCHITECTURE", "PARAMS", "SIZE", "VERSION", "STATE"]
-    assert rows[1] == ["starter", "base", "llama", "5.0", "M", "10", "B", "v2", "cold"]
+    assert rows[0] == ["MODEL", "KIND", "ARCHITECTURE", "PARAMS", "SIZE", "VERSION", "CHALLENGER", "STATE"]
+    assert rows[1] == ["starter", "base", "llama", "5.0", "M", "10", "B", "v2", "-", "cold"]
     shown = box.json("model", "show", "starter")
     assert {"name", "kind", "arch", "params", "bytes", "active_version", "versions", "state", "base"} <= set(shown)
     text = box.run("model", "show", "starter").stdout
@@ -170,6 +172,7 @@ def test_model_canary_promote_and_roll_back(box):
     box.do(lambda: deployments.insert(box.context.db, DeploymentRow("starter", 1.0)))
     begun = box.json("model", "canary", "starter", "v1", "--share", "5%", "--for", "1h", "--min-requests", "9")
     assert (begun["share"], begun["watch_s"], begun["min_requests"], begun["auto"]) == (0.05, 3600.0, 9, False)
+    assert lines(box.run("model", "list").stdout)[1][-3:] == ["v2", "v1", "cold"]
     text = box.run("model", "show", "starter").stdout
     assert "v1 of starter, 5% of the requests" in text and "v1 answered 0 of 9 requests" in text
     assert "no engine of v1 is open yet" in box.run("model", "canary", "starter").stdout
@@ -365,6 +368,7 @@ def test_keys(box):
     listed = box.json("key", "list")
     assert [k["name"] for k in listed["data"]] == ["alice", "ops"] and "key" not in listed["data"][0]
     assert box.run("key", "revoke", "alice").stdout.startswith("revoked alice (key_")
+    assert re.match(r"alice \(key_\w+\) was revoked already, \d{4}-", box.run("key", "revoke", "alice").stdout)
     assert [k["name"] for k in box.json("key", "list")["data"]] == ["ops"]
     assert box.json("key", "list", "--all")["data"][0]["revoked_s"] is not None
     assert box.run("key", "revoke", "nobody").exit_code == 3

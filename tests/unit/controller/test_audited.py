@@ -74,6 +74,8 @@ async def test_every_route_leaves_its_row(control: Control):
         (await ask("POST /v1/files", headers=SCOPES, **form("file", data, purpose=purpose)))["id"]
         for data, purpose in ((chat_lines(), "fine-tune"), (LINE, "batch"), (b"x", "user_data"))
     ]
+    for verb in ("check", "prepare"):
+        await ask(f"POST /v1/files/{{file_id}}/{verb}", f"/v1/files/{files[0]}/{verb}", SCOPES, json={})
     await ask("DELETE /v1/files/{file_id}", f"/v1/files/{files[2]}", SCOPES)
     begun = {"bytes": 3, "filename": "a", "mime_type": "text/plain", "purpose": "user_data"}
     ids = [(await ask("POST /v1/uploads", headers=SCOPES, json=begun))["id"] for _ in range(2)]

@@ -251,6 +251,34 @@ async def test_followers_that_do_not_read_hold_so_much_of_an_owner_and_no_more(c
     assert not background._followers.bytes
 
 
+async def test_texts_are_counted_in_bytes_and_not_in_characters(control: Control, monkeypatch):
+    """A bound of 1 GiB took 4 of the disk, and one of 128 MiB 512 of memory."""
+
+    def stored() -> tuple[int, int]:
+        row = responses.find(control.db, made.id)
+        return row.bytes, len(f"{row.input}{row.response}{row.request or ''}".encode())
+
+    monkeypatch.setattr(followers, "FOLLOWED_BYTES", 30_000)
+    engines(control).lines = 0
+    made = await asked(control, instructions="\U0001f600" * 2500)
+    told, held = stored()
+    assert told == held > 10_000
+    background: BackgroundResponses = control.app.state.background
+    first = background.follow(responses.find(control.db, made.id), -1, WHO)
+    assert b"response.created" in await anext(first)
+    with pytest.raises(openai.RateLimitError, match="hold"):
+        await control.sdk.with_options(max_retries=0).responses.retrieve(made.id, stream=True)
+    await first.aclose()
+    await control.sdk.responses.cancel(made.id)
+    told, held = stored()
+    assert told == held
+    copy = {"key": "key_test", "previous": None, "input": "\u6f22" * 1000, "response": answer(9, "\U0001f600" * 1000)}
+    control.app.state.responses.take([copy])
+    made = responses.find(control.db, copy["response"]["id"])
+    told, held = stored()
+    assert told == held > 7000
+
+
 async def test_a_stream_that_is_asked_for_again_is_one_more_follower(control: Control, monkeypatch):
     monkeypatch.setattr(followers, "FOLLOWED_BYTES", 20_000)
     scripted(control, EngineAnswer(200, answer(1, "2", instructions="x" * 6000), "v1"))

@@ -19,7 +19,7 @@ from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.output_files import sweep
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
-from appliance.store.objects import batches
+from appliance.store.objects import batches, models
 from appliance.store.records import keys
 from runtime import background_tasks
 from tests.simulator.control_plane import SimulatedEngines
@@ -146,6 +146,21 @@ async def test_an_embedding_batch_wants_an_embedding_model(control: Control):
     assert (await ended(control, await begun(control, rows, "/v1/embeddings"))).status == "completed"
     batch = await ended(control, await begun(control, [line(0, body=body)]))
     assert batch.errors.data[0].code == "model_not_supported"
+
+
+async def test_a_batch_of_conversations_wants_a_model_with_a_chat_template(control: Control):
+    """Told before an engine starts for it; an adapter has the template of its base."""
+    insert_model(control.db, "silent")
+    models.update_version(control.db, "silent", "v1", meta={"chat_template": False})
+    insert_model(control.db, "adapter")
+    meta = {"adapter": {"base": "silent", "base_version": "v1", "rank": 8}}
+    models.update_version(control.db, "adapter", "v1", meta=meta)
+    for name in ("silent", "adapter"):
+        batch = await ended(control, await begun(control, [line(0, body={"model": name, "messages": []})]))
+        (error,) = batch.errors.data
+        assert (batch.status, error.code) == ("failed", "model_not_supported") and "no chat template" in error.message
+    prompts = [line(0, url="/v1/completions", body={"model": "silent", "prompt": "x"})]
+    assert (await ended(control, await begun(control, prompts, "/v1/completions"))).status == "completed"
 
 
 @pytest.mark.parametrize(
@@ -383,7 +398,8 @@ def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     answers.append([answer | {"custom_id": "r2"}])
     answers.close()
-    assert Answers(tmp_path, "batch_1").open().answered == {"r0", "r2"}
+    again = Answers(tmp_path, "batch_1").open()
+    assert [again.has(input_lines.digest_of(f"r{n}")) for n in range(3)] == [True, False, True]
 
 
 def test_a_file_without_room_doubles_no_line_of_the_other(tmp_path, monkeypatch):

@@ -19,8 +19,8 @@ from appliance.controller.grading.given import grader_of
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import INFERENCE, Principal
-from appliance.store.objects import evals
-from appliance.store.records import keys
+from appliance.store.objects import evals, models
+from appliance.store.records import keys, model_settings
 from appliance.store.upkeep import retention
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import ADMIN, Control
@@ -113,6 +113,25 @@ async def test_who_makes_the_box_ask_a_model_needs_the_scope_of_inference_and_th
     for path, body in asking[:-1]:
         answer = await control.http.post(f"/v1{path}", json=body)
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found", (path, answer.text)
+
+
+async def test_a_model_without_a_chat_template_is_asked_nothing_and_no_engine_is_wanted(control: Control):
+    """Runs that sample or judge and graders are refused when they are made; work that was accepted before, in words."""
+    key_id, sent = control.as_key("ann", owner="ann"), answers(control, "yes")
+    judged, plain = await made(control, ASKERS), await made(control)
+    models.update_version(control.db, "starter", "v1", meta={"chat_template": False})
+    for path, body in (
+        ("/evals", {"data_source_config": SCHEMA, "testing_criteria": [ASKERS]}),
+        (f"/evals/{plain}/runs", {"data_source": asked()}),
+        (f"/evals/{judged}/runs", {"data_source": given(("yes", "yes"))}),
+        ("/fine_tuning/alpha/graders/run", {"grader": ASKERS, "model_sample": "4"}),
+    ):
+        error = (await control.http.post(f"/v1{path}", json=body)).json()["error"]
+        assert error["code"] == "model_not_supported" and "has no chat template" in error["message"], (path, error)
+    told = await control.app.state.graders.ask(key_id, {"model": "starter", "messages": []}, 5.0)
+    assert "has no chat template" in told.error and not sent
+    model_settings.add(control.db, "starter", {"chat_template": "{{ messages[0].content }}"}, "d", "ann", 0.0)
+    assert (await ended(control, plain, asked())).status == "completed" and sent, "it was given one"
 
 
 async def test_work_of_a_key_without_inference_asks_no_model(control: Control):

@@ -6,11 +6,13 @@ import asyncio
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from appliance.controller.context import file_work
 from appliance.controller.context.file_work import FileWork
+from appliance.controller.jobs import validation
 from tests.unit.controller.conftest import Control, chat_lines
 from train.data.check import check_training_file
 from train.methods import check_process
@@ -45,6 +47,52 @@ def test_the_same_is_found_in_a_process_of_its_own(tmp_path: Path, data: bytes):
     assert not chat.exists() or len(chat.read_text().splitlines()) == apart.n_examples
 
 
+def test_a_check_in_a_process_of_its_own_tells_how_far_it_is(tmp_path: Path):
+    source = tmp_path / "in"
+    heard: list[tuple[int, float]] = []
+    source.write_bytes(chat_lines())
+    assert check_apart(source, heard=lambda *far: heard.append(far)).ok
+    (first,) = heard
+    assert first[0] == 1 and 0 < first[1] < 0.5
+    check_training_file(source, heard=lambda *far: heard.append(far))
+    assert heard[-1] == (12, pytest.approx(1.0)) and len(heard) == 13
+
+
+def test_only_a_check_that_takes_long_gives_way_to_all_others(monkeypatch):
+    taken, nice = iter((2.0, 4.9, 5.1, 9.0)), []
+    monkeypatch.setattr(check_process.time, "process_time", lambda: next(taken))
+    monkeypatch.setattr(check_process.os, "nice", nice.append)
+    heard = check_process._Heard()
+    for example in range(4):
+        heard(example, 0.1)
+        assert nice == ([10] if example >= 2 else [])
+
+
+async def test_while_a_jobs_file_is_checked_its_events_say_how_far_that_is(control: Control, monkeypatch):
+    monkeypatch.setattr(validation, "TELL_EVERY_S", 0.001)
+    checked, told = control.context.file_work.check, asyncio.Event()
+    said = validation.add_message
+
+    async def slow(*given: Any, heard: Any = None, **more: Any) -> Any:
+        if heard is not None:
+            await told.wait()
+            told.clear()
+            heard(1234, 0.421)
+            await told.wait()
+        return await checked(*given, **more)
+
+    def add_message(*given: Any, **more: Any) -> None:
+        said(*given, **more)
+        told.set()
+
+    monkeypatch.setattr(control.context.file_work, "check", slow)
+    monkeypatch.setattr(validation, "add_message", add_message)
+    messages = await control.messages(await control.job())
+    assert messages[1] == "train.jsonl is being checked"
+    assert "train.jsonl is being checked: 1,234 examples so far, 42 % of the file" in messages
+    assert messages[-1].startswith("Files validated, 12 training examples")
+
+
 def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(tmp_path: Path, monkeypatch):
     source, killed = tmp_path / "in", tmp_path / "python"
     source.write_bytes(chat_lines())
@@ -73,7 +121,7 @@ async def test_large_files_are_checked_apart_when_they_come_and_when_a_job_takes
     methods: list[str] = []
 
     def seen(path: Path, chat_path: Path | None, method: str, *counted: object):
-        assert counted == (None, None)
+        assert counted[:2] == (None, None)
         methods.append(method)
         apart.append(path)
         return check_training_file(path, chat_path=chat_path)

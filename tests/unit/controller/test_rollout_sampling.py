@@ -6,11 +6,13 @@ import asyncio
 
 import pytest
 
-from appliance.controller.grading.sampling import TRIES, RolloutSampling
+from appliance.controller.batches.metering import Metering
+from appliance.controller.grading.sampling import PATIENCE_S, TRIES, RolloutSampling
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
 from appliance.store.objects import jobs
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import Control
+from tests.unit.controller.test_batch_metering import spent
 
 ROOM = 4
 
@@ -20,6 +22,10 @@ def engines(control: Control) -> SimulatedEngines:
     assert isinstance(control.context.batch_engines, SimulatedEngines)
     control.context.batch_engines.rule = written
     return control.context.batch_engines
+
+
+def sampling_of(control: Control, patience_s: float = PATIENCE_S) -> RolloutSampling:
+    return RolloutSampling(control.context, Metering(control.context.db, control.context.publish_keys), patience_s)
 
 
 async def written(body):
@@ -56,7 +62,7 @@ def by_place(told):
 
 
 async def test_every_answer_comes_once_from_its_own_numbers(control, engines):
-    told = await RolloutSampling(control.context).sample("ftjob-1", question(3, 20))
+    told = await sampling_of(control).sample("ftjob-1", question(3, 20))
     assert told["why"] == ""
     assert by_place(told) == {i * 20 + k: [i, 1000 * i + k] for i in range(3) for k in range(20)}
     assert {body["model"] for body in engines.sent} == {".policy/ftjob-1@step-3.ab"}
@@ -73,7 +79,7 @@ async def test_what_comes_back_is_asked_again_and_counts_once(control, engines):
         return await written(body)
 
     engines.rule = rule
-    told = await RolloutSampling(control.context).sample("ftjob-1", question(3, 2))
+    told = await sampling_of(control).sample("ftjob-1", question(3, 2))
     assert told["why"] == "" and len(by_place(told)) == 6 and len(returned) == 2
 
 
@@ -96,7 +102,7 @@ async def test_the_ranks_get_what_engines_have_answered_and_why_there_is_no_more
         return await written(body)
 
     engines.rule, engines.lines = rule, 1
-    told = await RolloutSampling(control.context).sample("ftjob-1", question(4, 2))
+    told = await sampling_of(control).sample("ftjob-1", question(4, 2))
     assert told["why"] == str(error) and len(asked) == tries
     assert set(by_place(told)) == answered
 
@@ -106,12 +112,12 @@ async def test_an_engine_that_refuses_is_not_asked_again(control, engines):
         return EngineAnswer(400, {"error": {"message": "no such parameter"}})
 
     engines.rule, engines.lines = rule, 1
-    told = await RolloutSampling(control.context).sample("ftjob-1", question(4, 2))
+    told = await sampling_of(control).sample("ftjob-1", question(4, 2))
     assert told == {"samples": [], "why": "no such parameter"} and len(engines.sent) == 1
 
 
 async def test_the_log_probabilities_of_a_request_are_bounded_altogether(control, engines):
-    sampling = RolloutSampling(control.context)
+    sampling = sampling_of(control)
     told = await sampling.sample("ftjob-1", question(2, 20, room=4096))
     assert told["why"] == "" and len(by_place(told)) == 40
     assert {body["sampling_params"]["n"] for body in engines.sent} == {2}
@@ -125,7 +131,7 @@ async def test_a_job_that_ends_engines_ends_two(control, engines):
         raise LineReturned("EngineCore died", yielded=False)
 
     engines.rule, engines.lines = rule, 3
-    sampling = RolloutSampling(control.context)
+    sampling = sampling_of(control)
     for asked, why in (
         (3, "EngineCore died"),
         (6, "EngineCore died"),
@@ -153,7 +159,7 @@ async def test_jobs_of_one_base_share_what_its_engines_have_room_for(control, en
         return await written(body)
 
     engines.rule, engines.lines = rule, 4
-    sampling = RolloutSampling(control.context)
+    sampling = sampling_of(control)
     other = question(20, 2) | {"policy": {"name": ".policy/ftjob-2", "version": "step-1.cd"}}
     async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
         first = asking.create_task(sampling.sample("ftjob-1", question(200, 2)))
@@ -168,7 +174,7 @@ async def test_jobs_of_one_base_share_what_its_engines_have_room_for(control, en
 
 async def test_without_an_engine_the_ranks_wait_once(control, engines):
     engines.lines = 0
-    sampling = RolloutSampling(control.context, patience_s=0.05)
+    sampling = sampling_of(control, patience_s=0.05)
     assert await sampling.sample("ftjob-1", question(2, 2)) == {"samples": [], "why": engines.why}
     sampling._patience_s = 1e9  # and from now on not at all, until an engine has answered
     async with asyncio.timeout(5):
@@ -181,7 +187,7 @@ async def test_without_an_engine_the_ranks_wait_once(control, engines):
 async def test_the_base_is_wanted_while_a_job_runs_that_samples_from_it(control, engines, monkeypatch):
     job_id = await control.job()
     resolved = jobs.get(control.db, job_id).resolved
-    sampling = RolloutSampling(control.context)
+    sampling = sampling_of(control)
     for phase, rollouts, expected in (
         ("running", "engine", ["starter"]),
         ("running", "ranks", []),
@@ -204,10 +210,43 @@ async def test_a_job_that_has_ended_is_forgotten(control, engines):
         raise LineReturned("EngineCore died", yielded=False)
 
     engines.rule = rule
-    sampling, job_id = RolloutSampling(control.context), await control.job()
+    sampling, job_id = sampling_of(control), await control.job()
     await sampling.sample(job_id, question(1, 1))
     await sampling.look()
     assert job_id in sampling._deaths and job_id in sampling._gave_up
     jobs.set_phase(control.db, job_id, "failed")
     await sampling.look()
     assert job_id not in sampling._deaths and job_id not in sampling._gave_up
+
+
+async def test_what_engines_wrote_is_usage_of_the_key_that_made_the_job(control, engines):
+    control.as_key("trainer")
+    job_id = await control.job()
+    assert len(by_place(await sampling_of(control).sample(job_id, question(3, 2)))) == 6
+    (of_key,) = [one for name, one in spent(control).items() if name == "trainer"]
+    assert (of_key.requests, of_key.errors, of_key.prompt_tokens, of_key.completion_tokens) == (3, 0, 6, 12)
+    assert spent(control, "version")["starter@v1"].completion_tokens == 12, "no policy stands in a report"
+
+
+async def test_the_ranks_sample_for_a_key_whose_quota_is_used_up(control, engines):
+    control.as_key("trainer", tokens_per_day=10)
+    sampling, job_id = sampling_of(control), await control.job()
+    assert len(by_place(await sampling.sample(job_id, question(3, 2)))) == 6
+    told = await sampling.sample(job_id, question(3, 2))
+    assert told["samples"] == [] and "quota" in told["why"] and len(engines.sent) == 3
+
+
+async def test_a_question_that_is_given_up_pays_for_what_was_computed(control, engines):
+    control.as_key("trainer")
+    entered = asyncio.Event()
+
+    async def rule(body):
+        entered.set()
+        await asyncio.Event().wait()
+
+    engines.rule, engines.lines = rule, 1
+    asking = asyncio.create_task(sampling_of(control).sample(await control.job(), question(1, 2)))
+    await entered.wait()
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert asking.cancelled() and spent(control)["trainer"].prompt_tokens == 2

@@ -139,6 +139,16 @@ def test_rows_of_another_shape_are_refused_whole(control: Control, bad):
     assert usage.report(control.db, "key", 0, NOON) == []
 
 
+def test_a_number_that_cannot_be_stored_keeps_nobody_elses_from_being_written(control: Control):
+    one, _ = keys.create(control.db, "one", ["inference"])
+    other, _ = keys.create(control.db, "other", ["inference"])
+    spending = Spending(control.db, lambda: None)
+    for prompt in (2**64 - 1, 2**63 - 1):
+        spending.take([row(one.id, prompt=prompt), row(other.id, prompt=10, completion=5)])
+    assert usage.tokens_since(control.db, other.id, 0) == 30
+    assert usage.tokens_since(control.db, one.id, 0) == 0
+
+
 async def test_models_that_a_key_may_not_use_do_not_exist_for_it(control: Control):
     insert_model(control.db, "secret")
     key, _ = keys.create(control.db, "trial", ["inference", "fine_tuning"], models=["starter"])

@@ -113,13 +113,16 @@ async def test_token_ids_asked_for_by_the_gateway_stay_in_it(box: Box) -> None:
     assert asked == [True, None]
 
 
-async def test_a_second_death_ends_it_and_takes_no_third_engine(box: Box) -> None:
+async def test_a_second_death_ends_it_and_takes_no_third_engine(start_box: Start) -> None:
+    box = await start_box()
     scripts = [greedy_engine({"tokens": 3}), greedy_engine({"tokens": 2})]
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await scripts[len(box.engines["e0"].requests) - 1](request, reply)
+        await scripts.pop(0)(request, reply)
 
-    box.engines["e0"].script = script
+    for name in ("e0", "e1", "e2"):
+        await box.engine(name, script)
+    box.serve("m", *box.engines)
     response = await box.ask("POST", "/v1/chat/completions", chat(stream=True, temperature=0, max_tokens=50))
     *tokens, last = events(response.body)
     assert last["error"]["code"] == "engines_died" and box.state.metrics.events["continued"] == 1

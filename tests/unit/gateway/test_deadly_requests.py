@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.inference.retry import MAX_ATTEMPTS, TRIAL_S, Verdict, is_suspect, may_retry
+from appliance.gateway.inference.retry import MAX_ATTEMPTS, MAX_ECHOES, TRIAL_S, Verdict, is_suspect, may_retry
 from appliance.gateway.routing.holds import Bounds, Holds
 from appliance.gateway.routing.router import Model, Replica, Router
 
@@ -183,14 +183,49 @@ async def test_a_stream_outlives_two_engines_that_another_request_ended(start_bo
     assert is_condemned(await poison) and dead(box) == ["e0", "e1"]
 
 
+async def test_a_replica_that_breaks_off_twice_has_died_once(start_box: Start) -> None:
+    """The way to an engine of another node breaks off, and takes the request once more before that is known."""
+    box = await start_box()
+    broken: list[UpstreamRequest] = []
+
+    async def breaks_off_twice(request: UpstreamRequest, reply: Reply) -> None:
+        broken.append(request)
+        if len(broken) <= 2:
+            reply.die()
+        else:
+            await answer_chat(request, reply)
+
+    await box.engine("e0", breaks_off_twice)
+    box.serve("m", "e0")
+    assert (await ask(box)).status == 200 and len(broken) == 3
+    assert box.state.metrics.events["condemned"] == 0
+
+
+async def test_a_request_goes_on_where_it_has_not_broken_off(start_box: Start, monkeypatch) -> None:
+    monkeypatch.setattr("appliance.gateway.routing.router.SUSPECT_FIRST_S", 0.0)
+    box = await start_box()
+
+    async def breaks_off(request: UpstreamRequest, reply: Reply) -> None:
+        reply.die()
+
+    await box.engine("e0", breaks_off)
+    await box.engine("e1", answer_chat)
+    box.serve("m", "e0", "e1")
+    for n in range(8):  # they begin differently, so both engines are preferred by some
+        assert (await ask(box, f"u{n}", messages=[{"role": "user", "content": str(n)}])).status == 200
+    assert len(box.engines["e0"].requests) < 8
+
+
 def test_how_often_a_request_is_sent() -> None:
-    def verdict(sent: int, deaths: int, relayed: bool = False, resumable: bool = False) -> Verdict:
-        return may_retry(sent, deaths, relayed=relayed, resumable=resumable)
+    def verdict(sent: int, deaths: int, relayed: bool = False, resumable: bool = False, echoes: int = 0) -> Verdict:
+        return may_retry(sent, deaths, echoes, relayed=relayed, resumable=resumable)
 
     assert verdict(1, 0) is verdict(1, 1) is verdict(2, 1) is Verdict.AGAIN
     assert verdict(2, 2) is verdict(2, 2, True, True) is Verdict.CONDEMN
     assert verdict(MAX_ATTEMPTS, 0) is verdict(MAX_ATTEMPTS, 1, True, True) is Verdict.FAIL
     assert verdict(1, 1, True, True) is Verdict.CONTINUE
+    assert verdict(MAX_ATTEMPTS, 1, echoes=1) is verdict(MAX_ECHOES, 1, echoes=MAX_ECHOES - 1) is Verdict.AGAIN
+    assert verdict(1 + MAX_ECHOES, 1, echoes=MAX_ECHOES) is Verdict.FAIL
     assert verdict(1, 1, True, False) is Verdict.FAIL
     assert is_suspect(0.0, False) and not is_suspect(0.0, True) and not is_suspect(TRIAL_S, False)
 

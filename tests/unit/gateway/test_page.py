@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import socket
 
 import pytest
 
 from appliance.ui.site import CONTENT_SECURITY, site
 
-from .conftest import Start
+from .conftest import Box, Start, request_bytes
 
 SCRIPT = next(path for path in site() if path.endswith(b"/app.js")).decode()
 
@@ -100,6 +101,33 @@ async def test_who_does_not_read_is_answered_no_more(start_box: Start) -> None:
         assert conn.transport is None or conn.transport.get_write_buffer_size() < 1 << 20
         await asyncio.sleep(0)
     assert (await box.ask("GET", "/ui", key=None)).status == 200
+
+
+async def test_who_does_not_read_is_answered_no_more_however_alike_his_requests_are(box: Box) -> None:
+    """A head that is known went past the pause: 60,000 refusals, 26 MB, waited for one client."""
+    loop, sock = asyncio.get_running_loop(), socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    with sock:
+        await loop.sock_connect(sock, ("127.0.0.1", box.port))
+        await box.until(lambda: bool(box.state.connections))
+        (conn,) = box.state.connections
+        conn.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        refused = request_bytes("POST", "/v1/chat/completions", {"model": "nobody" * 80, "messages": []})
+
+        def answered() -> int:
+            return sum(box.state.metrics.requests.values())
+
+        while not conn.write_paused:
+            before = answered()
+            await loop.sock_sendall(sock, refused)
+            await box.until(lambda before=before: answered() > before or conn.write_paused)
+        before = answered()
+        for _ in range(3):
+            await loop.sock_sendall(sock, refused)
+            # Somebody else's request is read after it.
+            assert (await box.ask("GET", "/v1/nothing")).status == 404
+        assert answered() == before + 3
 
 
 async def test_who_reads_late_is_answered_all_in_order(start_box: Start) -> None:

@@ -26,6 +26,8 @@ from .conftest import KEY, Box, Start, chat, request_bytes
 from .test_continuation import completion, events, greedy_engine, text_of
 from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events, sends
 
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+
 # --- the bucket
 
 
@@ -307,6 +309,69 @@ async def test_a_stream_that_is_left_or_whose_key_is_revoked_pays_for_what_it_go
         assert row["completion_tokens"] == 4 and row["prompt_tokens"] > 0
 
 
+@pytest.mark.parametrize("said", [1, 2**64 - 1])
+@pytest.mark.parametrize("whole", [True, False])
+async def test_what_a_request_says_of_itself_is_not_what_it_costs(box: Box, said: int, whole: bool) -> None:
+    """Events of /v1/responses repeat its tools: a prompt cost what stood in a schema, and one of 2^64 - 1 tokens kept
+    everybody's usage from being written."""
+    schema = {"type": "object", "usage": {"input_tokens": said, "output_tokens": said}}
+    tools = [{"type": "function", "name": "f", "parameters": schema}]
+    begun = {"id": "resp_1", "object": "response", "status": "in_progress", "tools": tools, "usage": None}
+    ended = begun | {"status": "completed", "usage": {"input_tokens": 7, "output_tokens": 5}, "user": "x"}
+    told = [
+        b"event: response.created\ndata: %b\n\n" % orjson.dumps({"type": "response.created", "response": begun}),
+        b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"x"}\n\n',
+    ]
+    if whole:
+        last = orjson.dumps({"type": "response.completed", "response": ended})
+        told.append(b"event: response.completed\ndata: %b\n\n" % last)
+    box.engines["e0"].script = sends(*told, ends=whole)
+    asked = {"model": "m", "input": "word " * 2000, "stream": True, "tools": tools}
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/responses", asked))
+    if whole:
+        await wire.response()
+    else:
+        await wire.head()
+        await box.until(lambda: any(r.stream_events == 2 for c in box.state.connections if (r := c.active_request)))
+    wire.close()
+    await box.until(lambda: not any(conn.active for conn in box.state.connections))
+    row = taken(box)
+    expected = (7, 5) if whole else (len(orjson.dumps(asked)) // 4, 2)
+    assert (row["prompt_tokens"], row["completion_tokens"]) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+async def test_an_answer_too_long_to_be_kept_is_paid_for(start_box: Start, path: str) -> None:
+    """Its completion was free: only what was sent whole, or as a stream, was asked for its usage."""
+    box = await start_box(limits={"buffered_response_bytes": 1000, "stored_response_bytes": 1000})
+    text = "w" * 3000
+
+    async def answer(request: UpstreamRequest, reply: Reply) -> None:
+        if path == "responses":
+            body = {"id": "resp_1", "object": "response", "output": [text], "usage": {"input_tokens": 3}}
+        else:
+            body = chat_answer("w") | {"text": text, "usage": {"prompt_tokens": 30_000, "completion_tokens": 50_000}}
+        raw = orjson.dumps(body)
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+        await reply.raw(head.encode())
+        cut = len(raw) - 25  # in the midst of a number
+        for piece in (raw[:1500], raw[1500:cut], raw[cut:]):
+            await reply.raw(piece)
+            await asyncio.sleep(0.01)
+
+    await box.engine("e0", answer)
+    box.serve("m", "e0")
+    box.state.spending._rate.answered("m", 1_000_000, 1, 1.0)
+    asked = {"input": "hi"} if path == "responses" else {"messages": [{"role": "user", "content": "hi"}]}
+    assert (await box.ask("POST", f"/v1/{path}", {"model": "m", **asked})).status == 200
+    row = taken(box)
+    if path == "responses":
+        assert row["prompt_tokens"] > 0 and row["completion_tokens"] > 1000, "by the time that it took"
+    else:
+        assert (row["prompt_tokens"], row["completion_tokens"]) == (30_000, 50_000)
+
+
 async def test_a_revoked_plain_request_is_paid_for_and_a_failed_one_is_not(box: Box) -> None:
     box.engines["e0"].script = hang
     wire = await box.connect()
@@ -362,6 +427,21 @@ def test_a_stream_that_its_client_let_stand_is_paid_for_by_the_time(unread: bool
     spending.account(request, 10.0)
     (row,) = spending.meter.take()
     assert (row["prompt_tokens"], row["completion_tokens"]) == (7, completion)
+
+
+@pytest.mark.parametrize("hides", [{"include_reasoning": False}, TOOLS, {}])
+async def test_a_stream_that_is_left_pays_for_what_it_does_not_show(box: Box, hides: dict[str, Any]) -> None:
+    """An engine writes no event of reasoning that is not wanted: thousands of tokens were free to who left in time."""
+    box.state.spending._rate.answered("m", 100, sequences=1, took_s=1.0)
+    box.engines["e0"].script = sends(*chat_events("a", "b", done=False), ends=False)
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True, **hides)))
+    await box.until(lambda: any(r.stream_events == 2 for c in box.state.connections if (r := c.active_request)))
+    (conn,) = (conn for conn in box.state.connections if conn.active is not None)
+    conn.active._attempt.sent_s -= 3.0
+    wire.close()
+    await box.until(lambda: not any(conn.active for conn in box.state.connections))
+    assert (taken(box)["completion_tokens"] >= 300) is bool(hides)
 
 
 # --- bounds of one owner

@@ -88,12 +88,13 @@ def test_the_plan_is_torch_then_the_lock_then_the_project(tmp_path):
     commands = done.stdout.splitlines()
     torch = re.search(r"^torch==(\S+)", (PROJECT / "images/requirements/cpu.txt").read_text(), re.M)[1]
     assert f"venv {tmp_path}/v" in commands[0]
-    assert f"torch==={torch}" in commands[1]
+    assert "--require-hashes" in commands[1] and commands[1].rstrip().endswith("/.setuptools.txt")
+    assert f"torch==={torch}" in commands[2]
     locks = f"-r {PROJECT}/images/requirements/cpu.txt -r {PROJECT}/images/requirements/test.txt"
-    assert commands[2].rstrip().endswith(f"--require-hashes {locks}") and "--require-hashes" in commands[1]
-    assert f"--no-build-isolation --editable {PROJECT}" in commands[3]
-    assert "compileall" in commands[4]
-    assert all("--no-deps" in command for command in commands[1:4])
+    assert commands[3].rstrip().endswith(f"--require-hashes {locks}") and "--require-hashes" in commands[2]
+    assert f"--no-build-isolation --editable {PROJECT}" in commands[4]
+    assert "compileall" in commands[5]
+    assert all("--no-deps" in command for command in commands[1:5])
     assert not (tmp_path / "v").exists()
 
 
@@ -111,7 +112,7 @@ def test_production_has_no_test_packages_and_going_to_it_installs_again(box, tmp
         assert len(runs) == 2 and all("--production" in one for one in runs)
     assert run("--no-compile", "--production", env=box).returncode == 0
     assert run("--no-compile", env=box).returncode == 0
-    assert "test.txt" in str(calls(box)) and len(calls(box)) == 6
+    assert "test.txt" in str(calls(box)) and len(calls(box)) == 8
 
 
 def test_torch_is_asked_for_with_the_hashes_of_the_lock_or_loudly_without(box):
@@ -124,8 +125,40 @@ def test_torch_is_asked_for_with_the_hashes_of_the_lock_or_loudly_without(box):
     (Path(box["VENV"]) / ".appliance-installed").unlink()
     loud = run("--no-compile", "--unhashed-torch", env=box)
     assert loud.returncode == 0 and "WARNING: --unhashed-torch" in loud.stderr
-    assert calls(box)[3][-1].startswith("torch===") and "--require-hashes" not in calls(box)[3]
-    assert "--require-hashes" in calls(box)[4]
+    assert calls(box)[5][-1].startswith("torch===") and "--require-hashes" not in calls(box)[5]
+    assert "--require-hashes" in calls(box)[6]
+
+
+@pytest.mark.parametrize("build", ["cpu", "cuda"])
+def test_what_is_built_here_is_built_with_the_setuptools_of_the_lock(box, build):
+    """An isolated build fetched the newest of the index, without a hash, and ran it."""
+    assert run("--no-compile", env=box | {"APPLIANCE_BUILD": build, "PATH": f"{Path('/nothing')}:{os.environ['PATH']}"})
+    first, *others = calls(box)
+    assert first[-2:] == ["-r", f"{box['VENV']}/.setuptools.txt"] and "--require-hashes" in first
+    asked = Path(first[-1]).read_text()
+    assert re.fullmatch(r"setuptools==\S+( \\\n +--hash=sha256:[0-9a-f]{64})+\n", asked)
+    assert asked in (PROJECT / f"images/requirements/{build}.txt").read_text()
+    built = [call for call in others if not any("torch===" in argument for argument in call)]
+    assert built and all("--no-build-isolation" in call for call in built)
+
+
+def test_without_ensurepip_a_system_pip_installs_and_fetches_no_pip(tmp_path):
+    """The one of an index came without a hash."""
+    python, record = tmp_path / "python3", tmp_path / "record"
+    (tmp_path / "fake_pip.py").write_text(FAKE_PIP)
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        '*", ensurepip"*) exit 1 ;;\n'
+        f'"-m pip "*) exec {sys.executable} {tmp_path}/fake_pip.py "$@" ;;\n'
+        "esac\n"
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    settings = {"PYTHON": str(python), "VENV": str(tmp_path / "venv"), "PIP_RECORD": str(record)}
+    done, made = run("--no-compile", "--build", "cpu", env=settings), calls(settings)
+    assert len(made) == 4, done.stderr
+    assert all(call[:4] == ["-m", "pip", "--python", f"{tmp_path}/venv/bin/python"] for call in made)
 
 
 def test_pip_settings_reach_pip_untouched_and_no_other_index_is_named(box):
@@ -152,26 +185,26 @@ def test_a_second_run_does_nothing_and_a_changed_lock_installs_again(box, tmp_pa
     shutil.copy(PROJECT / "pyproject.toml", copy)
     script = copy / "images" / "install.sh"
     assert run("--no-compile", env=box, script=script).returncode == 0
-    assert len(calls(box)) == 3
+    assert len(calls(box)) == 4
     again = run("--no-compile", env=box, script=script)
-    assert again.returncode == 0 and again.stderr == "" and len(calls(box)) == 3
+    assert again.returncode == 0 and again.stderr == "" and len(calls(box)) == 4
 
     lock = copy / "images" / "requirements" / "cpu.txt"
     lock.write_text(lock.read_text() + "# a comment changes nothing\n")
-    assert run("--no-compile", env=box, script=script).returncode == 0 and len(calls(box)) == 3
+    assert run("--no-compile", env=box, script=script).returncode == 0 and len(calls(box)) == 4
     with (copy / "pyproject.toml").open("a") as project:
         project.write("\n# new entry point\n")
     assert run("--no-compile", env=box, script=script).returncode == 0
-    assert len(calls(box)) == 4 and "--editable" in calls(box)[-1]
+    assert len(calls(box)) == 5 and "--editable" in calls(box)[-1]
     lock.write_text(lock.read_text() + "newpackage==1.0\n")
-    assert run("--no-compile", env=box, script=script).returncode == 0 and len(calls(box)) == 7
+    assert run("--no-compile", env=box, script=script).returncode == 0 and len(calls(box)) == 9
 
 
 def test_torch_falls_back_to_its_own_index_with_a_message(box):
     done = run("--no-compile", env=box | {"FAIL_ON": r"^(?!.*download\.pytorch\.org).*torch==="})
     assert done.returncode == 0, done.stderr
     assert "not to be had from your package index" in done.stderr
-    first, second = calls(box)[:2]
+    first, second = calls(box)[1:3]
     assert "--extra-index-url" not in first
     assert second[second.index("--extra-index-url") + 1] == "https://download.pytorch.org/whl/cpu"
 
@@ -213,7 +246,7 @@ def test_packages_only_leaves_the_project_for_later(box):
     assert run("--no-compile", "--packages-only", env=box).returncode == 0
     assert not [c for c in calls(box) if "--editable" in c]
     assert run("--no-compile", env=box).returncode == 0
-    assert [c for c in calls(box) if "--editable" in c] and len(calls(box)) == 3
+    assert [c for c in calls(box) if "--editable" in c] and len(calls(box)) == 4
 
 
 @pytest.mark.parametrize(

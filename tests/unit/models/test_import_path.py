@@ -20,6 +20,7 @@ from appliance.models.errors import (
     RemoteCodeRefused,
     SourceNotFound,
     TemplateRefused,
+    TokenizerRefused,
     UnsafeLink,
     UnsupportedModel,
 )
@@ -236,6 +237,7 @@ def test_remote_code_is_refused(library, source, file):
         ({"architectures": None}, NotACheckpoint, "architectures"),
         ({"architectures": ["X; import os"]}, NotACheckpoint, "not a class name"),
         ({"architectures": ["ViTForImageClassification"]}, UnsupportedModel, "ViTForImageClassification"),
+        ({"speculators_config": {"verifier": {"name_or_path": "/etc"}}}, UnsupportedModel, "speculators_config"),
         ({"vocab_size": 33}, NotACheckpoint, r"shape \[32, 8\].*\[33, 8\]"),
         ({"num_hidden_layers": 3}, NotACheckpoint, r"layers\.2.*3 layers"),
     ],
@@ -285,6 +287,49 @@ def test_templates_that_run_away_or_break_out_are_refused(library, tmp_path, tem
     with pytest.raises(TemplateRefused, match=says):
         library.import_path(checkpoints.write(tmp_path / "source", template=template))
     assert nothing_there(tmp_path)
+
+
+def tokenizer_json(**parts):
+    model = {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": model} | parts)
+
+
+def replaces(pattern, content):
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Sequence", "normalizers": [replaces({"String": "a"}, "a" * 100)] * 6}},
+        {"normalizer": {"type": "Sequence", "normalizers": [replaces({"String": "xyzzy"}, "xyzzy" * 100)] * 6}},
+        {"normalizer": {"type": "Sequence", "normalizers": [replaces({"Regex": "\u3042"}, "\u3042" * 100)] * 6}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}},
+        {"decoder": {"type": "Sequence", "decoders": [replaces({"String": "a"}, "a" * 100)] * 6}},
+        {
+            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
+            "normalizer": replaces({"Regex": "[a-z]"}, "a " * 500),
+        },
+    ],
+    ids=["a letter", "a word", "a sign of another script", "an expression", "the decoder", "tokens"],
+)
+def test_a_tokenizer_that_makes_endlessly_much_of_little_is_refused(library, tmp_path, monkeypatch, parts):
+    """In an engine, which has no limit of its own, one letter took all memory of the machine."""
+    source = checkpoints.write(tmp_path / "source")
+    (source / "tokenizer.json").write_text(tokenizer_json(**parts))
+    with pytest.raises(TokenizerRefused, match="tokenizer.json: (reading short texts took|makes|cannot read)"):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
+def test_a_tokenizer_that_normalizes_as_others_do_is_taken(library, tmp_path):
+    source = checkpoints.write(tmp_path / "source")
+    steps = [{"type": "NFKD"}, {"type": "Prepend", "prepend": "\u2581"}, replaces({"String": " "}, "\u2581")]
+    steps += [replaces({"Regex": "[.,!?]"}, " . "), {"type": "Lowercase"}]
+    bytewise = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    parts = {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": bytewise, "decoder": bytewise}
+    (source / "tokenizer.json").write_text(tokenizer_json(**parts))
+    assert library.import_path(source).warnings == ()
 
 
 def test_a_template_that_dislikes_the_trial_only_warns(library, tmp_path):

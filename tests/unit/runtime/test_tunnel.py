@@ -60,6 +60,22 @@ async def test_a_local_socket_comes_out_at_the_engine(there, tmp_path):
     assert not local.exists()
 
 
+async def test_no_tunnel_leads_to_what_an_engine_keeps_for_its_own_processes(there, tmp_path):
+    """In a folder beside its socket: they trust who reaches it."""
+    address, *_ = there
+    (tmp_path / "run" / "engine.d").mkdir()
+    reached = []
+    inner = await asyncio.start_unix_server(lambda r, w: reached.append(w), str(tmp_path / "run" / "engine.d" / "core"))
+    tunnels, local = Tunnels(SHARED), tmp_path / "here.sock"
+    await tunnels.open(local, address, tmp_path / "run" / "engine.d" / "core")
+    reader, _ = await asyncio.open_unix_connection(str(local))
+    with contextlib.suppress(ConnectionError):
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+    assert not reached
+    await tunnels.close(local)
+    inner.close()
+
+
 async def test_an_engine_that_is_gone_breaks_the_connection(there, tmp_path):
     address, _, engine = there
     tunnels, local = Tunnels(SHARED), tmp_path / "here.sock"

@@ -91,6 +91,11 @@ def test_the_driver_is_read_as_far_as_it_tells(monkeypatch):
     assert (first.device_id, first.ecc_uncorrected, first.temperature_c, first.slowdown_c) == ("n0/0", 0, 41, 87)
     assert (second.ecc_uncorrected, second.faults, second.temperature_c) == (None, (), 41)
     assert (first.uuid, second.uuid) == ("GPU-h100-0", "GPU-4090-1")
+    assert (first.power_w, first.power_limit_w, first.energy_j) == (310.5, 700.0, 5000.0)
+    assert (first.busy, first.memory_used_bytes, first.clock_hz, first.throttled) == (0.97, 500 * 2**20, 1.755e9, ())
+    assert (second.energy_j, second.power_w) == (None, 310.5), "a GeForce does not count what it draws"
+    machine.gpus[0].throttles = 0x4 | 0x40 | 0x80
+    assert readings.read()[0].throttled == ("heat", "power_brake", "power_cap")
     machine.xids, machine.gpus[0].ecc = [(0, 79), (1, 79), (0, 31)], 2
     machine.gpus[1].error = pynvml.NVMLError_GpuIsLost()
     again, lost = readings.read()
@@ -100,6 +105,18 @@ def test_the_driver_is_read_as_far_as_it_tells(monkeypatch):
         "n0/0": fault_of(79),
         "n0/1": "does not answer any more (GPU is lost)",
     }
+
+
+def test_a_meter_that_fails_is_no_reason_to_take_a_gpu_for_lost(monkeypatch):
+    machine = Machine([eight_h100().gpus[0]]).install(monkeypatch)
+
+    def fails(handle):
+        raise pynvml.NVMLError_Unknown()
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", fails)
+    (reading,) = DeviceReadings((Device("n0/0", "n0", 0, "cuda"),)).read()
+    assert not reading.lost and reading.power_w is None and reading.power_limit_w == 700.0
+    assert machine.users
 
 
 def test_a_gpu_lost_before_the_watch_began_keeps_no_other_from_being_read(monkeypatch):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import TunnelRefused
+from runtime.tunnel import Shared, fetch_directory
 from scheduler.devices.discovery import logical_devices
 from scheduler.ray import node_copies
 from scheduler.ray.node import Node, NodeConfig
@@ -44,6 +45,7 @@ class OneNode:
             folder / name / "jobs",
         )
         self.node, self.store = Node(self.config), WeightStore(shm, budget_bytes=None)
+        self.shared = Shared(self.config.token_path.read_bytes())
 
 
 @pytest.fixture
@@ -69,6 +71,18 @@ async def test_a_copy_is_whole_and_stays_for_its_holder_until_that_takes_another
     away.store.remove(away.store.find(*BASE))
     with pytest.raises(VersionLeased):
         away.store.remove(away.store.find("version", "m", "v2"))
+
+
+async def test_of_shared_memory_nothing_is_lent_but_versions_adapters_and_snapshots(nodes, tmp_path):
+    """Beside them lie the gateways' token, and what arrives or is being written."""
+    home, away = nodes
+    address, shm = await home.node.tunnel_address(), home.config.shm_root
+    (shm / "run" / "gateway.token").write_text("of this run")
+    for folder in (shm, shm / "run", shm / "staging", shm / "pool"):
+        with pytest.raises(TunnelRefused, match="is not below"):
+            await fetch_directory(address, away.shared, folder, tmp_path / "copy")
+    made = write(home.store, "v1", model="m")
+    assert await fetch_directory(address, away.shared, made.path, tmp_path / "copy") > made.nbytes
 
 
 async def test_what_is_copied_from_here_is_not_written_over_meanwhile(nodes):

@@ -8,7 +8,9 @@ from typing import Any
 
 import llguidance.torch
 import pytest
+import torch
 import xgrammar
+from vllm.v1.structured_output import backend_guidance
 
 from serve.api import form_backends
 
@@ -129,3 +131,23 @@ def test_all_of_them_end_once_with_the_engine(manager: Any) -> None:
 def test_both_write_masks_of_one_shape(tokens: int) -> None:
     of_one, of_other = xgrammar.allocate_token_bitmask(2, tokens), llguidance.torch.allocate_token_bitmask(2, tokens)
     assert of_one.shape == of_other.shape and of_one.dtype == of_other.dtype
+
+
+def test_no_mask_is_page_locked_in_a_core_that_may_have_no_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(backend_guidance.GuidanceBackend):
+        def __init__(self) -> None:
+            self.ll_tokenizer = SimpleNamespace(vocab_size=33)
+
+    locked: list[bool] = []
+    full = torch.full
+
+    def seen(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        locked.append(pin_memory)
+        return full(*args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "full", seen)
+    Own().allocate_token_bitmask(3)
+    form_backends.lock_no_masks(Own)
+    assert Own().allocate_token_bitmask(3).shape == (3, 2)
+    assert locked == [True, False], "or llguidance locks nothing any more"

@@ -1,6 +1,7 @@
 """How much memory an engine gets, and how long its context is."""
 
 import pytest
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from runtime.devices import kinds
 from serve.core.config import EngineConfig
@@ -126,11 +127,45 @@ def test_quantised_layers_are_refused_where_the_processor_computes_none(monkeypa
         engine_settings(EngineConfig(), found, task="generate", arch="LlamaForCausalLM")
 
 
+@pytest.mark.parametrize(
+    ("changes", "computed"),
+    [
+        ({}, True),
+        ({"head_dim": 128}, True),
+        ({"head_dim": 8}, False),
+        ({"num_attention_heads": 24}, False),  # of 24 elements
+        ({"head_dim": 24, "kv_lora_rank": 512}, True),  # latent attention has a kernel of its own
+    ],
+)
+def test_heads_that_the_cpus_kernel_does_not_compute_are_refused_before_an_engine_starts(changes, computed):
+    found = on_cpu(shape=smol(**changes))
+    assert found.problem == found.not_computed and (not found.problem) == computed
+    assert computed or "engines on a logical CPU device compute heads of 32, 64, 80" in found.problem
+    assert not size(shape=smol(**changes)).not_computed, "of GPUs the engine knows"
+
+
+def test_the_sizes_of_heads_are_those_of_the_engine():
+    assert set(CPUAttentionBackend.get_supported_head_sizes()) == kinds.kind_of("cpu").head_sizes
+
+
 def test_slots_of_adapters_are_counted_and_a_sleeping_engine_keeps_its_processes():
     none, four = on_cpu(EngineConfig(adapter_slots=0)), on_cpu(EngineConfig(adapter_slots=4, adapter_max_rank=32))
     assert none.memory.adapters_bytes == 0 and four.memory.adapters_bytes > 70_000_000
     assert asleep_bytes(smol()) == none.memory.engine_bytes < none.memory.device_bytes / 2
     assert on_cpu(tensor_parallel=2).memory.kv_cache_bytes == CPU_KV_BYTES
+
+
+@pytest.mark.parametrize(("rank", "allocated"), [(32, 32), (24, 32), (33, 64)])
+def test_workers_side_by_side_each_keep_the_hidden_side_of_an_adapter_whole(rank, allocated):
+    """Llama 3 70B. A of q, k, v, gate and up reads the whole hidden state, B of o and down writes it, on every worker
+    (vllm/lora/layers: column_parallel_linear.py, base_linear.py), and the rank is what vLLM rounds it up to."""
+    llama = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    shape = ServedShape.from_config({**SMOL, **llama, "num_key_value_heads": 8}, 141 * 10**9, 70 * 10**9)
+    config = EngineConfig(adapter_slots=4, adapter_max_rank=rank)
+    whole, cut = 80 * 7 * 8192, 80 * (8192 + 1024 + 1024 + 28672 + 28672 + 8192 + 28672)
+    for workers in (1, 8):
+        counted = size(config, shape, tensor_parallel=workers, dtype="bfloat16").memory.adapters_bytes
+        assert counted == 4 * allocated * (whole + cut // workers) * 2
 
 
 def test_latent_attention_and_layers_without_a_cache():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.train_support.tiny import make_model_dir, write_prompt_file
 from tests.train_support.world import SAMPLES
@@ -320,6 +321,20 @@ def test_sampled_log_probabilities_are_those_that_the_loss_computes(tmp_path, mo
     objective(to_batch(found, 1.0, "cpu"))
     mismatch, moved, clipped = objective.take_metrics()
     assert abs(mismatch) < 1e-6 and abs(moved) < 1e-3 and clipped == 0
+
+
+@pytest.mark.parametrize("tokens", [64, 4096])
+def test_what_is_sampled_at_once_fits_the_plan_with_the_choice_of_tokens(tokens):
+    """Qwen2.5-0.5B, of whose short answers the choice takes more than keys and values."""
+    config = Qwen2Config(
+        vocab_size=151_936, hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2
+    )
+    rows = sampler._together(SimpleNamespace(config=config, dtype=torch.bfloat16), tokens)
+    kept = rows * 2 * 2 * 24 * 2 * 64 * tokens
+    logits = torch.zeros(1, 1000)
+    made = [logits, logits.log_softmax(-1), *[logits.double()] * 2]  # see sampler._choose
+    choice = rows * 151_936 * sum(one.nbytes for one in made) // 1000
+    assert 0.9 * estimate.SAMPLING_BYTES < kept + choice <= estimate.SAMPLING_BYTES
 
 
 def test_tokens_come_by_their_probability(tmp_path):

@@ -14,6 +14,7 @@ def test_compiled_kernels_are_kept_in_the_boxs_own_folder(tmp_path):
     env = device_environment("cuda", tmp_path / "cache")
     kept = {name: value for name, value in env.items() if value.startswith("/")}
     assert kept.keys() >= {"VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"}
+    assert kept.keys() >= {"FLASHINFER_WORKSPACE_BASE", "HUMMING_CACHE_DIR", "HUMMING_TMP_DIR"}
     assert all(Path(value).is_relative_to(tmp_path / "cache") for value in kept.values())
 
 
@@ -31,6 +32,16 @@ def test_both_warm_parents_get_it(tmp_path):
         node_config = node_config_of(BoxConfig(), paths, devices)
         assert [dict(spec.env)["DS_ACCELERATOR"] for spec in node_config.warm] == [kind, kind]
         assert all("GLIBC_TUNABLES" in dict(spec.env) for spec in node_config.warm)
+
+
+def test_ranks_on_gpus_lock_no_more_of_the_hosts_memory_than_they_ask_for(tmp_path):
+    """What an offloading rank locks is planned to the byte (train.plan.estimate); torch would round it up."""
+    paths = BoxPaths.of(tmp_path / "data", tmp_path)
+    paths.shm_root.mkdir()
+    gpus = (Device("n0/0", "n0", 0, "cuda"),)
+    for devices, expected in ((gpus, "pinned_max_cached_size_mb:64"), (logical_devices(1), None)):
+        serve, train = (dict(spec.env) for spec in node_config_of(BoxConfig(), paths, devices).warm)
+        assert train.get("PYTORCH_ALLOC_CONF") == expected and "PYTORCH_ALLOC_CONF" not in serve
 
 
 def test_processes_run_beside_their_devices_unless_told_otherwise(tmp_path):

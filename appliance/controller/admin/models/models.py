@@ -21,6 +21,7 @@ from appliance.controller.context import operations
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
+from appliance.controller.gates import views as gate_views
 from appliance.controller.http import idempotency
 from appliance.controller.http.idempotency import Attempt, Carried, Deed
 from appliance.controller.http.strict_body import StrictBody
@@ -214,12 +215,12 @@ def routes(
 
     @router.get("/models/{name:path}")
     async def show(name: str) -> dict[str, Any]:
-        """`canary`: the most recent one, running or ended."""
+        """`canary`: the most recent one, running or ended; `gates`: the newest of its versions."""
         last = canaries.find(db, name)
         shown_canary = compared.view(last, time.time()) if last else None
         row, status = stored_model(db, name), context.scheduler.status()
         shown_model = views.model(db, row, status, ModelStates(db, status), context.tiers, context.sizes)
-        return shown_model | {"canary": shown_canary}
+        return shown_model | {"canary": shown_canary, "gates": gate_views.of_model(db, name)}
 
     @router.delete("/models/{name:path}")
     async def delete(name: str, caller: Caller) -> dict[str, Any]:

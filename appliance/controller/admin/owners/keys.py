@@ -160,7 +160,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
     @router.delete("/keys/{id_or_name}")
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
         """Stops the key's work: fails its background responses and batches, pauses its jobs. Revoking it again has no
-        further effect."""
+        further effect, and says so."""
         before = keys.find(db, id_or_name)
         if before is None:
             raise NotFound(f"No key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
@@ -183,7 +183,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
         for batch_id in stopped["batches"]:
             runner.poke(batch_id)  # it checks itself that its key is revoked
         context.scheduler.nudge(f"{row.id} was revoked")
-        return views.key(row) | {"stopped": stopped}
+        return views.key(row) | {"stopped": stopped, "already_revoked": before.revoked_s is not None}
 
 
 def _refuse_unknown(context: ControllerContext, names: list[str] | None, known: Collection[str] = ()) -> None:

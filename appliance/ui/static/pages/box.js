@@ -57,6 +57,18 @@ function Devices({ now, onChange }) {
   </${Card}>`;
 }
 
+// Of what a driver tells, whatever it tells.
+function meters(told) {
+  const of = (value, text) => (value === null ? [] : [text]);
+  return [
+    ...of(told.memory_used_bytes, bytes(told.memory_used_bytes)),
+    ...of(told.temperature_c, `${number(told.temperature_c)} °C`),
+    ...of(told.power_w, `${number(told.power_w)} W`),
+    ...of(told.busy, t("device.busy", { share: `${number((told.busy || 0) * 100)} %` })),
+    ...told.throttled.map((why) => t(`throttled.${why}`)),
+  ].join(" · ");
+}
+
 function Device({ device, now, onChange }) {
   const [kind, title, link, more] = holding(device, now);
   const word = t(`device.${kind}`);
@@ -65,6 +77,7 @@ function Device({ device, now, onChange }) {
     <div class="row"><b>${device.id}</b><span class="kind">${word}</span></div>
     <div class="holder" title=${title}>${kind === "free" || kind === "lost" ? "" : link ? html`<a href=${link}>${title}</a>` : title}</div>
     ${more ? html`<div class="more">${more}</div>` : null}
+    ${device.meters ? html`<div class="more meters">${meters(device.meters)}</div>` : null}
     ${ill ? html`<div class="more"><${Badge} state="bad">${device.health}</${Badge}> ${device.health_reason}</div>` : null}
     <${Drain} device=${device} onChange=${onChange} />
   </li>`;

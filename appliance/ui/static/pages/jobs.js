@@ -111,6 +111,7 @@ function About({ job, may, onChange }) {
       [t("devices"), job.devices && job.devices.length ? job.devices.join(", ") : null],
       [t("job.allowed"), job.allowed_sizes ? job.allowed_sizes.join(", ") : null],
       [t("job.snapshot"), job.snapshot ? t("job.snapshot_at", { step: number(job.snapshot.step) }) : null],
+      [t("gate"), job.gate ? html`<b>${job.gate.verdict || job.gate.state}</b>: ${job.gate.reason}` : null],
       [t("owner"), job.owner],
       [t("created"), moment(job.created_s)],
       [t("job.finished"), job.finished_s ? moment(job.finished_s) : null],

@@ -37,7 +37,20 @@ function Model({ name }) {
       <${About} one=${one} />
       ${one.canary ? html`<${Canary} one=${one} canary=${one.canary} onChange=${model.reload} />` : null}
       <${Versions} one=${one} onChange=${model.reload} />
+      ${one.gates && one.gates.length ? html`<${Gates} rows=${one.gates} />` : null}
     `}</${Live}>`;
+}
+
+/** What decided whether versions answer, the newest first. */
+function Gates({ rows }) {
+  return html`<${Card} title=${t("gates")}>
+    <${Table} label=${t("gates")} rows=${rows} rowKey=${(row) => row.id} empty="" columns=${[
+      [t("models.version"), (row) => html`<b>${row.version || "–"}</b>`],
+      [t("gate.against"), (row) => row.before || "–"],
+      [t("gate.verdict"), (row) => html`<${Badge} state=${row.verdict === "passed" ? "ok" : row.verdict ? "warn" : "running"}>${row.verdict || row.state}</${Badge}>`],
+      [t("gate.reason"), (row) => row.reason],
+    ]} />
+  </${Card}>`;
 }
 
 function About({ one }) {
@@ -46,6 +59,7 @@ function About({ one }) {
     ${one.context_note ? html`<p class="alert quiet">${one.context_note}</p>` : null}
     <${Facts} pairs=${[
       [t("models.active"), one.active_version],
+      [t("models.challenger"), (one.aliases || {}).challenger],
       [t("models.arch"), one.arch],
       [t("models.params"), sized(one.params)],
       [t("models.size"), bytes(one.bytes)],

@@ -162,6 +162,23 @@ def test_whatever_it_does_ends_with_an_error_in_words(body: str, message: str) -
     assert failure.value.errors.python_grader_runtime_error and time.monotonic() - began_s < 20
 
 
+@pytest.mark.parametrize(("threads", "niceness"), [(2, set()), (30, {19})])
+def test_many_threads_weigh_as_little_as_can_be(
+    monkeypatch: pytest.MonkeyPatch, threads: int, niceness: set[int]
+) -> None:
+    """Sixty of one grader took half of its processors' time from an engine beside it."""
+    found, set_priority = set(), os.setpriority
+
+    def noted(which: int, who: int, priority: int) -> None:
+        set_priority(which, who, priority)
+        found.add(os.getpriority(which, who))
+
+    monkeypatch.setattr(os, "setpriority", noted)
+    body = "import threading, time\nfor _ in range(item): threading.Thread(target=time.sleep, args=[0.3]).start()\n"
+    assert grade(f"{body}time.sleep(0.3)\nreturn 1", threads - 1) == 1
+    assert found == niceness
+
+
 def test_the_line_of_an_error_is_named() -> None:
     with pytest.raises(GradingFailed, match=r"ZeroDivisionError: division by zero \(line 3\)"):
         grade("x = 1\nreturn x / 0")

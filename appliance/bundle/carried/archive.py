@@ -1,0 +1,233 @@
+"""What a bundle is: a text that a shell runs, a zip archive behind it, and in that a signed manifest of everything.
+
+    header              a shell script; it finds the right Python and lets it run the archive
+    __main__.py, appliance/bundle/carried/*.py      what is run
+    wheels/*.whl        all packages, pip and the appliance among them
+    gateway/*.so        the gateway's hot modules, compiled
+    share/...           documentation, the unit of systemd
+    SBOM.cdx.json       what all of it is made of
+    signer.pub          whose signature it bears
+    manifest.json, manifest.json.minisig
+    comment of the archive: END, the last bytes of the file
+
+The manifest has the SHA-256 of the header and of every file but the last two and itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from appliance.bundle.carried.errors import BadSignature, CutShort, NotWhole, Unusable
+from appliance.bundle.carried.signature import PublicKey, Signature
+
+END = b"appliance-bundle-end"
+MANIFEST, SIGNATURE, SIGNER = "manifest.json", "manifest.json.minisig", "signer.pub"
+NAMED_BY_NONE = frozenset({MANIFEST, SIGNATURE})
+FORMAT = 1
+MOST_OF_MANIFEST = 1 << 24
+_PIECE = 1 << 20
+
+# `tail` and `wc` are of POSIX. The archive is binary: nothing of it may be read as script, hence the exits.
+HEADER = """#!/bin/sh
+# appliance {version}, {build} build, for Python {python} on Linux {machine}
+#   sh FILE verify            is it whole, and whose is it?
+#   sh FILE install DIR       into DIR/releases/{version}, beside other releases; needs no network
+# The rest of this file is a zip archive.
+if [ "$(tail -c {end_bytes} "$0" | tr -d '\\0')" != "{end}" ]; then
+    echo "error: $0 was cut short: its end is missing, it has $(wc -c <"$0") bytes; copy it again" >&2
+    exit 1
+fi
+for python in ${{PYTHON:-python{python} python3 python}}; do
+    if "$python" -c 'import sys; sys.exit(sys.version_info[:2] != ({python_numbers}))' 2>/dev/null; then
+        exec "$python" -E -s "$0" "$@"
+    fi
+done
+echo "error: this needs Python {python}, which is not found; name it: PYTHON=/path/to/python{python} sh $0 ..." >&2
+exit 1
+"""
+
+
+@dataclass(frozen=True)
+class Content:
+    """A file of a bundle, as the manifest has it."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """python: "3.11". soabi: of compiled modules. glibc: the oldest that all wheels run with, "2.28".
+
+    schema: of the database. installed_bytes: what it takes once unpacked. imports: modules that have to import in the
+    end. system: what the machine has to have (images/requirements/system.json). skip: what is not byte-compiled, a
+    regular expression. files: by name in the archive."""
+
+    version: str
+    build: str
+    commit: str
+    made: str
+    schema: int
+    python: str
+    machine: str
+    glibc: str
+    soabi: str
+    installed_bytes: int
+    imports: tuple[str, ...]
+    system: dict[str, Any]
+    skip: str
+    header_sha256: str
+    files: dict[str, Content]
+    format: int = FORMAT
+
+    @property
+    def header(self) -> bytes:
+        return HEADER.format(
+            version=self.version,
+            build=self.build,
+            python=self.python,
+            python_numbers=self.python.replace(".", ", "),
+            machine=self.machine,
+            end=END.decode(),
+            end_bytes=len(END),
+        ).encode()
+
+    def encoded(self) -> bytes:
+        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Manifest:
+        """Raises Unusable."""
+        try:
+            fields = json.loads(data)
+            if fields["format"] != FORMAT:
+                raise Unusable(
+                    f"this bundle has format {fields['format']}, known here is {FORMAT}; use its own: `sh FILE verify`"
+                )
+            files = {name: Content(**content) for name, content in fields.pop("files").items()}
+            return cls(**{**fields, "imports": tuple(fields["imports"]), "files": files})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Unusable(f"the manifest cannot be read: {error!r}") from error
+
+
+class Bundle:
+    """A bundle's file, open. What it says is only known to be true after `verify`."""
+
+    def __init__(self, path: Path):
+        """Raises CutShort, Unusable."""
+        self.path = path
+        try:
+            self._file = open(path, "rb")
+        except OSError as error:
+            raise Unusable(f"{path} cannot be read: {error.strerror}") from error
+        try:
+            self._zip = zipfile.ZipFile(self._file)
+            if self._zip.comment != END and END.startswith(self._zip.comment):
+                raise zipfile.BadZipFile("the end is missing")
+            self.names = [info.filename for info in self._zip.infolist()]
+            if self._zip.getinfo(MANIFEST).file_size > MOST_OF_MANIFEST:
+                raise Unusable(f"the manifest of {path} is larger than {MOST_OF_MANIFEST:,} bytes")
+            self.manifest = Manifest.decoded(self._zip.read(MANIFEST))
+            self.signature_text = self._zip.read(SIGNATURE).decode(errors="replace")
+        except (zipfile.BadZipFile, EOFError) as error:
+            ours = self._starts_as_ours()
+            self._file.close()
+            if not ours:
+                raise Unusable(f"{path} is no bundle of the appliance") from error
+            size = path.stat().st_size
+            raise CutShort(f"{path} was cut short: its end is missing, it has {size:,} bytes; copy it again") from error
+        except KeyError as error:
+            self._file.close()
+            raise Unusable(f"{path} is no bundle of the appliance, or lost its manifest: {error.args[0]}") from error
+        except Unusable:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Bundle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._zip.close()
+        self._file.close()
+
+    @property
+    def signer(self) -> PublicKey:
+        """The key that comes with it. Raises Unusable."""
+        if SIGNER not in self.names:
+            raise Unusable(f"{SIGNER} is missing from {self.path}")
+        return PublicKey.read(self._zip.read(SIGNER).decode(errors="replace"))
+
+    def verify(self, trusted: Iterable[PublicKey]) -> PublicKey:
+        """Reads every byte; returns whose signature it bears, one of the trusted.
+
+        Raises BadSignature (of somebody else, or of nobody), NotWhole (with everything that is wrong), Unusable."""
+        signature, known = Signature.read(self.signature_text), {key.key_id: key for key in trusted}
+        if signature.key_id not in known:
+            names = ", ".join(key.name for key in known.values()) or "nobody"
+            raise BadSignature(
+                f"unknown signer: {self.path} is signed by {PublicKey(signature.key_id, b'').name}, trusted here is "
+                f"{names}"
+            )
+        key = known[signature.key_id]
+        try:
+            signature.check(self._zip.read(MANIFEST), key)
+        except BadSignature as error:
+            raise BadSignature(f"changed: {MANIFEST}, or it was never signed: {error}") from error
+        if problems := [*self._problems()]:
+            raise NotWhole(problems)
+        return key
+
+    def extract(self, name: str, to: Path) -> None:
+        """Writes one file, if it is what the manifest says. Raises NotWhole."""
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with open(to, "wb") as file:
+            wrong = self._wrong(name, file)
+        if wrong:
+            to.unlink()
+            raise NotWhole([wrong])
+
+    def _problems(self) -> Iterable[str]:
+        named = self.manifest.files
+        self._file.seek(0)
+        head = self._file.read(len(self.manifest.header))
+        if hashlib.sha256(head).hexdigest() != self.manifest.header_sha256:
+            yield "changed: the script at the beginning of the file"
+        if self._zip.comment != END:
+            yield "changed: the end of the file"
+        for name in sorted(set(named) - set(self.names)):
+            yield f"missing: {name}"
+        for name in sorted(set(self.names) - set(named) - NAMED_BY_NONE):
+            yield f"extra: {name}"
+        for name in sorted({name for name in self.names if self.names.count(name) > 1}):
+            yield f"extra: {name} is there more than once"
+        for name in sorted(set(named) & set(self.names)):
+            if wrong := self._wrong(name, None):
+                yield wrong
+
+    def _wrong(self, name: str, to: BinaryIO | None) -> str:
+        wanted = self.manifest.files[name]
+        digest, count = hashlib.sha256(), 0
+        try:
+            with self._zip.open(name) as file:
+                while piece := file.read(_PIECE):
+                    digest.update(piece)
+                    count += len(piece)
+                    if to is not None:
+                        to.write(piece)
+        except (zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError, RuntimeError) as error:
+            return f"changed: {name} ({type(error).__name__})"
+        if (digest.hexdigest(), count) != (wanted.sha256, wanted.bytes):
+            return f"changed: {name} has {count:,} bytes with SHA-256 {digest.hexdigest()[:12]}…"
+        return ""
+
+    def _starts_as_ours(self) -> bool:
+        self._file.seek(0)
+        ours = HEADER.partition("{")[0].encode()
+        return self._file.read(len(ours)) == ours

@@ -1,0 +1,179 @@
+"""The way back to the release before: of the programs, and of the database where the newer one changed its schema."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.backup.take import DATABASE, forget_gone
+from appliance.bundle.carried.errors import Refused
+from appliance.bundle.carried.releases import Releases
+from appliance.store.copies import FOLDER, Kept, copy_database, kept_copies
+
+# Table -> what tells its rows apart, and what people call them.
+_COUNTED = {
+    "keys": ("id", "API keys"),
+    "files": ("id", "files"),
+    "models": ("id", "models"),
+    "versions": ("model || '/' || version", "versions of models"),
+    "jobs": ("id", "jobs"),
+    "batches": ("id", "batches"),
+    "responses": ("id", "stored responses"),
+    "evals": ("id", "evaluations"),
+    "audit": ("seq", "rows of the audit log"),
+}
+
+
+@contextmanager
+def as_owner(data_dir: Path) -> Iterator[None]:
+    """Root upgrades, another user runs the box: what is made in that user's folders, by SQLite too, is that user's."""
+    owner, user, group = data_dir.stat(), os.geteuid(), os.getegid()
+    if user != 0 or owner.st_uid == 0:
+        yield
+        return
+    os.setegid(owner.st_gid)
+    os.seteuid(owner.st_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        os.setegid(group)
+
+
+@dataclass(frozen=True)
+class WayBack:
+    """copy: the database that comes back; None: the one there stays, and nothing is lost. lost: what was made since, in
+    words, with how many. back: the same of what was deleted since. revoked: keys that stay revoked, by id."""
+
+    version: str
+    copy: Kept | None
+    lost: dict[str, int]
+    back: dict[str, int]
+    revoked: dict[str, float]
+
+    def words(self) -> str:
+        if self.copy is None:
+            return f"release {self.version} opens the database as it is: nothing is lost"
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.copy.made_s))
+        lines = [f"release {self.version} gets the database of {when}, from before the upgrade changed its schema"]
+        lines.append(f"  lost, because made since: {_listed(self.lost)}")
+        lines.append("  lost too: every change since to what was there (settings, limits, shares, progress of jobs)")
+        if self.back:
+            lines.append(f"  named again, though deleted since (what they had is gone): {_listed(self.back)}")
+        if self.revoked:
+            lines.append(f"  {len(self.revoked)} keys revoked since stay revoked")
+        return "\n".join(lines)
+
+
+def way_back(releases: Releases, data_dir: Path, version: str | None = None) -> WayBack:
+    """version: None is the release before. Raises Refused, in words, where there is no way."""
+    version = version or releases.before
+    if version is None:
+        raise Refused(f"{releases.current} is the first release in {releases.prefix}: there is none before it")
+    if releases.find(version) is None:
+        raise Refused(f"the release before, {version}, is not installed any more in {releases.prefix}")
+    known, database = releases.known(version).schema, data_dir / DATABASE
+    if not database.is_file():
+        return WayBack(version, None, {}, {}, {})
+    with as_owner(data_dir):
+        return _way(version, known, database)
+
+
+def _way(version: str, known: int, database: Path) -> WayBack:
+    schema = _schema(database)
+    if schema <= known:
+        return WayBack(version, None, {}, {}, {})
+    copies = [kept for kept in kept_copies(database) if kept.schema <= known]
+    if not copies:
+        raise Refused(
+            f"the database has schema {schema}, release {version} knows it up to {known}, and there is no copy from "
+            f"before in {database.parent / FOLDER}: `appliance restore` a backup with release {version}, or stay"
+        )
+    _check(copies[-1].path)
+    lost, back, revoked = _compared(database, copies[-1].path)
+    return WayBack(version, copies[-1], lost, back, revoked)
+
+
+def restore(way: WayBack, data_dir: Path) -> Path | None:
+    """Puts the database of before in the place of the one there, of a box that is stopped. Returns where that one is
+    now. Raises Refused, OSError; interrupted anywhere, one of the two is there whole."""
+    if way.copy is None:
+        return None
+    with as_owner(data_dir):
+        return _exchanged(way, way.copy.path, data_dir)
+
+
+def _exchanged(way: WayBack, copy: Path, data_dir: Path) -> Path:
+    database = data_dir / DATABASE
+    for old in (data_dir / FOLDER).glob("of-the-newer-release-*"):
+        old.unlink()
+    aside = data_dir / FOLDER / f"of-the-newer-release-{time.strftime('%Y-%m-%dT%H-%M-%SZ', time.gmtime())}.sqlite"
+    partial = data_dir / f".{DATABASE}.restoring"
+    try:
+        copy_database(database, aside)
+        copy_database(copy, partial)
+        there = {
+            f"{kind}/{path.relative_to(data_dir / kind)}"
+            for kind in ("files", "uploads")
+            for path in (data_dir / kind).rglob("*")
+        }
+        forget_gone(partial, there)
+        with closing(sqlite3.connect(partial)) as connection, connection:
+            for key_id, revoked_s in way.revoked.items():
+                connection.execute("UPDATE keys SET revoked_s = ? WHERE id = ?", (revoked_s, key_id))
+        # Its log is folded in, and goes: it must not be taken for that of the database that comes.
+        with closing(sqlite3.connect(database)) as connection:
+            connection.execute("PRAGMA journal_mode = DELETE")
+    except sqlite3.Error as error:
+        raise Refused(f"the database could not be exchanged, and is as it was: {error}") from error
+    partial.replace(database)
+    return aside
+
+
+def _schema(database: Path) -> int:
+    with _read(database) as connection:
+        return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _check(copy: Path) -> None:
+    try:
+        with _read(copy) as connection:
+            (said,) = connection.execute("PRAGMA integrity_check").fetchone()
+    except sqlite3.Error as error:
+        said = str(error)
+    if said != "ok":
+        raise Refused(f"the copy from before the upgrade, {copy}, is damaged ({said}): bring a backup back, or stay")
+
+
+def _compared(database: Path, copy: Path) -> tuple[dict[str, int], dict[str, int], dict[str, float]]:
+    lost: dict[str, int] = {}
+    back: dict[str, int] = {}
+    with _read(database) as connection:
+        connection.execute("ATTACH ? AS before", (f"file:{copy}?mode=ro",))
+        for table, (told, words) in _COUNTED.items():
+            if not connection.execute("SELECT 1 FROM before.sqlite_master WHERE name = ?", (table,)).fetchone():
+                continue
+            count = f"SELECT count(*) FROM {{}}.{table} WHERE {told} NOT IN (SELECT {told} FROM {{}}.{table})"
+            (made,) = connection.execute(count.format("main", "before")).fetchone()
+            (gone,) = connection.execute(count.format("before", "main")).fetchone()
+            lost.update({words: made} if made else {})
+            # Files come back without their bytes, so their rows do not.
+            back.update({words: gone} if gone and table != "files" else {})
+        revoked = connection.execute(
+            "SELECT id, revoked_s FROM main.keys WHERE revoked_s IS NOT NULL AND id IN "
+            "(SELECT id FROM before.keys WHERE revoked_s IS NULL)"
+        )
+        return lost, back, dict(revoked.fetchall())
+
+
+def _read(database: Path) -> closing[sqlite3.Connection]:
+    return closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True))
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {words}" for words, count in counts.items()) or "nothing"

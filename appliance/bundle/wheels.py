@@ -1,0 +1,103 @@
+"""Collects the wheels of a bundle: those of the lock for this machine and its Python, pip, and the appliance's own.
+
+With plain pip, so that every setting of its user counts: an index, files to find, certificates. What the lock has as
+source alone becomes a wheel here.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+from appliance.bundle.carried.errors import Unusable
+
+PACKAGES = ("appliance", "runtime", "scheduler", "serve", "train", "weights")
+_VERSION = re.compile(r'^version = "[^"]+"$', re.MULTILINE)
+_TORCH = re.compile(r"^torch==(?:[^\\\n]*\\\n)*[^\\\n]*$", re.MULTILINE)
+_GLIBC = re.compile(r"manylinux_(\d+)_(\d+)")
+_GLIBC_BY_NAME = {"manylinux1": (2, 5), "manylinux2010": (2, 12), "manylinux2014": (2, 17)}
+
+
+def builds(project: Path) -> dict[str, Path]:
+    """Lock files of the builds that there are, by name."""
+    folder = project / "images" / "requirements"
+    return {path.stem: path.with_suffix(".txt") for path in folder.glob("*.in") if path.stem not in ("common", "test")}
+
+
+def build_here(project: Path) -> str:
+    """The build that is installed in this environment. Raises Unusable."""
+    torch = metadata.version("torch")
+    for name, lock in builds(project).items():
+        if re.search(rf"^torch=={re.escape(torch)}[ ;\\]", lock.read_text(), re.MULTILINE):
+            return name
+    raise Unusable(f"torch {torch}, which is installed here, is of no lock in images/requirements; name a --build")
+
+
+def collect(lock: Path, folder: Path, work: Path) -> None:
+    """The lock's wheels into `folder`. Raises Unusable."""
+    text = lock.read_text()
+    torch = _TORCH.search(text)
+    if torch is None:
+        raise Unusable(f"{lock} has no torch; `make lock` writes it")
+    # By string equality, as images/install.sh: another build of the same version may be first where pip looks.
+    (work / "torch.txt").write_text(torch[0].replace("torch==", "torch===", 1) + "\n")
+    (work / "others.txt").write_text(text.replace(torch[0], ""))
+    for part in ("torch.txt", "others.txt"):
+        _pip("wheel", "--no-deps", "--require-hashes", "-r", str(work / part), "-w", str(folder))
+    _pip("download", "--no-deps", "--only-binary", ":all:", f"pip=={metadata.version('pip')}", "-d", str(folder))
+
+
+def copy_sources(project: Path, to: Path, version: str | None) -> str:
+    """What the appliance's wheel is made from, beside what installs it. Returns its version. Raises Unusable."""
+    for name in PACKAGES:
+        shutil.copytree(project / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(project / "README.md", to)
+    text = (project / "pyproject.toml").read_text()
+    if version is not None:
+        if not re.fullmatch(r"\d+(\.\d+)*([a-z]+\d+)?", version):
+            raise Unusable(f"--version is {version!r}; expected numbers and dots, perhaps with a1, b1 or rc1 behind")
+        text = _VERSION.sub(f'version = "{version}"', text, count=1)
+    (to / "pyproject.toml").write_text(text)
+    found = _VERSION.search(text)
+    assert found is not None
+    return found[0].split('"')[1]
+
+
+def own_wheel(sources: Path, folder: Path) -> None:
+    _pip("wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", str(sources), "-w", str(folder))
+
+
+def unpacked_bytes(wheels: Iterable[Path]) -> int:
+    total = 0
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            total += sum(info.file_size for info in archive.infolist())
+    return total
+
+
+def oldest_glibc(names: Iterable[str]) -> str:
+    """With which all these wheels run: of each the oldest that it names, of all the newest of these."""
+    needed = (0, 0)
+    for name in names:
+        tags = name.removesuffix(".whl").rsplit("-", 1)[-1].split(".")
+        said = [(int(found[1]), int(found[2])) for tag in tags if (found := _GLIBC.match(tag))]
+        said += [version for tag in tags for known, version in _GLIBC_BY_NAME.items() if tag.startswith(f"{known}_")]
+        needed = max(needed, min(said, default=(0, 0)))
+    return f"{needed[0]}.{needed[1]}"
+
+
+def _pip(command: str, *arguments: str) -> None:
+    line = [sys.executable, "-P", "-m", "pip", command, "--quiet", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(line, capture_output=True, text=True)
+    if done.returncode != 0:
+        said = [line for line in done.stderr.splitlines() if "is neither a file nor a directory" not in line]
+        raise Unusable(
+            f"pip could not get the packages: {' '.join(said[-4:])} (its settings count: PIP_INDEX_URL, "
+            "PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS; torch for processors is at https://download.pytorch.org/whl/cpu)"
+        )

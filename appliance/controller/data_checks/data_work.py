@@ -1,0 +1,94 @@
+"""Runs `train.data_checks` on files of the box: what is asked for, and what every upload of training data gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from anyio import CapacityLimiter
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.errors import ApiError
+from appliance.store.objects import files
+from appliance.store.rows import FileRow
+from train.data_checks.process import CheckFailed, answer_of, command_of
+
+LOOK_EVERY_S = 5.0
+# Of one owner at the same time; the first of them runs.
+_MOST_WAITING = 4
+
+
+class DataWork:
+    """One process for each owner at a time, and one for all uploads."""
+
+    def __init__(self, context: ControllerContext):
+        self._context = context
+        self._turns: dict[str, CapacityLimiter] = {}
+        self._waiting: Counter[str] = Counter()
+
+    async def run(self, owner: str, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request of train.data_checks.process, whose files are named by their ids in it. Raises
+        ApiError for one too many of this owner, BadOption and CheckFailed; ends the process when it is cancelled."""
+        if self._waiting[owner] >= _MOST_WAITING:
+            raise ApiError(
+                429,
+                f"{_MOST_WAITING} checks of your data are under way; wait for one to end.",
+                kind="rate_limit_error",
+                code="limit_reached",
+                headers={"retry-after": "30"},
+            )
+        turn = self._turns.setdefault(owner, CapacityLimiter(1))
+        self._waiting[owner] += 1
+        try:
+            async with turn:
+                return await self._process(request)
+        finally:
+            self._waiting[owner] -= 1
+            if not self._waiting[owner]:
+                del self._waiting[owner], self._turns[owner]
+
+    async def look(self) -> None:
+        """Check the uploads that wait for it, the smallest first."""
+        db = self._context.db
+        while (row := files.unchecked(db)) is not None:
+            request = check_request(self._context, [row], {})
+            try:
+                found: dict[str, Any] = {"data_check": await self._process(request), "check_status": "done"}
+            except CheckFailed as error:
+                found = {"data_check": {"error": str(error)}, "check_status": "failed"}
+            if files.find(db, row.id, viewer=None, now_s=0) is not None:  # it may have been deleted meanwhile
+                files.update(db, row.id, **found)
+
+    async def _process(self, request: dict[str, Any]) -> dict[str, Any]:
+        process = await asyncio.create_subprocess_exec(
+            *command_of(request),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            out, err = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        try:
+            return answer_of(int(process.returncode or 0), out, err)
+        except CheckFailed as error:  # what it says of a file says no path of the box
+            raise CheckFailed(str(error).replace(f"{self._context.files_dir}/", "")) from error
+
+
+def check_request(
+    context: ControllerContext, rows: Sequence[FileRow], check: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    """For `DataWork.run`: these files by their ids."""
+    paths = [str(context.files_dir / row.id) for row in rows]
+    return {"files": paths, "names": [row.id for row in rows], "check": check, **more}
+
+
+def part_of(path: Path) -> Path:
+    """Where a file grows until its row is there; `files.storage.sweep` deletes what a crash leaves of it."""
+    return path.with_name(f".preparing-{path.name}")

@@ -1,0 +1,97 @@
+"""Makes runs of evaluations: for a request, and for whoever has a version judged."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from appliance.controller.access.model_access import check_may_ask
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.evals.requests import (
+    ROW_BYTES,
+    FileId,
+    Jsonl,
+    Sampled,
+    StoredSource,
+    check_sampled,
+    check_source,
+    fields_of,
+    size_of,
+)
+from appliance.controller.files import storage
+from appliance.controller.grading.given import check_asked
+from appliance.controller.interfaces.errors import BadRequest
+from appliance.controller.interfaces.principal import Principal
+from appliance.store.ids import new_id
+from appliance.store.objects import evals
+from appliance.store.rows import EvalRow, EvalRunRow
+from train.graders.errors import InvalidGrader
+from train.graders.graders import judges, parse
+
+
+def insert_run(
+    context: ControllerContext,
+    of: EvalRow,
+    caller: Principal,
+    data_source: dict[str, Any],
+    *,
+    name: str = "",
+    metadata: dict[str, str] | None = None,
+) -> EvalRunRow:
+    """Within the caller's bounds; the runner has still to begin it. Raises ApiError."""
+    context.quotas.check_eval_run(caller)
+    row = EvalRunRow(
+        id=new_id("evalrun_"),
+        eval_id=of.id,
+        name=name,
+        created_s=time.time(),
+        key_id=caller.key_id,
+        owner=caller.owner,
+        model=data_source.get("model") or "",
+        data_source=data_source,
+        metadata=metadata,
+        bytes=size_of(data_source) + ROW_BYTES,
+    )
+    evals.insert_run(context.db, row)
+    return row
+
+
+def checked_source(given: Jsonl | Sampled, param: str = "data_source") -> dict[str, Any]:
+    """As it is kept. Raises BadRequest."""
+    data_source = given.model_dump(mode="json", exclude_unset=True)
+    try:
+        check_source(data_source)
+    except InvalidGrader as error:
+        where = f"{param}.{error.param}".rstrip(".")
+        raise BadRequest(f"Invalid '{where}': {error.message}.", param=where, code="invalid_value") from None
+    return data_source
+
+
+def check_judges(context: ControllerContext, of: EvalRow, caller: Principal) -> None:
+    """Another key may have made the eval. Raises Forbidden, NotFound."""
+    for judge in (judge for criterion in of.criteria for judge in judges(parse(criterion))):
+        check_may_ask(context.db, caller, judge.model)
+
+
+def check_given(
+    context: ControllerContext, given: Jsonl | Sampled, caller: Principal, param: str = "data_source"
+) -> None:
+    """Raises BadRequest, NotFound."""
+    if isinstance(given.source, StoredSource):
+        raise BadRequest(
+            f"The source {given.source.type!r} is not kept on this box; give the items as 'file_content' or 'file_id'.",
+            param=f"{param}.source.type",
+            code="unsupported_data_source",
+        )
+    if isinstance(given.source, FileId):
+        storage.known_file(context, given.source.id, caller, f"{param}.source.id")
+    if isinstance(given, Sampled):
+        try:
+            check_sampled(given)
+        except InvalidGrader as error:
+            raise BadRequest(
+                f"Invalid '{param}.{error.param}': {error.message}.",
+                param=f"{param}.{error.param}",
+                code="invalid_value",
+            ) from None
+        check_asked(fields_of(given), f"{param}.sampling_params")

@@ -1,0 +1,113 @@
+"""The terms of a gate: what a request says of it, checked, with the data of every suite as it was then."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.evals.new_run import check_given, check_judges, checked_source
+from appliance.controller.evals.requests import Sampled
+from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
+from appliance.controller.interfaces.principal import INFERENCE, Principal
+from appliance.controller.jobs.gate_request import GateCanary, GateRequest, GateSuite
+from appliance.store.ids import new_id
+from appliance.store.objects import evals
+from appliance.store.rows import EvalRow, GateRow, JobRow
+
+_SOURCE: TypeAdapter[Sampled] = TypeAdapter(Sampled)
+RULES = ("pass_rate_at_least", "mean_reward_at_least", "not_worse_by", "better_by", "measure")
+_ASKED_LATER = "the version that is judged"
+
+
+def new_gate(context: ControllerContext, given: GateRequest, job: JobRow, caller: Principal) -> GateRow:
+    """Raises ApiError."""
+    return GateRow(
+        id=new_id("gate_"),
+        created_s=time.time(),
+        job_id=job.id,
+        model=job.output_model,
+        key_id=caller.key_id,
+        owner=caller.owner,
+        terms=checked(context, given, caller),
+        reason=f"{job.id} has not made its version yet",
+    )
+
+
+def checked(context: ControllerContext, given: GateRequest, caller: Principal, param: str = "gate") -> dict[str, Any]:
+    """{"suites": [{"eval_id", "name", "data_source", "criterion" and RULES}], "level", "then", "canary"}. Raises
+    ApiError."""
+    if not caller.may(INFERENCE):  # the box asks models for it
+        raise Forbidden(INFERENCE)
+    if given.canary is not None and given.then != "canary":
+        raise BadRequest(
+            f"'{param}.canary' has the terms of a canary, and '{param}.then' is '{given.then}'.",
+            param=f"{param}.canary",
+            code="invalid_value",
+        )
+    suites = [_suite(context, suite, caller, f"{param}.suites.{place}") for place, suite in enumerate(given.suites)]
+    canary = (given.canary or GateCanary()).model_dump() if given.then == "canary" else None
+    return {"suites": suites, "level": given.level, "then": given.then, "canary": canary}
+
+
+def _suite(context: ControllerContext, suite: GateSuite, caller: Principal, param: str) -> dict[str, Any]:
+    of = evals.find(context.db, suite.eval_id, viewer=caller.viewer)
+    if of is None:
+        raise NotFound(
+            f"No eval found with id {shown(suite.eval_id)}.", param=f"{param}.eval_id", code="eval_not_found"
+        )
+    check_judges(context, of, caller)
+    names = [criterion["name"] for criterion in of.criteria]
+    if suite.criterion is not None and suite.criterion not in names:
+        raise BadRequest(
+            f"{shown(suite.criterion)} is no grader of {of.id}; it has {', '.join(map(shown, names))}.",
+            param=f"{param}.criterion",
+            code="invalid_value",
+        )
+    source = suite.data_source if suite.data_source is not None else _last_source(context, of, caller, param)
+    parsed = _parsed(source, f"{param}.data_source")
+    check_given(context, parsed, caller, f"{param}.data_source")
+    kept = checked_source(parsed, f"{param}.data_source")
+    if kept["source"]["type"] != "file_id":
+        raise BadRequest(
+            "The items of a gate are kept for later: give them as a file, {'type': 'file_id', 'id': ...}.",
+            param=f"{param}.data_source.source.type",
+            code="invalid_value",
+        )
+    del kept["model"]
+    return {
+        "eval_id": of.id,
+        "name": of.name or of.id,
+        "criterion": suite.criterion,
+        "data_source": kept,
+        **{name: getattr(suite, name) for name in RULES},
+    }
+
+
+def _parsed(source: dict[str, Any], param: str) -> Sampled:
+    if "model" in source:
+        raise BadRequest(
+            f"'{param}' names a model; a gate asks the new version, and the one before.",
+            param=f"{param}.model",
+            code="invalid_value",
+        )
+    try:
+        return _SOURCE.validate_python({**source, "model": _ASKED_LATER})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join([param, *map(str, first["loc"])])
+        raise BadRequest(f"Invalid '{where}': {first['msg']}.", param=where, code="invalid_value") from None
+
+
+def _last_source(context: ControllerContext, of: EvalRow, caller: Principal, param: str) -> dict[str, Any]:
+    last = evals.newest_sampled(context.db, of.id, viewer=caller.viewer)
+    if last is None:
+        raise BadRequest(
+            f"{of.id} has no run yet in which a model answered items of a file, whose data the gate could use: run it "
+            "once (`appliance eval run`), or give the suite's 'data_source'.",
+            param=f"{param}.data_source",
+            code="missing_required_parameter",
+        )
+    return {name: value for name, value in last.data_source.items() if name != "model"}

@@ -1,0 +1,164 @@
+"""Makes fine-tuning jobs: of what a request says, checked as far as it can be before the data is converted."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from appliance.controller.access.model_access import absent_model, caller_may_use
+from appliance.controller.access.naming import resolve
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import node_sizes
+from appliance.controller.gates.terms import new_gate
+from appliance.controller.grading.given import grader_of
+from appliance.controller.interfaces.errors import BadRequest, shown
+from appliance.controller.interfaces.principal import Principal
+from appliance.controller.jobs import claims, data, devices, requests, settings, stable_names
+from appliance.controller.jobs.events import add_message
+from appliance.controller.jobs.requests import JobCreate
+from appliance.store.ids import new_id
+from appliance.store.objects import files, gates, job_records, jobs
+from appliance.store.rows import FileRow, JobGraderRow, JobRow
+from train.data.check import DataReport
+from train.plan import auto
+from train.plan.errors import InvalidHyperparameter
+
+
+def insert_job(context: ControllerContext, body: JobCreate, caller: Principal) -> JobRow:
+    """With what belongs to it, in a transaction of the caller's; its validation has still to be started. Raises
+    ApiError."""
+    db = context.db
+    context.quotas.check_job(caller)
+    claims.check(db, body, caller)
+    row = _new_job(context, body, caller)
+    grader = _grader(context, body, caller)
+    gate = new_gate(context, body.gate, row, caller) if body.gate is not None else None
+    data.check(context, row, caller)
+    jobs.insert(db, row)
+    if grader is not None:
+        job_records.insert_grader(db, JobGraderRow(row.id, grader))
+    if gate is not None:
+        gates.insert(db, gate)
+    add_message(db, row.id, f"Created fine-tuning job: {row.id}")
+    if body.integrations:
+        add_message(
+            db,
+            row.id,
+            level="warn",
+            text="The wandb integration is recorded but not contacted: this box sends nothing out. "
+            "Metrics are in this job's events and in TensorBoard files.",
+        )
+    return row
+
+
+def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> JobRow:
+    """Raises BadRequest and NotFound for all errors detectable before the data is converted."""
+    requests.check(body)
+    base = resolve(context.db, body.model) if caller_may_use(context.db, caller, body.model) else None
+    if base is None:
+        raise absent_model(body.model)
+    if base.model.task != "generate":
+        raise BadRequest(
+            f"The model {shown(body.model)} makes embeddings; only text-generating models can be tuned.",
+            param="model",
+            code="model_not_supported",
+        )
+    if base.model.info.get("quantized"):
+        raise BadRequest(
+            f"The weights of {shown(body.model)} are quantised: they can be served, not trained. Import the model as "
+            "its publisher trained it (bf16 or fp16) and tune that, or import a GGUF file, which is dequantised.",
+            param="model",
+            code="model_not_supported",
+        )
+    training = _data_file(context, body.training_file, "training_file", caller)
+    if body.validation_file is not None:
+        _data_file(context, body.validation_file, "validation_file", caller)
+    given, where = requests.hyperparameters(body)
+    method = requests.method(body)
+    nodes = node_sizes.known(context)
+    devices.check_room(body.min_devices, body.allowed_sizes, nodes)
+    asked_sizes = sorted(set(body.allowed_sizes)) if body.allowed_sizes else None
+    wish = settings.Wish(body.min_devices, body.max_devices, asked_sizes)
+    try:
+        # Only to refuse errors while the client waits; the values are computed again from the checked data.
+        chosen = settings.choose_on_box(context, base, method, given, _seen(training), wish)
+        if body.validation_file is None:
+            settings.refuse_without_validation(chosen.resolved)
+    except InvalidHyperparameter as error:
+        raise requests.refused(error, where) from error
+    devices.check_sizes(wish, chosen.resolved, nodes)
+    makes_adapter = not chosen.resolved["full"] and chosen.resolved["lora_publish"] == "adapter"
+    output_model = stable_names.output_of(context, body, base, caller, makes_adapter=makes_adapter)
+    return JobRow(
+        id=new_id("ftjob-"),
+        key_id=caller.key_id,
+        model=body.model,
+        method=method.name,
+        training_file=body.training_file,
+        validation_file=body.validation_file,
+        suffix=body.suffix,
+        seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
+        metadata=body.metadata,
+        integrations=[item.model_dump(exclude_none=True) for item in body.integrations or []] or None,
+        hyperparameters=given,
+        priority=body.priority,
+        min_devices=body.min_devices,
+        max_devices=body.max_devices,
+        asked_sizes=asked_sizes,
+        deadline_s=body.deadline_s,
+        preemptible=int(body.preemptible),
+        held=int(body.held),
+        owner=caller.owner,
+        output_model=output_model,
+        stable_name=int(body.publish_as is not None),
+        activate=int(body.activate),
+        created_s=time.time(),
+        reason="the training file is being validated",
+    )
+
+
+def _grader(context: ControllerContext, body: JobCreate, caller: Principal) -> dict[str, Any] | None:
+    """That of a method which learns from rewards. Raises BadRequest and NotFound."""
+    method = requests.method(body)
+    if not method.rolls_out:
+        return None
+    said, where = requests.beside_hyperparameters(body), f"method.{method.name}"
+    if said.get("response_format") not in (None, {"type": "text"}):
+        raise BadRequest(
+            f"'{where}.response_format' must be {{'type': 'text'}}: answers are sampled without a grammar while a "
+            "model trains, so that every token is its own choice; let the grader reward the form.",
+            param=f"{where}.response_format",
+            code="unsupported_value",
+        )
+    if "grader" not in said:
+        raise BadRequest(
+            f"Missing required parameter: '{where}.grader', which gives an answer its reward.",
+            param=f"{where}.grader",
+            code="missing_required_parameter",
+        )
+    return grader_of(context, said["grader"], caller, f"{where}.grader").model_dump(mode="json", exclude_unset=True)
+
+
+def _seen(file: FileRow) -> auto.DatasetStats:
+    """What the check at the file's upload saw, without a tokenizer."""
+    report = file.report or {}
+    names = ("n_examples", "n_tokens_estimate", "longest_example_tokens")
+    return settings.dataset_of(DataReport(**{name: report[name] for name in names if name in report}))
+
+
+def _data_file(context: ControllerContext, file_id: str, param: str, caller: Principal) -> FileRow:
+    row = files.find(context.db, file_id, viewer=caller.viewer, now_s=time.time())
+    if row is None:
+        raise BadRequest(
+            f"invalid {param}: {shown(file_id)} is not a file on this box; upload it and pass its id.",
+            param=param,
+            code="file_not_found",
+        )
+    if row.purpose != "fine-tune":
+        raise BadRequest(
+            f"invalid {param}: {shown(file_id)} was uploaded for '{row.purpose}'; expected purpose 'fine-tune'.",
+            param=param,
+            code="invalid_file_purpose",
+        )
+    return row

@@ -1,0 +1,94 @@
+"""What there is to train on: files of a folder of the box, or uploaded ones by their names, that no run has taken yet;
+joined to one file."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.pipelines.spec import Data
+from appliance.store.objects import files
+
+Found = dict[str, list[Any]]
+"""Path or file id -> [bytes, when it was changed (ns)], in order of their names."""
+MOST_FILES = 10_000
+SETTLED_S = 5.0
+"""A file of a folder that was changed later may still be written."""
+_BLOCK = 1 << 20
+
+
+class NoData(Exception):
+    """The place that a pipeline names cannot be read, or holds too much; the text says which."""
+
+
+def in_folder(folder: str, pattern: str, now_s: float) -> Found:
+    """Regular files alone, without links. Raises NoData."""
+    found: Found = {}
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not fnmatch.fnmatchcase(entry.name, pattern) or not entry.is_file(follow_symlinks=False):
+                    continue
+                told = entry.stat(follow_symlinks=False)
+                if told.st_size and now_s - told.st_mtime >= SETTLED_S:
+                    found[entry.path] = [told.st_size, told.st_mtime_ns]
+    except OSError as error:
+        raise NoData(f"{folder} cannot be read: {error.strerror}") from error
+    return _bounded(found)
+
+
+def uploaded(context: ControllerContext, pattern: str, owner: str) -> Found:
+    """Raises NoData."""
+    rows = files.named(context.db, owner, now_s=time.time())
+    return _bounded({file_id: [size, name] for file_id, size, name in rows if fnmatch.fnmatchcase(name, pattern)})
+
+
+def new(found: Found, taken: Found, data: Data) -> Found:
+    return found if data.take == "all" else {name: told for name, told in found.items() if taken.get(name) != told}
+
+
+def join(parts: list[tuple[Path, int]], target: Path) -> tuple[int, str]:
+    """Write the lines of the files, of each so many bytes as were seen, into a new one; its bytes and SHA-256. Raises
+    OSError, and NoData for what is no regular file any more."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+            for path, most in parts:
+                last = b"\n"
+                for block in _blocks(path, most):
+                    out.write(block)
+                    digest.update(block)
+                    size, last = size + len(block), block[-1:]
+                if last != b"\n":
+                    out.write(b"\n")
+                    digest.update(b"\n")
+                    size += 1
+            out.flush()
+            os.fsync(out.fileno())
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+    return size, digest.hexdigest()
+
+
+def _blocks(path: Path, most: int) -> Iterator[bytes]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as source:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise NoData(f"{path} is no regular file any more")
+        while block := source.read(min(_BLOCK, most)):
+            most -= len(block)
+            yield block
+
+
+def _bounded(found: Found) -> Found:
+    if len(found) > MOST_FILES:
+        raise NoData(f"there are {len(found)} files; at most {MOST_FILES} are taken")
+    return dict(sorted(found.items()))

@@ -1,0 +1,394 @@
+"""Sees runs of pipelines through, and begins those that are due: a look every second.
+
+What must outlive the controller is in the rows. A step is done once its result stands there: a file and the run's
+`file_id`, a job and its `job_id` are written in one transaction, so that a controller that is killed in between begins
+the step anew, and never makes a second of either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from appliance.controller.access.model_access import caller_of
+from appliance.controller.context.audit import record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.files import multipart, storage
+from appliance.controller.gates.runner import GateRunner
+from appliance.controller.interfaces.errors import ApiError, Conflict
+from appliance.controller.interfaces.principal import Principal
+from appliance.controller.jobs.validation import JobValidation
+from appliance.controller.jobs.wanted import ask
+from appliance.controller.openai.new_job import insert_job
+from appliance.controller.pipelines import new_data
+from appliance.controller.pipelines.data_steps import checked, prepared
+from appliance.controller.pipelines.new_data import Found, NoData
+from appliance.controller.pipelines.spec import Check, PipelineSpec, Prepare, Schedule, job_of
+from appliance.controller.pipelines.steps import End, Seen, end_of, steps_of
+from appliance.store.ids import new_id
+from appliance.store.objects import files, gates, jobs, models, pipelines
+from appliance.store.records import keys
+from appliance.store.rows import FileRow, PipelineRow, PipelineRunRow
+from runtime.background_tasks import RunningTasks
+from scheduler.loop.mode_schedule import next_firing_s
+from train.data_checks.options import BadOption
+from train.data_checks.process import CheckFailed
+
+LOOK_EVERY_S = 1.0
+_LATER = (429, 507)
+"""What a bound or a full disk refuses now may be taken later."""
+
+
+class _Failed(Exception):
+    pass
+
+
+class PipelineRunner:
+    def __init__(self, context: ControllerContext, validation: JobValidation, judging: GateRunner):
+        self._context, self._db = context, context.db
+        self._validation, self._judging = validation, judging
+        self.tasks = RunningTasks()
+        self._busy: set[str] = set()  # runs and pipelines that a task works on
+
+    async def look(self) -> None:
+        """One round: each run that goes on, and each pipeline that is due, is worked on by a task of its own."""
+        for row in pipelines.due(self._db, time.time()):
+            self._work(row.id, partial(self._when_due, row.id))
+        for run in pipelines.running(self._db):
+            self._work(run.id, partial(self._advance, run.id))
+
+    def _work(self, name: str, work: Any) -> None:
+        if name in self._busy:
+            return
+        self._busy.add(name)
+
+        async def guarded() -> None:
+            try:
+                with self._context.background.guard(f"pipeline: {name}"):
+                    await work()
+            finally:
+                self._busy.discard(name)
+
+        self.tasks.add(asyncio.create_task(guarded(), name=f"pipeline {name}"))
+
+    # --- when it is time
+
+    def schedule(self, row: PipelineRow, on: bool) -> None:
+        """Raises Conflict for a pipeline that has no schedule."""
+        spec = PipelineSpec.model_validate(row.spec)
+        if on and spec.schedule is None:
+            raise Conflict(f"{row.name} has no 'schedule' in it.", param="schedule", code="no_schedule")
+        next_s = _next_s(spec.schedule, time.time(), at_once=True) if on and spec.schedule is not None else None
+        pipelines.update(self._db, row.id, scheduled=int(on), next_s=next_s, note="")
+
+    async def _when_due(self, pipeline_id: str) -> None:
+        row = pipelines.find(self._db, pipeline_id)
+        if row is None or not row.scheduled:
+            return
+        spec = PipelineSpec.model_validate(row.spec)
+        assert spec.schedule is not None
+        note = ""
+        going = pipelines.running_of(self._db, row.id)
+        if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
+            pipelines.update(self._db, row.id, scheduled=0, next_s=None, note="the key that scheduled it was revoked")
+            return
+        if going is not None:
+            note = f"{going.id} still goes on" if spec.schedule.cron is not None else ""
+        elif spec.schedule.cron is not None:
+            self.begin(row, "clock")
+        else:
+            note = await self._begin_if_new(row, spec)
+        next_s = _next_s(spec.schedule, time.time())
+        if pipelines.find(self._db, row.id) is not None:
+            pipelines.update(self._db, row.id, next_s=next_s, note=note)
+
+    async def _begin_if_new(self, row: PipelineRow, spec: PipelineSpec) -> str:
+        """Why not, "" if it was begun or there is nothing new."""
+        try:
+            found = new_data.new(await self._found(row, spec), row.taken, spec.data)
+        except NoData as error:
+            return str(error)
+        last = pipelines.last_of(self._db, row.id)
+        if not found or pipelines.running_of(self._db, row.id) is not None:
+            return ""
+        if last is not None and last.state != "succeeded" and last.data == found:
+            return f"{last.id} has {last.state} on this data; it is tried again once there is other data"
+        self.begin(row, "data")
+        return ""
+
+    def begin(self, row: PipelineRow, trigger: Literal["request", "clock", "data"]) -> PipelineRunRow:
+        """Raises Conflict while another of its runs goes on."""
+        going = pipelines.running_of(self._db, row.id)
+        if going is not None:
+            raise Conflict(f"{going.id} of {row.name} goes on.", param="name", code="pipeline_running")
+        run = PipelineRunRow(
+            new_id("piperun_"),
+            row.id,
+            time.time(),
+            trigger,
+            key_id=row.key_id,
+            owner=row.owner,
+            spec=row.spec,
+            reason="it looks for data",
+        )
+        run = replace(run, steps=steps_of(PipelineSpec.model_validate(row.spec), run, Seen(), run.created_s))
+        with self._db.transaction():
+            pipelines.insert_run(self._db, run)
+            record(
+                self._context, caller_of(self._db, row.key_id), "pipeline.run", row.name, run=run.id, trigger=trigger
+            )
+        return run
+
+    # --- a run
+
+    async def _advance(self, run_id: str) -> None:
+        run = pipelines.find_run(self._db, run_id)
+        row = pipelines.find(self._db, run.pipeline_id) if run is not None else None
+        if run is None or row is None or run.state != "running":
+            return
+        spec, caller = PipelineSpec.model_validate(run.spec), caller_of(self._db, run.key_id)
+        try:
+            if run.key_id is not None and keys.is_revoked(self._db, run.key_id):
+                raise _Failed("the key of this run was revoked")
+            if run.file_id is None:
+                await self._take_data(run, row, spec, caller)
+            elif run.job_id is None:
+                await self._ready(run, spec, caller)
+            else:
+                self._follow(run, row, spec)
+        except (_Failed, NoData) as error:
+            self._end(run_id, row, End(True, str(error)))
+        except ApiError as error:
+            if error.status_code in _LATER:
+                self._says(run_id, error.message)
+            else:
+                self._end(run_id, row, End(True, error.message))
+        except OSError as error:
+            self._end(run_id, row, End(True, f"the data could not be read: {error}"))
+
+    async def _found(self, row: PipelineRow, spec: PipelineSpec) -> Found:
+        """Raises NoData."""
+        data = spec.data
+        if data.folder is not None:
+            if not caller_of(self._db, row.key_id).is_admin:
+                raise NoData("the key of this pipeline is no administrator's any more, and may read no folder")
+            return await asyncio.to_thread(new_data.in_folder, data.folder, data.pattern, time.time())
+        if data.uploads is not None:
+            return new_data.uploaded(self._context, data.uploads, row.owner)
+        file = files.find(self._db, data.file or "", viewer=None, now_s=time.time())
+        if file is None:
+            raise NoData(f"the file {data.file} was deleted")
+        return {file.id: [file.bytes, file.filename]}
+
+    async def _take_data(self, run: PipelineRunRow, row: PipelineRow, spec: PipelineSpec, caller: Principal) -> None:
+        """Choose it, and then make one file of it, each kept before the next begins."""
+        chosen = run.data
+        if not chosen:
+            found = await self._found(row, spec)
+            chosen = found if spec.data.file is not None else new_data.new(found, row.taken, spec.data)
+            if not chosen:
+                self._end(run.id, row, End(False, "there is no new data; nothing was trained", "nothing_new"))
+                return
+            with self._db.transaction():
+                taken = {name: told for name, told in row.taken.items() if name in found}
+                pipelines.update(self._db, row.id, taken=taken)
+                if not self._update_going(run.id, data=chosen, reason=f"{len(chosen)} files are read"):
+                    return
+        if spec.data.folder is None and len(chosen) == 1:
+            self._update_going(run.id, file_id=next(iter(chosen)), reason="")
+            return
+        await self._joined(run, spec, chosen, caller)
+
+    async def _joined(self, run: PipelineRunRow, spec: PipelineSpec, chosen: Found, caller: Principal) -> None:
+        """Raises ApiError, NoData, OSError."""
+        context, file_id, size = self._context, new_id("file-"), sum(int(told[0]) for told in chosen.values())
+        if size > context.config.upload_total_bytes:
+            raise NoData(f"the data has {size} bytes; a file has {context.config.upload_total_bytes} at most")
+        base = None if spec.data.folder is not None else context.files_dir
+        parts = [((base / name) if base is not None else Path(name), int(told[0])) for name, told in chosen.items()]
+        incoming = context.files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
+        with context.quotas.receiving(caller) as took:
+            took(size + len(parts))
+            try:
+                nbytes, sha256 = await context.file_work.run(run.owner, new_data.join, parts, incoming)
+                made = await storage.described(
+                    context,
+                    file_id,
+                    incoming,
+                    filename=f"{run.id}.jsonl",
+                    size=nbytes,
+                    sha256=sha256,
+                    purpose="fine-tune",
+                    keep_s=None,
+                    caller=caller,
+                )
+                with storage.with_row(context, file_id):
+                    if self._update_going(run.id, file_id=file_id, reason=""):
+                        os.rename(incoming, context.files_dir / file_id)
+                        files.insert(self._db, made)
+            finally:
+                incoming.unlink(missing_ok=True)
+
+    async def _ready(self, run: PipelineRunRow, spec: PipelineSpec, caller: Principal) -> None:
+        """The next of checking, preparing and training on its data. Raises ApiError, OSError, _Failed."""
+        file = files.find(self._db, run.file_id or "", viewer=caller.viewer, now_s=time.time())
+        if file is None:
+            raise _Failed(f"the file {run.file_id} was deleted")
+        if spec.check is not False and file.status == "error" and (spec.prepare is None or not spec.prepare.drop):
+            self._tell(run, spec, Seen(file))
+            raise _Failed(f"the data was refused: {file.status_details}")
+        try:
+            if isinstance(spec.check, Check) and "checked" not in run.made:
+                found = await checked(self._context, file, spec.check, run.owner)
+                self._update_going(
+                    run.id, made={**run.made, "checked": found.counts, "beyond": found.beyond}, reason=""
+                )
+                if found.beyond:
+                    raise _Failed(f"the data has {'; '.join(found.beyond)}")
+            elif spec.prepare is not None and "prepared" not in run.made:
+                await self._prepare(run, file, spec.prepare, caller)
+            else:
+                self._train(run, spec, file, caller)
+        except (BadOption, CheckFailed) as error:
+            raise _Failed(str(error)) from error
+
+    async def _prepare(self, run: PipelineRunRow, file: FileRow, asked: Prepare, caller: Principal) -> None:
+        """Raises ApiError, OSError, BadOption, CheckFailed."""
+        with self._context.quotas.receiving(caller) as took:
+            took(file.bytes)
+            async with prepared(self._context, file, asked, run.id, caller) as made, AsyncExitStack() as stack:
+                told = {one.kind: one.row.id for one in made.files}
+                for one in made.files:
+                    stack.enter_context(storage.with_row(self._context, one.row.id))
+                if self._update_going(run.id, made={**run.made, **told, "dropped": made.dropped}, reason=""):
+                    for one in made.files:
+                        os.rename(one.path, self._context.files_dir / one.row.id)
+                        files.insert(self._db, one.row)
+
+    def _train(self, run: PipelineRunRow, spec: PipelineSpec, file: FileRow, caller: Principal) -> None:
+        """Raises ApiError."""
+        body = job_of(spec, run.made.get("prepared", file.id), run.made.get("validation"))
+        with self._db.transaction():
+            job = insert_job(self._context, body, caller)
+            pipelines.update_run(self._db, run.id, job_id=job.id, reason="")
+        self._validation.start(job.id)
+        self._tell(replace(run, job_id=job.id), spec, Seen(file, job, gates.of_job(self._db, job.id)))
+
+    def _follow(self, run: PipelineRunRow, row: PipelineRow, spec: PipelineSpec) -> None:
+        seen = self._seen(run)
+        self._tell(run, spec, seen)
+        if (end := end_of(spec, seen)) is not None:
+            self._end(run.id, row, end)
+
+    def _seen(self, run: PipelineRunRow) -> Seen:
+        job = jobs.find(self._db, run.job_id) if run.job_id is not None else None
+        gate = gates.of_job(self._db, job.id) if job is not None else None
+        model = models.find(self._db, job.output_model) if job is not None else None
+        active = (
+            models.find_version(self._db, model.id, model.active_version) if model and model.active_version else None
+        )
+        answers = active is not None and job is not None and active.meta.get("job_id") == job.id
+        file = files.find(self._db, run.file_id, viewer=None, now_s=0) if run.file_id is not None else None
+        return Seen(file, job, gate, answers)
+
+    def _tell(self, run: PipelineRunRow, spec: PipelineSpec, seen: Seen) -> None:
+        """Write down how far it is, where that is another than before."""
+        steps = steps_of(spec, run, seen, time.time())
+        now = next((one for one in steps if one["state"] == "running"), None)
+        reason = f"{now['name']}: {now['says']}" if now is not None else run.reason
+        if (steps, reason) != (run.steps, run.reason):
+            pipelines.update_run(self._db, run.id, steps=steps, reason=reason)
+
+    def _says(self, run_id: str, reason: str) -> None:
+        self._update_going(run_id, reason=reason)
+
+    def _update_going(self, run_id: str, **changes: Any) -> bool:
+        """False: it has ended meanwhile."""
+        run = pipelines.find_run(self._db, run_id)
+        if run is None or run.state != "running":
+            return False
+        run = replace(run, **changes)
+        spec = PipelineSpec.model_validate(run.spec)
+        steps = steps_of(spec, run, self._seen(run), time.time())
+        pipelines.update_run(self._db, run_id, **changes, steps=steps)
+        return True
+
+    # --- ends
+
+    def cancel(self, run_id: str) -> None:
+        """With its job and its gate. Idempotent; a canary that runs is left to itself."""
+        run = pipelines.find_run(self._db, run_id)
+        row = pipelines.find(self._db, run.pipeline_id) if run is not None else None
+        if run is None or row is None or run.state != "running":
+            return
+        caller = caller_of(self._db, run.key_id)
+        if run.job_id is not None:
+            job, gate = jobs.find(self._db, run.job_id), gates.of_job(self._db, run.job_id)
+            if job is not None and not job.finished:
+                ask(self._context, job.id, "cancel", caller)
+            if gate is not None and gate.state not in ("canary", "ended"):
+                self._judging.cancel(gate.id)
+        self._end(run_id, row, End(True, "cancelled by request"), cancelled=True)
+
+    def _end(self, run_id: str, row: PipelineRow, end: End, *, cancelled: bool = False) -> None:
+        run = pipelines.find_run(self._db, run_id)
+        if run is None or run.state != "running":
+            return
+        state = "cancelled" if cancelled else "failed" if end.failed else "succeeded"
+        steps = [_ended(one, end, cancelled) for one in run.steps]
+        with self._db.transaction():
+            pipelines.update_run(
+                self._db,
+                run_id,
+                state=state,
+                outcome=end.outcome,
+                reason=end.reason,
+                steps=steps,
+                ended_s=time.time(),
+            )
+            now = pipelines.find(self._db, row.id)
+            if now is not None and not end.failed and run.data:
+                pipelines.update(self._db, row.id, taken={**now.taken, **run.data})
+            record(
+                self._context,
+                caller_of(self._db, run.key_id),
+                "pipeline.end",
+                row.name,
+                outcome="failed" if end.failed and not cancelled else "done",
+                run=run_id,
+                state=state,
+                reason=end.reason,
+            )
+            pipelines.forget_old_runs(self._db, row.id)
+        job = jobs.find(self._db, run.job_id) if run.job_id is not None else None
+        if job is None or job.finished:
+            for file_id in (run.file_id, run.made.get("prepared"), run.made.get("validation")):
+                made = files.find(self._db, file_id or "", viewer=None, now_s=0)
+                if made is not None and made.filename.startswith(run.id):
+                    storage.remove(self._context, made)
+
+
+def _ended(step: dict[str, Any], end: End, cancelled: bool) -> dict[str, Any]:
+    """As it is shown of a run that has ended."""
+    if step["state"] == "running" or (step["state"] == "waiting" and step["began_s"] is not None):
+        says = step["says"] if cancelled else end.reason if end.failed else step["says"]
+        nothing = end.outcome == "nothing_new"
+        return step | {
+            "state": "failed" if end.failed else "done",
+            "says": end.reason if nothing else says,
+            "ended_s": time.time(),
+        }
+    return step | ({"state": "skipped"} if step["state"] == "waiting" else {})
+
+
+def _next_s(schedule: Schedule, now_s: float, *, at_once: bool = False) -> float:
+    """at_once: a look at the data is due now."""
+    if schedule.cron is not None:
+        return next_firing_s(schedule.cron, schedule.tz, now_s)
+    return now_s if at_once else now_s + schedule.every_s

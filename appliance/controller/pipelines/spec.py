@@ -1,0 +1,212 @@
+"""What a pipeline's file says, and what it means for the job that each run makes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from appliance.controller.access.model_access import absent_model, caller_may_use
+from appliance.controller.access.naming import resolve
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.files import storage
+from appliance.controller.gates.terms import checked
+from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.interfaces.errors import BadRequest, Forbidden
+from appliance.controller.interfaces.principal import ADMIN, Principal
+from appliance.controller.jobs.gate_request import GateCanary, GateRequest
+from appliance.controller.jobs.requests import JobCreate
+from scheduler.core.errors import InvalidSchedule
+from scheduler.loop.mode_schedule import check_cron, check_zone
+from train.data_checks.options import CHECKS, ORDERS
+
+STEPS = ("data", "check", "prepare", "train", "evaluate", "gate", "canary", "promote")
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+_OF_THE_RUN = ("training_file", "gate", "activate")
+_RULES = ("pass_rate_at_least", "mean_reward_at_least", "not_worse_by", "better_by", "measure")
+_NO_FILE = "file-of-the-run"
+CheckName = Literal[tuple(CHECKS)]  # type: ignore[valid-type]
+
+
+class Data(StrictBody):
+    """One of: file, the id of an uploaded file, the same for every run; uploads, a pattern of names of the owner's
+    uploaded files ("day-*.jsonl"); folder, on the box, with the files of `pattern` in it.
+
+    take: of uploads and a folder what no run has trained on that ended well ("new"), or all of it."""
+
+    file: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    uploads: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    folder: Annotated[str, Field(pattern=r"^/[^\x00-\x1f]{0,4095}$")] | None = None
+    pattern: Annotated[str, Field(min_length=1, max_length=256)] = "*.jsonl"
+    take: Literal["new", "all"] = "new"
+
+
+class Check(StrictBody):
+    """at_most: share of the examples by name of a check of train.data_checks; more fail the run. leave_out: checks that
+    are not made. against: id of a validation file, whose examples are found."""
+
+    at_most: dict[CheckName, Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=dict)
+    leave_out: Annotated[list[CheckName], Field(max_length=len(CHECKS))] = Field(default_factory=list)
+    against: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    like: Annotated[float, Field(ge=0.7, le=1)] | None = None
+
+
+class Prepare(StrictBody):
+    """What is left out or changed: see train.data_checks.options.PrepareOptions. split: share of the examples that the
+    job is validated on. against, max_tokens, like: as `Check` has them."""
+
+    drop: Annotated[list[CheckName], Field(max_length=len(CHECKS))] = Field(default_factory=list)
+    mask: bool = False
+    split: Annotated[float, Field(gt=0, lt=1)] | None = None
+    order: Literal[tuple(ORDERS)] = ORDERS[0]  # type: ignore[valid-type]
+    seed: Annotated[int, Field(ge=0, le=2**31)] = 0
+    against: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    like: Annotated[float, Field(ge=0.7, le=1)] | None = None
+
+
+class Evaluate(StrictBody):
+    """One suite. `eval`: an evaluation that exists. The rest, and the rules, as a gate's suite has them; rules that are
+    given here go before those of `gate`."""
+
+    eval: Annotated[str, Field(min_length=1, max_length=256)]
+    data_source: dict[str, Any] | None = None
+    criterion: str | None = None
+    pass_rate_at_least: float | None = None
+    mean_reward_at_least: float | None = None
+    not_worse_by: float | None = None
+    better_by: float | None = None
+    measure: Literal["pass_rate", "mean_reward"] | None = None
+
+
+class Gate(StrictBody):
+    """The rules of every suite, and the level of their tests."""
+
+    pass_rate_at_least: float | None = None
+    mean_reward_at_least: float | None = None
+    not_worse_by: float | None = None
+    better_by: float | None = None
+    measure: Literal["pass_rate", "mean_reward"] | None = None
+    level: float | None = None
+
+
+class Schedule(StrictBody):
+    """cron: five fields in the time zone tz. on_new_data: begin when there is any, looked for every `every_s`."""
+
+    cron: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    tz: Annotated[str, Field(min_length=1, max_length=64)] = "UTC"
+    on_new_data: bool = False
+    every_s: Annotated[float, Field(ge=5, le=86400)] = 60.0
+
+
+class PipelineSpec(StrictBody):
+    """A step that is left out is skipped. train: the fields of a fine-tuning job but those that the run gives it.
+    promote false: the version is made and judged, and does not answer."""
+
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    data: Data
+    check: bool | Check = True
+    prepare: Prepare | None = None
+    train: dict[str, Any]
+    evaluate: Evaluate | Annotated[list[Evaluate], Field(min_length=1, max_length=16)] | None = None
+    gate: Gate | None = None
+    canary: GateCanary | None = None
+    promote: bool = True
+    schedule: Schedule | None = None
+
+
+def check_spec(context: ControllerContext, spec: PipelineSpec, caller: Principal) -> None:
+    """All that is known to be wrong before there is data. Raises ApiError."""
+    _check_data(context, spec.data, caller)
+    for name, asked in (("check", spec.check), ("prepare", spec.prepare)):
+        if isinstance(asked, Check | Prepare) and asked.against is not None:
+            storage.known_file(context, asked.against, caller, f"{name}.against")
+    if spec.schedule is not None:
+        _check_schedule(spec)
+    if spec.prepare is not None and spec.prepare.split is not None and "validation_file" in spec.train:
+        raise _wrong("train.validation_file", "is given, and 'prepare.split' makes another")
+    body = job_of(spec, spec.data.file or _NO_FILE)
+    if not caller_may_use(context.db, caller, body.model) or resolve(context.db, body.model) is None:
+        raise absent_model(body.model)
+    if body.gate is not None:
+        if body.publish_as is None:
+            raise _wrong("train.publish_as", "is missing: a gate is for a name that goes on whatever comes of a run")
+        checked(context, body.gate, caller, "gate")
+
+
+def job_of(spec: PipelineSpec, file_id: str, validation: str | None = None) -> JobCreate:
+    """The request for a run's job. validation: a file that the run has made. Raises BadRequest."""
+    for name in _OF_THE_RUN:
+        if name in spec.train:
+            raise _wrong(f"train.{name}", "is given by the run; see 'data', 'gate' and 'promote'")
+    fields = {**spec.train, "training_file": file_id} | ({"validation_file": validation} if validation else {})
+    if (gate := gate_of(spec)) is not None:
+        fields["gate"] = gate.model_dump(exclude_none=True)
+    elif not spec.promote:
+        fields["activate"] = False
+    try:
+        return JobCreate.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise _wrong(f"train.{where}", f"is wrong: {first['msg']}") from None
+
+
+def gate_of(spec: PipelineSpec) -> GateRequest | None:
+    """None where nothing is evaluated. Raises BadRequest."""
+    if spec.evaluate is None:
+        for name in ("gate", "canary"):
+            if getattr(spec, name) is not None:
+                raise _wrong("evaluate", f"is missing: '{name}' goes by what an evaluation finds")
+        return None
+    if spec.canary is not None and not spec.promote:
+        raise _wrong("promote", "is false, and a canary is promoted by itself: leave 'canary' out")
+    rules = spec.gate.model_dump(exclude_none=True) if spec.gate is not None else {}
+    level = {"level": rules.pop("level")} if "level" in rules else {}
+    suites = []
+    for suite in spec.evaluate if isinstance(spec.evaluate, list) else [spec.evaluate]:
+        own = suite.model_dump(exclude_none=True)
+        suites.append({"eval_id": own.pop("eval"), **rules, **own})
+    then = "hold" if not spec.promote else "activate" if spec.canary is None else "canary"
+    canary = {} if spec.canary is None else {"canary": spec.canary.model_dump()}
+    try:
+        return GateRequest.model_validate({"suites": suites, "then": then, **level, **canary})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise _wrong(".".join(["gate", *map(str, first["loc"][2:] or first["loc"])]), first["msg"]) from None
+
+
+def skipped(spec: PipelineSpec) -> set[str]:
+    """The steps that are left out."""
+    left = {name: getattr(spec, name) is None for name in ("prepare", "evaluate", "gate", "canary")}
+    left |= {"check": spec.check is False, "promote": not spec.promote}
+    return {name for name, out in left.items() if out}
+
+
+def _check_data(context: ControllerContext, data: Data, caller: Principal) -> None:
+    if sum(one is not None for one in (data.file, data.uploads, data.folder)) != 1:
+        raise _wrong("data", "says where the data is by one of 'file', 'uploads' and 'folder'")
+    if data.folder is not None and not caller.is_admin:
+        raise Forbidden(ADMIN)  # the controller reads every file of the box
+    if data.file is not None:
+        storage.known_file(context, data.file, caller, "data.file")
+
+
+def _check_schedule(spec: PipelineSpec) -> None:
+    schedule = spec.schedule
+    assert schedule is not None
+    if (schedule.cron is None) is not schedule.on_new_data:
+        raise _wrong("schedule", "says when by one of 'cron' and 'on_new_data = true'")
+    if schedule.on_new_data and spec.data.file is not None:
+        raise _wrong("schedule.on_new_data", "is for 'data.folder' and 'data.uploads'; a file does not change")
+    try:
+        check_zone(schedule.tz)
+        if schedule.cron is not None:
+            check_cron(schedule.cron, "cron")
+    except InvalidSchedule as error:
+        raise BadRequest(f"{error}.", param=f"schedule.{error.param}", code="invalid_schedule") from error
+
+
+def _wrong(param: str, why: str) -> BadRequest:
+    return BadRequest(f"'{param}' {why}.", param=param, code="invalid_value")

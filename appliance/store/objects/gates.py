@@ -1,0 +1,60 @@
+"""Gates: one row for each job whose version is judged before it answers.
+
+viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from appliance.store.database import Database, Page, owned_by
+from appliance.store.rows import GateRow
+
+
+def insert(db: Database, row: GateRow) -> None:
+    db.insert("gates", row, name=row.id)
+
+
+def find(db: Database, gate_id: str, *, viewer: str | None = None) -> GateRow | None:
+    return db.one(GateRow, "SELECT * FROM gates WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", [gate_id, viewer])
+
+
+def of_job(db: Database, job_id: str) -> GateRow | None:
+    return db.one(GateRow, "SELECT * FROM gates WHERE job_id = ?", [job_id])
+
+
+def of_version(db: Database, model: str, version: str) -> GateRow | None:
+    """The newest that has judged this version."""
+    return db.one(
+        GateRow, "SELECT * FROM gates WHERE model = ? AND version = ? ORDER BY seq DESC LIMIT 1", [model, version]
+    )
+
+
+def of_model(db: Database, model: str, limit: int = 20) -> list[GateRow]:
+    """Newest first."""
+    return db.all(GateRow, "SELECT * FROM gates WHERE model = ? ORDER BY seq DESC LIMIT ?", [model, limit])
+
+
+def unfinished(db: Database) -> list[GateRow]:
+    """Oldest first."""
+    return db.all(GateRow, "SELECT * FROM gates WHERE state != 'ended' ORDER BY seq")
+
+
+def update(db: Database, gate_id: str, **changes: Any) -> None:
+    """Raises RowNotFound, UnknownColumn."""
+    db.update("gates", GateRow, {"id": gate_id}, changes)
+
+
+def page(
+    db: Database, *, viewer: str | None, model: str | None, job_id: str | None, after: str | None, limit: int
+) -> Page[GateRow]:
+    """Newest first."""
+    return db.page(
+        GateRow,
+        "gates",
+        scope=owned_by(viewer),
+        where="(? IS NULL OR model = ?) AND (? IS NULL OR job_id = ?)",
+        parameters=[model, model, job_id, job_id],
+        after=after,
+        limit=limit,
+    )

@@ -1,0 +1,100 @@
+"""Whatever the examples are: what is called a duplicate is one, nothing is lost, and doing it again changes nothing."""
+
+import json
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.train.data_checks.made import chat, prepared, scanned, write
+from train.data_checks import likeness
+from train.data_checks.options import LIKE
+from train.data_checks.personal_data import find, masked
+from train.data_checks.process import CheckFailed
+from train.data_checks.words import grams, words_of
+
+WORDS = [f"word{n}" for n in range(40)]
+# Few words, so that texts meet: changes of one word, repeats, and nothing alike.
+TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=60)
+EDITS = st.tuples(st.integers(0, 9), st.integers(0, 59), st.sampled_from(WORDS))
+
+
+def _texts(bases, edits):
+    made = [list(base) for base in bases]
+    for which, at, word in edits:
+        base = list(bases[which % len(bases)])
+        base[at % len(base)] = word
+        made.append(base)
+    return [" ".join(words) for words in made]
+
+
+def _jaccard(one, other):
+    """The definition, in plain words."""
+
+    def runs(text):
+        words = text.split()
+        return {tuple(words[at : at + likeness.GRAM]) for at in range(max(1, len(words) - likeness.GRAM + 1))}
+
+    one, other = runs(one), runs(other)
+    return len(one & other) / len(one | other)
+
+
+@given(bases=st.lists(TEXTS, min_size=1, max_size=10), edits=st.lists(EDITS, max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_near_duplicates_are_what_they_are_called(tmp_path_factory, bases, edits):
+    texts = _texts(bases, edits)
+    path = write(tmp_path_factory.mktemp("near") / "f.jsonl", *(chat("", text) for text in texts))
+    scan = scanned(path)
+    gone = set(scan.of)
+    for index, of in scan.of.items():
+        assert of < index and scan.root(index) not in gone
+        assert _jaccard(texts[of], texts[index]) >= LIKE
+    firsts = {}
+    for index, text in enumerate(texts):
+        if firsts.setdefault(text, index) != index:
+            assert index in gone, "the same text twice"
+
+
+def test_of_many_that_are_alike_nearly_all_are_found(tmp_path):
+    random_ = random.Random(3)
+    texts, pairs = [], 300
+    for _ in range(pairs):
+        words = [str(random_.randrange(10**6)) for _ in range(120)]
+        other = list(words)
+        other[random_.randrange(120)] = "changed"
+        texts += [" ".join(words), " ".join(other)]
+    scan = scanned(write(tmp_path / "f.jsonl", *(chat("", text) for text in texts)))
+    assert len(scan.of) >= 0.99 * pairs and all(index == of + 1 for index, of in scan.of.items())
+
+
+@given(bases=st.lists(TEXTS, min_size=1, max_size=8), edits=st.lists(EDITS, max_size=12), split=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_every_example_is_kept_or_named(tmp_path_factory, bases, edits, split):
+    texts = _texts(bases, edits)
+    texts += texts[:2]
+    folder = tmp_path_factory.mktemp("kept")
+    path = write(folder / "f.jsonl", *(chat("q", text) for text in texts))
+    asked = {"drop": ["duplicates", "near_duplicates"]} | ({"split": 0.4} if split and len(set(texts)) > 8 else {})
+    try:
+        made = prepared(path, out=folder / "o.jsonl", **asked)
+    except CheckFailed as error:
+        assert "no example would be left" in str(error)
+        return
+    lines = path.read_text().splitlines()
+    kept = [line for one in made["made"] for line in open(one["file"]).read().splitlines()]
+    dropped = [lines[one[1] - 1] for gone in made["dropped_lines"].values() for one in gone]
+    assert sorted(kept + dropped) == sorted(lines)
+    whole = write(folder / "whole.jsonl", *kept)
+    again = prepared(whole, out=folder / "p.jsonl", drop=["duplicates", "near_duplicates"])
+    assert sum(again["dropped"].values()) == 0 or split  # both sides of a split, joined, stand in another order
+
+
+@given(st.text(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_words_and_masks_take_any_text(text):
+    words = words_of(text)
+    assert len(grams(words, 5)) == max(min(1, len(words)), len(words) - 4)
+    found = find(text)
+    assert all(0 <= one.start < one.end <= len(text) for one in found)
+    assert all(one.end <= other.start for one, other in zip(found, found[1:], strict=False))
+    assert json.dumps(masked(text)[0]) is not None

@@ -1,0 +1,326 @@
+"""Gates from the job's request to the version that answers: through the API, with evaluations that are really run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.jobs.events import JobEvents
+from appliance.store.objects import evals, gates, jobs, models
+from appliance.store.records import audit, canaries, deployments, keys
+from appliance.store.rows import GateRow
+from tests.unit.controller.conftest import ADMIN, Control
+from tests.unit.controller.test_evals import CHECK
+from tests.unit.controller.test_stable_names import active, published, run
+
+SCHEMA: Any = {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True}
+ITEMS = 12
+
+
+@pytest.fixture
+def events(control: Control) -> JobEvents:
+    return JobEvents(control.db, control.context.files_dir, "local")
+
+
+class Answers:
+    """How many of the items each name that is asked gets right; 8 where nothing is said."""
+
+    def __init__(self, control: Control):
+        self.right: dict[str, int] = {}
+        self.asked: list[str] = []
+        control.context.batch_engines.rule = self._rule  # type: ignore[attr-defined]
+
+    async def _rule(self, body: dict[str, Any]) -> EngineAnswer:
+        self.asked.append(body["model"])
+        place = int(body["messages"][0]["content"])
+        good = next((right for part, right in self.right.items() if part in body["model"]), 8)
+        text = "yes" if place < good else "no"
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        return EngineAnswer(200, {"choices": [choice], "usage": {}}, "v1")
+
+
+@pytest.fixture
+def answers(control: Control) -> Answers:
+    control.as_key("carol")
+    return Answers(control)
+
+
+async def suite(control: Control, **rules: Any) -> dict[str, Any]:
+    """An evaluation, and what a gate says of it."""
+    made = await control.sdk.evals.create(data_source_config=SCHEMA, testing_criteria=[CHECK], name="yes")
+    lines = [{"item": {"answer": "yes", "messages": [{"role": "user", "content": str(n)}]}} for n in range(ITEMS)]
+    file_id = await control.upload("".join(json.dumps(one) + "\n" for one in lines).encode(), "s.jsonl", "user_data")
+    source = {
+        "type": "completions",
+        "source": {"type": "file_id", "id": file_id},
+        "input_messages": {"type": "item_reference", "item_reference": "item.messages"},
+        "sampling_params": {"temperature": 0},
+    }
+    return {"eval_id": made.id, "data_source": source, **rules}
+
+
+async def gated(control: Control, *suites: dict[str, Any], **terms: Any) -> tuple[str, str]:
+    """A queued job that makes a version of `fraud`, and its gate."""
+    job_id = await control.job(extra_body={"publish_as": "fraud", "gate": {"suites": list(suites), **terms}})
+    row = gates.of_job(control.db, job_id)
+    assert row is not None
+    return job_id, row.id
+
+
+async def seen_through(control: Control, gate_id: str, rounds: int = 12) -> GateRow:
+    """Looks, and evaluations in between, until it has ended or waits for something else."""
+    for _ in range(rounds):
+        await control.app.state.gates.look()
+        await control.app.state.evaluations.tasks.idle()
+    row = gates.find(control.db, gate_id)
+    assert row is not None
+    return row
+
+
+async def test_the_first_version_answers_once_it_reaches_its_thresholds(
+    control: Control, events: JobEvents, answers: Answers
+):
+    job_id, gate_id = await gated(control, await suite(control, pass_rate_at_least=0.5, better_by=0.0))
+    await control.app.state.gates.look()
+    assert (gates.find(control.db, gate_id) or GateRow("", 0, "", "")).state == "waiting"
+    version = run(control, events, job_id)
+    assert active(control) is None, "nothing answers before the gate has said so"
+    assert "decides" in (await control.messages(job_id))[-2]
+    row = await seen_through(control, gate_id)
+    assert (row.state, row.verdict, row.activated, row.before) == ("ended", "passed", 1, "")
+    assert active(control) == version and deployments.find(control.db, "fraud") is not None
+    assert set(answers.asked) == {f"fraud:ckpt-{version}"}, "by the name that its engine has"
+    shown = (await control.http.get(f"/v1/gates/{gate_id}")).json()
+    (told,) = shown["suites"]
+    assert told["candidate"]["pass_rate"] == pytest.approx(8 / 12) and told["runs"].keys() == {"candidate"}
+    assert f"{gate_id} of {version}: passed" in (await control.messages(job_id))[-1]
+    assert "gate.decide" in [one.action for one in audit.page(control.db, after=None, limit=3).data]
+
+
+async def test_a_version_that_is_not_better_is_left_and_the_one_before_goes_on(
+    control: Control, events: JobEvents, answers: Answers
+):
+    better = await suite(control, better_by=0.0)
+    first, gate = await gated(control, better)
+    v1 = run(control, events, first)
+    assert (await seen_through(control, gate)).activated
+    asked = len(answers.asked)
+    second, gate = await gated(control, better)
+    v2 = run(control, events, second)
+    row = await seen_through(control, gate)
+    assert (row.verdict, row.activated, row.version, row.before) == ("refused", 0, v2, v1) and active(control) == v1
+    assert "not shown to be better" in row.reason
+    assert len(answers.asked) == asked + ITEMS, "how good the version before is, its own gate has found out"
+    assert row.runs["0"]["incumbent"] == (gates.of_version(control.db, "fraud", v1) or row).runs["0"]["candidate"]
+    third, gate = await gated(control, better)
+    answers.right[third.removeprefix("ftjob-")[:8]] = ITEMS + 1
+    v3 = run(control, events, third)
+    row = await seen_through(control, gate)
+    assert (row.verdict, row.activated) == ("refused", 0), "4 of 12 more show it at 6 %"
+    fourth, gate = await gated(control, better, level=0.07)
+    answers.right[fourth.removeprefix("ftjob-")[:8]] = ITEMS + 1
+    v4 = run(control, events, fourth)
+    row = await seen_through(control, gate)
+    assert (row.verdict, row.activated, row.before) == ("passed", 1, v1) and active(control) == v4
+    assert control.scheduler.converged == ["fraud"]
+    assert row.told[0]["compared"]["gained"] == 4 and row.told[0]["rules"][0]["p"] == pytest.approx(1 / 16)
+    held = {one.version for one in models.list_versions(control.db, "fraud") if one.held_back}
+    assert held == {v2, v3}, "a roll back passes over what never answered"
+    shown = (await control.http.get("/admin/v1/models/fraud", headers=ADMIN)).json()["gates"]
+    assert [(one["version"], one["verdict"]) for one in shown] == [
+        (v4, "passed"),
+        (v3, "refused"),
+        (v2, "refused"),
+        (v1, "passed"),
+    ]
+    shown = (await control.http.get(f"/admin/v1/jobs/{second}", headers=ADMIN)).json()["gate"]
+    assert shown["verdict"] == "refused" and shown["version"] == v2
+    listed = (await control.http.get("/v1/gates?model=fraud&limit=2")).json()
+    assert [one["verdict"] for one in listed["data"]] == ["passed", "refused"] and listed["has_more"]
+
+
+async def test_a_version_that_passes_may_be_a_canary_first(control: Control, events: JobEvents, answers: Answers):
+    asked = await suite(control, not_worse_by=0.1)
+    first, gate = await gated(control, asked)
+    v1 = run(control, events, first)
+    await seen_through(control, gate)
+    canary = {"share": 0.2, "watch_s": 60.0, "min_requests": 0}
+    second, gate = await gated(control, asked, then="canary", canary=canary)
+    v2 = run(control, events, second)
+    row = await seen_through(control, gate)
+    running = canaries.find_running(control.db, "fraud")
+    assert row.state == "canary" and running is not None and (running.version, running.auto) == (v2, 1)
+    answer = await control.http.post(f"/v1/gates/{gate}/cancel")
+    assert answer.status_code == 409 and "promote it or roll it back" in answer.json()["error"]["message"]
+    await control.app.state.canaries.look(running.created_s + 61)
+    row = await seen_through(control, gate)
+    assert (row.state, row.activated) == ("ended", 1) and "promoted" in row.reason and active(control) == v2
+    third, gate = await gated(control, asked, then="canary")
+    run(control, events, third)
+    await seen_through(control, gate)
+    await control.http.delete("/admin/v1/models/fraud/canary", headers=ADMIN)
+    row = await seen_through(control, gate)
+    assert (row.verdict, row.activated) == ("passed", 0) and "taken back: asked for" in row.reason
+    assert active(control) == v2 != v1
+
+
+async def test_a_restart_in_the_midst_of_it_goes_on(control: Control, events: JobEvents, answers: Answers):
+    """At each step a controller that knows only the store: nothing is asked twice, and what answers is found to."""
+    asked = await suite(control, pass_rate_at_least=0.5)
+    first, gate = await gated(control, asked)
+    v1 = run(control, events, first)
+    await control.app.state.gates.look()
+    await control.app.state.gates.look()
+    (run_id,) = evals.unfinished_ids(control.db)
+    control.app.state.evaluations.let_go(run_id)
+    await control.app.state.evaluations.tasks.idle()
+    control.app.state.evaluations.start()
+    row = await seen_through(control, gate)
+    assert row.activated and len(answers.asked) == ITEMS and active(control) == v1
+    second, gate = await gated(control, asked)
+    v2 = run(control, events, second)
+    for _ in range(2):
+        await control.app.state.gates.look()
+    await control.app.state.evaluations.tasks.idle()
+    # It had begun to answer when the controller ended, before its gate said so.
+    gates.update(control.db, gate, state="passed", verdict="passed")
+    models.activate(control.db, "fraud", v2)
+    row = await seen_through(control, gate, rounds=1)
+    assert (row.state, row.activated) == ("ended", 1)
+
+
+async def test_another_version_that_answers_meanwhile_is_compared_with(
+    control: Control, events: JobEvents, answers: Answers
+):
+    asked = await suite(control, not_worse_by=0.0)
+    for _ in range(2):
+        job_id = await control.job(extra_body={"publish_as": "fraud"})
+        run(control, events, job_id)
+    v0, v1 = [one.version for one in models.list_versions(control.db, "fraud")]
+    job_id, gate = await gated(control, asked)
+    v2 = run(control, events, job_id)
+    for _ in range(2):
+        await control.app.state.gates.look()
+    before = (gates.find(control.db, gate) or GateRow("", 0, "", "")).runs["0"]
+    await control.http.post("/admin/v1/models/fraud/rollback", headers=ADMIN, json={"version": v0})
+    row = await seen_through(control, gate)
+    assert (row.before, row.activated) == (v0, 1) and active(control) == v2
+    assert row.runs["0"]["candidate"] == before["candidate"] and row.runs["0"]["incumbent"] != before["incumbent"]
+    assert (evals.find_run(control.db, before["incumbent"]) or row).status in ("canceled", "completed")  # type: ignore[union-attr]
+    # Made to answer by hand before it was judged.
+    job_id, gate = await gated(control, asked)
+    v3 = run(control, events, job_id)
+    await control.app.state.gates.look()
+    await control.http.post("/admin/v1/models/fraud/rollback", headers=ADMIN, json={"version": v3})
+    row = await seen_through(control, gate)
+    assert (row.verdict, row.activated) == ("undecided", 1) and "before it was judged" in row.reason and v1
+
+
+async def test_what_ends_without_a_verdict_says_why_and_leaves_what_answers(
+    control: Control, events: JobEvents, answers: Answers
+):
+    asked = await suite(control, pass_rate_at_least=0.5)
+    job_id, gate = await gated(control, asked)
+    events.failed(job_id, "training_failed", "x")
+    assert "failed, so there is no version" in (await seen_through(control, gate)).reason
+    job_id, gate = await gated(control, asked)
+    v1 = run(control, events, job_id)
+    for _ in range(2):
+        await control.app.state.gates.look()
+    await control.http.post(f"/v1/gates/{gate}/cancel")
+    row = await seen_through(control, gate)
+    assert (row.verdict, row.activated) == ("cancelled", 0) and evals.unfinished_ids(control.db) == []
+    assert audit.page(control.db, after=None, limit=1).data[0].action == "gate.cancel"
+    job_id, gate = await gated(control, asked)
+    run(control, events, job_id)
+    await control.sdk.evals.delete(asked["eval_id"])
+    row = await seen_through(control, gate)
+    assert row.verdict == "undecided" and "was deleted" in row.reason and active(control) is None and v1
+    other = await suite(control, pass_rate_at_least=0.5)
+    job_id, gate = await gated(control, other, then="hold")
+    run(control, events, job_id)
+    row = await seen_through(control, gate)
+    assert (row.verdict, row.activated) == ("passed", 0) and active(control) is None
+    job_id, gate = await gated(control, other)
+    run(control, events, job_id)
+    await control.sdk.files.delete(other["data_source"]["source"]["id"])
+    row = await seen_through(control, gate)
+    assert row.verdict == "undecided" and "deleted" in row.reason
+
+
+async def test_epochs_do_not_answer_before_the_gate(control: Control, events: JobEvents, answers: Answers):
+    job_id, _ = await gated(control, await suite(control))
+    events.started(job_id, ["n0/0"], resumed=False)
+    events.ingest(job_id, published(control, job_id, 10))
+    assert active(control) is None
+
+
+async def test_what_cannot_be_a_gate_is_refused_in_words(control: Control, events: JobEvents, answers: Answers):
+    good = await suite(control)
+    run_first = {name: value for name, value in good.items() if name != "data_source"}
+    content = {"type": "file_content", "content": [{"item": {}}]}
+    refused = [
+        ({"gate": {"suites": [good]}}, "publish_as"),
+        ({"publish_as": "fraud", "gate": {"suites": []}}, "suites"),
+        ({"publish_as": "fraud", "gate": {"suites": [{**good, "eval_id": "eval_x"}]}}, "No eval found"),
+        ({"publish_as": "fraud", "gate": {"suites": [{**good, "criterion": "x"}]}}, "no grader"),
+        ({"publish_as": "fraud", "gate": {"suites": [{**good, "better_by": 2}]}}, "share"),
+        ({"publish_as": "fraud", "gate": {"suites": [run_first]}}, "no run yet"),
+        ({"publish_as": "fraud", "gate": {"suites": [good], "canary": {}}}, "canary"),
+        (
+            {
+                "publish_as": "fraud",
+                "gate": {"suites": [{**good, "data_source": {**good["data_source"], "model": "starter"}}]},
+            },
+            "names a model",
+        ),
+        (
+            {
+                "publish_as": "fraud",
+                "gate": {"suites": [{**good, "data_source": {**good["data_source"], "source": content}}]},
+            },
+            "as a file",
+        ),
+        ({"publish_as": "fraud", "gate": {"suites": [{**good, "data_source": {"type": "jsonl"}}]}}, "data_source"),
+    ]
+    for fields, says in refused:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await control.job(extra_body=fields)
+        assert says in str(caught.value) and caught.value.status_code in (400, 404, 422), (fields, str(caught.value))
+    assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
+    control.as_key("tuner", owner="carol", scopes=["fine_tuning"])
+    with pytest.raises(openai.PermissionDeniedError, match="inference"):
+        await control.job(extra_body={"publish_as": "fraud", "gate": {"suites": [good]}})
+
+
+async def test_the_data_of_the_newest_run_is_a_suites_unless_another_is_given(
+    control: Control, events: JobEvents, answers: Answers
+):
+    good = await suite(control)
+    source = {**good["data_source"], "model": "starter"}
+    await control.sdk.evals.runs.create(good["eval_id"], data_source=source)
+    _, gate = await gated(control, {"eval_id": good["eval_id"]})
+    (kept,) = (gates.find(control.db, gate) or GateRow("", 0, "", "")).terms["suites"]
+    assert kept["data_source"] == good["data_source"]
+
+
+async def test_a_gate_is_its_owners(control: Control, answers: Answers):
+    _, gate = await gated(control, await suite(control))
+    control.as_key("dave")
+    assert (await control.http.get(f"/v1/gates/{gate}")).status_code == 404
+    assert (await control.http.post(f"/v1/gates/{gate}/cancel")).status_code == 404
+    assert (await control.http.get("/v1/gates")).json()["data"] == []
+    assert (await control.http.get(f"/v1/gates/{gate}", headers=ADMIN)).json()["owner"] == "carol"
+
+
+async def test_a_revoked_key_judges_nothing(control: Control, events: JobEvents, answers: Answers):
+    job_id, gate = await gated(control, await suite(control))
+    row = jobs.get(control.db, job_id)
+    run(control, events, job_id)
+    keys.revoke(control.db, row.key_id or "")
+    found = await seen_through(control, gate)
+    assert found.verdict == "undecided" and "revoked" in found.reason and answers.asked == []

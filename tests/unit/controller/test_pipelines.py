@@ -1,0 +1,446 @@
+"""Pipelines through the API: what a run does at each step, after a restart, by the clock and when there is new data."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.controller.jobs.events import JobEvents
+from appliance.controller.jobs.gate_request import GateRequest
+from appliance.controller.pipelines import pipeline_routes
+from appliance.controller.pipelines import runner as pipeline_runner
+from appliance.controller.pipelines.spec import PipelineSpec, job_of
+from appliance.controller.sweeps.spec import SweepSpec, trials_of
+from appliance.store.objects import files, gates, jobs, models, pipelines
+from appliance.store.records import audit, keys
+from appliance.store.rows import KeyRow, PipelineRunRow
+from tests.unit.controller.conftest import ADMIN, Control, chat_lines
+from tests.unit.controller.test_gates import ITEMS, Answers, suite
+from tests.unit.controller.test_stable_names import active
+from tests.unit.controller.test_stable_names import run as train
+
+TRAIN = {"model": "starter", "publish_as": "fraud"}
+
+
+@pytest.fixture
+def events(control: Control) -> JobEvents:
+    return JobEvents(control.db, control.context.files_dir, "local")
+
+
+@pytest.fixture(autouse=True)
+def administrator(control: Control) -> None:
+    """The key of ADMIN lives: work that goes on without its request asks the store what it may."""
+    row = KeyRow("key_admin", "admin", "0" * 64, "", 1.0, owner="key_admin", scopes=["admin"])
+    keys.insert(control.db, row)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "chats"
+    made.mkdir()
+    return made
+
+
+def put_day(folder: Path, name: str, count: int = 12, data: bytes | None = None) -> Path:
+    """A file that nobody writes to any more."""
+    path = folder / name
+    path.write_bytes(chat_lines(count) if data is None else data)
+    os.utime(path, (time.time() - 60, time.time() - 60))
+    return path
+
+
+async def post(control: Control, path: str, body: Any = None, status: int = 200, headers: Any = ADMIN) -> Any:
+    answer = await control.http.post(f"/v1/{path}", json=body or {}, headers=headers)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def get(control: Control, path: str, headers: Any = ADMIN) -> Any:
+    return (await control.http.get(f"/v1/{path}", headers=headers)).json()
+
+
+async def put(control: Control, headers: Any = ADMIN, **spec: Any) -> str:
+    spec = {"name": "nightly", "train": TRAIN, **spec}
+    return str((await post(control, "pipelines", {"spec": spec}, headers=headers))["id"])
+
+
+async def begun(control: Control, headers: Any = ADMIN) -> str:
+    return str((await post(control, "pipelines/nightly/runs", headers=headers))["id"])
+
+
+async def rounds(control: Control, run_id: str, most: int = 12) -> PipelineRunRow:
+    """Looks of all who see something through."""
+    state = control.app.state
+    for _ in range(most):
+        await state.pipelines.look()
+        await state.pipelines.tasks.idle()
+        await control.settle()
+        await state.gates.look()
+        await state.evaluations.tasks.idle()
+    row = pipelines.find_run(control.db, run_id)
+    assert row is not None
+    return row
+
+
+def states(run: PipelineRunRow) -> dict[str, str]:
+    return {one["name"]: one["state"] for one in run.steps}
+
+
+def says(run: PipelineRunRow, step: str) -> str:
+    return str(next(one["says"] for one in run.steps if one["name"] == step))
+
+
+async def test_a_run_goes_from_new_data_to_a_version_that_answers_and_keeps_it_only_if_better(
+    control: Control, events: JobEvents, folder: Path
+):
+    answers = Answers(control)
+    asked = await suite(control)
+    await put(
+        control,
+        data={"folder": str(folder)},
+        evaluate={"eval": asked["eval_id"], "data_source": asked["data_source"]},
+        gate={"better_by": 0, "level": 0.07},
+    )
+    put_day(folder, "b.jsonl")
+    put_day(folder, "a.jsonl", data=chat_lines(3).rstrip(b"\n"))
+    put_day(folder, "notes.txt")
+    run = await rounds(control, await begun(control))
+    assert states(run) | {"train": "running"} == {
+        "data": "done",
+        "check": "done",
+        "prepare": "skipped",
+        "train": "running",
+        "evaluate": "waiting",
+        "gate": "waiting",
+        "canary": "skipped",
+        "promote": "waiting",
+    }
+    assert says(run, "data").startswith("2 files") and says(run, "check") == "15 examples"
+    job = jobs.get(control.db, run.job_id or "")
+    lines = (control.context.files_dir / job.training_file).read_bytes().splitlines()
+    assert len(lines) == 15, "the file without a newline at its end loses none"
+    v1 = train(control, events, job.id)
+    run = await rounds(control, run.id)
+    assert (run.state, run.outcome, active(control)) == ("succeeded", "answers", v1)
+    assert states(run)["promote"] == "done" and says(run, "promote") == f"{v1} answers"
+    assert "8 of 12" not in says(run, "evaluate") and "66.7% of 12 passed" in says(run, "evaluate")
+    assert files.find(control.db, job.training_file, viewer=None, now_s=0) is None, "what was joined is not kept"
+    # Nothing new: nothing is trained.
+    run = await rounds(control, await begun(control))
+    assert (run.state, run.outcome, run.job_id) == ("succeeded", "nothing_new", None)
+    assert states(run)["data"] == "done" and states(run)["train"] == "skipped"
+    # The next day is no better.
+    put_day(folder, "c.jsonl")
+    run = await rounds(control, await begun(control))
+    assert list(run.data) == [str(folder / "c.jsonl")]
+    v2 = train(control, events, run.job_id or "")
+    run = await rounds(control, run.id)
+    assert (run.state, run.outcome, active(control)) == ("succeeded", "left", v1)
+    assert "refused" in says(run, "gate") and says(run, "promote") == f"{v1} goes on answering" and v2
+    # And the one after is.
+    put_day(folder, "d.jsonl")
+    run = await rounds(control, await begun(control))
+    answers.right[(run.job_id or "").removeprefix("ftjob-")[:8]] = ITEMS
+    v3 = train(control, events, run.job_id or "")
+    run = await rounds(control, run.id)
+    assert (run.outcome, active(control)) == ("answers", v3) and f"in place of {v1}" in says(run, "promote")
+    shown = await get(control, f"pipeline_runs/{run.id}")
+    assert shown["gate_id"] and shown["data"]["files"] == 1 and [one["name"] for one in shown["steps"]][0] == "data"
+    assert [one["outcome"] for one in (await get(control, "pipelines/nightly/runs"))["data"]] == [
+        "answers",
+        "left",
+        "nothing_new",
+        "answers",
+    ]
+    actions = [row.action for row in audit.page(control.db, after=None, limit=30).data]
+    assert actions.count("pipeline.run") == actions.count("pipeline.end") == 4
+
+
+async def test_steps_that_are_left_out_are_skipped(control: Control, events: JobEvents):
+    headers = dict(control.http.headers)
+    file_id = await control.upload()
+    await put(control, headers, data={"file": file_id}, check=False)
+    run = await rounds(control, await begun(control, headers))
+    assert run.file_id == file_id and states(run)["check"] == "skipped"
+    version = train(control, events, run.job_id or "")
+    run = await rounds(control, run.id)
+    assert (run.state, run.outcome, active(control)) == ("succeeded", "answers", version)
+    assert {states(run)[name] for name in ("evaluate", "gate", "canary")} == {"skipped"}
+    await put(control, headers, data={"file": file_id}, promote=False)
+    run = await rounds(control, await begun(control, headers))
+    train(control, events, run.job_id or "")
+    run = await rounds(control, run.id)
+    assert (run.state, run.outcome, active(control)) == ("succeeded", "left", version)
+
+
+async def test_a_controller_that_is_killed_makes_nothing_twice(
+    control: Control, events: JobEvents, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Between any two writes: the next look begins the step anew, and finds what is there."""
+    await put(control, data={"folder": str(folder)})
+    put_day(folder, "a.jsonl")
+    run_id = await begun(control)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline_runner.os, "rename", lambda *_: (_ for _ in ()).throw(KeyError("killed")))
+        run = await rounds(control, run_id, 1)
+    assert run.file_id is None and run.data and list(control.context.files_dir.iterdir()) == []
+    with monkeypatch.context() as patch:
+        insert = pipeline_runner.insert_job
+
+        def killed(*given: Any) -> Any:
+            insert(*given)
+            raise KeyError("killed")
+
+        patch.setattr(pipeline_runner, "insert_job", killed)
+        run = await rounds(control, run_id, 2)
+    assert run.file_id is not None and run.job_id is None
+    assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
+    put_day(folder, "b.jsonl")
+    run = await rounds(control, run_id, 2)
+    (job,) = jobs.page(control.db, viewer=None, after=None, limit=10).data
+    assert run.job_id == job.id and list(run.data) == [str(folder / "a.jsonl")], "what it has chosen, it keeps to"
+    run = await rounds(control, run_id, 3)
+    assert len(jobs.page(control.db, viewer=None, after=None, limit=10).data) == 1
+
+
+async def test_uploaded_files_are_taken_by_their_names_once(control: Control, events: JobEvents):
+    headers = {"x-appliance-key-id": control.as_key("ann"), "x-appliance-scopes": "inference,fine_tuning"}
+    await put(control, headers, data={"uploads": "day-*.jsonl"})
+    first = await control.upload(name="day-1.jsonl")
+    await control.upload(name="other.jsonl")
+    run = await rounds(control, await begun(control, headers))
+    assert run.file_id == first, "one file is taken as it is"
+    train(control, events, run.job_id or "")
+    run = await rounds(control, run.id)
+    assert run.outcome == "answers" and files.find(control.db, first, viewer=None, now_s=0) is not None
+    second, third = await control.upload(name="day-2.jsonl"), await control.upload(name="day-3.jsonl")
+    run = await rounds(control, await begun(control, headers))
+    assert set(run.data) == {second, third} and run.file_id not in run.data
+    job = jobs.get(control.db, run.job_id or "")
+    assert (job.owner, job.key_id) == ("ann", headers["x-appliance-key-id"])
+
+
+async def test_data_that_is_bad_fails_the_run_by_line_and_is_not_taken(control: Control, folder: Path):
+    await put(control, data={"folder": str(folder)}, schedule={"on_new_data": True})
+    put_day(folder, "a.jsonl", data=b'{"messages": 3}\n')
+    run = await rounds(control, await begun(control))
+    assert run.state == "failed" and "line 1" in run.reason and states(run)["check"] == "failed"
+    assert states(run)["train"] == "skipped" and jobs.page(control.db, viewer=None, after=None, limit=1).data == []
+    row = pipelines.find(control.db, "nightly")
+    assert row is not None and row.taken == {}
+    # The schedule does not try the same again and again, and does once there is other data.
+    await post(control, "pipelines/nightly/schedule", {"on": True})
+    await rounds(control, run.id, 1)
+    row = pipelines.find(control.db, "nightly")
+    assert row is not None and "tried again once there is other data" in row.note
+    put_day(folder, "a.jsonl")
+    pipelines.update(control.db, row.id, next_s=0.0)
+    await rounds(control, run.id, 4)
+    going = pipelines.running_of(control.db, row.id)
+    assert going is not None and going.trigger == "data" and going.job_id is not None
+
+
+async def test_data_is_checked_and_prepared_before_it_is_trained_on(control: Control, folder: Path):
+    row = json.dumps(
+        {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Call me at a@b.de"}]}
+    )
+    put_day(folder, "a.jsonl", data=chat_lines(20) + f"{row}\n{row}\nno JSON\n".encode())
+    await put(
+        control, data={"folder": str(folder)}, check={"at_most": {"personal_data": 0.01}, "leave_out": ["language"]}
+    )
+    run = await rounds(control, await begun(control), 4)
+    assert run.state == "failed" and "line 23" in run.reason, "nothing takes the bad line out"
+    prepare = {"drop": ["bad_lines", "duplicates"], "mask": True, "split": 0.2, "seed": 3}
+    await put(
+        control,
+        data={"folder": str(folder)},
+        check={"at_most": {"personal_data": 0.01}, "leave_out": ["language"]},
+        prepare=prepare,
+    )
+    run = await rounds(control, await begun(control), 4)
+    assert run.state == "failed" and "personal data: 2 of" in run.reason and states(run)["check"] == "failed"
+    await put(control, data={"folder": str(folder)}, check={"at_most": {"personal_data": 0.2}}, prepare=prepare)
+    run = await rounds(control, await begun(control), 6)
+    assert run.job_id is not None and states(run)["prepare"] == "done", run
+    assert "1 bad lines left out" in says(run, "prepare") and "1 duplicates" in says(run, "check")
+    job = jobs.get(control.db, run.job_id)
+    assert (job.training_file, job.validation_file) == (run.made["prepared"], run.made["validation"])
+    texts = [(control.context.files_dir / one).read_text() for one in (job.training_file, job.validation_file or "")]
+    assert sum(len(text.splitlines()) for text in texts) == 21 and "a@b.de" not in "".join(texts)
+    await post(control, f"pipeline_runs/{run.id}/cancel")
+    assert list(control.context.files_dir.iterdir()) == [], "what was made of the data goes with the run"
+
+
+async def test_the_clock_begins_runs_in_its_time_zone_and_one_at_a_time(control: Control, folder: Path):
+    schedule = {"cron": "30 2 * * *", "tz": "Europe/Berlin"}
+    await put(control, data={"folder": str(folder)}, schedule=schedule)
+    shown = await post(control, "pipelines/nightly/schedule", {"on": True})
+    at = time.gmtime(shown["next_at"])
+    assert shown["scheduled"] and (at.tm_hour, at.tm_min) in ((0, 30), (1, 30)) and shown["next_at"] > time.time()
+    row = pipelines.find(control.db, "nightly")
+    assert row is not None
+    put_day(folder, "a.jsonl")
+    pipelines.update(control.db, row.id, next_s=time.time() - 5)  # it came while the box was off, or now
+    await control.app.state.pipelines.look()
+    await control.app.state.pipelines.tasks.idle()
+    going = pipelines.running_of(control.db, row.id)
+    assert going is not None and going.trigger == "clock"
+    pipelines.update(control.db, row.id, next_s=time.time() - 5)
+    await rounds(control, going.id, 1)
+    row = pipelines.find(control.db, "nightly")
+    assert row is not None and row.note == f"{going.id} still goes on" and (row.next_s or 0) > time.time()
+    assert (await post(control, "pipelines/nightly/runs", status=409))["error"]["code"] == "pipeline_running"
+    await post(control, "pipelines/nightly/schedule", {"on": False})
+    assert not pipelines.due(control.db, time.time() + 10 * 86400)
+
+
+async def test_a_run_is_cancelled_with_its_job_and_its_gate(control: Control, folder: Path):
+    Answers(control)
+    asked = await suite(control)
+    await put(
+        control,
+        data={"folder": str(folder)},
+        evaluate={"eval": asked["eval_id"], "data_source": asked["data_source"]},
+    )
+    put_day(folder, "a.jsonl")
+    run = await rounds(control, await begun(control), 3)
+    shown = await post(control, f"pipeline_runs/{run.id}/cancel")
+    assert shown["state"] == "cancelled" and jobs.get(control.db, run.job_id or "").phase == "cancelled"
+    gate = gates.of_job(control.db, run.job_id or "")
+    assert gate is not None and gate.verdict == "cancelled"
+    assert (await post(control, f"pipeline_runs/{run.id}/cancel"))["state"] == "cancelled"
+    row = pipelines.find(control.db, "nightly")
+    assert row is not None and row.taken == {}, "its data is still new"
+    answer = await control.http.delete("/v1/pipelines/nightly", headers=ADMIN)
+    assert answer.json()["deleted"] and pipelines.find_run(control.db, run.id) is None
+
+
+async def test_a_step_that_cannot_go_on_says_why(control: Control, events: JobEvents, folder: Path):
+    await put(control, data={"folder": str(folder / "none")})
+    run = await rounds(control, await begun(control))
+    assert run.state == "failed" and "cannot be read" in run.reason
+    await put(control, data={"folder": str(folder)})
+    put_day(folder, "a.jsonl")
+    run = await rounds(control, await begun(control), 3)
+    events.failed(run.job_id or "", "training_failed", "the loss is not finite")
+    run = await rounds(control, run.id, 2)
+    assert run.state == "failed" and "the loss is not finite" in run.reason and states(run)["train"] == "failed"
+    assert states(run)["promote"] == "skipped"
+    key = control.as_key("ann")
+    headers = {"x-appliance-key-id": key, "x-appliance-scopes": "inference,fine_tuning"}
+    await control.upload(name="day-1.jsonl")
+    await put(control, headers, data={"uploads": "day-*"})
+    run_id = await begun(control, headers)
+    keys.revoke(control.db, key)
+    assert "revoked" in (await rounds(control, run_id, 2)).reason
+
+
+async def test_what_cannot_be_a_pipeline_is_refused_in_words(control: Control, folder: Path):
+    data = {"folder": str(folder)}
+    suites = {"eval": "eval_x"}
+    for fields, says_ in (
+        ({"data": {}}, "one of 'file', 'uploads' and 'folder'"),
+        ({"data": data | {"file": "file-1"}}, "one of"),
+        ({"data": {"file": "file-x"}}, "No such File"),
+        ({"data": {"folder": "here"}}, "folder"),
+        ({"data": data, "train": {"model": "none"}}, "does not exist"),
+        ({"data": data, "train": {**TRAIN, "gate": {}}}, "train.gate"),
+        ({"data": data, "train": {**TRAIN, "epochs": 3}}, "train.epochs"),
+        ({"data": data, "gate": {"better_by": 0}}, "'evaluate' is missing"),
+        ({"data": data, "evaluate": suites}, "No eval found"),
+        ({"data": data, "train": {"model": "starter"}, "evaluate": suites}, "publish_as"),
+        ({"data": data, "evaluate": suites, "gate": {"better_by": 3}}, "share"),
+        ({"data": data, "evaluate": suites, "canary": {}, "promote": False}, "promote"),
+        ({"data": data, "schedule": {}}, "one of 'cron'"),
+        ({"data": data, "schedule": {"cron": "at night"}}, "cron"),
+        ({"data": data, "schedule": {"cron": "0 2 * * *", "tz": "Mars"}}, "time zone"),
+        ({"data": {"file": await control.upload()}, "schedule": {"on_new_data": True}}, "does not change"),
+        ({"data": data, "name": "a/b"}, "name"),
+        ({"data": data, "check": {"at_most": {"spelling": 0.1}}}, "at_most"),
+        ({"data": data, "prepare": {"against": "file-x"}}, "No such File"),
+        ({"data": data, "prepare": {"split": 0.1}, "train": {**TRAIN, "validation_file": "file-x"}}, "split"),
+        ({"data": data, "other": 1}, "other"),
+    ):
+        spec = {"name": "nightly", "train": TRAIN, **fields}
+        answer = await control.http.post("/v1/pipelines", json={"spec": spec}, headers=ADMIN)
+        assert answer.status_code in (400, 404, 422) and says_ in answer.text, (fields, answer.text)
+    assert (await get(control, "pipelines"))["data"] == []
+    # Every file of the box is the administrator's to read.
+    spec = {"name": "nightly", "train": TRAIN, "data": data}
+    answer = await control.http.post("/v1/pipelines", json={"spec": spec})
+    assert answer.status_code == 403
+    await put(control, data=data)
+    assert (await post(control, "pipelines/nightly/schedule", {"on": True}, 409))["error"]["code"] == "no_schedule"
+
+
+def documented(page: str) -> list[dict[str, Any]]:
+    text = (Path(__file__).parents[3] / "docs" / page).read_text()
+    return [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", text, re.S)]
+
+
+def test_what_the_documents_show_is_what_the_box_takes():
+    (nightly,) = documented("pipelines.md")
+    spec = PipelineSpec.model_validate(nightly)
+    gate = job_of(spec, "file-1").gate
+    assert gate is not None and gate.then == "canary" and gate.suites[0].better_by == 0
+    (rates,) = documented("sweeps.md")
+    assert len(trials_of(SweepSpec.model_validate(rates))) == 6
+    (terms,) = documented("gates.md")
+    assert GateRequest.model_validate(terms).suites[0].not_worse_by == 0.02
+
+
+async def test_a_pipeline_is_its_owners(control: Control):
+    headers = {"x-appliance-key-id": control.as_key("ann"), "x-appliance-scopes": "inference,fine_tuning"}
+    file_id = await control.upload()
+    await put(control, headers, data={"file": file_id})
+    run_id = await begun(control, headers)
+    other = {"x-appliance-key-id": control.as_key("bob"), "x-appliance-scopes": "inference,fine_tuning"}
+    for path in ("pipelines/nightly", "pipelines/nightly/runs", f"pipeline_runs/{run_id}"):
+        assert (await control.http.get(f"/v1/{path}", headers=other)).status_code == 404
+    await post(control, f"pipeline_runs/{run_id}/cancel", status=404, headers=other)
+    await post(control, "pipelines/nightly/runs", status=404, headers=other)
+    mine = await control.upload()
+    await put(control, other, data={"file": mine})  # the same name, another's
+    assert len((await get(control, "pipelines"))["data"]) == 2
+    assert len((await get(control, "pipelines", other))["data"]) == 1
+
+
+async def test_links_and_files_that_are_still_written_are_not_read(control: Control, folder: Path, tmp_path: Path):
+    await put(control, data={"folder": str(folder)})
+    secret = put_day(tmp_path, "secret.jsonl")
+    (folder / "link.jsonl").symlink_to(secret)
+    (folder / "fresh.jsonl").write_bytes(chat_lines())
+    (folder / "empty.jsonl").touch()
+    run = await rounds(control, await begun(control), 2)
+    assert run.outcome == "nothing_new" and json.dumps(run.data) == "{}"
+
+
+async def test_who_is_forgotten_takes_pipelines_along(control: Control):
+    key, _ = keys.create(control.db, "ann", ["inference", "fine_tuning"], owner="ann")
+    headers = {"x-appliance-key-id": key.id, "x-appliance-scopes": "inference,fine_tuning"}
+    control.http.headers.update(headers)
+    await put(control, headers, data={"file": await control.upload()})
+    run = await rounds(control, await begun(control, headers), 3)
+    answer = await control.http.post("/admin/v1/forget", json={"owner": "ann", "cancel": True}, headers=ADMIN)
+    assert answer.json()["done"], answer.text
+    assert pipelines.find(control.db, "nightly") is None and pipelines.find_run(control.db, run.id) is None
+    assert models.find(control.db, "fraud") is None
+
+
+async def test_pipelines_and_the_runs_of_each_are_bounded(control: Control, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pipeline_routes, "MAX_PIPELINES", 1)
+    monkeypatch.setattr(pipelines, "RUNS_KEPT", 2)
+    headers = {"x-appliance-key-id": control.as_key("ann"), "x-appliance-scopes": "inference,fine_tuning"}
+    await put(control, headers, data={"uploads": "none-*"})
+    spec = {"name": "other", "train": TRAIN, "data": {"uploads": "none-*"}}
+    assert "delete one first" in (await post(control, "pipelines", {"spec": spec}, 429, headers))["error"]["message"]
+    ended = [(await rounds(control, await begun(control, headers), 1)).id for _ in range(4)]
+    kept = [one["id"] for one in (await get(control, "pipelines/nightly/runs", headers))["data"]]
+    assert kept == ended[:1:-1]

@@ -1,0 +1,128 @@
+"""What a preparation writes, and what it says of it."""
+
+import hashlib
+import json
+
+import pytest
+
+from tests.train_support.tiny import gsm8k
+from tests.unit.train.data_checks.made import chat, prepared, write
+from train.data_checks.options import BadOption, PrepareOptions
+from train.data_checks.process import CheckFailed
+
+LONG = "The quick brown fox jumps over the lazy dog while the old man reads his newspaper under a tree in the park."
+
+
+def test_nothing_is_changed_that_was_not_asked_for(tmp_path):
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(
+        b'{ "question":"a b",  "answer" : "c\\u00e4 ann@example.org" }\r\n\n{"question": "a b", "answer": "c"}'
+    )
+    made = prepared(path, out=tmp_path / "o.jsonl")
+    assert (tmp_path / "o.jsonl").read_bytes() == path.read_bytes().replace(b"\r", b"").replace(b"\n\n", b"\n") + b"\n"
+    assert made["dropped"] == {} and made["masked"] == {} and made["made"][0]["examples"] == 2
+    assert (tmp_path / "o.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_lineage_says_what_it_was_made_of_and_every_line_that_went(tmp_path):
+    path = write(
+        tmp_path / "f.jsonl",
+        chat("q", LONG),
+        chat("q", LONG),
+        chat("q", LONG.replace("park", "wood")),
+        "{",
+        chat("q", ""),
+        chat("another", "thing"),
+    )
+    drop = ["duplicates", "near_duplicates", "bad_lines", "empty"]
+    made = prepared(path, out=tmp_path / "o.jsonl", drop=drop)
+    assert made["dropped_lines"] == {
+        "bad_lines": [[0, 4]],
+        "empty": [[0, 5]],
+        "duplicates": [[0, 2, 0, 1]],
+        "near_duplicates": [[0, 3, 0, 1]],
+    }
+    lineage = json.loads((tmp_path / "o.lineage.json").read_text())
+    assert lineage["from"][0]["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert lineage["made"][0]["sha256"] == hashlib.sha256((tmp_path / "o.jsonl").read_bytes()).hexdigest()
+    assert lineage["asked"]["drop"] == drop and lineage["read_examples"] == 6
+    assert len((tmp_path / "o.jsonl").read_text().splitlines()) == 2
+
+
+def test_bad_lines_are_not_passed_over(tmp_path):
+    path = write(tmp_path / "f.jsonl", chat("a", "b"), "{", chat("a", " "))
+    with pytest.raises(CheckFailed, match="1 examples are bad lines, the first on line 2"):
+        prepared(path, out=tmp_path / "o.jsonl")
+    with pytest.raises(CheckFailed, match="empty"):
+        prepared(path, out=tmp_path / "o.jsonl", drop=["bad_lines"])
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+def test_personal_data_is_masked_everywhere_and_calls_stay_json(tmp_path):
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "pay", "arguments": '{"card": 4111111111111111, "n": 2}'},
+    }
+    record = {
+        "messages": [
+            {"role": "system", "content": "Ann is ann@example.org"},
+            {"role": "user", "content": "pay"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "paid from 8.8.8.8"},
+            {"role": "assistant", "content": "done"},
+        ]
+    }
+    made = prepared(write(tmp_path / "f.jsonl", record, chat("a", "b")), out=tmp_path / "o.jsonl", mask=True)
+    first, second = (tmp_path / "o.jsonl").read_text().splitlines()
+    messages = json.loads(first)["messages"]
+    assert messages[0]["content"] == "Ann is [EMAIL]" and messages[3]["content"] == "paid from [IP]"
+    assert json.loads(messages[2]["tool_calls"][0]["function"]["arguments"]) == {"card": "[CARD]", "n": 2}
+    assert json.loads(second) == chat("a", "b") and made["masked"] == {"email": 1, "card": 1, "ip": 1}
+
+
+def test_a_split_is_by_content_and_stays_when_data_comes(tmp_path):
+    path = gsm8k(tmp_path / "f.jsonl", "train", 600)
+    more = gsm8k(tmp_path / "g.jsonl", "train", 900)
+    more.write_text(more.read_text() + path.read_text())
+    made = prepared(path, out=tmp_path / "o.jsonl", split=0.1)
+    assert 30 <= made["made"][1]["examples"] <= 90
+    prepared(more, out=tmp_path / "p.jsonl", split=0.1)
+    few, many = (set((tmp_path / f"{name}.valid.jsonl").read_text().splitlines()) for name in "op")
+    assert few <= many and not many & set((tmp_path / "p.jsonl").read_text().splitlines())
+
+
+def test_a_mix_has_its_shares(tmp_path):
+    a = write(tmp_path / "a.jsonl", *(chat(f"a {n}", "is it") for n in range(100)))
+    b = write(tmp_path / "b.jsonl", *({"question": f"b {n}", "answer": "it is"} for n in range(30)))
+    made = prepared(a, b, out=tmp_path / "o.jsonl", mix=[[str(b), 0.25]])
+    records = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    of_b = [record["messages"][0]["content"].startswith("b") for record in records]
+    assert sum(of_b) == 30 and len(of_b) == 120 and made["dropped"] == {"mixed_out": 10}
+    assert of_b != sorted(of_b), "one file after the other would be learnt one after the other"
+    for wrong in ([[str(b), 1.0]], [[str(a), 0.4], [str(b), 0.4]], [[str(tmp_path / "c"), 0.5]]):
+        with pytest.raises(BadOption):
+            prepared(a, b, out=tmp_path / "p.jsonl", mix=wrong)
+
+
+def test_order_by_length(tmp_path):
+    path = gsm8k(tmp_path / "f.jsonl", "train", 100)
+    prepared(path, out=tmp_path / "o.jsonl", order="length")
+    sizes = [len(json.loads(line)["question"] + json.loads(line)["answer"]) for line in open(tmp_path / "o.jsonl")]
+    assert sizes[0] < sizes[50] < sizes[99]
+    prepared(path, out=tmp_path / "p.jsonl", order="shuffled", seed=1)
+    assert sorted(open(tmp_path / "p.jsonl")) == sorted(open(path)) and list(open(tmp_path / "p.jsonl")) != list(
+        open(path)
+    )
+
+
+def test_what_would_be_empty_or_overwritten_is_refused(tmp_path):
+    path = write(tmp_path / "f.jsonl", chat("a", "shit happens to all of us"), chat("a", "what a shit day it was"))
+    with pytest.raises(CheckFailed, match="no example would be left"):
+        prepared(path, out=tmp_path / "o.jsonl", drop=["toxic"])
+    with pytest.raises(OSError, match="exists"):
+        prepared(path, out=path)
+    assert len(path.read_text().splitlines()) == 2
+    for wrong in ({"split": 1.0}, {"order": "colour"}, {"drop": ["x"]}, {"mix": [(path, 0.0)]}):
+        with pytest.raises(BadOption):
+            PrepareOptions(**wrong)

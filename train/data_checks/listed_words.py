@@ -1,0 +1,72 @@
+"""Finds words of a list: profanity and slurs in 27 languages (`listed/`, by Shutterstock, CC BY 4.0, as Google's C4 was
+filtered with), and those of a list of one's own. A list knows words and no meaning: what it finds is to be looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from train.data_checks.words import words_of
+
+_FOLDER = Path(__file__).with_name("listed")
+_MOST_WORDS = 8
+# A word that may begin an entry is one whose last bits are those of one that does: most are told apart by a look.
+_PLACES = 1 << 16
+_MASK = np.uint64(_PLACES - 1)
+_DEFAULT = "en"
+MOST_LISTED = 100_000
+
+
+class ListedWords:
+    """A list, one word or phrase a line, as hashes of its words. In scripts without spaces a single character is no
+    entry: it stands in too many words."""
+
+    def __init__(self, phrases: Iterable[str]):
+        self._begins: dict[int, list[tuple[tuple[int, ...], str]]] = {}
+        self._may_begin = np.zeros(_PLACES, bool)
+        for phrase in map(str.strip, phrases):
+            words = tuple(words_of(phrase).tolist())
+            if words and len(words) <= _MOST_WORDS and len(phrase) > 1:
+                self._begins.setdefault(words[0], []).append((words, phrase))
+                self._may_begin[words[0] % _PLACES] = True
+
+    def find(self, words: np.ndarray) -> str | None:
+        """An entry that stands in a text of these words; None without."""
+        for at in np.flatnonzero(self._may_begin[words & _MASK]):
+            for entry, phrase in self._begins.get(int(words[at]), ()):
+                if tuple(words[at : at + len(entry)].tolist()) == entry:
+                    return phrase
+        return None
+
+
+class Toxic:
+    """The lists that come with the box. A text is looked at with that of its language alone: one language's insult is
+    another's hour of the day."""
+
+    def __init__(self) -> None:
+        self._lists: dict[str, ListedWords | None] = {}
+
+    def find(self, words: np.ndarray, language: str | None) -> str | None:
+        """language: ISO 639; English where there is none or no list of it."""
+        for name in (language or _DEFAULT, _DEFAULT):
+            if name not in self._lists:
+                self._lists[name] = _of_language(name)
+            if (listed := self._lists[name]) is not None:
+                return listed.find(words)
+        return None
+
+
+def _of_language(name: str) -> ListedWords | None:
+    path = _FOLDER / f"{name}.txt"
+    return of_file(path) if name.isalpha() and path.exists() else None
+
+
+def of_file(path: Path) -> ListedWords:
+    """A list of one's own: UTF-8, an entry a line. Raises OSError, ValueError."""
+    entries = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if len(entries) > MOST_LISTED:
+        raise ValueError(f"{path} has {len(entries)} entries; at most {MOST_LISTED} are taken")
+    return ListedWords(entries)

@@ -1,0 +1,184 @@
+"""Runs a check or a preparation in a process of its own: `python -m train.data_checks.process '{"files": [...], …}'`.
+
+It prints the report, or the lineage, as JSON on stdout; what is wrong with the request as {"error": text} and exit code
+2. It runs at low priority, ends with its parent, and is killed beyond its limits of CPU and memory: a file is somebody
+else's, and parsing it blocks all other threads of a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from runtime.processes.kernel import die_with_parent
+from runtime.processes.oom import DiesAs, dies_as
+from train.data.formats import BadRecord, Record
+from train.data_checks.options import ANY, BadOption, CheckOptions, PrepareOptions
+
+# Some 3 MB/s with everything asked for.
+CPU_S, MEMORY_BYTES = 4 * 3600, 6 << 30
+_NICENESS = 10
+_CONFIG_BYTES = 1 << 20
+_LISTED_LINES = 1000
+
+
+class CheckFailed(Exception):
+    """A check or a preparation came to no end; the text says why, for whoever asked for it."""
+
+
+def check_apart(files: Sequence[Path], options: CheckOptions) -> dict[str, Any]:
+    """The report of these files (train.data_checks.report). Raises BadOption, CheckFailed; blocks until it is done."""
+    return _apart({"files": list(map(str, files)), "check": asdict(options)})
+
+
+def prepare_apart(
+    files: Sequence[Path],
+    options: CheckOptions,
+    asked: PrepareOptions,
+    target: Path,
+    validation: Path | None = None,
+    lineage: Path | None = None,
+) -> dict[str, Any]:
+    """Writes what `asked` makes of these files to `target` (and `validation`), neither of which may be there, and
+    returns the report of the files as they were ("report") and the lineage of what was made: "dropped_lines" has the
+    first of each kind, all of them stand in the file `lineage`. Raises BadOption, CheckFailed; blocks until it is
+    done."""
+    places = {"target": target, "validation": validation, "lineage": lineage}
+    return _apart(
+        {
+            "files": list(map(str, files)),
+            "check": asdict(options),
+            "prepare": asdict(asked),
+            **{name: None if place is None else str(place) for name, place in places.items()},
+        }
+    )
+
+
+def _apart(request: dict[str, Any]) -> dict[str, Any]:
+    done = subprocess.run(command_of(request), stdin=subprocess.DEVNULL, capture_output=True)
+    return answer_of(done.returncode, done.stdout, done.stderr)
+
+
+def command_of(request: dict[str, Any]) -> list[str]:
+    """What runs a request: {"files": paths, "names"?: what they are called, "check": fields of CheckOptions} and, to
+    prepare a new file, "prepare": fields of PrepareOptions, "target", "validation" and "lineage": paths."""
+    return [sys.executable, "-P", "-m", "train.data_checks.process", json.dumps(request, default=str)]
+
+
+def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
+    """What a process of `command_of` has answered. Raises BadOption, CheckFailed."""
+    try:
+        answer: dict[str, Any] = json.loads(out)
+    except ValueError:
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        limits = f"{CPU_S} s of CPU and {MEMORY_BYTES >> 30} GiB of memory"
+        told = err.decode(errors="replace").strip().rpartition("\n")[2][:300]
+        raise CheckFailed(
+            f"it could not be done with {limits} (it ended with {how}{': ' if told else ''}{told})"
+        ) from None
+    if "error" not in answer:
+        return answer
+    raise (BadOption if answer.get("bad_option") else CheckFailed)(answer["error"])
+
+
+def main() -> None:
+    die_with_parent()
+    dies_as(DiesAs.TRIAL)
+    os.nice(_NICENESS)
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))  # not AS: a large array is mapped whole
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        answer = carried_out(json.loads(sys.argv[1]))
+    except (BadOption, CheckFailed, OSError, ValueError) as error:
+        print(json.dumps({"error": str(error), "bad_option": isinstance(error, BadOption)}))
+        sys.exit(2)
+    print(json.dumps(answer, ensure_ascii=False))
+
+
+def carried_out(request: dict[str, Any]) -> dict[str, Any]:
+    """What is asked for, in this process. Raises BadOption, CheckFailed, OSError, ValueError."""
+    # Compiled code costs half a second: not before the request is known to be one.
+    options = _options(request["check"])
+    from train.data_checks import prepare, report
+    from train.data_checks.scan import Scan
+    from train.methods import methods
+    from train.methods.check_process import counter
+    from train.plan.errors import InvalidSpec
+
+    try:
+        method = None if options.method == ANY else methods.method_of(options.method)
+    except InvalidSpec as error:
+        raise BadOption(str(error)) from error
+
+    def convert(record: Record, shape: str) -> Record:
+        made = methods.convert(record, shape) if method is None else method.convert(record, shape)
+        if made is None:
+            raise BadRecord((method.refuses(shape) if method else None) or f"has the shape {shape!r}")
+        return made
+
+    count = counter(method or methods.DEFAULT, str(options.model), None) if options.model else None
+    if options.model and count is None:
+        raise BadOption(f"{options.model} has no tokenizer with a chat template, so its tokens cannot be counted")
+    scan = Scan(options, convert, count, _most_tokens(options))
+    try:
+        for path, name in zip(request["files"], request.get("names", request["files"]), strict=True):
+            scan.read(Path(path), name)
+        scan.compare()
+        made = report.report(scan, options)
+        if "prepare" not in request:
+            return made
+        wanted = request["prepare"]
+        asked = PrepareOptions(**{**wanted, "mix": [(Path(path), share) for path, share in wanted.get("mix", ())]})
+        try:
+            lineage = prepare.prepare(scan, asked, Path(request["target"]), _path(request, "validation"))
+            lineage["check"] = {name: value for name, value in request["check"].items() if value is not None}
+            if options.against is not None:
+                lineage["against_sha256"] = scan.against_sha256
+        except prepare.Unusable as error:
+            raise CheckFailed(str(error)) from error
+    finally:
+        scan.close()
+    if (place := _path(request, "lineage")) is not None:
+        with os.fdopen(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            json.dump(lineage, out)
+    first = {name: lines[:_LISTED_LINES] for name, lines in lineage["dropped_lines"].items()}
+    return {**lineage, "dropped_lines": first, "report": made}
+
+
+def _options(given: dict[str, Any]) -> CheckOptions:
+    paths = {name: Path(given[name]) for name in ("model", "against", "words") if given.get(name) is not None}
+    return CheckOptions(**{**given, **paths})
+
+
+def _path(request: dict[str, Any], name: str) -> Path | None:
+    return Path(request[name]) if request.get(name) is not None else None
+
+
+def _most_tokens(options: CheckOptions) -> int | None:
+    """What was asked for, else what the model's configuration says of its context. Raises BadOption."""
+    if options.max_tokens is not None or options.model is None:
+        return options.max_tokens
+    try:
+        with open(options.model / "config.json", "rb") as file:
+            config = json.loads(file.read(_CONFIG_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise BadOption(f"{options.model}/config.json cannot be read: {error}") from error
+    for part in (config, config.get("text_config")):
+        found = part.get("max_position_embeddings", part.get("n_positions")) if isinstance(part, dict) else None
+        if isinstance(found, int) and found > 0:
+            return found
+    return None
+
+
+if __name__ == "__main__":
+    main()

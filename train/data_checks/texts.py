@@ -1,0 +1,104 @@
+"""What an example says: its text without what many examples share, its answers, and every string in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import orjson
+
+from train.data.formats import Record
+
+_NAMES = ("role", "from", "type", "id", "tool_call_id", "weight")
+
+
+class Said(NamedTuple):
+    """body: all that is said but system prompts, which many examples share. answer: what is learnt last. system: the
+    system prompts, and what a grader sees."""
+
+    body: str
+    answer: str
+    system: str
+
+
+def said(made: Record) -> Said:
+    """Of an example as a method has converted it."""
+    chats = made.get("sequences", (made,))
+    body, system = [], []
+    for number, chat in enumerate(chats):
+        # The sequences of a pair share their prompt.
+        for message in chat["messages"] if number == 0 else chat["messages"][-1:]:
+            (system if message["role"] == "system" else body).append(message["content"])
+            body += [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+    if made.get("item"):
+        system.append(orjson.dumps(made["item"]).decode())
+    last = chats[0]["messages"][-1]
+    return Said("\n".join(body), last["content"] if last["role"] == "assistant" else "", "\n".join(system))
+
+
+def lacks_answer(record: Record, shape: str) -> bool:
+    """Whether something that a model would learn to say is empty. The record need not be a good one otherwise."""
+    if shape == "chat":
+        messages = record.get("messages")
+        return isinstance(messages, list) and any(map(_silent, messages))
+    if shape == "sharegpt":
+        turns = record.get("conversations")
+        return isinstance(turns, list) and any(
+            isinstance(turn, dict) and turn.get("from") in ("gpt", "assistant", "model") and _blank(turn.get("value"))
+            for turn in turns
+        )
+    names = {
+        "alpaca": ("output",),
+        "prompt_completion": ("completion",),
+        "question_answer": ("answer",),
+        "preference": ("chosen", "rejected", "preferred_output", "non_preferred_output"),
+    }
+    return any(name in record and _blank(record[name]) for name in names.get(shape, ()))
+
+
+def _silent(message: Any) -> bool:
+    if not isinstance(message, dict) or message.get("role") != "assistant":
+        return False
+    return not message.get("tool_calls") and not message.get("function_call") and _blank(message.get("content"))
+
+
+def _blank(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_silent(one) or (isinstance(one, dict) and "text" in one and _blank(one["text"])) for one in value)
+    if isinstance(value, dict):
+        return _blank(value.get("value", value.get("content")))
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def with_strings(value: Any, change: Callable[[str], str], name: str = "") -> Any:
+    """A record with every text in it changed; names of roles and ids stay, and JSON in a text stays JSON."""
+    if isinstance(value, dict):
+        return {key: with_strings(inside, change, key) for key, inside in value.items()}
+    if isinstance(value, list):
+        return [with_strings(inside, change, name) for inside in value]
+    if not isinstance(value, str) or name in _NAMES:
+        return value
+    if name == "arguments":
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            return change(value)
+        changed = _with_values(parsed, change)
+        return value if changed == parsed else json.dumps(changed, ensure_ascii=False)
+    return change(value)
+
+
+def _with_values(value: Any, change: Callable[[str], str]) -> Any:
+    """As `with_strings`, for arguments of a call, where a number may be a card."""
+    if isinstance(value, dict):
+        return {key: _with_values(inside, change) for key, inside in value.items()}
+    if isinstance(value, list):
+        return [_with_values(inside, change) for inside in value]
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        text = str(value)
+        changed = change(text)
+        return value if changed == text else changed
+    return value
