@@ -1,6 +1,6 @@
 """What foresight is worth: the most that an online policy trains which knows the next w seconds, for several w.
 
-In the fluid model of `scheduler/simulator/foresight.py`, each policy at the price at which one hundredth of the work is
+In the fluid model of `benchmarks/_foresight.py`, each policy at the price at which one hundredth of the work is
 late. Figures are training over that of the best constant split of the same model, so that `auto`'s over the best split
 of the simulator (`auto_regret.py`) can be held beside them. Infinity is the optimum: what lies between a row's last
 columns only foresight can give.
@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks._foresight import Box, Foresight, Reached, work_of
 from scheduler.simulator.engine import EngineModel
-from scheduler.simulator.foresight import Box, Foresight, Reached, work_of
 from scheduler.simulator.traffic import KINDS, at_scale, made
 
 LATE = 0.01

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks._foresight import Box, Foresight, work_of
 from scheduler.simulator.engine import EngineModel
-from scheduler.simulator.foresight import Box, Foresight, work_of
 from scheduler.simulator.traffic import Traffic, made
 
 BOX = Box(4)
