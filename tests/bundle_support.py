@@ -51,17 +51,20 @@ def pip_wheel(folder: Path) -> Path:
     return made
 
 
-def parts(folder: Path, version: str, own: Path | None = None, **fields: object) -> Parts:
-    """own: the appliance's wheel; None: one that does nothing but say where it runs."""
+def parts(
+    folder: Path,
+    version: str,
+    own: Path | None = None,
+    modules: dict[str, str] | None = None,
+    further: dict[str, Path] | None = None,
+    **fields: object,
+) -> Parts:
+    """own: the appliance's wheel; None: one that does nothing but say where it runs, with further `modules`. further:
+    files of the bundle."""
     (folder / version).mkdir(parents=True)
-    own = own or wheel(
-        folder / version,
-        "appliance",
-        version,
-        {"appliance/__init__.py": "", "appliance/command.py": COMMAND},
-        "appliance.command:run",
-    )
-    files = {f"wheels/{path.name}": path for path in (own, pip_wheel(folder / version))}
+    texts = {"appliance/__init__.py": "", "appliance/command.py": COMMAND, **(modules or {})}
+    own = own or wheel(folder / version, "appliance", version, texts, "appliance.command:run")
+    files = {f"wheels/{path.name}": path for path in (own, pip_wheel(folder / version))} | (further or {})
     made = Parts(version, "small", "0123456789ab", (), {}, "", files)
     return replace(made, **fields)  # type: ignore[arg-type]
 

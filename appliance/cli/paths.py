@@ -44,5 +44,9 @@ def pipeline_run(run_id: str) -> str:
     return f"/v1/pipeline_runs/{segment(run_id)}"
 
 
+def sweep(sweep_id: str) -> str:
+    return f"/v1/sweeps/{segment(sweep_id)}"
+
+
 def batch(batch_id: str) -> str:
     return f"/v1/batches/{segment(batch_id)}"

@@ -49,6 +49,9 @@ from appliance.controller.pipelines import pipeline_routes
 from appliance.controller.pipelines.runner import LOOK_EVERY_S as PIPELINES_EVERY_S
 from appliance.controller.pipelines.runner import PipelineRunner
 from appliance.controller.responses.stored import StoredResponses
+from appliance.controller.sweeps import sweep_routes
+from appliance.controller.sweeps.runner import LOOK_EVERY_S as SWEEPS_EVERY_S
+from appliance.controller.sweeps.runner import SweepRunner
 from appliance.store.chunks import little_by_little
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import idempotency
@@ -73,6 +76,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     evaluations = EvalRunner(context, graders, answers)
     gates = GateRunner(context, evaluations, activations, compared)
     pipelines = PipelineRunner(context, validation, gates)
+    sweeping = SweepRunner(context, validation)
     sampling = RolloutSampling(context, metering)
     rollouts = {"grade": RolloutGrading(context, graders, answers).grade, "sample": sampling.sample}
 
@@ -96,6 +100,7 @@ def create_app(context: ControllerContext) -> FastAPI:
             tasks.keep_every("rollouts", sampling.look, WANTS_EVERY_S, at_once=True),
             tasks.keep_every("gates", gates.look, GATES_EVERY_S),
             tasks.keep_every("data checks", data_work.look, CHECKS_EVERY_S),
+            tasks.keep_every("sweeps", sweeping.look, SWEEPS_EVERY_S),
             tasks.keep_every("pipelines", pipelines.look, PIPELINES_EVERY_S),
             tasks.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
         )
@@ -130,6 +135,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     app.state.batches, app.state.canaries = runner, compared
     app.state.responses, app.state.background, app.state.evaluations = stored, background, evaluations
     app.state.rollouts, app.state.gates, app.state.pipelines = rollouts, gates, pipelines
+    app.state.sweeps = sweeping
     app.state.graders = answers
     error_handlers.install(app)
 
@@ -140,7 +146,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     devices.routes(context, admin)
     deployments.routes(context, admin)
     engine_settings.routes(context, admin)
-    forget.routes(context, admin, runner, background, evaluations, gates, pipelines)
+    forget.routes(context, admin, runner, background, evaluations, gates, pipelines, sweeping)
     keys.routes(context, admin, runner, background)
     session_keys.routes(context, admin)
     canaries.routes(context, admin, compared)
@@ -159,6 +165,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         eval_routes.routes(context, evaluations),
         gate_routes.routes(context, gates),
         *pipeline_routes.routes(context, pipelines),
+        sweep_routes.routes(context, sweeping),
         checkpoint_permissions.routes(context),
         model_routes.routes(context),
         admin,

@@ -658,3 +658,25 @@ class PipelineRunRow:
     made: dict[str, Any] = json_column(default_factory=dict)
     job_id: str | None = None
     ended_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """A search of hyperparameters. spec: as appliance.controller.sweeps.spec has it. round: the one that goes on, from
+    0. trials: {"parameters", "jobs": one {"job_id", "state", "loss"} for each round that it took part in}. files: by
+    the number of a round, as text, the file with its share of the data. spent_s: of devices. best: a trial's number."""
+
+    id: str
+    name: str
+    created_s: float
+    key_id: str | None = None
+    owner: str = ""
+    spec: dict[str, Any] = json_column(default_factory=dict)
+    state: PipelineRunState = "running"
+    reason: str = ""
+    round: int = 0
+    trials: list[dict[str, Any]] = json_column(default_factory=list)
+    files: dict[str, str] = json_column(default_factory=dict)
+    spent_s: float = 0.0
+    best: int | None = None
+    ended_s: float | None = None

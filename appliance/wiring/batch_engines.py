@@ -257,6 +257,9 @@ def _answer(asking: asyncio.Task[httpx.Response]) -> EngineAnswer:
     failure = asking.exception()
     if isinstance(failure, httpx.ConnectError):
         raise LineReturned(f"the engine is gone: {failure}", yielded=True) from failure
+    if isinstance(failure, httpx.ReadTimeout):
+        # No death: taken for one, a long answer went to a second engine, alone there, and was paid for by nobody.
+        return EngineAnswer(504, orjson.loads(gateway_errors.engine_failed(504).body()), silent=True)
     if isinstance(failure, httpx.TransportError):
         raise LineReturned(f"{type(failure).__name__} {failure}".strip(), yielded=False) from failure
     response = asking.result()

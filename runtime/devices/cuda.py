@@ -43,6 +43,9 @@ class Cuda(TorchCuda):
     # Nothing of vLLM's GPU code yet: some of it (vllm.compilation.backends) imports FlashInfer, whose import asks CUDA
     # for the first GPU (flashinfer/kda_kernels/__init__.py). Only a test on a GPU can show what leaves CUDA alone.
     engine_modules = ()
+    # vLLM takes them first on Blackwell, and with keys and values in FP8 on all but Hopper, without asking for the nvcc
+    # that compiles their kernels, or the network that they come from (vllm/platforms/cuda.py, _get_backend_priorities).
+    compiled_attention = "FLASHINFER"
     report_commands = (("nvidia-smi", "-q"),)
     runtime_library = "libcudart"
     runtime_prefix = "cuda"
@@ -128,10 +131,11 @@ class Cuda(TorchCuda):
         # FlashInfer compiles its kernels by nvcc when an engine starts: minutes, and without nvcc the engine dies. If
         # nvcc and ninja are installed, vLLM also imports it for the fusion before it forks its core, and that
         # initialises CUDA, which no forked worker can then use (vllm/config/vllm.py, utils/flashinfer.py). Every level
-        # of optimisation leaves alone what is said here.
+        # of optimisation leaves alone what is said here. Prompts of models with gated delta nets (Qwen3-Next, Qwen3.5)
+        # go through it from Hopper on, whether or not there is an nvcc (vllm/model_executor/layers/mamba/gdn).
         passes = {"pass_config": {"fuse_allreduce_rms": False}}
         without_tuning = ["--no-enable-flashinfer-autotune", "--compilation-config", json.dumps(passes)]
-        return [*super().engine_arguments(), *without_tuning]
+        return [*super().engine_arguments(), *without_tuning, "--gdn-prefill-backend", "triton"]
 
     def engine_environment(self) -> dict[str, str]:
         # For the same reason. vLLM's own Triton kernel samples, its own all-reduce and NCCL join the devices, its

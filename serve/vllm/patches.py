@@ -149,6 +149,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
         ModelConfig.compute_hash = _of_any_path(ModelConfig.compute_hash)
         # The warm parent's imports may have asked about its first GPU, and this engine's may be another kind.
         forget_devices(type(current_platform))
+        if kind_of(kind).compiled_attention:
+            prefer_ready_made(type(current_platform), kind_of(kind).compiled_attention)
     else:
         # vLLM hashes prompts in parallel with the steps and labels a step's outputs with the newest version. Here a
         # prompt's hash belongs to a version, and the old version may compute steps (serve.cpu.finishing_scheduler).
@@ -185,6 +187,19 @@ def forget_devices(platform: type) -> None:
             clear = getattr(getattr(method, "__func__", method), "cache_clear", None)
             if clear is not None:
                 clear()
+
+
+def prefer_ready_made(platform: Any, compiled: str) -> None:
+    """A platform of vLLM's takes an attention backend with `compiled` in its name only where no other computes the
+    model, or an argument of the engine asks for it."""
+    every = platform.get_valid_backends.__func__
+
+    @functools.wraps(every)
+    def get_valid_backends(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found, refused = every(cls, *args, **kwargs)
+        return [one for one in found if compiled not in one.backend.name] or found, refused
+
+    platform.get_valid_backends = classmethod(get_valid_backends)
 
 
 def _of_any_path(compute_hash):

@@ -124,9 +124,7 @@ def test_to_the_next_release_and_back_under_load(tmp_path):
         assert version_of(box) == OLDER
         deploy_tiny(box)
         box.set_mode(policy="split", train_devices=1)
-        file = box.upload(gsm8k("train", 64))
-        options = "--epochs 60 --batch-size 8 --priority 0"
-        job = box.submit("tiny", file, options)
+        job = box.submit("tiny", box.upload(gsm8k("train", 400)), "--epochs 40 --batch-size 4")
         wait_for(lambda: len(box.steps(job)) > 20, "steps before the upgrade", 900)
         with Load(box) as load:
             wait_for(lambda: load.seen["answered"] > 3, "answers before the upgrade", 300)
@@ -151,9 +149,9 @@ def test_to_the_next_release_and_back_under_load(tmp_path):
         assert box.client(max_retries=5).chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "Go on."}], max_tokens=4
         )
-        over = ("succeeded", "failed", "cancelled")
-        wait_for(lambda: box.client().fine_tuning.jobs.retrieve(job).status in over, "the job", 1200)
-        assert box.client().fine_tuning.jobs.retrieve(job).status == "succeeded"
+        step = box.steps(job)[-1]["step"]
+        wait_for(lambda: box.steps(job)[-1]["step"] > step + 5, "the job to go on with the older release", 900)
+        box.run("job", "cancel", job)
         box.run("down", timeout_s=600)
         assert box.left() == []
     finally:

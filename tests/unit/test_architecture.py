@@ -51,6 +51,7 @@ SUBPACKAGES = (
     "appliance.controller.admin.owners",
     "appliance.controller.admin",
     "appliance.controller.pipelines",
+    "appliance.controller.sweeps",
     "appliance.controller.openai",
     "appliance.controller.gates",
     "appliance.controller.evals",

@@ -73,7 +73,8 @@ class ValidationIndex:
         shared = self._owners[places[self._runs[places] == likely]]
         if not len(shared):
             return None
-        counts = np.bincount(shared)
-        of = int(counts.argmax())
-        share = float(counts[of] / max(1, min(len(np.unique(runs)), self._sizes[of])))
+        owners, counts = np.unique(shared, return_counts=True)
+        most = int(counts.argmax())
+        of = int(owners[most])
+        share = float(counts[most] / max(1, min(len(np.unique(runs)), self._sizes[of])))
         return Overlap(self._examples[of], min(1.0, share)) if share >= SHARE else None

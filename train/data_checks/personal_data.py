@@ -32,7 +32,7 @@ _EMAIL = re.compile(r"[A-Za-z0-9._%+\-]{1,64}+@[A-Za-z0-9\-]{1,63}+(?:\.[A-Za-z0
 _AT_LEAST_TLD = re.compile(r"[A-Za-z]{2,24}")
 _IBAN = re.compile(r"(?<![A-Za-z0-9])[A-Z]{2}[0-9]{2}(?: ?[A-Z0-9]){11,30}+")
 _CARD = re.compile(
-    r"(?<![0-9])(?:[0-9]{4}([ \-])[0-9]{4}\1[0-9]{4}\1[0-9]{4}|[0-9]{4}([ \-])[0-9]{6}\2[0-9]{5}|[0-9]{13,19}+)"
+    r"(?<![0-9])(?:[0-9]{4}([ \-])[0-9]{4}\1[0-9]{4}\1[0-9]{4}|[0-9]{4}([ \-])[0-9]{6}\2[0-9]{5}|[0-9]{14,19}+)"
     r"(?![0-9])"
 )
 _ID_NUMBER = re.compile(
@@ -40,6 +40,7 @@ _ID_NUMBER = re.compile(
     r"(?![0-9A-Za-z])"
 )
 _IPV4 = re.compile(r"(?<![0-9A-Za-z.])[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![0-9A-Za-z]|\.[0-9])")
+_DOTTED = re.compile(rb"0\.0{1,3}\.0{1,3}\.0")
 _IPV6 = re.compile(r"(?<![0-9A-Za-z:.])[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?![0-9A-Za-z:])")
 _PHONE = re.compile(
     r"(?<![0-9A-Za-z+])\+[1-9](?:[ ().\-/]{0,2}[0-9]){6,14}(?![0-9])"  # +49 30 1234567
@@ -57,7 +58,24 @@ _SECRET = re.compile(
     r"|hf_[A-Za-z0-9]{30,64}+|npm_[A-Za-z0-9]{36}|[sr]k_live_[A-Za-z0-9]{16,200}+"
     r"|eyJ[A-Za-z0-9_\-]{8,4000}+\.eyJ[A-Za-z0-9_\-]{8,8000}+\.[A-Za-z0-9_\-]{8,4000}+)"
 )
-_SECRET_SIGNS = ("sk-", "AKIA", "AIza", "gh", "glpat-", "xox", "hf_", "npm_", "k_live_", "eyJ", "PRIVATE KEY")
+_SECRET_SIGNS = (
+    "sk-",
+    "AKIA",
+    "AIza",
+    "ghp_",
+    "gho_",
+    "ghu_",
+    "ghs_",
+    "ghr_",
+    "github_pat_",
+    "glpat-",
+    "xox",
+    "hf_",
+    "npm_",
+    "k_live_",
+    "eyJ",
+    "PRIVATE KEY",
+)
 _KEY_BLOCK_END = re.compile(r"-----END [A-Z ]{0,30}PRIVATE KEY-----")
 _MOST_KEY_BLOCK = 16_384
 
@@ -119,7 +137,8 @@ def hinted(text: str, found: Found) -> str:
 def _candidates(text: str) -> Iterator[Found]:
     """In the order of KINDS."""
     raw = text.encode("utf-8", "surrogatepass")
-    numbers = b"0" * _FEWEST_DIGITS in raw.translate(_ZEROS, _BETWEEN)
+    zeros = raw.translate(_ZEROS)
+    numbers = b"0" * _FEWEST_DIGITS in zeros.translate(None, _BETWEEN)
     if any(sign in text for sign in _SECRET_SIGNS):
         for match in _SECRET.finditer(text):
             yield Found("secret", match.start(), _secret_end(text, match))
@@ -133,7 +152,7 @@ def _candidates(text: str) -> Iterator[Found]:
                 yield Found("id_number", *match.span())
     if "@" in text:
         yield from _emails(text)
-    if raw.count(b".") >= 3 and raw.translate(_ZEROS).count(b"0.0") >= 2:
+    if zeros.count(b"0.0") >= 2 and _DOTTED.search(zeros):
         yield from _addresses(text, _IPV4)
     if b"::" in raw or raw.count(b":") >= 7:
         yield from _addresses(text, _IPV6)
@@ -183,7 +202,7 @@ def _addresses(text: str, pattern: re.Pattern[str]) -> Iterator[Found]:
 def is_card(text: str) -> bool:
     """Whether it has the digits of a payment card: how it begins, how long it is, and Luhn's checksum."""
     digits = [int(character) for character in text if character.isdigit()]
-    if not 13 <= len(digits) <= 19 or len(set(digits)) == 1 or str(digits[0]) not in _CARD_BEGINS:
+    if not 14 <= len(digits) <= 19 or len(set(digits)) == 1 or str(digits[0]) not in _CARD_BEGINS:
         return False
     doubled = [sum(divmod(2 * digit, 10)) for digit in digits[-2::-2]]
     return (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0

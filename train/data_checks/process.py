@@ -139,6 +139,9 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
         asked = PrepareOptions(**{**wanted, "mix": [(Path(path), share) for path, share in wanted.get("mix", ())]})
         try:
             lineage = prepare.prepare(scan, asked, Path(request["target"]), _path(request, "validation"))
+            lineage["check"] = {name: value for name, value in request["check"].items() if value is not None}
+            if options.against is not None:
+                lineage["against_sha256"] = scan.against_sha256
         except prepare.Unusable as error:
             raise CheckFailed(str(error)) from error
     finally:

@@ -35,7 +35,10 @@ COUNTED_EXAMPLES, COUNTED_EACH = 2000, 50
 # Of these the language is told, of those after them each so-manieth.
 TOLD_EXAMPLES, TOLD_EACH = 100_000, 10
 _ODD_LANGUAGE_SHARE = 0.02
-_TEMPLATE_BYTES, _MESSAGE_BYTES = 512, 64  # what a chat template adds at most, by what such templates are
+_TIMES_AS_LONG = 3
+# What was compared lately is not read again; what is longer than this costs its own length.
+_KEPT_BYTES, _MOST_KEPT = 1 << 16, 1024
+_TEMPLATE_BYTES, _MESSAGE_BYTES = 512, 64  # what a chat template adds, at the least that is reckoned with
 _CONTROL = re.compile("(?P<control>[\x00-\x08\x0b\x0c\x0e-\x1f\x7f])")
 _ODD = re.compile(
     _CONTROL.pattern + "|(?P<replaced>\ufffd)|(?P<mojibake>[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac)"
@@ -96,12 +99,15 @@ class Scan:
         self.sources: list[Source] = []
         self.source, self.line, self.offset = array("H"), array("Q"), array("Q")
         self.length, self.flags, self._digests = array("I"), array("H"), bytearray()
-        self._bands, self.tokens = bytearray(), array("I")
+        self._bands, self._sizes, self.tokens = bytearray(), array("I"), array("I")
+        self._kept_grams: dict[int, np.ndarray] = {}
         self.of: dict[int, int] = {}
         self.found = {name: Findings() for name in CHECKS}
         self.languages: Counter[str] = Counter()
         self.counted, self._counted_tokens, self._counted_estimate = 0, 0, 0
         self._told: list[tuple[Place, str]] = []
+        self.against_sha256: str | None = None
+        self._template_bytes = max(_TEMPLATE_BYTES, _template_tokens(count))
         self._languages = Languages() if options.does("language") else None
         self._toxic = Toxic() if options.does("toxic") else None
         self._own_words = of_file(options.words) if options.words else None
@@ -143,6 +149,7 @@ class Scan:
         if made is None:
             self._digests += bytes(16)
             self._bands += bytes(4 * likeness.BANDS if self._options.does("near_duplicates") else 0)
+            self._sizes.append(0)
             self.tokens.append(0)
             return
         canonical = orjson.dumps(made, option=orjson.OPT_SORT_KEYS)
@@ -177,6 +184,7 @@ class Scan:
             self.found["encoding"].kinds[kind] += 1
             self._flag("encoding", index, place, reason=_WHAT_IS_ODD[kind], near=_around(text.body, odd.start()))
         words = words_of(text.body) if self._compares else np.empty(0, np.uint64)
+        self._sizes.append(len(words))
         if does("near_duplicates"):
             self._bands += likeness.bands_of(grams(words, likeness.GRAM)).tobytes()
         if self._index is not None and (overlap := self._index.overlap(words)):
@@ -221,8 +229,10 @@ class Scan:
         """Of an example: counted, or estimated from its bytes and what those counted have said."""
         chats = made.get("sequences", (made,))
         estimates = [estimate_tokens(chat) for chat in chats]
-        # No tokenizer makes more tokens of a text than it has bytes, nor of a template than these.
-        may_be_long = self.max_tokens is not None and max(_bytes_of(chat) for chat in chats) > self.max_tokens
+        # No tokenizer makes more tokens of a text than it has bytes.
+        may_be_long = (
+            self.max_tokens is not None and max(map(_bytes_of, chats)) + self._template_bytes > self.max_tokens
+        )
         asked = (
             index < COUNTED_EXAMPLES or index % COUNTED_EACH == 0 or (may_be_long and self._options.does("too_long"))
         )
@@ -245,6 +255,8 @@ class Scan:
     def _validation_index(self, path: Path) -> ValidationIndex:
         index = ValidationIndex()
         with open(path, "rb") as file:
+            self.against_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
             shape = None
             for example in examples(file):
                 try:
@@ -314,10 +326,21 @@ class Scan:
         return {"of": place.line} if len(self.sources) == 1 else {"of": place.line, "of_source": place.source}
 
     def _likeness(self, one: int, other: int) -> float:
+        """0 without a look if one has many times as many words as the other: many short ones that share a band with a
+        long one, made to do so, would each have it read again."""
+        if max(self._sizes[one], self._sizes[other]) > _TIMES_AS_LONG * min(self._sizes[one], self._sizes[other]):
+            return 0.0
         return likeness.likeness(self._grams(one), self._grams(other))
 
     def _grams(self, index: int) -> np.ndarray:
-        return grams(words_of(said(self.made(index)).body), likeness.GRAM)
+        found = self._kept_grams.get(index)
+        if found is None:
+            found = grams(words_of(said(self.made(index)).body), likeness.GRAM)
+            if found.nbytes <= _KEPT_BYTES:
+                if len(self._kept_grams) == _MOST_KEPT:
+                    del self._kept_grams[next(iter(self._kept_grams))]
+                self._kept_grams[index] = found
+        return found
 
     def raw(self, index: int) -> bytes:
         """The bytes of an example, without the end of its line."""
@@ -339,7 +362,17 @@ def _readable(example: Example) -> bytes:
 
 
 def _bytes_of(chat: Record) -> int:
-    return len(orjson.dumps(chat)) + _TEMPLATE_BYTES + _MESSAGE_BYTES * len(chat["messages"])
+    return len(orjson.dumps(chat)) + _MESSAGE_BYTES * len(chat["messages"])
+
+
+def _template_tokens(count: Count | None) -> int:
+    """What a chat template adds to an example without a word; some begin each with a page of instructions."""
+    if count is None:
+        return 0
+    try:
+        return max(count({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]}))
+    except BadRecord:  # it wants more of an example; those of the file will do
+        return 0
 
 
 def _around(text: str, at: int) -> str:

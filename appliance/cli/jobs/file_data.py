@@ -276,25 +276,26 @@ def drawn(report: dict[str, Any]) -> Any:
         (_TITLES[name], f"{found['count']:,}", f"{found['share']:.2%}" if found["count"] else "", _kinds(found))
         for name, found in report["checks"].items()
     ]
-    shown = [
-        output.above(_TITLES[name].capitalize(), output.table(("",), _first(found), empty=""))
-        for name, found in report["checks"].items()
-        if found["count"]
-    ]
+    first = [row for name, found in report["checks"].items() for row in _first(name, found)]
     left_out = ", ".join(_TITLES[name] for name in report["left_out"])
     return output.stack(
         output.fields(*_about(report)),
         output.table(("CHECK", ">EXAMPLES", ">SHARE", "WHAT"), rows, empty=""),
-        *shown,
+        output.table((">LINE", "CHECK", "WHAT"), first, empty="") if first else None,
         f"not looked for: {left_out}" if left_out else None,
     )
 
 
 def _about(report: dict[str, Any]) -> list[tuple[str, object]]:
     tokens, lengths, epoch = report["tokens"], report["lengths"], report.get("epoch")
-    sure = "" if tokens["exact"] else f" (of {tokens['counted_examples']:,} examples counted, of the others estimated)"
+    sure = f" (of {tokens['counted_examples']:,} examples counted, of the others estimated)"
+    if not tokens["counted_examples"]:
+        sure = " (estimated; --model counts them)"
     about: list[tuple[str, object]] = [("file", _named(report["files"]))]
-    about += [("examples", f"{report['examples']:,}"), ("tokens", f"{tokens['total']:,}{sure}")]
+    about += [
+        ("examples", f"{report['examples']:,}"),
+        ("tokens", f"{tokens['total']:,}" + ("" if tokens["exact"] else sure)),
+    ]
     if lengths:
         names = ("shortest", "p5", "p50", "p95", "p99", "longest")
         about.append(("length", ", ".join(f"{name} {lengths[name]:,}" for name in names)))
@@ -315,10 +316,10 @@ def _kinds(found: dict[str, Any]) -> str:
     return ", ".join(f"{name} {n:,}" for name, n in list(found.get("kinds", {}).items())[:6])
 
 
-def _first(found: dict[str, Any]) -> list[tuple[str]]:
-    lines = [(f"line {one['line']}{_in(one, 'source')}: {_told(one)}".rstrip(": "),) for one in found["first"][:_SHOWN]]
-    left = found["count"] - len(lines)
-    return [*lines, (f"and {left:,} more",)] if left > 0 else lines
+def _first(name: str, found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    rows = [(f"{one['line']}{_in(one, 'source')}", _TITLES[name], _told(one)) for one in found["first"][:_SHOWN]]
+    left = found["count"] - len(rows)
+    return [*rows, ("…", _TITLES[name], f"and {left:,} more")] if left > 0 else rows
 
 
 def _told(one: dict[str, Any]) -> str:
@@ -328,7 +329,7 @@ def _told(one: dict[str, Any]) -> str:
     if "likeness" in one or "share" in one:
         words.append(f"{one.get('likeness', one.get('share')):.0%} of")
     if "of" in one:
-        words.append(f"line {one['of']}{_in(one, 'of_source')}")
+        words.append(f"line {one['of']}{_in(one, 'of_source')}{' of the validation set' if 'share' in one else ''}")
     words += [str(one[name]) for name in ("kind", "value", "language", "word") if name in one]
     if "tokens" in one:
         words.append(f"{one['tokens']:,} tokens")
@@ -342,7 +343,7 @@ def _in(one: dict[str, Any], name: str) -> str:
 def made(lineage: dict[str, Any]) -> Any:
     """What a preparation did, for people."""
     rows = [(_TITLES.get(name, name.replace("_", " ")), f"{n:,}") for name, n in lineage["dropped"].items()]
-    rows += [(f"masked: {kind}", f"{n:,}") for kind, n in lineage["masked"].items()]
+    masked = ", ".join(f"{kind} {n:,}" for kind, n in lineage["masked"].items())
     return output.stack(
         output.table(
             ("MADE", ">EXAMPLES", ">BYTES"),
@@ -350,6 +351,7 @@ def made(lineage: dict[str, Any]) -> Any:
             empty="",
         ),
         output.table(("DROPPED", ">EXAMPLES"), rows, empty="nothing was dropped"),
+        f"masked: {masked}" if masked else None,
         "from: " + ", ".join(f"{one['file']} (sha256 {one['sha256'][:12]}…)" for one in lineage["from"]),
         f"of {lineage['read_examples']:,} examples",
     )

@@ -14,6 +14,8 @@ from typing import Any
 
 import orjson
 
+from appliance.controller.batches.input_lines import digest_of
+
 
 class Answers:
     """Call `open` and `append` on a thread. One append at a time."""
@@ -21,7 +23,7 @@ class Answers:
     def __init__(self, folder: Path, batch_id: str):
         self.output_path = folder / f"{batch_id}.output.jsonl"
         self.error_path = folder / f"{batch_id}.error.jsonl"
-        self.answered: set[str] = set()
+        self._answered: set[bytes] = set()
         self.completed = self.failed = 0
         self.usage = {
             "input_tokens": 0,
@@ -44,7 +46,7 @@ class Answers:
     def append(self, lines: list[dict[str, Any]]) -> None:
         """Each {"id", "custom_id", "response", "error"}; synced on return. Skips lines that exist already. Raises
         OSError; no partial line remains then, and the caller may pass the same lines again."""
-        new = {line["custom_id"]: line for line in lines if line["custom_id"] not in self.answered}
+        new = {line["custom_id"]: line for line in lines if not self.has(digest_of(line["custom_id"]))}
         with self._lock:
             if self._output < 0:
                 return  # the controller is ending: these lines are asked again
@@ -54,6 +56,10 @@ class Answers:
                     _write_all(handle, b"".join(orjson.dumps(line) + b"\n" for line in mine))
                 for line in mine:  # now: if the other file has no room, these are not written twice
                     self._count(line, good)
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the line with this digest of its custom_id is answered."""
+        return digest in self._answered
 
     def close(self) -> None:
         """Waits for a write in progress."""
@@ -83,7 +89,7 @@ class Answers:
         return handle
 
     def _count(self, line: dict[str, Any], good: bool) -> None:
-        self.answered.add(line["custom_id"])
+        self._answered.add(digest_of(line["custom_id"]))
         if not good:
             self.failed += 1
             return

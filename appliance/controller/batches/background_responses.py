@@ -226,7 +226,7 @@ class BackgroundResponses:
             self.forget(response_id)
             return
         try:
-            answer = await self._asked(row, model)
+            answer, sent = await self._asked(row, model)
         except LineReturned as error:
             self._metering.give_back(keys.find(self._db, row.key_id) if row.key_id else None, _tokens(row))
             self._flying.pop(response_id, None)
@@ -247,13 +247,13 @@ class BackgroundResponses:
             raise
         else:
             self._flying.pop(response_id, None)
-            self._take(row, model, answer)
+            self._take(row, model, answer, sent)
         self._deaths.forget(response_id)
         self._claims.pop(response_id, None)
         self._tell_wants()
         self._wake.set()
 
-    async def _asked(self, row: ResponseRow, model: str) -> EngineAnswer:
+    async def _asked(self, row: ResponseRow, model: str) -> tuple[EngineAnswer, Sent]:
         """Raises LineReturned; ApiError where the earlier turns are gone."""
         if row.key_id and keys.is_revoked(self._db, row.key_id):
             raise ApiError(401, KEY_REVOKED)
@@ -268,16 +268,19 @@ class BackgroundResponses:
         self._set(row, {**orjson.loads(row.response), "status": "in_progress"}, status="in_progress")
         key = keys.find(self._db, row.key_id) if row.key_id else None
         body = salted(objects.engine_body(request, items), key.owner if key is not None else "")
-        self._sent[row.id] = row.key_id, Sent(URL, body, len(orjson.dumps(body)), time.monotonic())
+        sent = Sent(URL, body, len(orjson.dumps(body)), time.monotonic())
+        self._sent[row.id] = row.key_id, sent
         try:
             alone = self._deaths.goes_alone(row.id)
-            return await self._context.batch_engines.send(model, URL, body, new_id("req_"), alone=alone)
+            return await self._context.batch_engines.send(model, URL, body, new_id("req_"), alone=alone), sent
         finally:
             self._sent.pop(row.id, None)
 
-    def _take(self, row: ResponseRow, model: str, answer: EngineAnswer) -> None:
+    def _take(self, row: ResponseRow, model: str, answer: EngineAnswer, sent: Sent) -> None:
         key = keys.find(self._db, row.key_id) if row.key_id else None
-        self._metering.charge(key, model, [Charge(row.id, answer.version, answer.status, answer.body, _tokens(row))])
+        silent = sent if answer.silent else None
+        charge = Charge(row.id, answer.version, answer.status, answer.body, _tokens(row), silent=silent)
+        self._metering.charge(key, model, [charge])
         before = orjson.loads(row.response)
         if answer.status == 200:
             self._end(row, objects.answered(before, answer.body))

@@ -36,7 +36,8 @@ _UNBOUNDED = 1 << 20
 @dataclass(frozen=True, slots=True)
 class Charge:
     """One line that an engine has answered. estimated: tokens charged to its key's allowance when it was sent.
-    took_s: 0 if unknown. sequences: answers that it asked for at once."""
+    took_s: 0 if unknown. sequences: answers that it asked for at once. silent: the line, if its engine has not answered
+    in time."""
 
     custom_id: str
     version: str
@@ -45,6 +46,7 @@ class Charge:
     estimated: int
     took_s: float = 0.0
     sequences: int = 1
+    silent: Sent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,11 @@ class Metering:
         for charge in answered:
             used = tokens_of(charge.body)
             prompt, completion = used.get("input_tokens", 0), used.get("output_tokens", 0)
-            self._rate.answered(model, completion, charge.sequences, charge.took_s)
+            if charge.silent is None:
+                self._rate.answered(model, completion, charge.sequences, charge.took_s)
+            else:
+                (row,) = self.left("", model, [charge.silent])
+                prompt, completion = row["prompt_tokens"], row["completion_tokens"]
             if key is not None:
                 self._allowance(key).correct(charge.estimated, prompt + completion)
             rows.append(

@@ -14,7 +14,7 @@ import logging
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import orjson
 from anyio import to_thread
@@ -24,7 +24,7 @@ from appliance.controller.access.naming import resolve
 from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.deaths import Deaths, last_words
-from appliance.controller.batches.input_lines import Line, Lines
+from appliance.controller.batches.input_lines import Lines, digest_of
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent, asked_of
 from appliance.controller.batches.output_files import linked, remove_bytes
 from appliance.controller.context.context import ControllerContext
@@ -43,6 +43,7 @@ LOOK_EVERY_S = 0.5
 ROOM_EVERY_S = 2.0  # on a full disk
 _REFUSED_AT_ONCE = 1000
 _READ_AT_ONCE_BYTES = 256 << 10
+_EXPIRED_AT_ONCE_BYTES = 4 << 20  # on a thread
 _TASK_OF = {"/v1/embeddings": "embed"}
 _EXPIRED = {
     "code": "batch_expired",
@@ -65,7 +66,8 @@ class Turns(Protocol):
 
 
 class BatchWork:
-    """One batch. `left`: custom_ids not yet sent (or returned), in order; `flying`: tasks of those at engines;
+    """One batch. `left`: numbers of lines not yet sent (or returned), in order; `flying`: tasks of those at engines, by
+    custom_id;
     `stopped_by`: the key limit that holds back the next line, empty if none does."""
 
     def __init__(self, context: ControllerContext, batch_id: str, runner: Turns):
@@ -74,12 +76,12 @@ class BatchWork:
         self.key_id: str | None = None
         self.answers = Answers(context.batches_dir, batch_id)
         self.opened = False
-        self.left: deque[str] = deque()
+        self.left: deque[int] = deque()
         self.flying: dict[str, asyncio.Task[None]] = {}
         self.stopped_by = ""
         self.begun = False
         self.wake = asyncio.Event()
-        self._by_id: dict[str, Line] = {}
+        self._lines = Lines()
         self._deaths = Deaths()
         self._ready: list[dict[str, Any]] = []
         self._charges: list[Charge] = []
@@ -127,13 +129,13 @@ class BatchWork:
         if row.status == "validating":
             self._check_model(lines, row)
             if lines.errors:
-                self._set(status="failed", failed_s=time.time(), errors=lines.errors, total=len(lines.by_id))
+                self._set(status="failed", failed_s=time.time(), errors=lines.errors, total=len(lines))
                 return
-            self._set(status="in_progress", in_progress_s=time.time(), model=lines.model, total=len(lines.by_id))
+            self._set(status="in_progress", in_progress_s=time.time(), model=lines.model, total=len(lines))
         await to_thread.run_sync(self.answers.open)
         self.opened = True
-        self.model, self._by_id = lines.model or "", lines.by_id
-        self.left.extend(custom_id for custom_id in lines.by_id if custom_id not in self.answers.answered)
+        self.model, self._lines = lines.model or "", lines
+        self.left.extend(number for number in range(len(lines)) if not self.answers.has(lines.digest(number)))
         self._runner.tell_wants()
         await self._finish(await self._answer_lines())
 
@@ -254,29 +256,38 @@ class BatchWork:
         row, metering = self._row(), self._runner.metering
         key = metering.key_of(row)
         refusal = metering.refusal(key, self.model, row.expires_s)
+        size = 0
         if refusal is not None:
             for _ in range(min(len(self.left), _REFUSED_AT_ONCE)):
-                self._answered(self.left.popleft(), new_id("req_"), refusal.status, refusal.body)
+                line = self._lines[number := self.left.popleft()]
+                self._answered(self._request(source, number)["custom_id"], new_id("req_"), refusal.status, refusal.body)
+                if (size := size + line.size) > _READ_AT_ONCE_BYTES:
+                    return True
             return False
-        self.stopped_by, size = "", 0
+        self.stopped_by = ""
         for _ in range(min(len(self.left), self._runner.room(self))):
-            line = self._by_id[self.left[0]]
+            line = self._lines[self.left[0]]
             self.stopped_by = metering.waits_for(key, line.size // BYTES_PER_TOKEN)
             if self.stopped_by:
                 return False
-            custom_id = self.left.popleft()
-            source.seek(line.offset)
-            request = input_lines.parse(source.read(line.size))
+            number = self.left.popleft()
+            request = self._request(source, number)
+            custom_id = request["custom_id"]
             request["body"] = salted(request["body"], key.owner if key is not None else "")
             self.flying[custom_id] = asyncio.create_task(
-                self._send(custom_id, request), name=f"line of {self.batch_id}"
+                self._send(number, custom_id, request), name=f"line of {self.batch_id}"
             )
             self._runner.sent(self)
             if (size := size + line.size) > _READ_AT_ONCE_BYTES:
                 return True
         return False
 
-    async def _send(self, custom_id: str, request: dict[str, Any]) -> None:
+    def _request(self, source: BinaryIO, number: int) -> dict[str, Any]:
+        line = self._lines[number]
+        source.seek(line.offset)
+        return input_lines.parse(source.read(line.size))
+
+    async def _send(self, number: int, custom_id: str, request: dict[str, Any]) -> None:
         """Invariant: whatever comes of it, the line is no longer among those at engines, whose places are everybody's;
         the line is answered, left, or the batch fails of it."""
         request_id = new_id("req_")
@@ -287,16 +298,17 @@ class BatchWork:
                 self.model, request["url"], request["body"], request_id, alone=self._deaths.goes_alone(custom_id)
             )
             status, body, version = answer.status, answer.body, answer.version
+            silent = sent if answer.silent else None
         except LineReturned as error:
             if error.yielded or self._deaths.counted(custom_id):
                 metering = self._runner.metering
-                metering.give_back(metering.key_of(self._row()), self._by_id[custom_id].size // BYTES_PER_TOKEN)
+                metering.give_back(metering.key_of(self._row()), self._lines[number].size // BYTES_PER_TOKEN)
                 if self._deaths.goes_alone(custom_id):
-                    self.left.append(custom_id)
+                    self.left.append(number)
                 else:
-                    self.left.appendleft(custom_id)
+                    self.left.appendleft(number)
                 return
-            status, version = 502, ""
+            status, version, silent = 502, "", None
             body = error_object(last_words(str(error)), "server_error", None, "engines_died")
         except Exception as error:  # noqa: BLE001 - the batch raises it
             self._bug = error
@@ -305,9 +317,9 @@ class BatchWork:
             self._sent.pop(custom_id, None)
             self.flying.pop(custom_id, None)
             self._runner.returned(self)
-        estimated = self._by_id[custom_id].size // BYTES_PER_TOKEN
+        estimated = self._lines[number].size // BYTES_PER_TOKEN
         took_s, sequences = time.monotonic() - sent.at_s, asked_of(sent.url, sent.body, sent.size).sequences
-        self._charges.append(Charge(custom_id, version, status, body, estimated, took_s, sequences))
+        self._charges.append(Charge(custom_id, version, status, body, estimated, took_s, sequences, silent))
         self._answered(custom_id, request_id, status, body)
 
     def _answered(self, custom_id: str, request_id: str, status: int, body: Any) -> None:
@@ -325,9 +337,10 @@ class BatchWork:
         if ready:
             await self._append(ready)
             # After they are stored: lines lost in a crash are asked again, and nothing is charged twice.
-            answered = self.answers.answered
-            stored = [charge for charge in self._charges if charge.custom_id in answered]
-            self._charges = [charge for charge in self._charges if charge.custom_id not in answered]
+            stored, waiting = list[Charge](), list[Charge]()
+            for charge in self._charges:
+                (stored if self.answers.has(digest_of(charge.custom_id)) else waiting).append(charge)
+            self._charges = waiting
             self._runner.metering.charge(self._runner.metering.key_of(self._row()), self.model, stored)
         now_s = time.monotonic()
         if now_s - self._written_s >= self._context.config.progress_every_s:
@@ -350,13 +363,7 @@ class BatchWork:
     async def _finish(self, end: str) -> None:
         row = self._row()
         if end == "expired":
-            unanswered = [
-                {"id": new_id("batch_req_"), "custom_id": custom_id, "response": None, "error": _EXPIRED}
-                for custom_id in self._by_id
-                if custom_id not in self.answers.answered
-            ]
-            await self._append(unanswered)
-            self.left.clear()
+            await self._expire()
         if end == "completed" and row.status == "cancelling":
             end = "cancelled"  # cancellation arrived together with the last answer
         if end == "completed" and row.status != "finalizing":
@@ -378,6 +385,22 @@ class BatchWork:
                 **{f"{kind}_file_id": file.id for kind, file in made.items()},
             )
         remove_bytes(self._context.batches_dir, row.id)
+
+    async def _expire(self) -> None:
+        """An error for each line that has no answer. Their custom_ids are read some at a time."""
+        self.left.clear()
+        unanswered = deque(n for n in range(len(self._lines)) if not self.answers.has(self._lines.digest(n)))
+        with open(self._input_path(self._row()), "rb") as source:
+            while unanswered:
+                some, size = [], 0
+                while unanswered and size < _EXPIRED_AT_ONCE_BYTES:
+                    some.append(unanswered.popleft())
+                    size += self._lines[some[-1]].size
+                ids = await to_thread.run_sync(lambda some=some: [self._request(source, n)["custom_id"] for n in some])
+                made = [
+                    {"id": new_id("batch_req_"), "custom_id": one, "response": None, "error": _EXPIRED} for one in ids
+                ]
+                await self._append(made)
 
     # --- the row
 

@@ -51,7 +51,7 @@ class DataWork:
                 del self._waiting[owner], self._turns[owner]
 
     async def look(self) -> None:
-        """Check the uploads that wait for it, the oldest first."""
+        """Check the uploads that wait for it, the smallest first."""
         db = self._context.db
         while (row := files.unchecked(db)) is not None:
             request = check_request(self._context, [row], {})

@@ -72,13 +72,14 @@ class ModelAnswers:
                 continue
             try:
                 alone = deaths.goes_alone(question)
-                answer, took_s = await self._sent(key, model, salted(body, key.owner if key else ""), alone)
+                answer, sent = await self._sent(key, model, salted(body, key.owner if key else ""), alone)
             except LineReturned as error:
                 self._metering.give_back(key, tokens)
                 if error.yielded or deaths.counted(question):
                     continue
                 return ModelAnswer(model=model, error=last_words(str(error)))
-            charge = Charge("", answer.version, answer.status, answer.body, tokens, took_s)
+            took_s, silent = time.monotonic() - sent.at_s, sent if answer.silent else None
+            charge = Charge("", answer.version, answer.status, answer.body, tokens, took_s, silent=silent)
             self._metering.charge(key, model, [charge])
             return _read(model, answer)
 
@@ -95,13 +96,12 @@ class ModelAnswers:
 
     async def _sent(
         self, key: KeyRow | None, model: str, body: dict[str, Any], alone: bool
-    ) -> tuple[EngineAnswer, float]:
+    ) -> tuple[EngineAnswer, Sent]:
         """Raises LineReturned."""
-        began_s, sent = time.monotonic(), Sent(URL, body, len(orjson.dumps(body)), time.monotonic())
+        sent = Sent(URL, body, len(orjson.dumps(body)), time.monotonic())
         self._flying[model] += 1
         try:
-            answer = await self._context.batch_engines.send(model, URL, body, new_id("req_"), alone=alone)
-            return answer, time.monotonic() - began_s
+            return await self._context.batch_engines.send(model, URL, body, new_id("req_"), alone=alone), sent
         except asyncio.CancelledError:
             # Whoever gives up pays for what was computed meanwhile.
             self._metering.pay(self._metering.left(key.id if key else "", model, [sent]))

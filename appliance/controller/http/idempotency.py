@@ -47,6 +47,7 @@ NOT_ONCE: Mapping[str, str] = {
     "/v1/evals/{eval_id}/runs/{run_id}/cancel": _AGAIN_SAME,
     "/v1/gates/{gate_id}/cancel": _AGAIN_SAME,
     "/v1/pipelines": _AGAIN_SAME,
+    "/v1/sweeps/{sweep_id}/cancel": _AGAIN_SAME,
     "/v1/pipelines/{name}/schedule": _AGAIN_SAME,
     "/v1/pipelines/{name}/runs": "one at a time: while the first goes on, a second attempt is refused and names it",
     "/v1/pipeline_runs/{run_id}/cancel": _AGAIN_SAME,

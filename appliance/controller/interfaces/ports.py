@@ -279,11 +279,13 @@ class BatchCapacity:
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """body: the answer's JSON. version: of the replica that gave it, empty if none did."""
+    """body: the answer's JSON. version: of the replica that gave it, empty if none did. silent: it did not answer in
+    time, and was left; what it has computed is to be paid for by the time."""
 
     status: int
     body: Any
     version: str = ""
+    silent: bool = False
 
 
 class LineReturned(Exception):

@@ -72,7 +72,10 @@ def with_fingerprint(body: bytes, fingerprint: str) -> bytes:
 
 
 class TokenRequest:
-    """Estimated prompt tokens of one request, its maximum completion tokens, and the number of sequences."""
+    """Estimated prompt tokens of one request, its maximum completion tokens, and the number of sequences. unseen: its
+    stream may have no event of what an engine writes: reasoning that is not wanted, calls of tools."""
+
+    unseen: bool = False
 
     def __init__(self, prompt_tokens: int, completion_tokens: int, sequences: int) -> None:
         self.prompt_tokens = prompt_tokens

@@ -141,6 +141,7 @@ CONTROL: tuple[Route, ...] = (
     _control("/v1/evals", "GET POST DELETE", _TUNE),
     _control("/v1/gates", "GET POST", _TUNE, posts_to=b"/cancel"),
     _control("/v1/pipelines", "GET POST DELETE", _TUNE),
+    _control("/v1/sweeps", "GET POST", _TUNE),
     _control("/v1/pipeline_runs", "GET POST", _TUNE, posts_to=b"/cancel"),
     _control("/v1/responses", "GET POST DELETE", _INF, name="stored responses", posts_to=b"/cancel"),
     _control(

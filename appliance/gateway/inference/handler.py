@@ -86,10 +86,20 @@ class InferenceHandler(Placement):
             self.state.acquit(attempt.choice)
         if self.answer.client is not None and not self.answer.client.write_paused:
             if now_s - attempt.progress_s > self.state.limits.upstream_silence_s:
-                self.state.metrics.events["upstream_silent"] += 1
-                log.warning("the engine was silent for too long", extra=self.request.ids)
-                self._drop_upstream(failed=True)
-                self._fail(errors.engine_failed(504))
+                self._silent()
+
+    def _silent(self) -> None:
+        """It waits no longer. Its engine is to blame if it gives no sign of life; else this request has waited in its
+        queue, or asked for a long answer, and pays as one whose client leaves. (Engines that were blamed took nobody's
+        requests for a while, and those who asked so much paid nothing.)"""
+        self.state.metrics.events["upstream_silent"] += 1
+        log.warning("the engine was silent for too long", extra=self.request.ids)
+        choice = self._attempt.choice
+        hangs = choice is not None and self.state.router.hangs(choice)
+        if not hangs:
+            self._left()
+        self._drop_upstream(failed=hangs)
+        self._fail(errors.engine_failed(504))
 
     # -- the engine's answer
 

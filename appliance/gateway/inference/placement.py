@@ -143,6 +143,8 @@ class Placement(Placeable):
     def _choose(self, now: float) -> Choice | None:
         """Use the canary for its share; the model takes requests that failed there or for which it has no capacity."""
         router, checked, attempt = self.state.router, self.checked, self._attempt
+        caller = self.request.caller
+        owner = caller.owner if caller is not None else ""
         pending, avoid, alone = checked.prompt_tokens, attempt.lost, attempt.alone
         if attempt.moved_from:
             avoid = (*avoid, attempt.moved_from)
@@ -150,20 +152,19 @@ class Placement(Placeable):
             if attempt.row not in router.models:
                 return None
             return router.choose(
-                attempt.row, checked.tokens, checked.stream, checked.prefix, now, pending, avoid, alone
+                attempt.row, checked.tokens, checked.stream, checked.prefix, now, pending, avoid, alone, owner
             )
         choice = None
         if not attempt.number:
             canary = None
             if router.models[checked.model].canary is not None:
-                caller = self.request.caller
                 canary = router.canary_for(checked.model, caller.id if caller else "", checked.conversation)
             if canary is not None:
                 choice = router.choose(
-                    canary, checked.tokens, checked.stream, checked.prefix, now, pending, avoid, alone
+                    canary, checked.tokens, checked.stream, checked.prefix, now, pending, avoid, alone, owner
                 )
         return choice or router.choose(
-            checked.model, checked.tokens, checked.stream, checked.prefix, now, pending, avoid, alone
+            checked.model, checked.tokens, checked.stream, checked.prefix, now, pending, avoid, alone, owner
         )
 
     def _connected(self, result: UpstreamConnection | OSError) -> None:
@@ -233,6 +234,9 @@ class Placement(Placeable):
             self.hold_refused(result)
             return
         attempt.ticket = result
+        before = state.holds.first(self.checked.model, alone=attempt.alone)
+        if before is not None and before.owner != result.owner:
+            state.place_held_soon(self.checked.model)  # who is before it may have the share that this one has not
         if self.request.spans is not None:
             self.request.spans.hold()
         state.metrics.events["held"] += 1

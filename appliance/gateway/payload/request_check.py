@@ -187,6 +187,8 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     checked = Checked(model, bool(stream), completion, sequences, body_bytes // 4, beginning)
     checked.asks_usage, checked.continuation, checked.ending = asks_usage, continuation, ending
     checked.cache_salt = _cache_salt(data.get("cache_salt"))
+    if data.get("include_reasoning") is False or data.get("tools"):
+        checked.asked.unseen = True
     if route.task == "embed" or route.name in (INPUT_TOKENS, COUNT_TOKENS):
         checked.asked.completion_tokens = 0
     if route.name == RESPONSES or route.name == INPUT_TOKENS:

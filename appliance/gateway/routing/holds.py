@@ -107,10 +107,20 @@ class Holds(Generic[T]):
             del self._queues[ticket.model, ticket.alone]
         return True
 
+    def has(self, ticket: Ticket[T]) -> bool:
+        owners = self._queues.get((ticket.model, ticket.alone))
+        queue = None if owners is None else owners.get(ticket.owner)
+        return queue is not None and ticket.serial in queue
+
     def first(self, model: str, *, alone: bool = False) -> Ticket[T] | None:
         """The longest waiting ticket of the owner whose turn it is; it stays queued."""
         owners = self._queues.get((model, alone))
         return next(iter(next(iter(owners.values())).values())) if owners else None
+
+    def turns(self, model: str, *, alone: bool = False) -> list[Ticket[T]]:
+        """The longest waiting ticket of each owner, in the order of their turns."""
+        owners = self._queues.get((model, alone))
+        return [] if owners is None else [next(iter(queue.values())) for queue in owners.values()]
 
     def held(self, model: str) -> int:
         return sum(

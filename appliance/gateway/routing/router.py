@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from scheduler.core.routing_rules import PENDING_TO_TOTAL
@@ -93,8 +93,8 @@ class Model:
 class Load:
     """What this gateway has outstanding on one replica. tokens: estimated prompt plus completion tokens; pending:
     prompt tokens of requests without a first token, as far as visible: until the end where nothing is streamed.
-    trial: the request that stands trial there, if any (inference/retry.py); convicted_s: when the last one did as its
-    engine died."""
+    owners: requests by who asks. trial: the request that stands trial there, if any (inference/retry.py); convicted_s:
+    when the last one did as its engine died."""
 
     inflight: int = 0
     streams: int = 0
@@ -102,6 +102,7 @@ class Load:
     pending: int = 0
     failures: int = 0
     suspect_until_s: float = 0.0
+    owners: dict[str, int] = field(default_factory=dict)
     trial: Choice | None = None
     convicted_s: float = -math.inf
 
@@ -114,13 +115,16 @@ class Choice:
     """A request placed on a replica; pass it to `Router.end` exactly once. model: the row it was placed by, the
     canary's if the canary took it."""
 
-    def __init__(self, model: str, replica: Replica, tokens: int, pending: int, stream: bool, load: Load) -> None:
+    def __init__(
+        self, model: str, replica: Replica, tokens: int, pending: int, stream: bool, load: Load, owner: str = ""
+    ) -> None:
         self.model = model
         self.replica = replica
         self.tokens = tokens
         self.pending = pending
         self.stream = stream
         self.load = load
+        self.owner = owner
 
 
 class Router:
@@ -132,6 +136,10 @@ class Router:
 
     def __init__(self, *, max_inflight: int) -> None:
         self.max_inflight = max_inflight
+        # The last quarter of a replica's places is for those who have few there: who has all of them keeps everybody
+        # else from an engine in whose queue owners take turns.
+        self._before_shares = max_inflight - max_inflight // 4
+        self._share = max_inflight // 16
         self.models: dict[str, Model] = {}
         self.loads: dict[str, Load] = {}
         self._states: dict[str, tuple[str, str]] = {}
@@ -166,11 +174,13 @@ class Router:
         pending: int = 0,
         avoid: tuple[str, ...] = (),
         alone: bool = False,
+        owner: str = "",
     ) -> Choice | None:
         """Place a request; None if no replica of the model can take it now. Raises KeyError: unknown model.
 
         prefix: returns the beginning of the prompt; called only if there is a choice. pending: its prompt's tokens.
-        avoid: replicas that take it only if no other can. alone: it stands trial, where no other request does."""
+        avoid: replicas that take it only if no other can. alone: it stands trial, where no other request does.
+        owner: who asks."""
         best: Replica | None = None
         best_load: Load | None = None
         usable: list[tuple[Replica, Load]] = []
@@ -181,6 +191,8 @@ class Router:
                     continue
                 load = loads[replica.id]
                 if load.inflight >= self.max_inflight or load.suspect_until_s > now_s:
+                    continue
+                if load.inflight >= self._before_shares and load.owners.get(owner, 0) >= self._share:
                     continue
                 if alone and load.trial is not None:
                     continue
@@ -200,7 +212,8 @@ class Router:
         best_load.streams += stream
         best_load.tokens += tokens
         best_load.pending += pending
-        choice = Choice(name, best, tokens, pending, stream, best_load)
+        best_load.owners[owner] = best_load.owners.get(owner, 0) + 1
+        choice = Choice(name, best, tokens, pending, stream, best_load, owner)
         if alone:
             best_load.trial = choice
         return choice
@@ -226,6 +239,9 @@ class Router:
         load.inflight -= 1
         load.streams -= choice.stream
         load.tokens -= choice.tokens
+        left = load.owners.pop(choice.owner, 0) - 1
+        if left > 0:
+            load.owners[choice.owner] = left
         self.started(choice)
         self.acquit(choice)
         if load.inflight:
@@ -241,6 +257,12 @@ class Router:
         load = choice.load
         load.suspect_until_s = now_s + min(SUSPECT_FIRST_S * 2**load.failures, SUSPECT_MAX_S)
         load.failures = min(load.failures + 1, 16)
+
+    def hangs(self, choice: Choice) -> bool:
+        """Whether its replica gives no sign of life, as the table says now, or is gone."""
+        model = self.models.get(choice.model)
+        rows = [] if model is None else [row for row in model.replicas if row.id == choice.replica.id]
+        return not rows or rows[0].avoid
 
     def died(self, choice: Choice, now_s: float) -> bool:
         """The engine died. True unless another request stood trial there, so that it died of that one."""

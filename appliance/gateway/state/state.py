@@ -149,29 +149,32 @@ class State:
     def ended(self, choice: Choice) -> None:
         """A request left its replica."""
         self.on_change(self.router.end(choice))
-        self._place_held_soon(choice.model)
+        self.place_held_soon(choice.model)
 
     def acquit(self, choice: Choice) -> None:
         """A request stands trial on its replica no longer: the next one may."""
         self.router.acquit(choice)
-        self._place_held_soon(choice.model)
+        self.place_held_soon(choice.model)
 
-    def _place_held_soon(self, model: str) -> None:
+    def place_held_soon(self, model: str) -> None:
         if self.holds.count and self.holds.held(model):
             asyncio.get_running_loop().call_soon(self.place_held, model)
 
     def place_held(self, model: str) -> None:
-        """Place waiting requests while a replica takes them."""
+        """Place waiting requests while a replica takes them: of owners in turn, but for those who have their share."""
         for alone in (False, True):
-            for _ in range(_PLACED_AT_ONCE):
-                ticket = self.holds.first(model, alone=alone)
-                if ticket is None:
+            wait: set[str] = set()
+            left = _PLACED_AT_ONCE
+            while tickets := [one for one in self.holds.turns(model, alone=alone) if one.owner not in wait]:
+                if left <= 0:
+                    asyncio.get_running_loop().call_soon(self.place_held, model)
                     break
-                ticket.item.place()
-                if self.holds.first(model, alone=alone) is ticket:
-                    break
-            else:
-                asyncio.get_running_loop().call_soon(self.place_held, model)
+                for ticket in tickets:
+                    ticket.item.place()
+                    if self.holds.has(ticket):
+                        wait.add(ticket.owner)
+                    else:
+                        left -= 1
 
     # -- what is said of a request once it is over
 

@@ -57,8 +57,8 @@ def update(db: Database, file_id: str, **changes: Any) -> None:
 
 
 def unchecked(db: Database) -> FileRow | None:
-    """The oldest whose data waits for its check."""
-    return db.one(FileRow, "SELECT * FROM files WHERE check_status = 'waiting' ORDER BY created_s LIMIT 1")
+    """The smallest whose data waits for its check: nobody waits for another's gigabytes."""
+    return db.one(FileRow, "SELECT * FROM files WHERE check_status = 'waiting' ORDER BY bytes, created_s LIMIT 1")
 
 
 def expired(db: Database, *, now_s: float) -> list[FileRow]:

@@ -88,6 +88,18 @@ def devices_held(db: Database, job_id: str, devices: int, now_s: float) -> None:
             db.execute("INSERT INTO device_time (job_id, devices, from_s) VALUES (?, ?, ?)", [job_id, devices, now_s])
 
 
+def device_s(db: Database, job_ids: list[str], now_s: float) -> float:
+    """Seconds of devices that these jobs have held, together."""
+    found = 0.0
+    for job_id in job_ids:
+        (held,) = db.execute(
+            "SELECT coalesce(sum(devices * max(0, coalesce(to_s, ?2) - from_s)), 0) FROM device_time WHERE job_id = ?1",
+            [job_id, now_s],
+        ).fetchone()
+        found += held
+    return found
+
+
 def close_left_open(db: Database, running: set[str]) -> None:
     """After a restart, note that jobs which do not run held their devices until the last step that they reported."""
     marks = ", ".join("?" * len(running))

@@ -17,7 +17,7 @@ from appliance.bundle.carried import machine
 from appliance.bundle.carried.archive import END, MANIFEST, SIGNATURE, Bundle
 from appliance.bundle.carried.errors import BadSignature, CutShort, NotWhole, Refused, Unusable
 from appliance.bundle.carried.releases import Release, Releases
-from tests.bundle_support import bundle, run
+from tests.bundle_support import bundle, pip_wheel, run
 
 
 @pytest.fixture(autouse=True)
@@ -213,6 +213,22 @@ def test_a_release_that_does_not_import_is_none(key, tmp_path):
     assert Releases(tmp_path / "opt").all() == [] and Releases(tmp_path / "opt").current is None
 
 
+def test_the_compiled_gateway_the_pages_and_the_unit_come_to_their_places(key, tmp_path):
+    """Where the gateway looks for its compiled form depends on the very Python: its own code is asked."""
+    asked = "import sys\nfrom pathlib import Path\n\n\ndef directory():\n    return Path(sys.prefix) / 'lib' / 'made'\n"
+    modules = {"appliance/gateway/__init__.py": "", "appliance/gateway/compiled.py": asked}
+    (tmp_path / "a.so").write_text("compiled")
+    (tmp_path / "unit").write_text("ExecStart=/opt/appliance/.venv/bin/appliance up\n")
+    names = {"gateway/http/a.so": "a.so", "share/appliance.service": "unit", "share/docs/offline.md": "a.so"}
+    further = {name: tmp_path / file for name, file in names.items()}
+    run("sh", bundle(tmp_path, "1.0", key, modules=modules, further=further), "install", tmp_path / "opt")
+    release = tmp_path / "opt" / "releases" / "1.0"
+    assert (release / "venv" / "lib" / "made" / "http" / "a.so").read_text() == "compiled"
+    assert (release / "share" / "docs" / "offline.md").is_file()
+    started = (release / "share" / "appliance.service").read_text()
+    assert started == f"ExecStart={tmp_path}/opt/current/venv/bin/appliance up\n"
+
+
 def test_the_oldest_c_library_is_that_of_the_neediest_wheel():
     names = ["a-1-py3-none-any.whl", "b-1-cp311-cp311-manylinux_2_17_x86_64.manylinux2014_x86_64.whl"]
     assert wheels.oldest_glibc(names) == "2.17"
@@ -226,20 +242,37 @@ def test_the_build_and_its_lock_are_those_of_this_environment():
     assert wheels.build_here(main.make.PROJECT) in found
 
 
-def test_the_appliances_wheel_has_every_file_of_its_packages(tmp_path):
-    version = wheels.copy_sources(main.make.PROJECT, tmp_path / "sources", "7.8.9")
-    assert version == "7.8.9"
-    wheels.own_wheel(tmp_path / "sources", tmp_path)
-    names = set(zipfile.ZipFile(tmp_path / "appliance-7.8.9-py3-none-any.whl").namelist())
+def test_a_bundle_of_this_checkout_has_what_it_takes(key, tmp_path, monkeypatch, capsys):
+    """But for the packages of the lock, which are the registry's to give."""
+    monkeypatch.setattr(wheels, "collect", lambda lock, folder, work: pip_wheel(folder))
+    key.write(tmp_path / "k")
+    target = tmp_path / "made.run"
+    options = ["--key", str(tmp_path / "k"), "--version", "3.2.1", "--build", "cpu"]
+    assert main.main(["--json", "make", str(target), *options]) == 0, capsys.readouterr().err
+    told = json.loads(capsys.readouterr().out)
+    with Bundle(target) as found, zipfile.ZipFile(target) as archive:
+        found.verify([key.public])
+        assert (found.manifest.version, found.manifest.build, told["signer"]) == ("3.2.1", "cpu", key.public.name)
+        assert "libnuma.so.1" in found.manifest.system["libraries"] and "transformers/models" in found.manifest.skip
+        bill = json.loads(archive.read("SBOM.cdx.json"))
+        assert bill["metadata"]["component"]["version"] == "3.2.1" and len(bill["components"]) > 100
+        assert {"share/docs/offline.md", "share/appliance.service"} <= found.manifest.files.keys()
+        with archive.open("wheels/appliance-3.2.1-py3-none-any.whl") as own:
+            names = set(zipfile.ZipFile(own).namelist())
     wanted = {
         path.relative_to(main.make.PROJECT).as_posix()
         for package in wheels.PACKAGES
         for path in (main.make.PROJECT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert wanted - names == set()
+    assert wanted - names == set(), "every file of the packages is in the appliance's wheel"
+    assert main.main(["make", str(target), "--key", str(tmp_path / "k"), "--build", "none"]) == 1
+    assert "there are cpu, cuda" in capsys.readouterr().err
+
+
+def test_a_version_is_numbers(tmp_path):
     with pytest.raises(Unusable, match="--version"):
-        wheels.copy_sources(main.make.PROJECT, tmp_path / "again", "../../etc")
+        wheels.copy_sources(main.make.PROJECT, tmp_path, "../../etc")
 
 
 def test_the_current_release_and_the_one_before_stay(tmp_path):

@@ -230,7 +230,7 @@ def test_a_box_is_started_again_as_it_was(tmp_path, data_dir, monkeypatch):
 def test_a_supervised_box_is_left_to_its_supervisor_and_one_in_a_terminal_refused(tmp_path, data_dir, monkeypatch):
     process(tmp_path, data_dir, monkeypatch, "/dev/null", "0::/system.slice/appliance.service")
     assert Running.on(data_dir).detached is False
-    (tmp_path / "proc" / "77" / "cgroup").write_text("0::/user.slice/session-1.scope")
+    (tmp_path / "proc" / "77" / "cgroup").write_text("0::/user.slice/user@1000.service/app.slice/terminal-1.scope\n")
     with pytest.raises(Refused, match="in the foreground"):
         Running.on(data_dir)
 

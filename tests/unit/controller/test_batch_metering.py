@@ -153,6 +153,20 @@ async def test_however_a_batch_ends_it_pays_for_the_lines_that_engines_were_at(c
     assert of_key.requests == 2 and of_key.prompt_tokens > 20
 
 
+async def test_a_line_whose_engine_does_not_answer_in_time_is_paid_for_by_the_time(control: Control):
+    as_key(control)
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer | None:
+        return EngineAnswer(504, {"error": {"message": "late", "code": "engine_timeout"}}, "v1", silent=True)
+
+    engines(control).rule = rule
+    control.app.state.batches.metering._rate.answered("starter", 10**9, 1, 1.0)
+    batch = await ended(control, await begun(control, [line(n) for n in range(2)]))
+    assert batch.status == "completed" and batch.request_counts.failed == 2 and len(engines(control).sent) == 2
+    of_key = spent(control)["batcher"]
+    assert (of_key.requests, of_key.errors) == (2, 2) and of_key.prompt_tokens > 20 and of_key.completion_tokens > 1000
+
+
 async def test_a_batch_whose_answers_cannot_be_written_pays_for_what_was_computed(control: Control, monkeypatch):
     """One line was answered, and an engine was at the other."""
     as_key(control)

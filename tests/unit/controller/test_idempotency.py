@@ -50,6 +50,8 @@ async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[
         "completion_window": "24h",
     }
     job = {"model": "starter", "training_file": await control.upload()}
+    data = {**job, "validation_file": job["training_file"]}
+    sweep = {"name": "a", "device_hours": 1, "train": data, "grid": {"n_epochs": [1, 2]}}
     window = {"policy": "serve", "cron": "0 6 * * *", "for_s": 60.0}
     asked = {"model": "starter", "input": "1", "background": True}
     run = {"data_source": given(("yes", "yes"))}
@@ -64,6 +66,7 @@ async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[
         ),
         "/v1/batches": ("/v1/batches", {"json": batch}, {"json": batch | {"metadata": {"a": "b"}}}),
         "/v1/fine_tuning/jobs": ("/v1/fine_tuning/jobs", {"json": job}, {"json": job | {"suffix": "b"}}),
+        "/v1/sweeps": ("/v1/sweeps", {"json": {"spec": sweep}}, {"json": {"spec": sweep | {"name": "b"}}}),
         "/v1/responses": ("/v1/responses", {"json": asked}, {"json": asked | {"input": "2"}}),
         "/v1/evals": ("/v1/evals", {"json": one}, {"json": one | {"name": "b"}}),
         "/v1/evals/{eval_id}/runs": (f"/v1/evals/{eval_id}/runs", {"json": run}, {"json": run | {"name": "b"}}),
@@ -117,6 +120,7 @@ BOUNDS: dict[str, dict[str, int] | str] = {
     "/v1/evals/{eval_id}/runs": {"eval_runs": 0},
     # Each where it says so.
     "/v1/pipelines": "MAX_PIPELINES of an owner: test_pipelines.py",
+    "/v1/sweeps": "MAX_RUNNING and KEPT of an owner: test_sweeps.py",
     "/v1/pipelines/{name}/runs": "one of a pipeline goes on, and RUNS_KEPT that have ended: test_pipelines.py",
     "/v1/uploads/{upload_id}/parts": "MAX_PARTS of an upload: test_uploads.py",
     "/v1/models/{name:path}/share": "MAX_SHARED_WITH of a model: test_owners.py",

@@ -16,9 +16,9 @@ from appliance.controller.openai import model_routes
 from appliance.controller.responses import stored
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.store.objects import gates, jobs, models, pipelines
+from appliance.store.objects import gates, jobs, models, pipelines, sweeps
 from appliance.store.records import keys, usage
-from appliance.store.rows import GateRow
+from appliance.store.rows import GateRow, SweepRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_batches import begun, engines, line, until
 from tests.unit.controller.test_responses import copy, name, send
@@ -47,6 +47,12 @@ class InBody:
 
 
 _RUN = {"data_source": {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {"a": "1"}}]}}}
+_SWEEP = {
+    "name": "n",
+    "device_hours": 1,
+    "grid": {"n_epochs": [1, 2]},
+    "train": {"model": "starter", "training_file": "{own file}", "validation_file": "{file}"},
+}
 # What a gateway lets nobody through to: asked by processes of the box alone.
 CLOSED = {("GET", "/internal/responses/context"), ("POST", "/internal/responses")}
 LIST, NOTHING, ADMINS, READERS, SCRAPE, OWN, SELF = "list", "nothing", "admins", "readers", "scrape", "own", "self"
@@ -123,6 +129,10 @@ JUDGED: dict[tuple[str, str], Any] = {
     ("GET", "/v1/pipelines/{name}/runs"): Named({"name": "pipeline"}),
     ("POST", "/v1/pipelines/{name}/runs"): Named({"name": "pipeline"}),
     ("POST", "/v1/pipelines/{name}/schedule"): Named({"name": "pipeline"}, {"on": False}),
+    ("GET", "/v1/sweeps"): LIST,
+    ("POST", "/v1/sweeps"): Named({}, {"spec": _SWEEP}),
+    ("GET", "/v1/sweeps/{sweep_id}"): Named({"sweep_id": "sweep"}),
+    ("POST", "/v1/sweeps/{sweep_id}/cancel"): Named({"sweep_id": "sweep"}),
     ("GET", "/v1/pipeline_runs/{run_id}"): Named({"run_id": "pipeline run"}),
     ("POST", "/v1/pipeline_runs/{run_id}/cancel"): Named({"run_id": "pipeline run"}),
     ("POST", "/v1/models/{name:path}/share"): Named({"name": "model"}, {"owners": ["carol"]}),
@@ -269,6 +279,9 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     return People(headers(alice), headers(desktop), objects, own_file)
 
 
+_KEPT = {"first": 0.1, "keep_one_in": 3}
+
+
 async def piped(control: Control, file_id: str, job_id: str, key_id: str) -> dict[str, str]:
     gate = GateRow("gate_of_bobs_job_123456", 1.0, job_id, "m", key_id=key_id, owner="bob")
     gates.insert(control.db, gate)
@@ -276,7 +289,8 @@ async def piped(control: Control, file_id: str, job_id: str, key_id: str) -> dic
     made = (await control.http.post("/v1/pipelines", json={"spec": spec})).json()["id"]
     run = (await control.http.post(f"/v1/pipelines/{made}/runs")).json()["id"]
     pipelines.update_run(control.db, run, state="succeeded")
-    return {"gate": gate.id, "pipeline": made, "pipeline run": run}
+    sweeps.insert(control.db, SweepRow("sweep_of_bobs_123456", "n", 1.0, key_id, "bob", spec=_KEPT, state="succeeded"))
+    return {"gate": gate.id, "pipeline": made, "pipeline run": run, "sweep": "sweep_of_bobs_123456"}
 
 
 async def evaluated(control: Control) -> dict[str, str]:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance.controller.jobs.events import JobEvents
+from appliance.controller.jobs.gate_request import GateRequest
 from appliance.controller.pipelines import pipeline_routes
 from appliance.controller.pipelines import runner as pipeline_runner
+from appliance.controller.pipelines.spec import PipelineSpec, job_of
+from appliance.controller.sweeps.spec import SweepSpec, trials_of
 from appliance.store.objects import files, gates, jobs, models, pipelines
 from appliance.store.records import audit, keys
 from appliance.store.rows import KeyRow, PipelineRunRow
@@ -373,6 +378,22 @@ async def test_what_cannot_be_a_pipeline_is_refused_in_words(control: Control, f
     assert answer.status_code == 403
     await put(control, data=data)
     assert (await post(control, "pipelines/nightly/schedule", {"on": True}, 409))["error"]["code"] == "no_schedule"
+
+
+def documented(page: str) -> list[dict[str, Any]]:
+    text = (Path(__file__).parents[3] / "docs" / page).read_text()
+    return [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", text, re.S)]
+
+
+def test_what_the_documents_show_is_what_the_box_takes():
+    (nightly,) = documented("pipelines.md")
+    spec = PipelineSpec.model_validate(nightly)
+    gate = job_of(spec, "file-1").gate
+    assert gate is not None and gate.then == "canary" and gate.suites[0].better_by == 0
+    (rates,) = documented("sweeps.md")
+    assert len(trials_of(SweepSpec.model_validate(rates))) == 6
+    (terms,) = documented("gates.md")
+    assert GateRequest.model_validate(terms).suites[0].not_worse_by == 0.02
 
 
 async def test_a_pipeline_is_its_owners(control: Control):

@@ -278,6 +278,32 @@ async def test_silent_engine_times_out(start_box: Start) -> None:
     await asyncio.wait_for(box.engines["e0"].lost.wait(), 10)
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_who_asks_so_much_that_its_engine_is_silent_pays_and_the_engine_takes_others(
+    start_box: Start, hangs: bool
+) -> None:
+    """Its engine was avoided for a moment, by everybody: requests that came to that one after the other kept the only
+    engine of a model from all others, and paid nothing."""
+    box = await start_box(limits={"upstream_silence_s": 0.05})
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await asyncio.sleep(60)
+
+    await box.engine("e0", script)
+    box.serve("m", "e0")
+    if hangs:
+        box.models["m"]["replicas"][0]["avoid"] = True
+        box.apply()
+    box.state.spending._rate.answered("m", 1_000_000, 1, 1.0)
+    assert (await box.ask("POST", "/v1/chat/completions", chat(max_tokens=300))).status == 504
+    (row,) = box.state.spending.meter.take()
+    assert (row["prompt_tokens"] > 0, row["completion_tokens"]) == ((False, 0) if hangs else (True, 300))
+    assert (box.state.router.loads["e0"].failures == 1) is hangs
+    if not hangs:
+        box.engines["e0"].script = answer_chat
+        assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+
+
 @pytest.mark.parametrize("when", ["before the head", "mid-stream"])
 async def test_leaving_client_aborts_the_engine_at_once(box: Box, when: str) -> None:
     async def script(request: UpstreamRequest, reply: Reply) -> None:

@@ -26,6 +26,8 @@ from .conftest import KEY, Box, Start, chat, request_bytes
 from .test_continuation import completion, events, greedy_engine, text_of
 from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events, sends
 
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+
 # --- the bucket
 
 
@@ -425,6 +427,21 @@ def test_a_stream_that_its_client_let_stand_is_paid_for_by_the_time(unread: bool
     spending.account(request, 10.0)
     (row,) = spending.meter.take()
     assert (row["prompt_tokens"], row["completion_tokens"]) == (7, completion)
+
+
+@pytest.mark.parametrize("hides", [{"include_reasoning": False}, TOOLS, {}])
+async def test_a_stream_that_is_left_pays_for_what_it_does_not_show(box: Box, hides: dict[str, Any]) -> None:
+    """An engine writes no event of reasoning that is not wanted: thousands of tokens were free to who left in time."""
+    box.state.spending._rate.answered("m", 100, sequences=1, took_s=1.0)
+    box.engines["e0"].script = sends(*chat_events("a", "b", done=False), ends=False)
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True, **hides)))
+    await box.until(lambda: any(r.stream_events == 2 for c in box.state.connections if (r := c.active_request)))
+    (conn,) = (conn for conn in box.state.connections if conn.active is not None)
+    conn.active._attempt.sent_s -= 3.0
+    wire.close()
+    await box.until(lambda: not any(conn.active for conn in box.state.connections))
+    assert (taken(box)["completion_tokens"] >= 300) is bool(hides)
 
 
 # --- bounds of one owner

@@ -237,6 +237,7 @@ def test_remote_code_is_refused(library, source, file):
         ({"architectures": None}, NotACheckpoint, "architectures"),
         ({"architectures": ["X; import os"]}, NotACheckpoint, "not a class name"),
         ({"architectures": ["ViTForImageClassification"]}, UnsupportedModel, "ViTForImageClassification"),
+        ({"speculators_config": {"verifier": {"name_or_path": "/etc"}}}, UnsupportedModel, "speculators_config"),
         ({"vocab_size": 33}, NotACheckpoint, r"shape \[32, 8\].*\[33, 8\]"),
         ({"num_hidden_layers": 3}, NotACheckpoint, r"layers\.2.*3 layers"),
     ],

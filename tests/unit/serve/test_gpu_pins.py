@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.kernel import KernelConfig
 from vllm.config.vllm import OPTIMIZATION_LEVEL_TO_CONFIG
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
+from vllm.platforms.interface import DeviceCapability
 from vllm.utils import deep_gemm
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.selector import AttentionSelectorConfig
 
+from runtime.devices.kinds import kind_of
 from serve.core.model_settings import ModelSettings
 from serve.core.spec import ReplicaSpec
 from serve.vllm.arguments import engine_arguments, engine_environment
+from serve.vllm.patches import prefer_ready_made
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +66,70 @@ def test_no_level_of_optimisation_turns_flashinfers_kernels_on_again(parser, lev
     assert configured(bare, defaults) == (level >= 2, level >= 1), "or vLLM has other defaults now: look what they run"
 
 
+def test_gated_delta_nets_read_prompts_by_tritons_kernels(parser, monkeypatch):
+    hopper = SimpleNamespace(
+        is_rocm=lambda: False, is_cuda=lambda: True, is_device_capability=lambda capability: capability == 90
+    )
+    monkeypatch.setattr(qwen_gdn_linear_attn, "current_platform", hopper)
+    text = SimpleNamespace(linear_key_head_dim=128, linear_value_head_dim=128)
+
+    def taken(arguments):
+        args = AsyncEngineArgs.from_cli_args(parser.parse_known_args(arguments)[0])
+        more = {} if args.gdn_prefill_backend is None else {"gdn_prefill_backend": args.gdn_prefill_backend}
+        config = SimpleNamespace(additional_config=more, model_config=SimpleNamespace(hf_text_config=text))
+        return qwen_gdn_linear_attn._resolve_gdn_prefill_backend(config)[1]
+
+    assert taken(engine_arguments(spec(), {}, None)) == "triton"
+    assert taken(["--model", "/v"]) == "flashinfer", "or vLLM has another default now: look what it compiles"
+
+
 def test_what_vllm_does_with_flashinfer_unless_told_otherwise_is_off(monkeypatch):
     for name, value in engine_environment(spec(), 8).items():
         monkeypatch.setenv(name, value)
     judged = {name: getattr(envs, name) for name in envs.environment_variables if "FLASHINFER" in name}
     on = {name for name, value in judged.items() if value is True}
     assert judged and on == set()
+
+
+@pytest.fixture
+def platform(monkeypatch):
+    """vLLM's for NVIDIA GPUs, with every attention backend at hand but FlashAttention where it reads no FP8."""
+    monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
+    module = importlib.import_module("vllm.platforms.cuda")
+    monkeypatch.setattr(module, "_get_attn_backend_class", lambda backend: SimpleNamespace(
+        validate_configuration=lambda **asked: ["no FP8"] * (
+            backend.name == "FLASH_ATTN" and asked["kv_cache_dtype"] == "fp8" and asked["device_capability"].major != 9
+        )
+    ))  # fmt: skip
+    yield type("Own", (module.NvmlCudaPlatform,), {})
+    del sys.modules[module.__name__]
+
+
+def taken(platform, capability, **asked):
+    model = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, block_size=None, **asked)
+    found, _ = platform.get_valid_backends(DeviceCapability(*capability), model, num_heads=32)
+    return min(found, key=lambda one: one.priority).backend.name
+
+
+@pytest.mark.parametrize(
+    ("capability", "asked", "before", "now"),
+    [
+        ((8, 0), {"kv_cache_dtype": "auto"}, "FLASH_ATTN", "FLASH_ATTN"),
+        ((8, 9), {"kv_cache_dtype": "fp8"}, "FLASHINFER", "TRITON_ATTN"),
+        ((9, 0), {"kv_cache_dtype": "fp8"}, "FLASH_ATTN", "FLASH_ATTN"),
+        ((10, 0), {"kv_cache_dtype": "auto"}, "FLASHINFER", "FLASH_ATTN"),
+        ((10, 0), {"kv_cache_dtype": "auto", "use_mla": True}, "FLASHINFER_MLA", "TOKENSPEED_MLA"),
+        ((12, 0), {"kv_cache_dtype": "fp8"}, "FLASHINFER", "TRITON_ATTN"),
+    ],
+)
+def test_no_attention_is_taken_that_nvcc_compiles_while_another_computes_the_model(
+    platform, capability, asked, before, now
+):
+    assert taken(platform, capability, **asked) == before, "or vLLM has another order now: look which are compiled"
+    prefer_ready_made(platform, kind_of("cuda").compiled_attention)
+    assert taken(platform, capability, **asked) == now
+    prefer_ready_made(platform, "")  # no other is left
+    assert taken(platform, capability, **asked) == now
 
 
 @pytest.mark.parametrize("told", [False, True])

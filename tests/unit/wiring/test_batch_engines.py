@@ -64,6 +64,22 @@ def test_lines_take_what_interactive_requests_leave(load, expected):
     assert room.lines == expected and bool(room.why) == (expected == 0)
 
 
+async def test_an_answer_that_takes_too_long_is_no_death_of_its_engine(tmp_path):
+    """It was asked again of a second engine, alone there, as if it had ended the first, and paid for by nobody."""
+    bus = Bus(tmp_path / "bus.sock", ControllerConfig(), first_generation=1)
+    alone = Circumstances("serve", False, 1)
+    made = SocketEngines(bus, ControllerConfig(), Limits(upstream_silence_s=0.05), str, lambda: alone, lambda: None)
+
+    async def script(request, reply):
+        await asyncio.sleep(60)
+
+    async with engine_of(tmp_path, script) as engine:
+        bus.set_models(table(("r1", engine.path, "open")))
+        answer = await made.send("starter", URL, BODY, "req_1")
+    await made.close()
+    assert (answer.status, answer.body["error"]["code"], answer.silent) == (504, "engine_timeout", True)
+
+
 def test_without_an_awake_engine_there_is_no_room():
     room = share.room({"starter"}, [], Load(), lines_per_engine=16, busy_inflight=4)
     assert room.lines == 0 and "awake" in room.why

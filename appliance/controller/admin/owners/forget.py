@@ -33,8 +33,9 @@ from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.models import removal as models
 from appliance.controller.pipelines.runner import PipelineRunner
+from appliance.controller.sweeps.runner import SweepRunner
 from appliance.store.chunks import little_by_little
-from appliance.store.objects import batches, evals, responses
+from appliance.store.objects import batches, evals, responses, sweeps
 from appliance.store.objects import files as file_rows
 from appliance.store.records import keys
 from appliance.store.records.session_keys import OWNER as BOX_ITSELF
@@ -63,6 +64,7 @@ def routes(
     evaluations: EvalRunner,
     judging: GateRunner,
     pipelining: PipelineRunner,
+    sweeping: SweepRunner,
 ) -> None:
     """Add the routes to the admin router."""
     db = context.db
@@ -151,6 +153,8 @@ def routes(
         for response_id in forgotten.ids(db, "responses", owner, "status IN ('queued', 'in_progress')"):
             if (row := responses.find(db, response_id)) is not None:
                 background.cancel(row)
+        for sweep in sweeps.running(db, owner):
+            await sweeping.cancel(sweep)
         for run_id in forgotten.ids(db, "pipeline_runs", owner, "state = 'running'"):
             pipelining.cancel(run_id)
         for gate_id in forgotten.ids(db, "gates", owner, "state NOT IN ('canary', 'ended')"):
@@ -179,7 +183,7 @@ def routes(
         await evaluations.delete(gone, within_s=None)
         await little_by_little(partial(forgotten.delete_some_parts, db, owner))
         await to_thread.run_sync(backup_copies.sweep, context.files_dir.parent)  # the whole database, of one killed
-        for table in ("uploads", "batches", "responses", "idempotency", "pipeline_runs", "pipelines"):
+        for table in ("uploads", "batches", "responses", "idempotency", "pipeline_runs", "pipelines", "sweeps"):
             await little_by_little(partial(forgotten.delete_some, db, owner, table))
 
     async def _delete_models(names: list[str], caller: Principal) -> list[str]:

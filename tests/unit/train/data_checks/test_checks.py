@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from tests.train_support.tiny import gsm8k
-from tests.unit.train.data_checks.made import chat, checked, write
+from tests.unit.train.data_checks.made import chat, checked, scanned, write
+from train.data_checks import likeness
 from train.data_checks.lengths import curve
 from train.data_checks.options import BadOption, CheckOptions
 from train.data_checks.process import CheckFailed, check_apart
 from train.data_checks.report import beyond
+from train.data_checks.scan import Source
 from train.data_checks.words import grams, words_of
 
 LONG = "The quick brown fox jumps over the lazy dog while the old man reads his newspaper under a tree in the park."
@@ -170,3 +172,16 @@ def test_a_hostile_line_costs_what_it_weighs(tmp_path, line):
     path.write_bytes(line + b"\n" + json.dumps(chat("a b", "c d")).encode() + b"\n")
     report = checked(path)
     assert report["examples"] == 2 and report["checks"]["bad_lines"]["count"] in (0, 1)
+
+
+def test_short_examples_that_share_a_band_with_a_long_one_do_not_have_it_read_again(tmp_path, monkeypatch):
+    """The permutations are known, so whoever has the words with the smallest values of a text shares its bands."""
+    whole = " ".join(f"w{n}" for n in range(3000))
+    path = write(tmp_path / "f.jsonl", chat("", whole), *(chat("", f"w{n} w{n + 1} w{n + 2}") for n in range(200)))
+    monkeypatch.setattr(likeness, "bands_of", lambda grams: np.ones(likeness.BANDS, np.uint32))
+    read = []
+    raw = Source.raw
+    monkeypatch.setattr(Source, "raw", lambda self, *place: read.append(place) or raw(self, *place))
+    assert scanned(path).found["near_duplicates"].count == 0
+    longest = [place for place in read if place[1] > 3000]
+    assert longest == [] and len(read) < 5 * 200

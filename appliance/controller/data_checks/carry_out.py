@@ -1,0 +1,155 @@
+"""Checks a file of the box and prepares new ones from it: for routes, and for whatever else has the box do so."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from anyio import to_thread
+
+from appliance.controller.access.model_access import caller_may_use, unknown_model
+from appliance.controller.access.naming import resolve
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.data_checks.asked import CheckAsked, PrepareAsked
+from appliance.controller.data_checks.data_work import DataWork, check_request, part_of
+from appliance.controller.files import storage
+from appliance.controller.interfaces.errors import BadRequest
+from appliance.controller.interfaces.principal import Principal
+from appliance.controller.jobs import settings
+from appliance.store.objects import files, job_records
+from appliance.store.rows import FileRow
+from train.data_checks.process import BadOption, CheckFailed
+from train.methods.methods import DEFAULT
+
+
+async def check_file(
+    context: ControllerContext, work: DataWork, row: FileRow, body: CheckAsked, caller: Principal
+) -> dict[str, Any]:
+    """The report, which also becomes that of the file. Raises ApiError: for what is asked, for what is wrong with the
+    file, and for one too many."""
+    with tempfile.TemporaryDirectory(prefix="check-") as folder:
+        options = await _options(context, body, caller, Path(folder))
+        report = await _run(work, row.owner, check_request(context, [row], options))
+    report |= _epoch(context, body, report)
+    if files.find(context.db, row.id, viewer=None, now_s=0) is not None:
+        files.update(context.db, row.id, data_check=report, check_status="done")
+    return report
+
+
+async def prepare_files(
+    context: ControllerContext,
+    work: DataWork,
+    body: PrepareAsked,
+    rows: list[FileRow],
+    ids: list[str],
+    caller: Principal,
+) -> dict[str, Any]:
+    """Makes new files of these ids, the second for a split, and returns their lineage. The first of `rows` is what is
+    prepared; the others are those of `body.mix`. Raises as `check_file`."""
+    places = [part_of(context.files_dir / one) for one in ids]
+    paths = {row.id: str(context.files_dir / row.id) for row in rows}
+    asked = {
+        **body.model_dump(include={"drop", "mask", "split", "order", "seed"}),
+        "mix": [[paths[one.file], one.share] for one in body.mix],
+    }
+    with context.quotas.receiving(caller) as took:
+        took(sum(row.bytes for row in rows))
+        try:
+            with tempfile.TemporaryDirectory(prefix="prepare-") as folder:
+                more = {
+                    "prepare": asked,
+                    "target": str(places[0]),
+                    "validation": str(places[1]) if len(places) > 1 else None,
+                }
+                options = await _options(context, body, caller, Path(folder))
+                made = await _run(work, rows[0].owner, check_request(context, rows, options, **more))
+            del made["report"]
+            made["id"] = ids[0]
+            made["check"] = body.model_dump(include=set(CheckAsked.model_fields), exclude_defaults=True)
+            made["asked"]["mix"] = [[one.file, one.share] for one in body.mix]
+            names = [_name(rows[0].filename, number) for number in range(len(ids))]
+            for number, one in enumerate(made["made"]):
+                one |= {"file": ids[number], "id": ids[number], "filename": names[number]}
+            new = [
+                await to_thread.run_sync(_row, one, place, rows[0], made, caller)
+                for one, place in zip(made["made"], places, strict=True)
+            ]
+            for row, place in zip(new, places, strict=True):
+                with storage.with_row(context, row.id):
+                    os.rename(place, context.files_dir / row.id)
+                    files.insert(context.db, row)
+        finally:
+            for place in places:
+                place.unlink(missing_ok=True)
+    return made
+
+
+def _row(made: dict[str, Any], path: Path, source: FileRow, lineage: dict[str, Any], caller: Principal) -> FileRow:
+    return FileRow(
+        id=made["id"],
+        filename=made["filename"],
+        purpose="fine-tune",
+        bytes=path.stat().st_size,
+        sha256=made["sha256"],
+        status="processed",
+        check_status="waiting",
+        lineage=lineage,
+        key_id=caller.key_id if source.owner == caller.owner else source.key_id,
+        owner=source.owner,
+        created_s=time.time(),
+    )
+
+
+def _name(filename: str, number: int) -> str:
+    stem = filename.rpartition(".")[0] or filename
+    return f"{stem}.prepared{'.valid' if number else ''}.jsonl"
+
+
+async def _run(work: DataWork, owner: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Raises BadRequest, and ApiError for one too many."""
+    try:
+        return await work.run(owner, request)
+    except BadOption as error:
+        raise BadRequest(f"{error}.", code="invalid_value") from error
+    except CheckFailed as error:
+        raise BadRequest(f"{error}.", code="invalid_training_file") from error
+
+
+async def _options(context: ControllerContext, body: CheckAsked, caller: Principal, folder: Path) -> dict[str, Any]:
+    """Options of a check as its process takes them. Raises BadRequest, NotFound."""
+    options: dict[str, Any] = body.model_dump(include={"max_tokens", "like", "leave_out", "method"}, exclude_none=True)
+    if body.model is not None:
+        base = resolve(context.db, body.model)
+        if base is None or not caller_may_use(context.db, caller, body.model):
+            raise unknown_model(body.model)
+        directory = settings.tokenizer_of(context, base)
+        if directory is None:
+            raise BadRequest(
+                f"The tokenizer of {base.name} is not on this box's disk now; ask again once the model is.",
+                param="model",
+                code="model_not_ready",
+            )
+        options |= {"model": str(directory)}
+        if "max_tokens" not in options and base.model.max_model_len:
+            options["max_tokens"] = base.model.max_model_len
+    if body.against is not None:
+        options["against"] = str(context.files_dir / storage.known_file(context, body.against, caller, "against").id)
+    if body.words is not None:
+        options["words"] = str(folder / "words.txt")
+        await to_thread.run_sync((folder / "words.txt").write_text, "\n".join(body.words))
+    return options
+
+
+def _epoch(context: ControllerContext, body: CheckAsked, report: dict[str, Any]) -> dict[str, Any]:
+    """{"epoch"} with the cost of one over all of it, at the speed that jobs like it have had here."""
+    if body.model is None:
+        return {}
+    hours = {}
+    for name, full in (("lora", False), ("full", True)):
+        speeds = job_records.device_speeds(context.db, body.model, body.method or DEFAULT.name, full)
+        hours[name] = report["tokens"]["total"] / median(speeds) / 3600 if speeds else None
+    return {"epoch": {"model": body.model, "device_hours": hours}}

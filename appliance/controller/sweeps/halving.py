@@ -1,0 +1,61 @@
+"""Which trials there are, and which go on: successive halving (K. Jamieson, A. Talwalkar, AISTATS 2016). Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """share: of the data. trials: how many take part."""
+
+    share: float
+    trials: int
+
+
+def grid(values: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination."""
+    return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
+
+
+def drawn(count: int, parameters: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
+    """So many, each parameter from its list of values or its range {"low", "high", "log", "integer"}."""
+    chance = random.Random(seed)  # noqa: S311 - a search
+    return [{name: _one(chance, among) for name, among in parameters.items()} for _ in range(count)]
+
+
+def _one(chance: random.Random, among: Any) -> Any:
+    if isinstance(among, Sequence):
+        return chance.choice(among)
+    low, high = among["low"], among["high"]
+    value = math.exp(chance.uniform(math.log(low), math.log(high))) if among.get("log") else chance.uniform(low, high)
+    return round(value) if among.get("integer") else float(f"{value:.3g}")
+
+
+def rounds(trials: int, first: float, keep_one_in: int) -> list[Round]:
+    """Each round has `keep_one_in` times the data of the one before and one in so many of its trials; the last has all
+    data, and begins early where one trial is left."""
+    found = [Round(first, trials)]
+    while found[-1].share < 1:
+        left = math.ceil(found[-1].trials / keep_one_in)
+        share = 1.0 if left == 1 else min(1.0, found[-1].share * keep_one_in)
+        found.append(Round(share, left))
+    return found
+
+
+def best(losses: Mapping[int, float | None], count: int) -> list[int]:
+    """Of the trials by number, the `count` with the least loss; none that has no finite one."""
+    known = [(loss, number) for number, loss in losses.items() if loss is not None and math.isfinite(loss)]
+    return [number for _, number in sorted(known)[:count]]
+
+
+def part(lines: int, share: float, seed: int, least: int) -> list[int]:
+    """Numbers of the lines of a part, in their order; a larger share has those of a smaller one."""
+    order = list(range(lines))
+    random.Random(seed).shuffle(order)  # noqa: S311 - a sample
+    return sorted(order[: max(least, math.ceil(share * lines))])

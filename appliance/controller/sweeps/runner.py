@@ -1,0 +1,261 @@
+"""Sees sweeps through: a look every few seconds makes the jobs of a round, reads what they came to, and says which go
+on. All that must outlive the controller is in the rows; a job is made in the transaction that writes it down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from appliance.controller.access.model_access import caller_of
+from appliance.controller.context.audit import record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.files import multipart, storage
+from appliance.controller.interfaces.errors import ApiError
+from appliance.controller.jobs.validation import JobValidation
+from appliance.controller.jobs.wanted import ask
+from appliance.controller.models import removal
+from appliance.controller.openai.new_job import insert_job
+from appliance.controller.sweeps import halving
+from appliance.controller.sweeps.halving import Round
+from appliance.controller.sweeps.spec import SweepSpec, job_of, trials_of
+from appliance.store.ids import new_id
+from appliance.store.objects import files, jobs, models, sweeps
+from appliance.store.records import keys, usage
+from appliance.store.rows import FileRow, PipelineRunState, SweepRow
+
+log = logging.getLogger("appliance.controller")
+LOOK_EVERY_S = 2.0
+LEAST_LINES = 16
+"""Of a part: less is no training data."""
+_LATER = (429, 507)
+
+
+class _Failed(Exception):
+    pass
+
+
+class SweepRunner:
+    def __init__(self, context: ControllerContext, validation: JobValidation):
+        self._context, self._db, self._validation = context, context.db, validation
+
+    async def look(self) -> None:
+        for row in sweeps.running(self._db):
+            with self._context.background.guard(f"sweep: {row.id}"):
+                await self._look_at(row)
+
+    async def _look_at(self, row: SweepRow) -> None:
+        spec = SweepSpec.model_validate(row.spec)
+        try:
+            if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
+                raise _Failed("the key of this sweep was revoked")
+            row = self._read(row)
+            spent_s = usage.device_s(self._db, _job_ids(row), time.time())
+            sweeps.update(self._db, row.id, spent_s=spent_s)
+            if spent_s >= spec.device_hours * 3600:
+                self._stop_jobs(row)
+                await self._end(self._read(row), spec, "succeeded", f"its {spec.device_hours:g} device-hours are spent")
+                return
+            await self._go_on(row, spec)
+        except ApiError as error:
+            if error.status_code not in _LATER:
+                await self._end(row, spec, "failed", error.message)
+            elif row.reason != error.message:
+                sweeps.update(self._db, row.id, reason=error.message)
+        except (_Failed, OSError) as error:
+            await self._end(row, spec, "failed", str(error))
+
+    async def _go_on(self, row: SweepRow, spec: SweepSpec) -> None:
+        """Raises ApiError, OSError, _Failed."""
+        plan = halving.rounds(len(row.trials), spec.first, spec.keep_one_in)
+        mine = [number for number, trial in enumerate(row.trials) if len(trial["jobs"]) > row.round]
+        chosen = self._chosen(row, plan)
+        if missing := [number for number in chosen if number not in mine]:
+            file_id = await self._part(row, spec, plan[row.round])
+            for number in missing:
+                self._begin(row.id, spec, number, file_id)
+            return
+        losses = {number: row.trials[number]["jobs"][row.round] for number in mine}
+        if any(one["state"] == "running" for one in losses.values()):
+            done = sum(one["state"] != "running" for one in losses.values())
+            reason = (
+                f"round {row.round + 1} of {len(plan)}: {done} of {len(mine)} trials on {plan[row.round].share:.2%}"
+            )
+            if reason != row.reason:
+                sweeps.update(self._db, row.id, reason=f"{reason} of the data")
+            await self._delete_models(row, keep=None)
+            return
+        if not halving.best({number: one["loss"] for number, one in losses.items()}, 1):
+            raise _Failed(f"no trial of round {row.round + 1} came to a loss")
+        if row.round + 1 == len(plan):
+            await self._end(row, spec, "succeeded", f"{len(plan)} rounds")
+            return
+        sweeps.update(self._db, row.id, round=row.round + 1)
+
+    def _chosen(self, row: SweepRow, plan: list[Round]) -> list[int]:
+        """The trials of the round that goes on."""
+        if row.round == 0:
+            return list(range(len(row.trials)))
+        before = row.round - 1
+        losses = {
+            number: trial["jobs"][before]["loss"]
+            for number, trial in enumerate(row.trials)
+            if len(trial["jobs"]) > before
+        }
+        return halving.best(losses, plan[row.round].trials)
+
+    def _begin(self, sweep_id: str, spec: SweepSpec, number: int, file_id: str) -> None:
+        """Raises ApiError."""
+        with self._db.transaction():
+            row = sweeps.find(self._db, sweep_id)
+            if row is None or row.state != "running":
+                return
+            caller = caller_of(self._db, row.key_id)
+            job = insert_job(self._context, job_of(spec, row.trials[number]["parameters"], file_id), caller)
+            trials = deepcopy(row.trials)
+            trials[number]["jobs"].append({"job_id": job.id, "state": "running", "loss": None})
+            sweeps.update(self._db, row.id, trials=trials)
+        self._validation.start(job.id)
+
+    def _read(self, row: SweepRow) -> SweepRow:
+        """What jobs have come to since the last look."""
+        trials = deepcopy(row.trials)
+        for one in (one for trial in trials for one in trial["jobs"] if one["state"] == "running"):
+            job = jobs.find(self._db, one["job_id"])
+            if job is None or job.finished:
+                ended_well = job is not None and job.phase == "succeeded"
+                one |= {
+                    "state": "succeeded" if ended_well else "failed",
+                    "loss": job.valid_loss if ended_well else None,
+                }
+        if trials != row.trials:
+            sweeps.update(self._db, row.id, trials=trials)
+        return sweeps.find(self._db, row.id) or row
+
+    # --- the data
+
+    async def _part(self, row: SweepRow, spec: SweepSpec, of: Round) -> str:
+        """The file with the share of a round, made once. Raises ApiError, OSError, _Failed."""
+        whole_id = str(spec.train["training_file"])
+        if of.share >= 1:
+            return whole_id
+        if (known := row.files.get(str(row.round))) is not None:
+            return known
+        caller = caller_of(self._db, row.key_id)
+        whole = files.find(self._db, whole_id, viewer=caller.viewer, now_s=time.time())
+        if whole is None:
+            raise _Failed(f"the file {whole_id} was deleted")
+        file_id = new_id("file-")
+        incoming = self._context.files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
+        with self._context.quotas.receiving(caller) as took:
+            took(whole.bytes)
+            try:
+                source = self._context.files_dir / whole.id
+                size = await self._context.file_work.run(row.owner, _write_part, source, incoming, of.share)
+                made: FileRow = await storage.described(
+                    self._context,
+                    file_id,
+                    incoming,
+                    filename=f"{row.id}.{row.round + 1}.jsonl",
+                    size=size,
+                    sha256=await asyncio.to_thread(storage.sha256_of, incoming),
+                    purpose="fine-tune",
+                    keep_s=None,
+                    caller=caller,
+                )
+                with storage.with_row(self._context, file_id):
+                    os.rename(incoming, self._context.files_dir / file_id)
+                    files.insert(self._db, made)
+                    sweeps.update(self._db, row.id, files={**row.files, str(row.round): file_id})
+            finally:
+                incoming.unlink(missing_ok=True)
+        return file_id
+
+    # --- ends
+
+    async def cancel(self, row: SweepRow) -> None:
+        """Idempotent."""
+        if row.state == "running":
+            self._stop_jobs(row)
+            await self._end(self._read(row), SweepSpec.model_validate(row.spec), "cancelled", "cancelled by request")
+
+    def _stop_jobs(self, row: SweepRow) -> None:
+        caller = caller_of(self._db, None)
+        for job_id in _job_ids(row):
+            job = jobs.find(self._db, job_id)
+            if job is not None and not job.finished:
+                ask(self._context, job.id, "cancel", caller)
+
+    async def _end(self, row: SweepRow, spec: SweepSpec, state: PipelineRunState, reason: str) -> None:
+        """The best is that of the latest round in which a trial came to a loss."""
+        self._stop_jobs(row)
+        found: list[int] = []
+        for at in range(row.round, -1, -1):
+            losses = {n: trial["jobs"][at]["loss"] for n, trial in enumerate(row.trials) if len(trial["jobs"]) > at}
+            if found := halving.best(losses, 1):
+                break
+        best = found[0] if found else None
+        with self._db.transaction():
+            now_s = time.time()
+            spent_s = usage.device_s(self._db, _job_ids(row), now_s)
+            sweeps.update(self._db, row.id, state=state, reason=reason, best=best, spent_s=spent_s, ended_s=now_s)
+            told = {"best": row.trials[best]["parameters"]} if best is not None else {}
+            caller = caller_of(self._db, row.key_id)
+            record(self._context, caller, "sweep.end", row.id, state=state, reason=reason, **told)
+            sweeps.forget_old(self._db, row.owner)
+        keep = row.trials[best]["jobs"][-1]["job_id"] if best is not None and state == "succeeded" else None
+        await self._delete_models(row, keep=keep)
+        for file_id in row.files.values():
+            if (made := files.find(self._db, file_id, viewer=None, now_s=0)) is not None:
+                storage.remove(self._context, made)
+
+    async def _delete_models(self, row: SweepRow, keep: str | None) -> None:
+        """Of jobs that have ended and are not of the round that goes on, or of all but `keep` once it has ended."""
+        caller = caller_of(self._db, row.key_id)
+        ended = (sweeps.find(self._db, row.id) or row).state != "running"
+        for trial in row.trials:
+            for at, one in enumerate(trial["jobs"]):
+                job = jobs.find(self._db, one["job_id"])
+                if job is None or not job.finished or one["job_id"] == keep or (not ended and at >= row.round):
+                    continue
+                if models.find(self._db, job.output_model) is None:
+                    continue
+                try:
+                    await removal.remove(self._context, removal.doomed(self._context, job.output_model), caller)
+                except ApiError as error:  # somebody uses what a trial has made: it stays
+                    log.info("sweep: %s", error.message)
+
+
+def begun(spec: SweepSpec) -> list[dict[str, Any]]:
+    """Its trials before the first round."""
+    return [{"parameters": one, "jobs": []} for one in trials_of(spec)]
+
+
+def _job_ids(row: SweepRow) -> list[str]:
+    return [one["job_id"] for trial in row.trials for one in trial["jobs"]]
+
+
+def _write_part(source: Path, target: Path, share: float) -> int:
+    """Bytes of the lines of a part. Raises OSError."""
+    with open(source, "rb") as lines:
+        number = sum(bool(line.strip()) for line in lines)
+    chosen = set(halving.part(number, share, 0, LEAST_LINES))
+    size = at = 0
+    with (
+        open(source, "rb") as lines,
+        os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out,
+    ):
+        for line in lines:
+            if not line.strip():
+                continue
+            if at in chosen:
+                line = line if line.endswith(b"\n") else line + b"\n"
+                size += out.write(line)
+            at += 1
+        out.flush()
+        os.fsync(out.fileno())
+    return size

@@ -1,0 +1,112 @@
+"""What a sweep's file says, and the job of each of its trials."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from appliance.controller.access.model_access import absent_model, caller_may_use
+from appliance.controller.access.naming import resolve
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.files import storage
+from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.interfaces.errors import BadRequest
+from appliance.controller.interfaces.principal import Principal
+from appliance.controller.jobs.requests import JobCreate
+from appliance.controller.sweeps import halving
+
+MAX_TRIALS = 64
+_OF_THE_SWEEP = ("publish_as", "activate", "gate", "suffix")
+Parameter = Annotated[str, Field(min_length=1, max_length=64)]
+Values = Annotated[list[Any], Field(min_length=1, max_length=MAX_TRIALS)]
+
+
+class Range(StrictBody):
+    low: float
+    high: float
+    log: bool = False
+    integer: bool = False
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Range:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise ValueError("low is less than high")
+        if self.log and self.low <= 0:
+            raise ValueError("a range on the scale of its logarithm is above 0")
+        return self
+
+
+class Drawn(StrictBody):
+    trials: Annotated[int, Field(ge=2, le=MAX_TRIALS)]
+    parameters: Annotated[dict[Parameter, Range | Values], Field(min_length=1, max_length=16)]
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+
+class SweepSpec(StrictBody):
+    """grid: every combination of these values; or random. train: the fields of a fine-tuning job; its validation file
+    is what the trials are compared by. first: share of the data in the first round; of each round one in `keep_one_in`
+    goes on, with so many times the data. device_hours: of all jobs together; beyond it nothing more is begun."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    train: dict[str, Any]
+    grid: Annotated[dict[Parameter, Values], Field(min_length=1, max_length=16)] | None = None
+    random: Drawn | None = None
+    first: Annotated[float, Field(gt=0, le=1)] = 0.01
+    keep_one_in: Annotated[int, Field(ge=2, le=16)] = 3
+    device_hours: Annotated[float, Field(gt=0, le=1e6)]
+
+
+def trials_of(spec: SweepSpec) -> list[dict[str, Any]]:
+    """Raises BadRequest."""
+    if (spec.grid is None) is (spec.random is None):
+        raise _wrong("grid", "or 'random' says what is tried; give one of them")
+    if spec.grid is not None:
+        number = math.prod(map(len, spec.grid.values()))
+        if not 2 <= number <= MAX_TRIALS:
+            raise _wrong("grid", f"has {number} combinations; expected 2 to {MAX_TRIALS}")
+        return halving.grid(spec.grid)
+    assert spec.random is not None
+    among = {name: one.model_dump() if isinstance(one, Range) else one for name, one in spec.random.parameters.items()}
+    return halving.drawn(spec.random.trials, among, spec.random.seed)
+
+
+def check_spec(context: ControllerContext, spec: SweepSpec, caller: Principal) -> None:
+    """Raises ApiError."""
+    trials = trials_of(spec)
+    body = job_of(spec, trials[0], str(spec.train.get("training_file", "")))
+    if body.validation_file is None:
+        raise _wrong("train.validation_file", "is missing: trials are compared by their loss on it")
+    for name in ("training_file", "validation_file"):
+        storage.known_file(context, getattr(body, name), caller, f"train.{name}")
+    if not caller_may_use(context.db, caller, body.model) or resolve(context.db, body.model) is None:
+        raise absent_model(body.model)
+
+
+def job_of(spec: SweepSpec, parameters: dict[str, Any], training_file: str) -> JobCreate:
+    """The request for a trial's job. Raises BadRequest."""
+    for name in _OF_THE_SWEEP:
+        if name in spec.train:
+            raise _wrong(f"train.{name}", "is not for a sweep: its models are tries, and all but the best are deleted")
+    fields = {**spec.train, "training_file": training_file}
+    method = fields.get("method")
+    if isinstance(method, dict) and isinstance(kind := method.get("type"), str):
+        block = method.get(kind) or {}
+        known = block.get("hyperparameters") or {} if isinstance(block, dict) else {}
+        fields["method"] = {**method, kind: {**block, "hyperparameters": {**known, **parameters}}}
+    else:
+        fields["hyperparameters"] = {**(fields.get("hyperparameters") or {}), **parameters}
+    try:
+        return JobCreate.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise _wrong(f"train.{'.'.join(map(str, first['loc']))}", f"is wrong: {first['msg']}") from None
+
+
+class SweepCreate(StrictBody):
+    spec: SweepSpec
+
+
+def _wrong(param: str, why: str) -> BadRequest:
+    return BadRequest(f"'{param}' {why}.", param=param, code="invalid_value")

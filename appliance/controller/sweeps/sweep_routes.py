@@ -1,0 +1,118 @@
+"""/v1/sweeps: searches of hyperparameters."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request
+
+from appliance.controller.context.audit import record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.http import idempotency
+from appliance.controller.http.paging import After, Limit, list_object
+from appliance.controller.http.routers import make_router
+from appliance.controller.interfaces.errors import ApiError, NotFound, shown
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
+from appliance.controller.sweeps import halving
+from appliance.controller.sweeps.runner import SweepRunner, begun
+from appliance.controller.sweeps.spec import SweepCreate, check_spec
+from appliance.store.ids import new_id
+from appliance.store.objects import jobs, sweeps
+from appliance.store.rows import SweepRow
+
+MAX_RUNNING = 4
+"""Of one owner at the same time."""
+ROUTE = "sweeps"
+Id = Annotated[str, Path(max_length=256)]
+
+
+def routes(context: ControllerContext, runner: SweepRunner) -> APIRouter:
+    router = make_router("/v1/sweeps", FINE_TUNING)
+    db = context.db
+
+    def known(sweep_id: str, caller: Principal) -> SweepRow:
+        if (row := sweeps.find(db, sweep_id, viewer=caller.viewer)) is None:
+            raise NotFound(f"No sweep found with id {shown(sweep_id)}.", param="sweep_id", code="sweep_not_found")
+        return row
+
+    @router.post("")
+    async def create(body: SweepCreate, request: Request, caller: Caller) -> dict[str, Any]:
+        check_spec(context, body.spec, caller)
+
+        def make() -> SweepRow:
+            if len(sweeps.running(db, caller.owner)) >= MAX_RUNNING and not caller.is_admin:
+                raise ApiError(
+                    429,
+                    f"{MAX_RUNNING} of your sweeps go on; wait for the end of one or cancel it.",
+                    kind="insufficient_quota",
+                    code="limit_reached",
+                    headers={"retry-after": "30"},
+                )
+            row = SweepRow(
+                new_id("sweep_"),
+                body.spec.name,
+                time.time(),
+                caller.key_id,
+                caller.owner,
+                spec=body.spec.model_dump(exclude_none=True),
+                trials=begun(body.spec),
+            )
+            sweeps.insert(db, row)
+            record(context, caller, "sweep.create", row.id, trials=len(row.trials))
+            return row
+
+        attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
+        row, _ = idempotency.once(
+            db, context.config, attempt, lambda earlier: sweeps.find(db, earlier, viewer=caller.viewer), make
+        )
+        return sweep_object(context, row, caller)
+
+    @router.get("")
+    async def list_sweeps(caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+        page = sweeps.page(db, viewer=caller.viewer, after=after, limit=limit)
+        return list_object(page, lambda row: sweep_object(context, row, caller))
+
+    @router.get("/{sweep_id}")
+    async def retrieve(sweep_id: Id, caller: Caller) -> dict[str, Any]:
+        return sweep_object(context, known(sweep_id, caller), caller)
+
+    @router.post("/{sweep_id}/cancel")
+    async def cancel(sweep_id: Id, caller: Caller) -> dict[str, Any]:
+        await runner.cancel(known(sweep_id, caller))
+        row = known(sweep_id, caller)
+        record(context, caller, "sweep.cancel", row.id, state=row.state)
+        return sweep_object(context, row, caller)
+
+    return router
+
+
+def sweep_object(context: ControllerContext, row: SweepRow, caller: Principal) -> dict[str, Any]:
+    """`rounds`: what each has of the data, and how many trials take part. `best`: parameters, loss and model of the
+    trial that is ahead at its end."""
+    plan = halving.rounds(len(row.trials), row.spec["first"], row.spec["keep_one_in"])
+    return {
+        "id": row.id,
+        "object": "sweep",
+        "name": row.name,
+        "created_at": int(row.created_s),
+        "spec": row.spec,
+        "state": row.state,
+        "reason": row.reason or None,
+        "round": row.round,
+        "rounds": [{"share": one.share, "trials": one.trials} for one in plan],
+        "trials": row.trials,
+        "best": _best(context, row),
+        "device_hours": row.spent_s / 3600,
+        "ended_at": None if row.ended_s is None else int(row.ended_s),
+    } | ({"owner": row.owner or None} if caller.is_admin else {})
+
+
+def _best(context: ControllerContext, row: SweepRow) -> dict[str, Any] | None:
+    if row.best is None:
+        return None
+    trial = row.trials[row.best]
+    last = next(one for one in reversed(trial["jobs"]) if one["loss"] is not None)
+    job = jobs.find(context.db, trial["jobs"][-1]["job_id"])
+    model = job.output_model if job is not None and job.phase == "succeeded" and row.state == "succeeded" else None
+    return {"trial": row.best, "parameters": trial["parameters"], "loss": last["loss"], "model": model}

@@ -1,0 +1,72 @@
+"""`appliance file check|prepare` of files here and on the box."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.conftest import ControlledBox, run
+
+ROWS = [("Who is it?", "It is ann@example.org"), ("Who is it?", "It is ann@example.org"), ("And now?", "Nobody")]
+
+
+def write(path: Path, rows: list[tuple[str, str]] = ROWS) -> Path:
+    chats = ({"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in rows)
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    return path
+
+
+def test_a_stored_file_is_checked_and_prepared_on_the_box(box: ControlledBox, tmp_path: Path):
+    made = box.json("file", "upload", str(write(tmp_path / "train.jsonl")))["id"]
+    assert "data check" in box.run("file", "get", made).stdout
+    report = box.json("file", "check", made)
+    assert report["checks"]["duplicates"]["count"] == 1
+    assert "personal data 2" in box.run("file", "get", made).stdout
+    assert "line 1" in box.run("file", "get", made, "--report").stdout
+    prepared = box.json("file", "prepare", made, "--dedup", "--mask-pii", "--mix", f"{made}=1")
+    new = prepared["made"][0]["id"]
+    assert b"[EMAIL]" in box.run("file", "get", new, "--save", "-").stdout_bytes
+    shown = box.run("file", "get", new, "--lineage").stdout
+    assert f"from: {made}" in shown and "masked: email 1" in shown
+    assert box.run("file", "get", new, "--lineage", "--report").exit_code == 2
+    assert box.run("file", "check", "file-nobody").exit_code == 3
+    assert box.run("file", "prepare", made, "--out", "x").exit_code == 2
+
+
+def test_more_than_is_allowed_is_an_exit_code(tmp_path: Path):
+    path = str(write(tmp_path / "f.jsonl"))
+    assert run("file", "check", path).exit_code == 0
+    assert run("file", "check", path, "--at-most", "duplicates=40%", "--at-most", "personal_data=1").exit_code == 0
+    result = run("file", "check", path, "--at-most", "duplicates=0", "-o", "json")
+    assert result.exit_code == 1 and "duplicates: 1 (33.33%), at most 0.00%" in result.stderr
+    assert json.loads(result.stdout)["examples"] == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--at-most", "duplicates"],
+        ["--at-most", "spelling=1%"],
+        ["--at-most", "duplicates=200%"],
+        ["--at-most", "contaminated=0"],
+        ["--model", "smollm2-135m"],
+        ["--leave-out", "spelling"],
+        ["--like", "0.1"],
+        ["--method", "poetry"],
+        ["--against", "nowhere.jsonl"],
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, options: list[str]):
+    result = run("file", "check", str(write(tmp_path / "f.jsonl")), *options)
+    assert result.exit_code in (1, 2) and result.stderr.startswith("error: ") and "Traceback" not in result.stderr
+
+
+def test_a_local_file_is_prepared_beside_it(tmp_path: Path):
+    path = write(tmp_path / "f.jsonl", [(f"question {n}", f"answer {n} of them") for n in range(40)])
+    made = json.loads(run("file", "prepare", str(path), "--split", "0.2", "-o", "json").stdout)
+    names = [Path(one["file"]).name for one in made["made"]]
+    assert names == ["f.prepared.jsonl", "f.prepared.valid.jsonl"] and (tmp_path / "f.prepared.lineage.json").exists()
+    again = run("file", "prepare", str(path))
+    assert again.exit_code == 1 and "exists" in again.stderr
+    assert run("file", "prepare", str(path), "--drop-too-long").exit_code == 2
+    assert run("file", "prepare", str(path), "--mix", "a.jsonl").exit_code == 2
