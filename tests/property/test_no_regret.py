@@ -5,8 +5,8 @@ allowed or possible.
 Behind `make soak`: a few fixed seeds, and `NO_REGRET_RUNS` (200) of them from `NO_REGRET_SEED` on (by the clock);
 it prints both, and what did not hold.
 
-The aim is none. A burst larger than all before it is late under every policy that does not know it, and in the half hour of
-a small box it is more than a thousandth of the requests: on 24 boxes drawn for it the property held on 17.
+The aim is none. A burst larger than all before it is late under every policy that does not know it, and in the half
+hour of a small box it is more than a thousandth of the requests: on 24 boxes drawn for it the property held on 17.
 """
 
 from __future__ import annotations
