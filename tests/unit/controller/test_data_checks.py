@@ -1,7 +1,10 @@
 """Checks and preparations of files that the box has."""
 
+import asyncio
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import BadRequestError, NotFoundError
@@ -111,6 +114,31 @@ async def test_one_owner_has_only_so_many_under_way(control: Control, monkeypatc
     made = await control.upload(TWICE)
     answer = await control.http.post(f"/v1/files/{made}/check", json={})
     assert answer.status_code == 429 and answer.headers["retry-after"] == "30"
+
+
+async def test_a_check_that_nobody_waits_for_ends(control: Control, monkeypatch: pytest.MonkeyPatch):
+    begun: list[asyncio.subprocess.Process] = []
+    start = asyncio.create_subprocess_exec
+
+    async def noted(*command: str, **more: Any) -> asyncio.subprocess.Process:
+        begun.append(await start(*command, **more))
+        return begun[0]
+
+    monkeypatch.setattr(data_work, "command_of", lambda request: ["sleep", "600"])
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    waiting = asyncio.create_task(data_work.DataWork(control.context).run("ann", {}))
+    while not begun:
+        await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert begun[0].returncode == -signal.SIGKILL
+
+
+async def test_the_smallest_upload_is_checked_first(control: Control):
+    await control.upload(TWICE * 50)
+    small = await control.upload(TWICE)
+    assert files.unchecked(control.db).id == small  # type: ignore[union-attr]
 
 
 async def test_a_file_that_goes_while_it_is_checked_is_no_trouble(control: Control):
