@@ -44,10 +44,10 @@ class ListedWords:
 
 class Toxic:
     """The lists that come with the box. A text is looked at with that of its language alone: one language's insult is
-    another's hour of the day."""
+    another's hour of the day. Raises OSError where they are not installed."""
 
     def __init__(self) -> None:
-        self._lists: dict[str, ListedWords | None] = {}
+        self._lists: dict[str, ListedWords | None] = {_DEFAULT: of_file(_FOLDER / f"{_DEFAULT}.txt")}
 
     def find(self, words: np.ndarray, language: str | None) -> str | None:
         """language: ISO 639; English where there is none or no list of it."""
