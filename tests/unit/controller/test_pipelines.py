@@ -139,7 +139,7 @@ async def test_a_run_goes_from_new_data_to_a_version_that_answers_and_keeps_it_o
     # The next day is no better.
     put_day(folder, "c.jsonl")
     run = await rounds(control, await begun(control))
-    assert list(run.data) == [str(folder / "c.jsonl")]
+    assert list(pipelines.chosen(control.db, run.id)) == [str(folder / "c.jsonl")]
     v2 = train(control, events, run.job_id or "")
     run = await rounds(control, run.id)
     assert (run.state, run.outcome, active(control)) == ("succeeded", "left", v1)
@@ -190,7 +190,7 @@ async def test_a_controller_that_is_killed_makes_nothing_twice(
     with monkeypatch.context() as patch:
         patch.setattr(pipeline_runner.os, "rename", lambda *_: (_ for _ in ()).throw(KeyError("killed")))
         run = await rounds(control, run_id, 1)
-    assert run.file_id is None and run.data and list(control.context.files_dir.iterdir()) == []
+    assert run.file_id is None and run.data_files and list(control.context.files_dir.iterdir()) == []
     with monkeypatch.context() as patch:
         insert = pipeline_runner.insert_job
 
@@ -205,7 +205,9 @@ async def test_a_controller_that_is_killed_makes_nothing_twice(
     put_day(folder, "b.jsonl")
     run = await rounds(control, run_id, 2)
     (job,) = jobs.page(control.db, viewer=None, after=None, limit=10).data
-    assert run.job_id == job.id and list(run.data) == [str(folder / "a.jsonl")], "what it has chosen, it keeps to"
+    assert run.job_id == job.id and list(pipelines.chosen(control.db, run.id)) == [str(folder / "a.jsonl")], (
+        "what it has chosen, it keeps to"
+    )
     run = await rounds(control, run_id, 3)
     assert len(jobs.page(control.db, viewer=None, after=None, limit=10).data) == 1
 
@@ -222,7 +224,7 @@ async def test_uploaded_files_are_taken_by_their_names_once(control: Control, ev
     assert run.outcome == "answers" and files.find(control.db, first, viewer=None, now_s=0) is not None
     second, third = await control.upload(name="day-2.jsonl"), await control.upload(name="day-3.jsonl")
     run = await rounds(control, await begun(control, headers))
-    assert set(run.data) == {second, third} and run.file_id not in run.data
+    assert pipelines.chosen(control.db, run.id).keys() == {second, third} and run.file_id not in (second, third)
     job = jobs.get(control.db, run.job_id or "")
     assert (job.owner, job.key_id) == ("ann", headers["x-appliance-key-id"])
 
@@ -234,7 +236,7 @@ async def test_data_that_is_bad_fails_the_run_by_line_and_is_not_taken(control: 
     assert run.state == "failed" and "line 1" in run.reason and states(run)["check"] == "failed"
     assert states(run)["train"] == "skipped" and jobs.page(control.db, viewer=None, after=None, limit=1).data == []
     row = pipelines.find(control.db, "nightly")
-    assert row is not None and row.taken == {}
+    assert row is not None and pipelines.taken(control.db, row.id) == {}
     # The schedule does not try the same again and again, and does once there is other data.
     await post(control, "pipelines/nightly/schedule", {"on": True})
     await rounds(control, run.id, 1)
@@ -317,7 +319,7 @@ async def test_a_run_is_cancelled_with_its_job_and_its_gate(control: Control, fo
     assert gate is not None and gate.verdict == "cancelled"
     assert (await post(control, f"pipeline_runs/{run.id}/cancel"))["state"] == "cancelled"
     row = pipelines.find(control.db, "nightly")
-    assert row is not None and row.taken == {}, "its data is still new"
+    assert row is not None and pipelines.taken(control.db, row.id) == {}, "its data is still new"
     answer = await control.http.delete("/v1/pipelines/nightly", headers=ADMIN)
     assert answer.json()["deleted"] and pipelines.find_run(control.db, run.id) is None
 
@@ -419,7 +421,7 @@ async def test_links_and_files_that_are_still_written_are_not_read(control: Cont
     (folder / "fresh.jsonl").write_bytes(chat_lines())
     (folder / "empty.jsonl").touch()
     run = await rounds(control, await begun(control), 2)
-    assert run.outcome == "nothing_new" and json.dumps(run.data) == "{}"
+    assert run.outcome == "nothing_new" and run.data_files == 0
 
 
 async def test_who_is_forgotten_takes_pipelines_along(control: Control):
@@ -444,3 +446,20 @@ async def test_pipelines_and_the_runs_of_each_are_bounded(control: Control, monk
     ended = [(await rounds(control, await begun(control, headers), 1)).id for _ in range(4)]
     kept = [one["id"] for one in (await get(control, "pipelines/nightly/runs", headers))["data"]]
     assert kept == ended[:1:-1]
+
+
+async def test_the_names_of_a_runs_data_are_kept_while_it_goes_on_and_read_where_they_are_needed(control: Control):
+    """Of ten thousand files they are megabytes: a hundred pipelines held the controller's loop with them at every look,
+    and their ended runs the disk."""
+    headers = {"x-appliance-key-id": control.as_key("ann"), "x-appliance-scopes": "inference,fine_tuning"}
+    for day in range(3):
+        await control.upload(name=f"day-{day}{'x' * 80}.jsonl")
+    await put(control, headers, data={"uploads": "day-*", "take": "all"})
+    run = await rounds(control, await begun(control, headers), 1)
+    assert (run.state, run.data_files, run.data_bytes) == ("running", 3, 3 * len(chat_lines()))
+    shown = await get(control, f"pipeline_runs/{run.id}", headers)
+    assert shown["data"] == {"files": 3, "bytes": 3 * len(chat_lines())}
+    assert "xxx" not in json.dumps(pipelines.chosen(control.db, run.id)), "a file's id says which it is"
+    await post(control, f"pipeline_runs/{run.id}/cancel", headers=headers)
+    assert pipelines.chosen(control.db, run.id) == {}
+    assert (await get(control, f"pipeline_runs/{run.id}", headers))["data"] == shown["data"]

@@ -153,8 +153,9 @@ def routes(
         for response_id in forgotten.ids(db, "responses", owner, "status IN ('queued', 'in_progress')"):
             if (row := responses.find(db, response_id)) is not None:
                 background.cancel(row)
-        for sweep in sweeps.running(db, owner):
-            await sweeping.cancel(sweep)
+        for sweep_id in sweeps.running(db, owner):
+            if (sweep := sweeps.find(db, sweep_id)) is not None:
+                await sweeping.cancel(sweep)
         for run_id in forgotten.ids(db, "pipeline_runs", owner, "state = 'running'"):
             pipelining.cancel(run_id)
         for gate_id in forgotten.ids(db, "gates", owner, "state NOT IN ('canary', 'ended')"):
