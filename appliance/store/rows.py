@@ -620,8 +620,7 @@ PipelineRunState = Literal["running", "succeeded", "failed", "cancelled"]
 @dataclass(frozen=True, slots=True)
 class PipelineRow:
     """spec: as appliance.controller.pipelines.spec has it. scheduled: its schedule is in force. next_s: when its
-    clock or its next look at the data is due. note: why the last due run was not begun. taken: {path or file id:
-    [bytes, changed]} of the data that runs which ended well have trained on."""
+    clock or its next look at the data is due. note: why the last due run was not begun."""
 
     id: str
     name: str
@@ -632,15 +631,15 @@ class PipelineRow:
     scheduled: int = 0
     next_s: float | None = None
     note: str = ""
-    taken: dict[str, list[Any]] = json_column(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineRunRow:
     """spec: the pipeline's when it was begun. trigger: "request", "clock" or "data". outcome: of one that succeeded:
-    "answers", "left" (its version does not answer), "nothing_new". data: as `taken`, what it has chosen. file_id: all
-    of it in one file. made: {"checked" and "beyond": what its check has found, "prepared" and "validation": files that
-    were made of it, "dropped": what was left out}. steps: `steps.Step`, in order."""
+    "answers", "left" (its version does not answer), "nothing_new". data_files, data_bytes, data_sha256: how much it has
+    chosen, and what (`pipelines.chosen`). file_id: all of it in one file. made: {"checked" and "beyond": what its check
+    has found, "prepared" and "validation": files that were made of it, "dropped": what was left out}. steps:
+    `steps.Step`, in order."""
 
     id: str
     pipeline_id: str
@@ -653,7 +652,9 @@ class PipelineRunRow:
     outcome: str = ""
     reason: str = ""
     steps: list[dict[str, Any]] = json_column(default_factory=list)
-    data: dict[str, list[Any]] = json_column(default_factory=dict)
+    data_files: int = 0
+    data_bytes: int = 0
+    data_sha256: str = ""
     file_id: str | None = None
     made: dict[str, Any] = json_column(default_factory=dict)
     job_id: str | None = None

@@ -43,7 +43,12 @@ def by_concurrency(deployment: DeploymentView, config: SchedulerConfig) -> int:
     While the measured time per further token is above its target, each replica counts as carrying proportionally fewer
     requests, since the time of a decoding step grows with its batch. One evaluation at most doubles the count.
     """
-    return ceil(deployment.demand.requests / _carried(deployment, config))
+    return ceil(load(deployment, config))
+
+
+def load(deployment: DeploymentView, config: SchedulerConfig) -> float:
+    """Requests in flight and held, in replicas that carry as many as they may."""
+    return deployment.demand.requests / _carried(deployment, config)
 
 
 def by_rise(deployment: DeploymentView, config: SchedulerConfig) -> int:
@@ -75,6 +80,8 @@ def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig
     if (fixed := _fixed(deployment)) is not None:
         return fixed
     count = by_concurrency(deployment, config)
+    if deployment.standby is not None:
+        count = deployment.standby.asked_by_load(load(deployment, config))
     if deployment.prefill_tokens_per_s and deployment.ttft_target_s and demand.waiting_tokens:
         # Part of the target: the rest covers requests that arrive while a replica wakes.
         backlog_s = demand.waiting_tokens / deployment.prefill_tokens_per_s

@@ -7,11 +7,15 @@ over the measured rate, and a request is late if its prompt ends later than the 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import Standby
+from scheduler.core.workload import FULL, PATIENT, Standby
+
+_ALL_LATE = 0.1
+"""By how much requests in flight exceed what replicas carry when all that come are late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +45,13 @@ def standby_costs(config: SchedulerConfig, devices: int) -> Costs:
 class Seen:
     """What happened since the last report.
 
-    works_s: seconds that one replica needs for each prompt that arrived. asked: replicas needed for the number of
-    requests in flight. late: requests found late that one replica alone could have served in time. awake: replicas that
+    works_s: seconds that one replica needs for each prompt that arrived. load: replicas that the requests in flight
+    fill. late: requests found late that one replica alone could have served in time. awake: replicas that
     answer now.
     """
 
     works_s: Sequence[float] = ()
-    asked: int = 0
+    load: float = 0.0
     late: int = 0
     awake: int = 0
 
@@ -66,13 +70,23 @@ class Shadow:
         self.coming, self.coming_at_s, self.rested_at_s = 0, 0.0, 0.0
         self.low_since_s, self.low_peak, self.late, self.cost_s = -1.0, 0, 0.0, 0.0
 
-    def rests(self, now_s: float, asked: int) -> bool:
+    def rests(self, now_s: float, load: float, full: float) -> bool:
         """Whether only what is always kept is awake, no prompt waits, and requests in flight ask for no more."""
         n = self.choice.replicas
-        return self.busy_until_s <= now_s and self.replicas == n and not self.coming and asked <= n
+        return self.busy_until_s <= now_s and self.replicas == n and not self.coming and load <= n * full
 
-    def live(self, now_s: float, passed_s: float, seen: Seen, most: int, costs: Costs) -> float:
-        """Let `passed_s` pass, in which this was seen. Returns how many of the requests are late."""
+    def overrun(self, now_s: float, filled: float) -> bool:
+        """Whether what comes now is late soon: prompts wait for long, or requests in flight fill its replicas."""
+        n = self.replicas
+        if filled > n:
+            return True
+        if self.busy_until_s <= now_s:
+            return False
+        return sum([max(at_s - now_s, 0.0) for at_s in self.free]) > PATIENT * self.target_s * n
+
+    def live(self, now_s: float, passed_s: float, seen: Seen, most: int, costs: Costs, full: float = FULL) -> float:
+        """Let `passed_s` pass, in which this was seen. full: how full replicas may be. Returns how many of the requests
+        are late."""
         if self.coming and self.coming_at_s <= now_s:
             self.replicas, self.coming = self.coming, 0
             self._spread(now_s)
@@ -80,7 +94,7 @@ class Shadow:
         late = self._serve(now_s, seen, costs) if seen.works_s else 0.0
         self.late += late
         if not self.choice.fixed:
-            self._move(now_s, seen.asked, most, costs)
+            self._move(now_s, seen.load / full, most, costs)
         return late
 
     def _serve(self, now_s: float, seen: Seen, costs: Costs) -> float:
@@ -92,12 +106,14 @@ class Shadow:
             heapq.heapreplace(free, end_s)
             late += end_s > now_s + target_s and work_s <= target_s
             self.busy_until_s = max(self.busy_until_s, end_s)
-        if seen.asked > self.replicas > 0:
-            late = max(late, len(seen.works_s) * (seen.asked - self.replicas) / seen.asked)
+        if seen.load > self.replicas > 0:
+            # Full caches: what comes waits until others end.
+            over = seen.load / self.replicas - 1
+            late = max(late, len(seen.works_s) * min(over / _ALL_LATE, 1.0))
         return late
 
-    def _move(self, now_s: float, asked: int, most: int, costs: Costs) -> None:
-        want = max(asked, self.choice.replicas)
+    def _move(self, now_s: float, filled: float, most: int, costs: Costs) -> None:
+        want = max(math.ceil(filled), self.choice.replicas)
         if self.busy_until_s > now_s:
             backlog_s = sum(max(at_s - now_s, 0.0) for at_s in self.free)
             want = max(want, self.choice.asked_by_backlog(backlog_s, self.target_s))

@@ -17,17 +17,18 @@ The model does not see everything (the time of decoding, full caches, slow engin
 - if moving cost more than foretold (more stops, replicas kept for longer), all moving choices are that much dearer.
 
 Requests that are late on any number of replicas (the prompt alone takes longer than the target) are nobody's fault:
-they use up the allowance, but for a quarter of it that is always left. docs/scheduler.md has the bound.
+they use up the allowance, but for a tenth of it that is always left. docs/scheduler.md has the bound.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from scheduler.autoscale.shadow import Costs, Seen, Shadow
 from scheduler.autoscale.trials import Awake, Bars, Stint
-from scheduler.core.workload import PATIENT, Standby
+from scheduler.core.workload import FULL, PATIENT, Standby
 
 MEMORY_S = 1800.0
 """Time constant of forgetting: after this long an observation counts 1/e."""
@@ -37,14 +38,23 @@ WAYS = ((PATIENT, 1), (EARLY, 1), (EARLY, 2))
 """Ways to take more: at which backlog, and what multiple of the replicas it needs. A hand-over stops the job whether it
 gives one device or four, and a second one cannot begin before the first has ended."""
 _FINE = 8
-_KEPT_ALLOWANCE = 0.25
+_KEPT_ALLOWANCE = 0.1
 """Share of the allowance of late requests that those which nobody could serve in time cannot use up."""
 _FORETOLD_S = 10.0
 """Time constant within which a foretold late request is found late, if it is."""
 _SETTLED_S = 10.0
 """After a change of the number of replicas, this long and the target: what came before it has had its first token."""
+_KNOWN_REQUESTS, _KNOWN_S = 30.0, 120.0
+"""For so long after the first request the careful way is in force, and until so many came no constant: what was never
+late has not been tried."""
+_AT_FIRST = 0.5
+"""Share of a half hour's allowance that may be spent in its first minutes."""
+_LEAST_FULL = 0.4
+"""Requests that are late while replicas are emptier than this are late for another reason."""
+_SPENT = 0.3
+"""Share of the allowance that must be spent before a constant gives way to moving because it is overrun now."""
 _MOVING = "moving"
-_SUMS = ("_requests", "_hopeless", "_late", "_foretold", "_paid_s", "_told_s")
+_SUMS = ("_seen_s", "_requests", "_hopeless", "_late", "_foretold", "_paid_s", "_told_s")
 
 
 def _key(choice: Standby) -> str:
@@ -70,10 +80,17 @@ class StandbyLearner:
         self._costs, self._most, self._late_share, self.target_s = costs, most, late_share, target_s
         numbers = levels(least, max(most, least))
         self._constants = [Shadow(Standby(level, fixed=True), target_s) for level in numbers if level]
-        moving = [Shadow(Standby(level, share, times), target_s) for share, times in WAYS for level in numbers]
-        self._shadows = moving + self._constants
-        self._in_force = self._shadows[0]
+        self._moving = [Shadow(Standby(level, share, times), target_s) for share, times in WAYS for level in numbers]
+        self._shadows = self._moving + self._constants
+        # The careful ones, the least of them first.
+        self._early = [one for one in self._moving if one.choice.backlog_share == EARLY and one.choice.replicas]
+        self._early = self._early or self._moving[-1:]
+        # How full replicas are when what comes is late.
+        self._full = FULL
+        self._in_force = self._early[0]
         self._at_s: float | None = None
+        # Since the first request.
+        self._seen_s = 0.0
         # Faded sums. Requests that arrived, and of those that were late on any number of replicas:
         self._requests, self._hopeless = 0.0, 0.0
         # late requests found and foretold, and foretold ones that were not found yet:
@@ -92,7 +109,8 @@ class StandbyLearner:
 
     @property
     def best(self) -> Standby:
-        return self._in_force.choice
+        choice = self._in_force.choice
+        return choice if choice.fixed or self._full == FULL else replace(choice, full=self._full)
 
     def seen(self, now_s: float, seen: Seen) -> Standby:
         """Learn from a report, and return what to keep from now on."""
@@ -101,14 +119,16 @@ class StandbyLearner:
         fade = math.exp(-passed_s / MEMORY_S)
         self._fade(fade, passed_s)
         self._requests += len(seen.works_s)
+        self._seen_s += passed_s if self._requests else 0.0
         self._hopeless += sum(work_s > self.target_s for work_s in seen.works_s)
         self._late += seen.late
         unforeseen = max(seen.late - self._open, 0.0)
         self._open = max(self._open - seen.late, 0.0)
         self._awake.seen(now_s, seen.awake)
+        self._fill(fade, unforeseen, seen)
         self._judge(now_s, passed_s, seen)
         self._live(now_s, passed_s, fade, seen, unforeseen)
-        self._choose(now_s)
+        self._choose(now_s, seen.load)
         return self.best
 
     def state(self) -> dict[str, Any]:
@@ -147,6 +167,15 @@ class StandbyLearner:
         for row in self._tried.values():
             row[0], row[1] = row[0] * fade, row[1] * fade
 
+    def _fill(self, fade: float, unforeseen: float, seen: Seen) -> None:
+        """Learn how full replicas may be: requests that are late though no queue foretold it met full caches."""
+        if unforeseen and seen.load >= _LEAST_FULL * seen.awake > 0:
+            self._full = max(min(self._full, 0.95 * seen.load / seen.awake), _LEAST_FULL)
+        elif self._full < FULL:
+            self._full = min(round(FULL - (FULL - self._full) * fade, 6), FULL)
+            if FULL - self._full < 0.01:
+                self._full = FULL
+
     def _judge(self, now_s: float, passed_s: float, seen: Seen) -> None:
         """What happened since the last report, held against the choice in force."""
         spent_s = passed_s * seen.awake
@@ -177,7 +206,7 @@ class StandbyLearner:
         for shadow in self._shadows:
             shadow.late *= fade
             shadow.cost_s *= fade
-            if quiet and not unforeseen and shadow.rests(now_s, seen.asked):
+            if quiet and not unforeseen and shadow.rests(now_s, seen.load, self._full):
                 n = shadow.replicas
                 if work_s <= n * min(passed_s, 0.5 * self.target_s):
                     # Shortcut for `live`: most of them, most of the time.
@@ -188,15 +217,18 @@ class StandbyLearner:
             if unforeseen and shadow.replicas <= lowest:
                 shadow.late += unforeseen
             before_s = shadow.cost_s
-            late = shadow.live(now_s, passed_s, seen, self._most, self._costs)
+            late = shadow.live(now_s, passed_s, seen, self._most, self._costs, self._full)
             if shadow is self._in_force:
                 self._foretold += late + (unforeseen if shadow.replicas <= lowest else 0.0)
                 self._open += late
                 if not shadow.choice.fixed:
                     self._told_s += shadow.cost_s - before_s
 
-    def _choose(self, now_s: float) -> None:
-        constants = [shadow for shadow in self._constants if self._able(shadow, now_s)]
+    def _choose(self, now_s: float, load: float) -> None:
+        left, found = self._left(), self._found()
+        allowed = max(self._allowed, _AT_FIRST * self._allowed_in_all) * left + 1e-9
+        known = self._requests >= _KNOWN_REQUESTS and self._seen_s >= _KNOWN_S
+        constants = [shadow for shadow in self._constants if known and self._able(shadow, now_s, allowed, found)]
         if constants:
             self._reference = min(shadow.choice.replicas for shadow in constants)
         else:
@@ -206,8 +238,12 @@ class StandbyLearner:
             self._bars.forgive(_MOVING)
             self._moving_lost_to = 0
         self._end_stint(now_s)
-        able = [shadow for shadow in self._shadows if not shadow.choice.fixed and self._able(shadow, now_s)] + constants
-        now = self._in_force
+        moving = [] if self._bars.barred(_MOVING, now_s) else self._moving if left == 1.0 else self._early
+        if self._seen_s < _KNOWN_S:
+            moving = self._early[:1]
+        able, now = [shadow for shadow in moving if self._able(shadow, now_s, allowed, found)], self._in_force
+        if constants and (not able or not self._gives_way(constants, now, load, now_s, allowed, found)):
+            able += constants
         if not able:  # no choice suffices: take the one with fewest late requests
             best = min(self._shadows, key=lambda shadow: (shadow.late, self._cost_s(shadow)))
         else:
@@ -245,18 +281,27 @@ class StandbyLearner:
             self._bars.failed(_MOVING, now_s)
             self._moving_lost_to = self._reference
 
-    def _able(self, shadow: Shadow, now_s: float) -> bool:
-        """Whether it may be tried, and at most the allowed share of requests would have been late."""
-        choice = shadow.choice
-        if self._bars.barred(choice.replicas if choice.fixed else _MOVING, now_s):
-            return False
-        allowed, slack = self._allowed * self._left() + 1e-9, _KEPT_ALLOWANCE * self._late_share * self._requests + 1
-        # Foretold too often: engines are faster than the measured rate says.
-        found = min(max((self._late + slack) / (self._foretold + slack), 0.5), 1.0)
+    def _able(self, shadow: Shadow, now_s: float, allowed: float, found: float) -> bool:
+        """Whether it may be tried, and at most `allowed` requests would have been late."""
         late = shadow.late * found
         if shadow is not self._in_force:
             late += math.sqrt(late)  # lest it come and go by chance
-        return late <= allowed
+        return late <= allowed and not (shadow.choice.fixed and self._bars.barred(shadow.choice.replicas, now_s))
+
+    def _gives_way(
+        self, constants: list[Shadow], now: Shadow, load: float, now_s: float, allowed: float, found: float
+    ) -> bool:
+        """Whether the number should move now, as the reference is overrun and part of its allowance is spent. Another
+        constant is no answer: it would come and go with every burst."""
+        reference = min(constants, key=lambda shadow: shadow.choice.replicas)
+        if now.choice.fixed and now is not reference:
+            return False
+        return reference.late * found > _SPENT * allowed and reference.overrun(now_s, load / self._full)
+
+    def _found(self) -> float:
+        """Late requests found over those foretold, if fewer: engines may be faster than the measured rate says."""
+        slack = 0.25 * self._late_share * self._requests + 1
+        return min(max((self._late + slack) / (self._foretold + slack), 0.5), 1.0)
 
     @property
     def _allowed(self) -> float:
@@ -264,10 +309,15 @@ class StandbyLearner:
         share = self._late_share * self._requests
         return max(share - self._hopeless, _KEPT_ALLOWANCE * share)
 
+    @property
+    def _allowed_in_all(self) -> float:
+        """The same over the whole memory, if requests go on as they came so far."""
+        return self._allowed / -math.expm1(-max(self._seen_s, _KNOWN_S) / MEMORY_S)
+
     def _left(self) -> float:
         """What part of the allowance a choice may plan for. It sinks once more were late than allowed, as the price of
         a violated constraint rises."""
-        allowed = self._allowed
+        allowed = self._allowed_in_all
         return min(max(2 - (self._late - 1) / allowed, _KEPT_ALLOWANCE), 1.0) if allowed else 1.0
 
     def _cost_s(self, shadow: Shadow) -> float:

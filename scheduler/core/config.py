@@ -28,7 +28,8 @@ class SchedulerConfig(BaseModel):
     proved_hold_max_s: Seconds = 1800.0
     """Replicas wanted back before their release had paid off are kept, each time twice as long; at most this long."""
     job_pause_s: Seconds = 3.8
-    """What a change of size costs a running job: from the last step before it to the first step after it."""
+    """What a change of size costs a running job: from the last step before it to the first step after it. Once a job
+    has changed its size, what that took counts instead."""
     reaction_s: Seconds = 1.2
     """Time from the decision to move a device from training to serving until an engine on it answers."""
     late_requests_share: Annotated[float, Field(ge=0, lt=1)] = 0.01

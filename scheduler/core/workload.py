@@ -24,6 +24,9 @@ AWAKE: frozenset[ReplicaState] = frozenset({"starting", "ready", "open", "draini
 Busy = Literal["coming", "leaving"] | None
 PATIENT = 0.5
 """Share of the time-to-first-token target that the backlog may take before another replica is woken."""
+FULL = 0.8
+"""Share of the requests that one replica carries at which a moving number asks for another: requests differ in size, so
+caches are full, and all that come are late, before their number says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class JobView:
     the end of the hand-over in progress on (`busy` "coming"). `allowed_sizes`: world sizes it can run at; empty means
     every size from `min_devices` to `max_devices`. `priority`: higher first. `not_before_s`: end of backoff. `lacks`:
     what the box lacks for it to start, as a sentence; it starts only when this is "". `failed`: its last failure.
+    `pause_s`: what a change of size costs it on each of its devices, as measured; None: the scheduler's setting.
     `nodes`: it must run wholly on one of these; empty: anywhere, also across nodes.
     """
 
@@ -80,6 +84,7 @@ class JobView:
     not_before_s: float = 0.0
     failed: str = ""
     busy: Busy = None
+    pause_s: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_devices <= self.max_devices:
@@ -155,13 +160,18 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class Standby:
     """replicas: always awake. backlog_share: share of the latency target that a backlog may take before more are
-    woken; times: multiple of the replicas that the backlog needs. fixed: neither more nor
-    fewer while the model is in use."""
+    woken; times: multiple of the replicas that the backlog needs. full: share of the requests one replica carries at
+    which another is woken. fixed: neither more nor fewer while the model is in use."""
 
     replicas: int
     backlog_share: float = PATIENT
     times: int = 1
     fixed: bool = False
+    full: float = FULL
+
+    def asked_by_load(self, load: float) -> int:
+        """Replicas needed for requests in flight that fill so many replicas, without an upper bound."""
+        return math.ceil(load / self.full)
 
     def asked_by_backlog(self, backlog_s: float, target_s: float) -> int:
         """Replicas needed for a backlog of this many replica-seconds, without an upper bound."""

@@ -49,7 +49,7 @@ class ChainListener(Protocol):
     def unwanted(self, chain: Chain) -> str:
         """Why a chain that is about to take devices should no longer do so; empty if it should."""
 
-    def step_done(self, step: Step) -> None: ...
+    def step_done(self, step: Step, took_s: float) -> None: ...
 
     def chain_ended(self, end: ChainEnd) -> None: ...
 
@@ -277,10 +277,11 @@ class Runner:
             raise EffectFailed(step.verb, step.target, reason, blame) from None
         finally:
             self._doing.pop(record.seq, None)
-        self._listener.box = verb.done(step, self._listener.box, self._clock.now_s())
+        ended_s = self._clock.now_s()
+        self._listener.box = verb.done(step, self._listener.box, ended_s)
         self._ended(record, "done", detail)
         _tell(step)
-        self._listener.step_done(step)
+        self._listener.step_done(step, ended_s - started_s)
         future = self._released.get(step.target) if step.verb == "release" else None
         if future is not None and not future.done():
             future.set_result(True)

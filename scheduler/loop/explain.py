@@ -148,7 +148,9 @@ def not_serving(trouble: Trouble, replicas: Iterable[ReplicaView], now_s: float)
 def _standby(deployment: DeploymentView, learned: Standby) -> str:
     more = "and neither more nor fewer" if learned.fixed else "and to wake more when the backlog takes "
     if not learned.fixed:
-        more += f"{learned.backlog_share:.0%} of the target for the first token"
+        more += (
+            f"{learned.backlog_share:.0%} of the target for the first token or requests fill {learned.full:.0%} of them"
+        )
     return (
         f"Its traffic taught to keep {_count(learned.replicas, 'replica')} awake, {more}; one replica computes about "
         f"{deployment.prefill_tokens_per_s or 0:,.0f} prompt tokens/s."

@@ -38,6 +38,7 @@ from scheduler.loop import drain_cancellation, mode_schedule, view
 from scheduler.loop.cluster_state import ClusterState
 from scheduler.loop.drain_cancellation import Drain
 from scheduler.loop.explain import explain, mode_of, not_serving, reason_of, waits_for
+from scheduler.loop.job_pauses import JobPauses
 from scheduler.loop.status_reporter import StatusReporter
 from scheduler.loop.view import Transition
 from scheduler.plan.plan import plan
@@ -74,6 +75,7 @@ class SchedulerLoop:
         self._hysteresis: dict[str, Hysteresis] = {}
         self._transitions: dict[Holder, Transition] = {}
         self._drains: dict[Holder, Drain] = {}
+        self._pauses = JobPauses(self._config.job_pause_s)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._running: dict[int, Runner] = {}
         self._interrupted: tuple[HandoverRecord, ...] = ()
@@ -253,6 +255,7 @@ class SchedulerLoop:
         self._state.open_replicas_are_stable()
         self._cancel_drains(now_s)
         self._state.failures.keep(self._workload)
+        self._pauses.keep({job.id for job in self._workload.jobs})
         plan_input = self._plan_input()
         if self._devices_came(plan_input):
             self._state.retry("device")
@@ -351,7 +354,8 @@ class SchedulerLoop:
             return "the job ended by itself in the meantime"
         return ""
 
-    def step_done(self, step: Step) -> None:
+    def step_done(self, step: Step, took_s: float) -> None:
+        self._pauses.step_done(step, took_s)
         if step.verb == "start_group" and step.lease is not None:
             self._reporter.running(step.target, step.lease.device_ids)
 
@@ -404,6 +408,7 @@ class SchedulerLoop:
             self._transitions if moving is None else moving,
             self._workload,
             self._state.failures,
+            self._pauses,
             policy=policy or self._in_force.policy,
             hysteresis=self._hysteresis,
             handover_id=self._journal.last_id() + 1,

@@ -12,6 +12,7 @@ from scheduler.core.inventory import Device, Holder
 from scheduler.core.workload import DeploymentView, Hysteresis, JobView, PlanInput, Policy, ReplicaView, Workload
 from scheduler.handover.box import Box
 from scheduler.handover.handover import Chain
+from scheduler.loop.job_pauses import JobPauses
 from scheduler.loop.mode_schedule import InForce
 from scheduler.plan.queue import QueuePosition
 
@@ -30,6 +31,7 @@ def plan_input(
     moving: Mapping[Holder, Transition],
     workload: Workload,
     failures: Failures,
+    pauses: JobPauses,
     *,
     policy: Policy,
     hysteresis: dict[str, Hysteresis],
@@ -42,7 +44,7 @@ def plan_input(
     return PlanInput(
         policy=policy,
         devices=tuple(_device(d, workload.cordoned) for d in box.devices.values()),
-        jobs=tuple(_job(j, box, moving, failures) for j in workload.jobs),
+        jobs=tuple(_job(j, box, moving, failures, pauses) for j in workload.jobs),
         deployments=tuple(_deployment(d, failures) for d in workload.deployments),
         replicas=tuple(_replicas(box, moving, now_s)),
         busy_devices=frozenset(busy),
@@ -58,7 +60,9 @@ def _device(device: Device, cordoned: frozenset[str]) -> Device:
     return device
 
 
-def _job(job: JobView, box: Box, all_moving: Mapping[Holder, Transition], failures: Failures) -> JobView:
+def _job(
+    job: JobView, box: Box, all_moving: Mapping[Holder, Transition], failures: Failures, pauses: JobPauses
+) -> JobView:
     group = box.groups.get(job.id)
     moving = all_moving.get(Holder("job", job.id))
     failure = failures.job(job.id)
@@ -73,17 +77,26 @@ def _job(job: JobView, box: Box, all_moving: Mapping[Holder, Transition], failur
         devices = moving.target or devices
     since_s = group.since_s if group else 0.0
     not_before_s, failed = (failure.not_before_s, first_line(failure.reason)) if failure else (0.0, "")
-    if (job.phase, job.devices, job.since_s, job.not_before_s, job.failed, job.busy) == (
+    pause_s = pauses.pause_s(job.id)
+    if (job.phase, job.devices, job.since_s, job.not_before_s, job.failed, job.busy, job.pause_s) == (
         phase,
         devices,
         since_s,
         not_before_s,
         failed,
         busy,
+        pause_s,
     ):
         return job  # most of a long queue: a copy would cost more than everything else here
     return replace(
-        job, phase=phase, devices=devices, since_s=since_s, not_before_s=not_before_s, failed=failed, busy=busy
+        job,
+        phase=phase,
+        devices=devices,
+        since_s=since_s,
+        not_before_s=not_before_s,
+        failed=failed,
+        busy=busy,
+        pause_s=pause_s,
     )
 
 

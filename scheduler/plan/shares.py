@@ -58,8 +58,12 @@ class Shares:
         """Update every model's hysteresis to now."""
         is_open = {r.model for r in self._plan_input.replicas if r.state == "open" or r.busy == "coming"}
         # Devices come from running jobs, and a transfer stops all ranks of both jobs involved.
-        largest = max((len(j.devices) for j in self._jobs.values() if j.interruptible), default=0)
-        switch_device_s = 2 * self._config.job_pause_s * largest if self._policy.kind == "auto" else 0.0
+        stops_s = (
+            len(j.devices) * (self._config.job_pause_s if j.pause_s is None else j.pause_s)
+            for j in self._jobs.values()
+            if j.interruptible
+        )
+        switch_device_s = 2 * max(stops_s, default=0.0) if self._policy.kind == "auto" else 0.0
         for model, deployment in self.deployments.items():
             hysteresis, review_s = demand_.required(
                 deployment,

@@ -59,7 +59,7 @@ class Reports:
         self._arrived = cluster.arrived
         seen = Seen(
             works_s=[prompts[n] / rate for n in came],
-            asked=demand_.by_concurrency(deployment, self.config),
+            load=demand_.load(deployment, self.config),
             late=self._found_late(now_s, learner.target_s, rate),
             awake=cluster.open_count,
         )

@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -172,10 +173,16 @@ def _tried(client: Client, folder: Path, box: Box, trouble: str, commit: str) ->
             trouble = f"not done after {_TRY_S} s"
     checks = {name: _one_line(failed) for name, failed in table.verdicts(log.read_text()).items()}
     if not checks and not trouble:
-        trouble = _one_line(log.read_text()[-_TOLD_CHARS:]) or "said nothing"
+        trouble = _last_words(log.read_text())
     row = Row(client.name, environments.version_of(client, folder), today, checks, trouble, commit)
     print(f"{row.client} {row.version}: {row.checks} {row.trouble}", flush=True)
     return row
+
+
+def _last_words(output: str) -> str:
+    """Of a script that tried nothing: its error, which in JavaScript stands before the way to it, or its end."""
+    errors = re.findall(r"^\w*Error\b.*", output, re.MULTILINE)
+    return _one_line(errors[-1] if errors else output[-_TOLD_CHARS:]) or "said nothing"
 
 
 def _one_line(text: str) -> str:

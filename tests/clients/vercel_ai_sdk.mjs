@@ -2,10 +2,12 @@
 
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { Output, embedMany, generateText, isStepCount, streamText, tool } from "ai";
+import * as ai from "ai";
 import { z } from "zod";
 import { BASE_URL, EMBEDDING_MODEL, KEY, MODEL, QUESTION, assert, tried } from "./report.mjs";
 
+const { Output, embedMany, generateText, streamText, tool } = ai;
+const isStepCount = ai.isStepCount ?? ai.stepCountIs; // version 6, which npm takes where Node is older than 22
 const settings = { baseURL: BASE_URL, apiKey: KEY };
 const box = createOpenAICompatible({ name: "box", includeUsage: true, supportsStructuredOutputs: true, ...settings });
 const model = box(MODEL);

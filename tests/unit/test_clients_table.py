@@ -24,6 +24,22 @@ def test_what_a_script_says_among_other_output():
     assert table.verdicts(said) == {"plain": "", "tools": "KeyError: 1"}
 
 
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        (
+            "file:///x.mjs:5\nSyntaxError: 'ai' has no isStepCount\n    at async run\n\nNode.js v20",
+            "'ai' has no isStepCount",
+        ),
+        ("Traceback\n  File x\nModuleNotFoundError: No module named 'y'\n", "No module named 'y'"),
+        ("a" * 400 + "killed", "aakilled"),
+        ("", "said nothing"),
+    ],
+)
+def test_why_a_script_tried_nothing_is_its_error_or_its_end(output, told):
+    assert run._last_words(output).endswith(told) and len(run._last_words(output)) <= 300
+
+
 def test_a_client_tried_again_replaces_its_row(tmp_path):
     path = tmp_path / "results.json"
     first, second = CLIENTS[0].name, CLIENTS[1].name

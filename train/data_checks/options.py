@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 from train.data_checks.likeness import LIKE
 
-CHECKS = (
+CheckName = Literal[
     "bad_lines",
     "empty",
     "encoding",
@@ -19,7 +20,8 @@ CHECKS = (
     "language",
     "personal_data",
     "toxic",
-)
+]
+CHECKS: tuple[CheckName, ...] = get_args(CheckName)
 """Names of the checks, in the order of a report."""
 ANY = "-"
 ORDERS = ("given", "shuffled", "length")

@@ -68,7 +68,8 @@ def _apart(request: dict[str, Any]) -> dict[str, Any]:
 
 def command_of(request: dict[str, Any]) -> list[str]:
     """What runs a request: {"files": paths, "names"?: what they are called, "check": fields of CheckOptions} and, to
-    prepare a new file, "prepare": fields of PrepareOptions, "target", "validation" and "lineage": paths."""
+    prepare a new file, "prepare": fields of PrepareOptions, "target", "validation" and "lineage": paths. "niceness"?:
+    not the low priority of work that nobody looks at."""
     return [sys.executable, "-P", "-m", "train.data_checks.process", json.dumps(request, default=str)]
 
 
@@ -91,12 +92,13 @@ def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
 def main() -> None:
     die_with_parent()
     dies_as(DiesAs.TRIAL)
-    os.nice(_NICENESS)
+    request = json.loads(sys.argv[1])
+    os.nice(request.get("niceness", _NICENESS))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))  # not AS: a large array is mapped whole
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        answer = carried_out(json.loads(sys.argv[1]))
+        answer = carried_out(request)
     except (BadOption, CheckFailed, OSError, ValueError) as error:
         print(json.dumps({"error": str(error), "bad_option": isinstance(error, BadOption)}))
         sys.exit(2)

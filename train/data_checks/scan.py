@@ -38,7 +38,7 @@ _ODD_LANGUAGE_SHARE = 0.02
 _TIMES_AS_LONG = 3
 # What was compared lately is not read again; what is longer than this costs its own length.
 _KEPT_BYTES, _MOST_KEPT = 1 << 16, 1024
-_TEMPLATE_BYTES, _MESSAGE_BYTES = 512, 64  # what a chat template adds at most, by what such templates are
+_TEMPLATE_BYTES, _MESSAGE_BYTES = 512, 64  # what a chat template adds, at the least that is reckoned with
 _CONTROL = re.compile("(?P<control>[\x00-\x08\x0b\x0c\x0e-\x1f\x7f])")
 _ODD = re.compile(
     _CONTROL.pattern + "|(?P<replaced>\ufffd)|(?P<mojibake>[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac)"
@@ -107,6 +107,7 @@ class Scan:
         self.counted, self._counted_tokens, self._counted_estimate = 0, 0, 0
         self._told: list[tuple[Place, str]] = []
         self.against_sha256: str | None = None
+        self._template_bytes = max(_TEMPLATE_BYTES, _template_tokens(count))
         self._languages = Languages() if options.does("language") else None
         self._toxic = Toxic() if options.does("toxic") else None
         self._own_words = of_file(options.words) if options.words else None
@@ -228,8 +229,10 @@ class Scan:
         """Of an example: counted, or estimated from its bytes and what those counted have said."""
         chats = made.get("sequences", (made,))
         estimates = [estimate_tokens(chat) for chat in chats]
-        # No tokenizer makes more tokens of a text than it has bytes, nor of a template than these.
-        may_be_long = self.max_tokens is not None and max(_bytes_of(chat) for chat in chats) > self.max_tokens
+        # No tokenizer makes more tokens of a text than it has bytes.
+        may_be_long = (
+            self.max_tokens is not None and max(map(_bytes_of, chats)) + self._template_bytes > self.max_tokens
+        )
         asked = (
             index < COUNTED_EXAMPLES or index % COUNTED_EACH == 0 or (may_be_long and self._options.does("too_long"))
         )
@@ -359,7 +362,17 @@ def _readable(example: Example) -> bytes:
 
 
 def _bytes_of(chat: Record) -> int:
-    return len(orjson.dumps(chat)) + _TEMPLATE_BYTES + _MESSAGE_BYTES * len(chat["messages"])
+    return len(orjson.dumps(chat)) + _MESSAGE_BYTES * len(chat["messages"])
+
+
+def _template_tokens(count: Count | None) -> int:
+    """What a chat template adds to an example without a word; some begin each with a page of instructions."""
+    if count is None:
+        return 0
+    try:
+        return max(count({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]}))
+    except BadRecord:  # it wants more of an example; those of the file will do
+        return 0
 
 
 def _around(text: str, at: int) -> str:

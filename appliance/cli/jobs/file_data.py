@@ -197,7 +197,7 @@ def _there(session: Session, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def _here(request: dict[str, Any], message: str) -> dict[str, Any]:
     """The answer of a process of our own. Raises BadUsage, CommandFailed."""
-    command = python("train.data_checks.process", json.dumps(request))
+    command = python("train.data_checks.process", json.dumps(request | {"niceness": 0}))
     with output.progress(message):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     try:

@@ -91,7 +91,7 @@ class DemandLearning:
             works_s = _works_s(new, rate)
             seen = Seen(
                 works_s=works_s,
-                asked=demand_.by_concurrency(deployment, self._config),
+                load=demand_.load(deployment, self._config),
                 late=_found_late(new, deployment.ttft_target_s, works_s),
                 awake=traffic.awake,
             )

@@ -7,13 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from appliance.controller.http.strict_body import StrictBody
-from train.data_checks.options import CHECKS, ORDERS
+from train.data_checks.options import CHECKS, ORDERS, CheckName
 from train.methods.methods import METHODS
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
-CheckName = Literal[tuple(CHECKS)]  # type: ignore[valid-type]
 Share = Annotated[float, Field(gt=0, le=1)]
-MOST_FILES, MOST_LISTED = 16, 10_000
+MOST_FILES, MOST_LISTED = 16, 8_000
 
 
 class CheckAsked(StrictBody):

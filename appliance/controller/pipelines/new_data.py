@@ -17,7 +17,7 @@ from appliance.controller.pipelines.spec import Data
 from appliance.store.objects import files
 
 Found = dict[str, list[Any]]
-"""Path or file id -> [bytes, when it was changed (ns)], in order of their names."""
+"""Path or file id -> [bytes, and of a path when it was changed (ns)], in order of their names."""
 MOST_FILES = 10_000
 SETTLED_S = 5.0
 """A file of a folder that was changed later may still be written."""
@@ -47,11 +47,16 @@ def in_folder(folder: str, pattern: str, now_s: float) -> Found:
 def uploaded(context: ControllerContext, pattern: str, owner: str) -> Found:
     """Raises NoData."""
     rows = files.named(context.db, owner, now_s=time.time())
-    return _bounded({file_id: [size, name] for file_id, size, name in rows if fnmatch.fnmatchcase(name, pattern)})
+    return _bounded({file_id: [size] for file_id, size, name in rows if fnmatch.fnmatchcase(name, pattern)})
 
 
 def new(found: Found, taken: Found, data: Data) -> Found:
-    return found if data.take == "all" else {name: told for name, told in found.items() if taken.get(name) != told}
+    """A file of a folder may have changed; an uploaded one never does."""
+    if data.take == "all":
+        return found
+    if data.folder is None:
+        return {name: told for name, told in found.items() if name not in taken}
+    return {name: told for name, told in found.items() if taken.get(name) != told}
 
 
 def join(parts: list[tuple[Path, int]], target: Path) -> tuple[int, str]:

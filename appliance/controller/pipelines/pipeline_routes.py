@@ -164,7 +164,7 @@ def run_object(context: ControllerContext, row: PipelineRunRow, caller: Principa
         "outcome": row.outcome or None,
         "reason": row.reason or None,
         "steps": row.steps,
-        "data": {"files": len(row.data), "bytes": sum(int(told[0]) for told in row.data.values())},
+        "data": {"files": row.data_files, "bytes": row.data_bytes},
         "file_id": row.file_id,
         "job_id": row.job_id,
         "gate_id": None if gate is None else gate.id,

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from appliance.controller.access.model_access import caller_of
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.one_each import OneEach
 from appliance.controller.files import multipart, storage
 from appliance.controller.gates.runner import GateRunner
 from appliance.controller.interfaces.errors import ApiError, Conflict
@@ -35,7 +36,6 @@ from appliance.store.ids import new_id
 from appliance.store.objects import files, gates, jobs, models, pipelines
 from appliance.store.records import keys
 from appliance.store.rows import FileRow, PipelineRow, PipelineRunRow
-from runtime.background_tasks import RunningTasks
 from scheduler.loop.mode_schedule import next_firing_s
 from train.data_checks.options import BadOption
 from train.data_checks.process import CheckFailed
@@ -53,29 +53,15 @@ class PipelineRunner:
     def __init__(self, context: ControllerContext, validation: JobValidation, judging: GateRunner):
         self._context, self._db = context, context.db
         self._validation, self._judging = validation, judging
-        self.tasks = RunningTasks()
-        self._busy: set[str] = set()  # runs and pipelines that a task works on
+        self._going = OneEach(context.background, "pipeline")  # runs, and pipelines that are due
+        self.tasks = self._going.tasks
 
     async def look(self) -> None:
         """One round: each run that goes on, and each pipeline that is due, is worked on by a task of its own."""
-        for row in pipelines.due(self._db, time.time()):
-            self._work(row.id, partial(self._when_due, row.id))
-        for run in pipelines.running(self._db):
-            self._work(run.id, partial(self._advance, run.id))
-
-    def _work(self, name: str, work: Any) -> None:
-        if name in self._busy:
-            return
-        self._busy.add(name)
-
-        async def guarded() -> None:
-            try:
-                with self._context.background.guard(f"pipeline: {name}"):
-                    await work()
-            finally:
-                self._busy.discard(name)
-
-        self.tasks.add(asyncio.create_task(guarded(), name=f"pipeline {name}"))
+        for pipeline_id in pipelines.due(self._db, time.time()):
+            await self._going.begin(pipeline_id, partial(self._when_due, pipeline_id))
+        for run_id in pipelines.running(self._db):
+            await self._going.begin(run_id, partial(self._advance, run_id))
 
     # --- when it is time
 
@@ -111,13 +97,13 @@ class PipelineRunner:
     async def _begin_if_new(self, row: PipelineRow, spec: PipelineSpec) -> str:
         """Why not, "" if it was begun or there is nothing new."""
         try:
-            found = new_data.new(await self._found(row, spec), row.taken, spec.data)
+            found = new_data.new(await self._found(row, spec), pipelines.taken(self._db, row.id), spec.data)
         except NoData as error:
             return str(error)
         last = pipelines.last_of(self._db, row.id)
         if not found or pipelines.running_of(self._db, row.id) is not None:
             return ""
-        if last is not None and last.state != "succeeded" and last.data == found:
+        if last is not None and last.state != "succeeded" and last.data_sha256 == pipelines.sha256_of(found):
             return f"{last.id} has {last.state} on this data; it is tried again once there is other data"
         self.begin(row, "data")
         return ""
@@ -170,7 +156,7 @@ class PipelineRunner:
             else:
                 self._end(run_id, row, End(True, error.message))
         except OSError as error:
-            self._end(run_id, row, End(True, f"the data could not be read: {error}"))
+            self._end(run_id, row, End(True, f"the data could not be read: {error.strerror or type(error).__name__}"))
 
     async def _found(self, row: PipelineRow, spec: PipelineSpec) -> Found:
         """Raises NoData."""
@@ -188,33 +174,35 @@ class PipelineRunner:
 
     async def _take_data(self, run: PipelineRunRow, row: PipelineRow, spec: PipelineSpec, caller: Principal) -> None:
         """Choose it, and then make one file of it, each kept before the next begins."""
-        chosen = run.data
-        if not chosen:
-            found = await self._found(row, spec)
-            chosen = found if spec.data.file is not None else new_data.new(found, row.taken, spec.data)
+        if not run.data_files:
+            found, taken = await self._found(row, spec), pipelines.taken(self._db, row.id)
+            chosen = found if spec.data.file is not None else new_data.new(found, taken, spec.data)
             if not chosen:
                 self._end(run.id, row, End(False, "there is no new data; nothing was trained", "nothing_new"))
                 return
             with self._db.transaction():
-                taken = {name: told for name, told in row.taken.items() if name in found}
-                pipelines.update(self._db, row.id, taken=taken)
-                if not self._update_going(run.id, data=chosen, reason=f"{len(chosen)} files are read"):
+                if not self._update_going(run.id, reason=f"{len(chosen)} files are read"):
                     return
-        if spec.data.folder is None and len(chosen) == 1:
-            self._update_going(run.id, file_id=next(iter(chosen)), reason="")
+                pipelines.take(self._db, row.id, {name: told for name, told in taken.items() if name in found})
+                pipelines.choose(self._db, run.id, chosen)
+            run = pipelines.find_run(self._db, run.id) or run
+        if spec.data.folder is None and run.data_files == 1:
+            self._update_going(run.id, file_id=next(iter(pipelines.chosen(self._db, run.id))), reason="")
             return
-        await self._joined(run, spec, chosen, caller)
+        await self._joined(run, spec, caller)
 
-    async def _joined(self, run: PipelineRunRow, spec: PipelineSpec, chosen: Found, caller: Principal) -> None:
+    async def _joined(self, run: PipelineRunRow, spec: PipelineSpec, caller: Principal) -> None:
         """Raises ApiError, NoData, OSError."""
-        context, file_id, size = self._context, new_id("file-"), sum(int(told[0]) for told in chosen.values())
+        context, file_id, size = self._context, new_id("file-"), run.data_bytes
         if size > context.config.upload_total_bytes:
             raise NoData(f"the data has {size} bytes; a file has {context.config.upload_total_bytes} at most")
         base = None if spec.data.folder is not None else context.files_dir
-        parts = [((base / name) if base is not None else Path(name), int(told[0])) for name, told in chosen.items()]
         incoming = context.files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
         with context.quotas.receiving(caller) as took:
-            took(size + len(parts))
+            took(size + run.data_files)
+            # Only now: a run that waits for room asks for it every second.
+            chosen = pipelines.chosen(self._db, run.id)
+            parts = [((base / name) if base is not None else Path(name), int(told[0])) for name, told in chosen.items()]
             try:
                 nbytes, sha256 = await context.file_work.run(run.owner, new_data.join, parts, incoming)
                 made = await storage.described(
@@ -353,8 +341,10 @@ class PipelineRunner:
                 ended_s=time.time(),
             )
             now = pipelines.find(self._db, row.id)
-            if now is not None and not end.failed and run.data:
-                pipelines.update(self._db, row.id, taken={**now.taken, **run.data})
+            if now is not None and not end.failed and run.data_files:
+                taken = pipelines.taken(self._db, row.id) | pipelines.chosen(self._db, run_id)
+                pipelines.take(self._db, row.id, taken)
+            pipelines.forget_choice(self._db, run_id)
             record(
                 self._context,
                 caller_of(self._db, run.key_id),

@@ -18,14 +18,13 @@ from appliance.controller.jobs.gate_request import GateCanary, GateRequest
 from appliance.controller.jobs.requests import JobCreate
 from scheduler.core.errors import InvalidSchedule
 from scheduler.loop.mode_schedule import check_cron, check_zone
-from train.data_checks.options import CHECKS, ORDERS
+from train.data_checks.options import CHECKS, ORDERS, CheckName
 
 STEPS = ("data", "check", "prepare", "train", "evaluate", "gate", "canary", "promote")
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _OF_THE_RUN = ("training_file", "gate", "activate")
 _RULES = ("pass_rate_at_least", "mean_reward_at_least", "not_worse_by", "better_by", "measure")
 _NO_FILE = "file-of-the-run"
-CheckName = Literal[tuple(CHECKS)]  # type: ignore[valid-type]
 
 
 class Data(StrictBody):

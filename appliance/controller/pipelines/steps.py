@@ -79,8 +79,7 @@ def end_of(spec: PipelineSpec, seen: Seen) -> End | None:
 def _data(spec: PipelineSpec, run: PipelineRunRow, seen: Seen) -> _Told:
     if run.file_id is None:
         return "running", run.reason
-    size = sum(told[0] for told in run.data.values())
-    return "done", f"{len(run.data)} file{'s' if len(run.data) != 1 else ''}, {size:,} bytes"
+    return "done", f"{run.data_files} file{'s' if run.data_files != 1 else ''}, {run.data_bytes:,} bytes"
 
 
 def _check(spec: PipelineSpec, run: PipelineRunRow, seen: Seen) -> _Told:

@@ -52,10 +52,3 @@ def best(losses: Mapping[int, float | None], count: int) -> list[int]:
     """Of the trials by number, the `count` with the least loss; none that has no finite one."""
     known = [(loss, number) for number, loss in losses.items() if loss is not None and math.isfinite(loss)]
     return [number for _, number in sorted(known)[:count]]
-
-
-def part(lines: int, share: float, seed: int, least: int) -> list[int]:
-    """Numbers of the lines of a part, in their order; a larger share has those of a smaller one."""
-    order = list(range(lines))
-    random.Random(seed).shuffle(order)  # noqa: S311 - a sample
-    return sorted(order[: max(least, math.ceil(share * lines))])

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from copy import deepcopy
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from appliance.controller.access.model_access import caller_of
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.one_each import OneEach
 from appliance.controller.files import multipart, storage
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.jobs.validation import JobValidation
@@ -27,6 +29,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import files, jobs, models, sweeps
 from appliance.store.records import keys, usage
 from appliance.store.rows import FileRow, PipelineRunState, SweepRow
+from train.data.part import NoPart, write_apart
 
 log = logging.getLogger("appliance.controller")
 LOOK_EVERY_S = 2.0
@@ -43,12 +46,18 @@ class SweepRunner:
     def __init__(self, context: ControllerContext, validation: JobValidation):
         self._context, self._db, self._validation = context, context.db, validation
 
-    async def look(self) -> None:
-        for row in sweeps.running(self._db):
-            with self._context.background.guard(f"sweep: {row.id}"):
-                await self._look_at(row)
+        self._going = OneEach(context.background, "sweep")
+        self.tasks = self._going.tasks
 
-    async def _look_at(self, row: SweepRow) -> None:
+    async def look(self) -> None:
+        """One round, by tasks: a part of much data is made for minutes, and others' sweeps go on meanwhile."""
+        for sweep_id in sweeps.running(self._db):
+            await self._going.begin(sweep_id, partial(self._look_at, sweep_id))
+
+    async def _look_at(self, sweep_id: str) -> None:
+        row = sweeps.find(self._db, sweep_id)
+        if row is None or row.state != "running":
+            return
         spec = SweepSpec.model_validate(row.spec)
         try:
             if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
@@ -66,11 +75,11 @@ class SweepRunner:
                 await self._end(row, spec, "failed", error.message)
             elif row.reason != error.message:
                 sweeps.update(self._db, row.id, reason=error.message)
-        except (_Failed, OSError) as error:
+        except (_Failed, NoPart, OSError) as error:
             await self._end(row, spec, "failed", str(error))
 
     async def _go_on(self, row: SweepRow, spec: SweepSpec) -> None:
-        """Raises ApiError, OSError, _Failed."""
+        """Raises ApiError, NoPart, OSError, _Failed."""
         plan = halving.rounds(len(row.trials), spec.first, spec.keep_one_in)
         mine = [number for number, trial in enumerate(row.trials) if len(trial["jobs"]) > row.round]
         chosen = self._chosen(row, plan)
@@ -130,7 +139,7 @@ class SweepRunner:
                 ended_well = job is not None and job.phase == "succeeded"
                 one |= {
                     "state": "succeeded" if ended_well else "failed",
-                    "loss": job.valid_loss if ended_well else None,
+                    "loss": _finite(job.valid_loss) if ended_well and job is not None else None,
                 }
         if trials != row.trials:
             sweeps.update(self._db, row.id, trials=trials)
@@ -139,7 +148,7 @@ class SweepRunner:
     # --- the data
 
     async def _part(self, row: SweepRow, spec: SweepSpec, of: Round) -> str:
-        """The file with the share of a round, made once. Raises ApiError, OSError, _Failed."""
+        """The file with the share of a round, made once. Raises ApiError, NoPart, OSError, _Failed."""
         whole_id = str(spec.train["training_file"])
         if of.share >= 1:
             return whole_id
@@ -149,13 +158,17 @@ class SweepRunner:
         whole = files.find(self._db, whole_id, viewer=caller.viewer, now_s=time.time())
         if whole is None:
             raise _Failed(f"the file {whole_id} was deleted")
+        if whole.status == "error":
+            raise _Failed(f"the data was refused: {whole.status_details}")
         file_id = new_id("file-")
         incoming = self._context.files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
         with self._context.quotas.receiving(caller) as took:
             took(whole.bytes)
             try:
                 source = self._context.files_dir / whole.id
-                size = await self._context.file_work.run(row.owner, _write_part, source, incoming, of.share)
+                size = await self._context.file_work.run(
+                    row.owner, write_apart, source, incoming, of.share, LEAST_LINES
+                )
                 made: FileRow = await storage.described(
                     self._context,
                     file_id,
@@ -168,6 +181,8 @@ class SweepRunner:
                     caller=caller,
                 )
                 with storage.with_row(self._context, file_id):
+                    if (now := sweeps.find(self._db, row.id)) is None or now.state != "running":
+                        return file_id  # it was cancelled meanwhile, and nothing is begun with the file
                     os.rename(incoming, self._context.files_dir / file_id)
                     files.insert(self._db, made)
                     sweeps.update(self._db, row.id, files={**row.files, str(row.round): file_id})
@@ -235,27 +250,10 @@ def begun(spec: SweepSpec) -> list[dict[str, Any]]:
     return [{"parameters": one, "jobs": []} for one in trials_of(spec)]
 
 
+def _finite(loss: float | None) -> float | None:
+    """What diverges has no loss to be compared by, and JSON no word for it."""
+    return loss if loss is not None and math.isfinite(loss) else None
+
+
 def _job_ids(row: SweepRow) -> list[str]:
     return [one["job_id"] for trial in row.trials for one in trial["jobs"]]
-
-
-def _write_part(source: Path, target: Path, share: float) -> int:
-    """Bytes of the lines of a part. Raises OSError."""
-    with open(source, "rb") as lines:
-        number = sum(bool(line.strip()) for line in lines)
-    chosen = set(halving.part(number, share, 0, LEAST_LINES))
-    size = at = 0
-    with (
-        open(source, "rb") as lines,
-        os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out,
-    ):
-        for line in lines:
-            if not line.strip():
-                continue
-            if at in chosen:
-                line = line if line.endswith(b"\n") else line + b"\n"
-                size += out.write(line)
-            at += 1
-        out.flush()
-        os.fsync(out.fileno())
-    return size

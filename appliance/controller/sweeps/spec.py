@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any
 
+import orjson
 from pydantic import Field, ValidationError, model_validator
 
 from appliance.controller.access.model_access import absent_model, caller_may_use
@@ -23,15 +24,21 @@ Parameter = Annotated[str, Field(min_length=1, max_length=64)]
 Values = Annotated[list[Any], Field(min_length=1, max_length=MAX_TRIALS)]
 
 
+Bound = Annotated[float, Field(ge=-1e15, le=1e15)]
+"""Of whatever a hyperparameter may be; of much larger ones neither the difference nor a whole number can be written."""
+MAX_TRIALS_BYTES = 64 << 10
+"""Of all trials together: they stand in the sweep's row, which is read in each look at it."""
+
+
 class Range(StrictBody):
-    low: float
-    high: float
+    low: Bound
+    high: Bound
     log: bool = False
     integer: bool = False
 
     @model_validator(mode="after")
     def _ordered(self) -> Range:
-        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+        if not self.low < self.high:
             raise ValueError("low is less than high")
         if self.log and self.low <= 0:
             raise ValueError("a range on the scale of its logarithm is above 0")
@@ -75,6 +82,8 @@ def trials_of(spec: SweepSpec) -> list[dict[str, Any]]:
 def check_spec(context: ControllerContext, spec: SweepSpec, caller: Principal) -> None:
     """Raises ApiError."""
     trials = trials_of(spec)
+    if (size := len(orjson.dumps(trials))) > MAX_TRIALS_BYTES:
+        raise _wrong("grid" if spec.grid else "random", f"makes trials of {size} bytes; at most {MAX_TRIALS_BYTES}")
     body = job_of(spec, trials[0], str(spec.train.get("training_file", "")))
     if body.validation_file is None:
         raise _wrong("train.validation_file", "is missing: trials are compared by their loss on it")

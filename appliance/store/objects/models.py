@@ -94,8 +94,8 @@ def challengers(db: Database, name: str | None = None) -> dict[str, str]:
         "SELECT g.model, g.version FROM gates g JOIN models m ON m.id = g.model"
         " JOIN versions v ON v.model = g.model AND v.version = g.version"
         " LEFT JOIN versions a ON a.model = m.id AND a.version = m.active_version"
-        " WHERE g.seq IN (SELECT max(seq) FROM gates WHERE version != '' GROUP BY model)"
-        " AND v.seq > coalesce(a.seq, 0) AND (?1 IS NULL OR g.model = ?1)"
+        " WHERE g.seq IN (SELECT max(seq) FROM gates WHERE version != '' AND (?1 IS NULL OR model = ?1) GROUP BY model)"
+        " AND v.seq > coalesce(a.seq, 0)"
         " UNION ALL SELECT model, version FROM canaries WHERE state = 'running' AND (?1 IS NULL OR model = ?1)",
         [name],
     )

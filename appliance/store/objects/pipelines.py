@@ -1,10 +1,15 @@
 """Pipelines by name, and their runs.
 
-viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself.
+viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself. Which data a run has
+chosen, and which runs that ended well have trained on, is {path or file id: [bytes, when it was changed]}, of ten
+thousand files at most: it stands in no row that is read for anything else.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from appliance.store.database import Database, Page, owned_by
@@ -51,8 +56,20 @@ def page(db: Database, *, viewer: str | None, after: str | None, limit: int) -> 
     return db.page(PipelineRow, "pipelines", scope=owned_by(viewer), after=after, limit=limit)
 
 
-def due(db: Database, now_s: float) -> list[PipelineRow]:
-    return db.all(PipelineRow, "SELECT * FROM pipelines WHERE scheduled AND next_s <= ? ORDER BY next_s", [now_s])
+def due(db: Database, now_s: float) -> list[str]:
+    """Their ids."""
+    found = db.execute("SELECT id FROM pipelines WHERE scheduled AND next_s <= ? ORDER BY next_s", [now_s])
+    return [row["id"] for row in found]
+
+
+def taken(db: Database, pipeline_id: str) -> dict[str, list[Any]]:
+    """The data that runs which ended well have trained on."""
+    return _data(db, "SELECT taken FROM pipelines WHERE id = ?", pipeline_id)
+
+
+def take(db: Database, pipeline_id: str, data: Mapping[str, list[Any]]) -> None:
+    """From now on `taken` is this."""
+    db.execute("UPDATE pipelines SET taken = ? WHERE id = ?", [_json(data), pipeline_id])
 
 
 def insert_run(db: Database, row: PipelineRunRow) -> None:
@@ -72,9 +89,32 @@ def update_run(db: Database, run_id: str, **changes: Any) -> None:
     db.update("pipeline_runs", PipelineRunRow, {"id": run_id}, changes)
 
 
-def running(db: Database) -> list[PipelineRunRow]:
-    """Oldest first."""
-    return db.all(PipelineRunRow, "SELECT * FROM pipeline_runs WHERE state = 'running' ORDER BY seq")
+def chosen(db: Database, run_id: str) -> dict[str, list[Any]]:
+    """What a run that goes on has chosen."""
+    return _data(db, "SELECT data FROM pipeline_runs WHERE id = ?", run_id)
+
+
+def choose(db: Database, run_id: str, data: Mapping[str, list[Any]]) -> None:
+    nbytes = sum(int(told[0]) for told in data.values())
+    db.execute(
+        "UPDATE pipeline_runs SET data = ?, data_files = ?, data_bytes = ?, data_sha256 = ? WHERE id = ?",
+        [_json(data), len(data), nbytes, sha256_of(data), run_id],
+    )
+
+
+def forget_choice(db: Database, run_id: str) -> None:
+    """Of one that has ended: how much it was stays, its names go."""
+    db.execute("UPDATE pipeline_runs SET data = '{}' WHERE id = ?", [run_id])
+
+
+def sha256_of(data: Mapping[str, list[Any]]) -> str:
+    """The same for the same data, and for no other."""
+    return hashlib.sha256(_json(dict(sorted(data.items()))).encode()).hexdigest()
+
+
+def running(db: Database) -> list[str]:
+    """Their ids, oldest first."""
+    return [row["id"] for row in db.execute("SELECT id FROM pipeline_runs WHERE state = 'running' ORDER BY seq")]
 
 
 def running_of(db: Database, pipeline_id: str) -> PipelineRunRow | None:
@@ -103,3 +143,12 @@ def forget_old_runs(db: Database, pipeline_id: str) -> None:
         " pipeline_runs WHERE pipeline_id = ?1 AND state != 'running' ORDER BY seq DESC LIMIT 1 OFFSET ?2), 0)",
         [pipeline_id, RUNS_KEPT],
     )
+
+
+def _data(db: Database, sql: str, row_id: str) -> dict[str, list[Any]]:
+    row = db.execute(sql, [row_id]).fetchone()
+    return {} if row is None else dict(json.loads(row[0]))
+
+
+def _json(data: Mapping[str, list[Any]]) -> str:
+    return json.dumps(data, separators=(",", ":"))

@@ -27,11 +27,12 @@ def update(db: Database, sweep_id: str, **changes: Any) -> None:
     db.update("sweeps", SweepRow, {"id": sweep_id}, changes)
 
 
-def running(db: Database, owner: str | None = None) -> list[SweepRow]:
-    """Oldest first."""
-    return db.all(
-        SweepRow, "SELECT * FROM sweeps WHERE state = 'running' AND (?1 IS NULL OR owner = ?1) ORDER BY seq", [owner]
+def running(db: Database, owner: str | None = None) -> list[str]:
+    """Their ids, oldest first."""
+    found = db.execute(
+        "SELECT id FROM sweeps WHERE state = 'running' AND (?1 IS NULL OR owner = ?1) ORDER BY seq", [owner]
     )
+    return [row["id"] for row in found]
 
 
 def page(db: Database, *, viewer: str | None, after: str | None, limit: int) -> Page[SweepRow]:

@@ -1,12 +1,18 @@
 """Checks and preparations of files that the box has."""
 
+import asyncio
 import json
+import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import BadRequestError, NotFoundError
 
 from appliance.controller.data_checks import data_work
-from appliance.store.objects import files
+from appliance.store.objects import files, job_records, models
+from appliance.store.rows import JobMetricRow
+from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import Control
 
 
@@ -110,6 +116,31 @@ async def test_one_owner_has_only_so_many_under_way(control: Control, monkeypatc
     assert answer.status_code == 429 and answer.headers["retry-after"] == "30"
 
 
+async def test_a_check_that_nobody_waits_for_ends(control: Control, monkeypatch: pytest.MonkeyPatch):
+    begun: list[asyncio.subprocess.Process] = []
+    start = asyncio.create_subprocess_exec
+
+    async def noted(*command: str, **more: Any) -> asyncio.subprocess.Process:
+        begun.append(await start(*command, **more))
+        return begun[0]
+
+    monkeypatch.setattr(data_work, "command_of", lambda request: ["sleep", "600"])
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    waiting = asyncio.create_task(data_work.DataWork(control.context).run("ann", {}))
+    while not begun:
+        await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert begun[0].returncode == -signal.SIGKILL
+
+
+async def test_the_smallest_upload_is_checked_first(control: Control):
+    await control.upload(TWICE * 50)
+    small = await control.upload(TWICE)
+    assert files.unchecked(control.db).id == small  # type: ignore[union-attr]
+
+
 async def test_a_file_that_goes_while_it_is_checked_is_no_trouble(control: Control):
     made = await control.upload(TWICE)
     (control.context.files_dir / made).unlink()
@@ -117,3 +148,21 @@ async def test_a_file_that_goes_while_it_is_checked_is_no_trouble(control: Contr
     row = files.find(control.db, made, viewer=None, now_s=0)
     assert row is not None and row.check_status == "failed"
     assert str(control.context.files_dir) not in json.dumps(row.data_check)
+
+
+async def test_with_a_model_tokens_are_its_own_and_an_epoch_has_its_cost(control: Control, tmp_path: Path):
+    wordy = "{% for m in messages %}" + "You are a helpful fox. " * 40 + "{{ m['content'] }}{% endfor %}"
+    tokenizer(wordy).save_pretrained(tmp_path / "v1")
+    made = await control.upload(TWICE)
+    refused = await control.http.post(f"/v1/files/{made}/check", json={"model": "starter"})
+    assert refused.json()["error"]["code"] == "model_not_ready"
+    models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "v1"))
+    report = await asked(control, f"/v1/files/{made}/check", {"model": "starter", "max_tokens": 300})
+    assert report["tokens"]["exact"] and report["checks"]["too_long"]["count"] == 3, "its template is long"
+    assert report["epoch"]["device_hours"] == {"lora": None, "full": None}
+    hyperparameters = {"lora_rank": 8, "n_epochs": 1}
+    method = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+    job_id = await control.job(method=method)
+    job_records.upsert_metric(control.db, JobMetricRow(job_id, 1, 1.0, tokens_per_s=400.0, devices=2))
+    epoch = (await asked(control, f"/v1/files/{made}/check", {"model": "starter"}))["epoch"]
+    assert epoch["device_hours"]["lora"] == pytest.approx(report["tokens"]["total"] / 200 / 3600)

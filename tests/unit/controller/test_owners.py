@@ -166,7 +166,6 @@ JUDGED: dict[tuple[str, str], Any] = {
             ("GET", "/admin/v1/models/{name:path}"),
             ("GET", "/admin/v1/operations"),
             ("GET", "/admin/v1/operations/{operation_id}"),
-            ("GET", "/admin/v1/forget"),
         ],
         READERS,
     ),
@@ -177,6 +176,7 @@ JUDGED: dict[tuple[str, str], Any] = {
         [
             ("GET", "/admin/v1/keys"),
             ("GET", "/admin/v1/audit"),
+            ("GET", "/admin/v1/forget"),
             ("POST", "/admin/v1/keys"),
             ("PATCH", "/admin/v1/keys/{id_or_name}"),
             ("DELETE", "/admin/v1/keys/{id_or_name}"),

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance.controller.jobs.events import JobEvents
+from appliance.controller.jobs.gate_request import GateRequest
 from appliance.controller.pipelines import pipeline_routes
 from appliance.controller.pipelines import runner as pipeline_runner
+from appliance.controller.pipelines.spec import PipelineSpec, job_of
+from appliance.controller.sweeps.spec import SweepSpec, trials_of
 from appliance.store.objects import files, gates, jobs, models, pipelines
 from appliance.store.records import audit, keys
 from appliance.store.rows import KeyRow, PipelineRunRow
@@ -134,7 +139,7 @@ async def test_a_run_goes_from_new_data_to_a_version_that_answers_and_keeps_it_o
     # The next day is no better.
     put_day(folder, "c.jsonl")
     run = await rounds(control, await begun(control))
-    assert list(run.data) == [str(folder / "c.jsonl")]
+    assert list(pipelines.chosen(control.db, run.id)) == [str(folder / "c.jsonl")]
     v2 = train(control, events, run.job_id or "")
     run = await rounds(control, run.id)
     assert (run.state, run.outcome, active(control)) == ("succeeded", "left", v1)
@@ -185,7 +190,7 @@ async def test_a_controller_that_is_killed_makes_nothing_twice(
     with monkeypatch.context() as patch:
         patch.setattr(pipeline_runner.os, "rename", lambda *_: (_ for _ in ()).throw(KeyError("killed")))
         run = await rounds(control, run_id, 1)
-    assert run.file_id is None and run.data and list(control.context.files_dir.iterdir()) == []
+    assert run.file_id is None and run.data_files and list(control.context.files_dir.iterdir()) == []
     with monkeypatch.context() as patch:
         insert = pipeline_runner.insert_job
 
@@ -200,7 +205,9 @@ async def test_a_controller_that_is_killed_makes_nothing_twice(
     put_day(folder, "b.jsonl")
     run = await rounds(control, run_id, 2)
     (job,) = jobs.page(control.db, viewer=None, after=None, limit=10).data
-    assert run.job_id == job.id and list(run.data) == [str(folder / "a.jsonl")], "what it has chosen, it keeps to"
+    assert run.job_id == job.id and list(pipelines.chosen(control.db, run.id)) == [str(folder / "a.jsonl")], (
+        "what it has chosen, it keeps to"
+    )
     run = await rounds(control, run_id, 3)
     assert len(jobs.page(control.db, viewer=None, after=None, limit=10).data) == 1
 
@@ -217,7 +224,7 @@ async def test_uploaded_files_are_taken_by_their_names_once(control: Control, ev
     assert run.outcome == "answers" and files.find(control.db, first, viewer=None, now_s=0) is not None
     second, third = await control.upload(name="day-2.jsonl"), await control.upload(name="day-3.jsonl")
     run = await rounds(control, await begun(control, headers))
-    assert set(run.data) == {second, third} and run.file_id not in run.data
+    assert pipelines.chosen(control.db, run.id).keys() == {second, third} and run.file_id not in (second, third)
     job = jobs.get(control.db, run.job_id or "")
     assert (job.owner, job.key_id) == ("ann", headers["x-appliance-key-id"])
 
@@ -229,7 +236,7 @@ async def test_data_that_is_bad_fails_the_run_by_line_and_is_not_taken(control: 
     assert run.state == "failed" and "line 1" in run.reason and states(run)["check"] == "failed"
     assert states(run)["train"] == "skipped" and jobs.page(control.db, viewer=None, after=None, limit=1).data == []
     row = pipelines.find(control.db, "nightly")
-    assert row is not None and row.taken == {}
+    assert row is not None and pipelines.taken(control.db, row.id) == {}
     # The schedule does not try the same again and again, and does once there is other data.
     await post(control, "pipelines/nightly/schedule", {"on": True})
     await rounds(control, run.id, 1)
@@ -312,7 +319,7 @@ async def test_a_run_is_cancelled_with_its_job_and_its_gate(control: Control, fo
     assert gate is not None and gate.verdict == "cancelled"
     assert (await post(control, f"pipeline_runs/{run.id}/cancel"))["state"] == "cancelled"
     row = pipelines.find(control.db, "nightly")
-    assert row is not None and row.taken == {}, "its data is still new"
+    assert row is not None and pipelines.taken(control.db, row.id) == {}, "its data is still new"
     answer = await control.http.delete("/v1/pipelines/nightly", headers=ADMIN)
     assert answer.json()["deleted"] and pipelines.find_run(control.db, run.id) is None
 
@@ -375,6 +382,22 @@ async def test_what_cannot_be_a_pipeline_is_refused_in_words(control: Control, f
     assert (await post(control, "pipelines/nightly/schedule", {"on": True}, 409))["error"]["code"] == "no_schedule"
 
 
+def documented(page: str) -> list[dict[str, Any]]:
+    text = (Path(__file__).parents[3] / "docs" / page).read_text()
+    return [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", text, re.S)]
+
+
+def test_what_the_documents_show_is_what_the_box_takes():
+    (nightly,) = documented("pipelines.md")
+    spec = PipelineSpec.model_validate(nightly)
+    gate = job_of(spec, "file-1").gate
+    assert gate is not None and gate.then == "canary" and gate.suites[0].better_by == 0
+    (rates,) = documented("sweeps.md")
+    assert len(trials_of(SweepSpec.model_validate(rates))) == 6
+    (terms,) = documented("gates.md")
+    assert GateRequest.model_validate(terms).suites[0].not_worse_by == 0.02
+
+
 async def test_a_pipeline_is_its_owners(control: Control):
     headers = {"x-appliance-key-id": control.as_key("ann"), "x-appliance-scopes": "inference,fine_tuning"}
     file_id = await control.upload()
@@ -398,7 +421,7 @@ async def test_links_and_files_that_are_still_written_are_not_read(control: Cont
     (folder / "fresh.jsonl").write_bytes(chat_lines())
     (folder / "empty.jsonl").touch()
     run = await rounds(control, await begun(control), 2)
-    assert run.outcome == "nothing_new" and json.dumps(run.data) == "{}"
+    assert run.outcome == "nothing_new" and run.data_files == 0
 
 
 async def test_who_is_forgotten_takes_pipelines_along(control: Control):
@@ -423,3 +446,20 @@ async def test_pipelines_and_the_runs_of_each_are_bounded(control: Control, monk
     ended = [(await rounds(control, await begun(control, headers), 1)).id for _ in range(4)]
     kept = [one["id"] for one in (await get(control, "pipelines/nightly/runs", headers))["data"]]
     assert kept == ended[:1:-1]
+
+
+async def test_the_names_of_a_runs_data_are_kept_while_it_goes_on_and_read_where_they_are_needed(control: Control):
+    """Of ten thousand files they are megabytes: a hundred pipelines held the controller's loop with them at every look,
+    and their ended runs the disk."""
+    headers = {"x-appliance-key-id": control.as_key("ann"), "x-appliance-scopes": "inference,fine_tuning"}
+    for day in range(3):
+        await control.upload(name=f"day-{day}{'x' * 80}.jsonl")
+    await put(control, headers, data={"uploads": "day-*", "take": "all"})
+    run = await rounds(control, await begun(control, headers), 1)
+    assert (run.state, run.data_files, run.data_bytes) == ("running", 3, 3 * len(chat_lines()))
+    shown = await get(control, f"pipeline_runs/{run.id}", headers)
+    assert shown["data"] == {"files": 3, "bytes": 3 * len(chat_lines())}
+    assert "xxx" not in json.dumps(pipelines.chosen(control.db, run.id)), "a file's id says which it is"
+    await post(control, f"pipeline_runs/{run.id}/cancel", headers=headers)
+    assert pipelines.chosen(control.db, run.id) == {}
+    assert (await get(control, f"pipeline_runs/{run.id}", headers))["data"] == shown["data"]

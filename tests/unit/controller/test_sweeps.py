@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance.controller.jobs.events import JobEvents
-from appliance.controller.sweeps import halving, sweep_routes
+from appliance.controller.sweeps import halving, runner, sweep_routes
 from appliance.controller.sweeps.halving import Round
 from appliance.store.objects import files, jobs, models, sweeps
 from appliance.store.records import keys, usage
@@ -43,11 +45,6 @@ def test_combinations_and_draws():
     assert 70 < sum(one["r"] < 0.1 for one in found) < 130, "half of a logarithm's range"
 
 
-def test_a_larger_part_has_the_smaller_one():
-    small, large = halving.part(1000, 0.01, 0, 16), halving.part(1000, 0.1, 0, 16)
-    assert len(small) == 16 and len(large) == 100 and set(small) < set(large) and small == sorted(small)
-
-
 @pytest.fixture
 def events(control: Control) -> JobEvents:
     return JobEvents(control.db, control.context.files_dir, "local")
@@ -64,6 +61,7 @@ async def begun(control: Control, **more: Any) -> str:
 async def look(control: Control, sweep_id: str, times: int = 3) -> SweepRow:
     for _ in range(times):
         await control.app.state.sweeps.look()
+        await control.app.state.sweeps.tasks.idle()
         await control.settle()
     row = sweeps.find(control.db, sweep_id)
     assert row is not None
@@ -188,3 +186,52 @@ async def test_ended_sweeps_are_kept_up_to_a_number(control: Control, monkeypatc
     for sweep_id in ids:
         await control.http.post(f"/v1/sweeps/{sweep_id}/cancel")
     assert [one["id"] for one in (await control.http.get("/v1/sweeps")).json()["data"]] == [ids[-1]]
+
+
+async def test_a_sweeps_row_stays_small_and_can_be_shown(control: Control):
+    """Whatever its values are: the row is read in each look at it, and infinity is no JSON."""
+    file_id = await control.upload()
+    train = {"model": "starter", "training_file": file_id, "validation_file": file_id}
+    good = {"name": "n", "device_hours": 1, "train": train}
+    long = ["x" * 1500]
+    huge = {"low": -1.7e308, "high": 1.7e308}
+    for more in (
+        {"grid": {"n_epochs": long, "batch_size": [*range(64)]}},
+        {"random": {"trials": 64, "parameters": {"n_epochs": long}}},
+        {"random": {"trials": 4, "parameters": {"lr": huge}}},
+        {"random": {"trials": 4, "parameters": {"lr": {**huge, "integer": True}}}},
+    ):
+        answer = await control.http.post("/v1/sweeps", json={"spec": good | more})
+        assert answer.status_code == 400, answer.text[:200]
+    assert (await control.http.get("/v1/sweeps")).json()["data"] == []
+
+
+async def test_a_loss_that_is_no_number_is_none(control: Control, events: JobEvents):
+    sweep_id = await begun(control)
+    row = await look(control, sweep_id)
+    end(events, row.trials[0]["jobs"][0]["job_id"], float("inf"))
+    row = await look(control, sweep_id)
+    assert row.trials[0]["jobs"][0] | {"job_id": ""} == {"job_id": "", "state": "succeeded", "loss": None}
+    assert (await control.http.get(f"/v1/sweeps/{sweep_id}")).status_code == 200
+
+
+async def test_one_sweeps_data_keeps_no_others_waiting(
+    control: Control, events: JobEvents, monkeypatch: pytest.MonkeyPatch
+):
+    """Nor is it read by the controller itself: a file may be one line of gigabytes, or very many short ones."""
+    waits = threading.Event()
+    whole = runner.write_apart
+
+    def slowly(source: Path, target: Path, share: float, least: int) -> int:
+        assert waits.wait(20)
+        return whole(source, target, share, least)
+
+    monkeypatch.setattr(runner, "write_apart", slowly)
+    sweep_id = await begun(control)
+    await control.app.state.sweeps.look()
+    other = await begun(control, first=1)
+    await control.app.state.sweeps.look()
+    row = sweeps.find(control.db, other)
+    assert row is not None and [len(trial["jobs"]) for trial in row.trials] == [1, 1, 1, 1]
+    waits.set()
+    assert len((await look(control, sweep_id)).files) == 1

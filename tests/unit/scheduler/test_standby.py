@@ -33,14 +33,14 @@ def poisson(rng: random.Random, mean: float) -> int:
 
 
 def lived(
-    work_per_s: Callable[[float], float], minutes: float, seed: int = 0, *, asked: int = 0, late_share: float = 0.01
+    work_per_s: Callable[[float], float], minutes: float, seed: int = 0, *, load: float = 0.0, late_share: float = 0.01
 ) -> tuple[StandbyLearner, list[Standby]]:
     """Requests of 0.05 replica-seconds each, at this rate of work; the choice after every minute."""
     rng, found, chosen = random.Random(seed), learner(late_share=late_share), []
     for look in range(int(minutes * 60 / LOOK_S)):
         now_s = look * LOOK_S
         requests = poisson(rng, work_per_s(now_s) * LOOK_S / 0.05)
-        best = found.seen(now_s, Seen([0.05] * requests, asked, awake=found.best.replicas))
+        best = found.seen(now_s, Seen([0.05] * requests, load, awake=found.best.replicas))
         if look % int(60 / LOOK_S) == 0:
             chosen.append(best)
     return found, chosen
@@ -86,7 +86,7 @@ def test_what_was_learned_fades() -> None:
 
 
 def test_requests_in_flight_ask_by_their_number() -> None:
-    _, chosen = lived(lambda t: 0.3, 5, asked=3)
+    _, chosen = lived(lambda t: 0.3, 5, load=2.9)
     assert chosen[-1].replicas == 3
 
 
@@ -175,7 +175,7 @@ def test_late_requests_that_no_model_foretold_count_against_as_few_replicas_and_
     assert after(1).replicas > 3, "one request in forty was late with three awake, whatever the queues say"
 
 
-def test_what_cannot_be_in_time_leaves_a_quarter_of_the_allowance() -> None:
+def test_what_cannot_be_in_time_leaves_a_tenth_of_the_allowance() -> None:
     rng, found = random.Random(1), learner(late_share=0.04)
     for look in range(4 * 1800):
         prompts = [3.0 if rng.random() < 0.05 else 0.1 for _ in range(poisson(rng, 0.5))]
@@ -203,7 +203,7 @@ def test_late_requests_after_a_change_count_against_no_constant_that_would_have_
 
 def test_a_constant_that_failed_is_tried_ever_less_often() -> None:
     found, tries = learner(), []
-    found._shadows = found._constants
+    found._shadows, found._moving = found._constants, []
     for look in range(4 * 3600 * 4):
         now_s, n = look * LOOK_S, found.best.replicas
         # The queues see nothing: requests are late for another reason whenever fewer than three are awake.
@@ -237,3 +237,38 @@ def test_what_was_learned_goes_into_the_state_and_out_of_it() -> None:
     assert old.state()["sums"]["_requests"] < 0.01 * before.state()["sums"]["_requests"], "faded meanwhile"
     with pytest.raises(KeyError):
         learner().restore({}, 0.0, 0.0)
+
+
+def test_until_something_is_known_the_careful_way_is_in_force() -> None:
+    found = learner(least=0)
+    for look in range(4 * 60):
+        # A request every four seconds.
+        best = found.seen(look * LOOK_S, Seen([0.05] if look % 16 == 0 else [], awake=1))
+        assert (best.replicas, best.backlog_share, best.fixed) == (1, 0.25, False)
+
+
+def test_a_constant_that_is_overrun_with_part_of_its_allowance_spent_gives_way_before_all_is_spent() -> None:
+    found = learner()
+    for look in range(4 * 2400):
+        # A burst a minute, that one replica computes in time and that a moving number would move for.
+        found.seen(look * LOOK_S, Seen([0.05] * (25 if look % 240 == 0 else 1), awake=found.best.replicas))
+    assert found.best == Standby(1, fixed=True)
+    found.seen(2400.0, Seen([0.05], late=int(found._allowed * 0.5), awake=1))
+    assert found.best.fixed, "half of what may be late was late: that is what the allowance is for"
+    found.seen(2400.25, Seen([0.05] * 30, awake=1))
+    assert not found.best.fixed, "1.5 s of prompts wait for one replica"
+
+
+def test_how_full_replicas_may_be_is_learned_from_what_was_late_without_a_queue() -> None:
+    model = DeploymentView(
+        "m", "v1", max_replicas=8, target_inflight=10, demand=Demand(inflight=13, last_request_s=9.0)
+    )
+    found = learner()
+    for look in range(40):
+        found.seen(look * LOOK_S, Seen([0.05] if look % 4 == 0 else [], load=1.3, awake=2))
+    assert demand_.wanted_now(replace(model, standby=found.best), 10.0, CONFIG) == 2
+    found.seen(10.0, Seen(load=1.3, late=3, awake=2))
+    assert demand_.wanted_now(replace(model, standby=found.best), 10.0, CONFIG) == 3, "two were full at 0.65"
+    for look in range(4 * 4 * 3600):
+        found.seen(11.0 + look * LOOK_S, Seen(awake=2))
+    assert found._full > 0.75, "and is forgotten"

@@ -120,7 +120,7 @@ def bursts(t: float) -> float:
 def test_bursts_raise_standby_and_flat_load_keeps_it_low(box):
     quiet = box.live(2, flat)
     assert quiet.prefill_tokens_per_s == RATE and quiet.standby.replicas <= 2
-    assert box.live(3, bursts).standby.replicas >= 4
+    assert box.live(10, bursts).standby.replicas >= 4
 
 
 def test_restarts_of_workers_are_no_bursts(box):
@@ -168,7 +168,7 @@ def test_traffic_before_the_rate_was_known_is_no_burst(box):
 
 
 def test_other_bounds_are_learned_anew(box, db):
-    assert box.live(3, bursts).standby.replicas >= 4
+    assert box.live(10, bursts).standby.replicas >= 4
     deployments.update(db, "starter", max_replicas=2)
     assert box.seen().standby.replicas <= 2
 
@@ -189,7 +189,7 @@ def test_a_rise_over_all_workers_is_told_without_a_rate_too(box):
 
 
 def test_a_restarted_controller_goes_on_with_what_was_learned(box):
-    assert box.live(3, bursts).standby.replicas >= 4
+    assert box.live(10, bursts).standby.replicas >= 4
     box.begin()
     box.now_s += 5
     box.report("g-0")
@@ -197,7 +197,7 @@ def test_a_restarted_controller_goes_on_with_what_was_learned(box):
 
 
 def test_what_was_learned_with_another_target_or_cannot_be_read_is_learned_anew(box, db, caplog):
-    assert box.live(3, bursts).standby.replicas >= 4
+    assert box.live(10, bursts).standby.replicas >= 4
     deployments.update(db, "starter", ttft_p95_s=3.0)
     assert box.seen().standby.replicas <= 1
     deployments.update(db, "starter", ttft_p95_s=2.0)

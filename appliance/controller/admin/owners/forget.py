@@ -16,7 +16,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from anyio import to_thread
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from pydantic import StringConstraints
 
 from appliance import backup_copies
@@ -29,7 +29,7 @@ from appliance.controller.files import storage as files
 from appliance.controller.gates.runner import GateRunner
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict
-from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.models import removal as models
 from appliance.controller.pipelines.runner import PipelineRunner
@@ -78,7 +78,7 @@ def routes(
             "responses": len(forgotten.ids(db, "responses", owner)),
         }
 
-    @router.get("/forget")
+    @router.get("/forget", dependencies=[Depends(needs(ADMIN))])  # it names an owner's keys
     async def show(owner: Annotated[str, Query(min_length=1, max_length=256)]) -> dict[str, Any]:
         """What the box has of this owner. Changes nothing."""
         return {"owner": owner, "done": False, "waits_for": [], **found(owner)}
@@ -153,8 +153,9 @@ def routes(
         for response_id in forgotten.ids(db, "responses", owner, "status IN ('queued', 'in_progress')"):
             if (row := responses.find(db, response_id)) is not None:
                 background.cancel(row)
-        for sweep in sweeps.running(db, owner):
-            await sweeping.cancel(sweep)
+        for sweep_id in sweeps.running(db, owner):
+            if (sweep := sweeps.find(db, sweep_id)) is not None:
+                await sweeping.cancel(sweep)
         for run_id in forgotten.ids(db, "pipeline_runs", owner, "state = 'running'"):
             pipelining.cancel(run_id)
         for gate_id in forgotten.ids(db, "gates", owner, "state NOT IN ('canary', 'ended')"):

@@ -1,0 +1,78 @@
+"""What a change of size costs a job is what its own changes took, and decides how long spare devices are held."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.inventory import Device, Holder, Lease
+from scheduler.core.workload import Demand, DeploymentView, Hysteresis, JobView, PlanInput, Policy, ReplicaView
+from scheduler.handover.handover import start_group, suspend_group
+from scheduler.loop.job_pauses import USUAL_S, JobPauses
+from scheduler.plan.shares import Shares
+from tests.unit.scheduler.fakes import FakeStore, in_virtual_time
+from tests.unit.scheduler.test_loop import JOB, MODEL, Rig
+
+CONFIG = SchedulerConfig()
+
+
+def lease(job_id: str) -> Lease:
+    return Lease("l", Holder("job", job_id), ("n0/0",))
+
+
+def moved(pauses: JobPauses, job_id: str, suspend_s: float, start_s: float) -> None:
+    pauses.step_done(suspend_group(job_id), suspend_s)
+    pauses.step_done(start_group(job_id, lease(job_id)), start_s)
+
+
+def test_a_first_start_is_no_change_of_size() -> None:
+    pauses = JobPauses(CONFIG.job_pause_s)
+    pauses.step_done(start_group("j", lease("j")), 30.0)
+    assert pauses.pause_s("j") is None
+
+
+def test_the_median_of_the_last_five_counts_with_what_the_steps_do_not_show() -> None:
+    pauses = JobPauses(CONFIG.job_pause_s)
+    moved(pauses, "j", 0.25, 2.0)
+    assert pauses.pause_s("j") == pytest.approx(CONFIG.job_pause_s), "as long as the setting was measured with"
+    for start_s in (18.0, 18.0, 400.0, 18.0, 18.0):
+        moved(pauses, "j", 2.0, start_s)
+    assert pauses.pause_s("j") == pytest.approx(20.0 + CONFIG.job_pause_s - USUAL_S)
+    pauses.keep({"other"})
+    assert pauses.pause_s("j") is None
+
+
+@in_virtual_time
+async def test_a_loop_measures_what_its_hand_overs_take() -> None:
+    async with Rig(FakeStore(Policy("train"), (JOB,), (MODEL,))) as rig:
+        rig.effects.seconds["start_group"] = 30.0
+        await rig.settle()
+        assert rig.loop._plan_input().jobs[0].pause_s is None
+        for policy in (Policy("split", 2), Policy("train")):
+            rig.store.policy = policy
+            await rig.settle()
+        assert (rig.loop._plan_input().jobs[0].pause_s or 0) > 30.0
+
+
+def held_for_s(pause_s: float | None) -> float:
+    """How long devices that serving no longer needs are held under `auto`, beside a job of six devices."""
+    devices = tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(8))
+    job = JobView("j", 1, 8, phase="running", devices=tuple(d.id for d in devices[2:]), pause_s=pause_s)
+    model = DeploymentView("m", "v1", max_replicas=8, target_inflight=10, demand=Demand(5, last_request_s=1000.0))
+    replicas = tuple(ReplicaView(f"r{i}", "m", "v1", "open", (devices[i].id,)) for i in range(2))
+    hysteresis = {"m": Hysteresis(replicas=2)}
+    for now_s in range(1000, 1400):
+        seen = replace(model, demand=Demand(5, last_request_s=float(now_s)))
+        plan_input = PlanInput(Policy("auto"), devices, (job,), (seen,), replicas, hysteresis=hysteresis)
+        hysteresis = Shares(plan_input, float(now_s), CONFIG).hysteresis
+        if hysteresis["m"].replicas < 2:
+            return now_s - 1000.0
+    return 400.0
+
+
+def test_spare_devices_are_held_for_what_the_running_job_really_pays() -> None:
+    assert held_for_s(None) == pytest.approx(2 * CONFIG.job_pause_s * 6, abs=1.5)
+    assert held_for_s(1.0) == pytest.approx(12.0, abs=1.5)
+    assert held_for_s(20.0) == pytest.approx(240.0, abs=1.5)
