@@ -112,6 +112,7 @@ def create_app(context: ControllerContext) -> FastAPI:
             await asyncio.gather(*kept, return_exceptions=True)
             await pipelines.tasks.stop()
             await sweeping.tasks.stop()
+            await gates.tasks.stop()
             await validation.tasks.stop()
             await running.tasks.stop()
             await runner.tasks.stop()
