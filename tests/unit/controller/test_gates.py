@@ -339,7 +339,7 @@ async def test_a_revoked_key_judges_nothing(control: Control, events: JobEvents,
 async def test_a_look_reads_no_more_of_a_gate_than_it_needs(
     control: Control, events: JobEvents, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ):
-    """Two hundred gates with terms of megabytes, that waited for their jobs, held the controller's loop every second."""
+    """Two hundred gates with terms of megabytes that waited for their jobs held the controller's loop every second."""
     asked = await suite(control)
     asked["data_source"]["input_messages"] = {
         "type": "template",
