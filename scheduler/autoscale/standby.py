@@ -17,7 +17,7 @@ The model does not see everything (the time of decoding, full caches, slow engin
 - if moving cost more than foretold (more stops, replicas kept for longer), all moving choices are that much dearer.
 
 Requests that are late on any number of replicas (the prompt alone takes longer than the target) are nobody's fault:
-they use up the allowance, but for a quarter of it that is always left. docs/scheduler.md has the bound.
+they use up the allowance, but for a tenth of it that is always left. docs/scheduler.md has the bound.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WAYS = ((PATIENT, 1), (EARLY, 1), (EARLY, 2))
 """Ways to take more: at which backlog, and what multiple of the replicas it needs. A hand-over stops the job whether it
 gives one device or four, and a second one cannot begin before the first has ended."""
 _FINE = 8
-_KEPT_ALLOWANCE = 0.25
+_KEPT_ALLOWANCE = 0.1
 """Share of the allowance of late requests that those which nobody could serve in time cannot use up."""
 _FORETOLD_S = 10.0
 """Time constant within which a foretold late request is found late, if it is."""
@@ -300,7 +300,7 @@ class StandbyLearner:
 
     def _found(self) -> float:
         """Late requests found over those foretold, if fewer: engines may be faster than the measured rate says."""
-        slack = _KEPT_ALLOWANCE * self._late_share * self._requests + 1
+        slack = 0.25 * self._late_share * self._requests + 1
         return min(max((self._late + slack) / (self._foretold + slack), 0.5), 1.0)
 
     @property

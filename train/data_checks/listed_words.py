@@ -25,19 +25,20 @@ class ListedWords:
     entry: it stands in too many words."""
 
     def __init__(self, phrases: Iterable[str]):
-        self._begins: dict[int, list[tuple[tuple[int, ...], str]]] = {}
+        # By first word and length: however many entries begin alike, a place in a text has as many looks as lengths.
+        self._begins: dict[int, dict[int, dict[tuple[int, ...], str]]] = {}
         self._may_begin = np.zeros(_PLACES, bool)
         for phrase in map(str.strip, phrases):
             words = tuple(words_of(phrase).tolist())
             if words and len(words) <= _MOST_WORDS and len(phrase) > 1:
-                self._begins.setdefault(words[0], []).append((words, phrase))
+                self._begins.setdefault(words[0], {}).setdefault(len(words), {})[words] = phrase
                 self._may_begin[words[0] % _PLACES] = True
 
     def find(self, words: np.ndarray) -> str | None:
         """An entry that stands in a text of these words; None without."""
         for at in np.flatnonzero(self._may_begin[words & _MASK]):
-            for entry, phrase in self._begins.get(int(words[at]), ()):
-                if tuple(words[at : at + len(entry)].tolist()) == entry:
+            for length, entries in self._begins.get(int(words[at]), {}).items():
+                if (phrase := entries.get(tuple(words[at : at + length].tolist()))) is not None:
                     return phrase
         return None
 

@@ -175,7 +175,7 @@ def test_late_requests_that_no_model_foretold_count_against_as_few_replicas_and_
     assert after(1).replicas > 3, "one request in forty was late with three awake, whatever the queues say"
 
 
-def test_what_cannot_be_in_time_leaves_a_quarter_of_the_allowance() -> None:
+def test_what_cannot_be_in_time_leaves_a_tenth_of_the_allowance() -> None:
     rng, found = random.Random(1), learner(late_share=0.04)
     for look in range(4 * 1800):
         prompts = [3.0 if rng.random() < 0.05 else 0.1 for _ in range(poisson(rng, 0.5))]

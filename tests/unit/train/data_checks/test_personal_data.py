@@ -66,7 +66,26 @@ def test_checksums():
 
 @pytest.mark.parametrize(
     "unit",
-    ["1", "1 ", "+1", "(0", "a.", "a@", "@a.", "1.", ":1", "::", "DE89 ", "DE891", "eyJa.", "-----BEGIN ", "0 1-"],
+    [
+        "1",
+        "1 ",
+        "+1",
+        "(0",
+        "a.",
+        "a@",
+        "@a.",
+        "1.",
+        ":1",
+        "::",
+        "DE89 ",
+        "DE891",
+        "eyJa.",
+        "-----BEGIN ",
+        "0 1-",
+        "a@b.cc ",
+        "8.8.8.8 ",
+        "+49 30 1234567 ",
+    ],
 )
 def test_no_text_costs_more_than_its_length(unit):
     """Twenty times as much takes about twenty times as long; a pattern that goes back would take four hundred."""
