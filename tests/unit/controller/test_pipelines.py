@@ -22,7 +22,7 @@ from appliance.store.objects import files, gates, jobs, models, pipelines
 from appliance.store.records import audit, keys
 from appliance.store.rows import KeyRow, PipelineRunRow
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines
-from tests.unit.controller.test_gates import ITEMS, Answers, suite
+from tests.unit.controller.test_gates import ITEMS, Answers, looked, suite
 from tests.unit.controller.test_stable_names import active
 from tests.unit.controller.test_stable_names import run as train
 
@@ -82,7 +82,7 @@ async def rounds(control: Control, run_id: str, most: int = 12) -> PipelineRunRo
         await state.pipelines.look()
         await state.pipelines.tasks.idle()
         await control.settle()
-        await state.gates.look()
+        await looked(control)
         await state.evaluations.tasks.idle()
     row = pipelines.find_run(control.db, run_id)
     assert row is not None
