@@ -145,12 +145,12 @@ async def test_owners_take_turns_and_a_large_upload_keeps_no_small_one_waiting(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ):
     """Two thousand small uploads of one owner, or one that takes an hour, kept everybody's waiting."""
-    made = {}
+    made: dict[str, str] = {}
     for owner in ("ann", "bob"):
         control.as_key(owner)
         for number in range(3):
             made[await control.upload(TWICE * (number + 1 + 3 * (owner == "bob")))] = f"{owner}{number}"
-    work, checked = data_work.DataWork(control.context), []
+    work, checked = data_work.DataWork(control.context), list[str]()
 
     async def process(request: dict[str, Any]) -> dict[str, Any]:
         checked.append(made[request["names"][0]])

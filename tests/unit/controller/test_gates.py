@@ -13,7 +13,6 @@ from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs.events import JobEvents
-from appliance.store import database
 from appliance.store.objects import evals, gates, jobs, models
 from appliance.store.records import audit, canaries, deployments, keys
 from appliance.store.rows import GateRow
@@ -353,7 +352,7 @@ async def test_a_look_reads_no_more_of_a_gate_than_it_needs(
         parsed.append(len(text))
         return loads(text)
 
-    monkeypatch.setattr(database.json, "loads", counting)
+    monkeypatch.setattr(json, "loads", counting)
     await looked(control)
     assert max(parsed) < 1000, "while it waits for its job"
     run(control, events, job_id)
