@@ -462,4 +462,5 @@ async def test_the_names_of_a_runs_data_are_kept_while_it_goes_on_and_read_where
     assert "xxx" not in json.dumps(pipelines.chosen(control.db, run.id)), "a file's id says which it is"
     await post(control, f"pipeline_runs/{run.id}/cancel", headers=headers)
     assert pipelines.chosen(control.db, run.id) == {}
+    assert (pipelines.find_run(control.db, run.id) or run).spec == {"name": "nightly"}
     assert (await get(control, f"pipeline_runs/{run.id}", headers))["data"] == shown["data"]
