@@ -635,11 +635,11 @@ class PipelineRow:
 
 @dataclass(frozen=True, slots=True)
 class PipelineRunRow:
-    """spec: the pipeline's when it was begun. trigger: "request", "clock" or "data". outcome: of one that succeeded:
-    "answers", "left" (its version does not answer), "nothing_new". data_files, data_bytes, data_sha256: how much it has
-    chosen, and what (`pipelines.chosen`). file_id: all of it in one file. made: {"checked" and "beyond": what its check
-    has found, "prepared" and "validation": files that were made of it, "dropped": what was left out}. steps:
-    `steps.Step`, in order."""
+    """spec: the pipeline's when it was begun; its name alone once it has ended. trigger: "request", "clock" or "data".
+    outcome: of one that succeeded: "answers", "left" (its version does not answer), "nothing_new". data_files,
+    data_bytes, data_sha256: how much it has chosen, and what (`pipelines.chosen`). file_id: all of it in one file.
+    made: {"checked" and "beyond": what its check has found, "prepared" and "validation": files that were made of it,
+    "dropped": what was left out}. steps: `steps.Step`, in order."""
 
     id: str
     pipeline_id: str

@@ -241,7 +241,11 @@ class StandbyLearner:
         moving = [] if self._bars.barred(_MOVING, now_s) else self._moving if left == 1.0 else self._early
         if self._seen_s < _KNOWN_S:
             moving = self._early[:1]
-        able, now = [shadow for shadow in moving if self._able(shadow, now_s, allowed, found)], self._in_force
+        now = self._in_force
+        if now.choice.fixed and now not in constants and now.overrun(now_s, load / self._full):
+            # Its allowance is spent and the burst goes on: the next constant may be as wrong, and another stop away.
+            moving, constants = self._early, []
+        able = [shadow for shadow in moving if self._able(shadow, now_s, allowed, found)]
         if constants and (not able or not self._gives_way(constants, now, load, now_s, allowed, found)):
             able += constants
         if not able:  # no choice suffices: take the one with fewest late requests

@@ -148,9 +148,16 @@ def next_logits(
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=keep,
+        logits_to_keep=last(ids, keep),
     ).logits
     return found.float()
+
+
+def last(ids: torch.Tensor, keep: int) -> torch.Tensor:
+    """Places of the last `keep` of the tokens (rows, n), for `logits_to_keep`. Not the number: transformers then hands
+    the head a slice with gaps, for which torch's bf16 product on a CPU copies the head once for each row. 8 rows took
+    2.2 GB with a vocabulary of 152,000 and a hidden size of 896."""
+    return torch.arange(ids.shape[1] - keep, ids.shape[1], device=ids.device)
 
 
 def _choose(log_probs: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:

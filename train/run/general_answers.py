@@ -35,7 +35,7 @@ from train.data.general_questions import (
 )
 from train.model.model import load_tokenizer
 from train.plan.spec import TrainSpec
-from train.rollouts.sampler import answering, next_logits, padded
+from train.rollouts.sampler import answering, last, next_logits, padded
 from train.state.fragments import Grid
 
 _BEFORE = "general_before.json"  # beside the run: what was heard before the first step
@@ -191,7 +191,7 @@ class Prefix:
             self.common = 0  # what rows are filled up with would stand inside the window, behind the common tokens
         if self.common:
             begun = torch.tensor([rows[0][: self.common]], device=device)
-            model(input_ids=begun, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=begun, past_key_values=self._cache, use_cache=True, logits_to_keep=last(begun, 1))
 
     def begin(self, rows: list[list[int]]) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Cache, tokens behind it, mask of all and positions of these tokens, for rows that begin so."""

@@ -252,7 +252,13 @@ def _text(path: Path | None) -> str | None:
 
 
 def _list_of(path: Path | None) -> list[str] | None:
-    return None if path is None else path.read_text(encoding="utf-8").splitlines()
+    """Raises BadUsage."""
+    try:
+        return (
+            None if path is None else [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        )
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadUsage(f"--words {path} cannot be read: {error}") from error
 
 
 def _fail_beyond(report: dict[str, Any], limits: dict[str, float]) -> None:

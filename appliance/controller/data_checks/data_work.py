@@ -17,12 +17,14 @@ from appliance.store.rows import FileRow
 from train.data_checks.process import CheckFailed, answer_of, command_of
 
 LOOK_EVERY_S = 5.0
+SMALL, LARGE = range(16 << 20), range(16 << 20, 1 << 62)
+"""Bytes of uploads that are checked beside each other: one that is made to take hours holds up other large ones."""
 # Of one owner at the same time; the first of them runs.
 _MOST_WAITING = 4
 
 
 class DataWork:
-    """One process for each owner at a time, and one for all uploads."""
+    """One process for each owner at a time, and for all uploads one for the small and one for the large ones."""
 
     def __init__(self, context: ControllerContext):
         self._context = context
@@ -50,10 +52,11 @@ class DataWork:
             if not self._waiting[owner]:
                 del self._waiting[owner], self._turns[owner]
 
-    async def look(self) -> None:
-        """Check the uploads that wait for it, the smallest first."""
-        db = self._context.db
-        while (row := files.unchecked(db)) is not None:
+    async def look(self, sizes: range = files.ANY_SIZE) -> None:
+        """Check the uploads of so many bytes that wait for it: owners take turns, each one's smallest first."""
+        db, last = self._context.db, ""
+        while (row := files.unchecked(db, last, sizes)) is not None:
+            last = row.owner
             request = check_request(self._context, [row], {})
             try:
                 found: dict[str, Any] = {"data_check": await self._process(request), "check_status": "done"}

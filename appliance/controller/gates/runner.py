@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from appliance.controller.access.model_access import caller_of, stored_model
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.one_each import OneEach
 from appliance.controller.evals.new_run import insert_run
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.gates import verdict as verdicts
@@ -28,7 +30,8 @@ from appliance.store.rows import CanaryRow, EvalRunRow, GateRow, GateVerdict
 
 LOOK_EVERY_S = 1.0
 SIDES = ("candidate", "incumbent")
-_PAGE = 2000
+_PAGE = 100
+"""Items whose verdicts, of 32 graders each, are read at a time."""
 
 
 class GateRunner:
@@ -38,13 +41,20 @@ class GateRunner:
         self._context, self._db = context, context.db
         self._evaluations, self._activations, self._canaries = evaluations, activations, compared
 
-    async def look(self) -> None:
-        """One round over all gates that have not ended."""
-        for row in gates.unfinished(self._db):
-            with self._context.background.guard(f"gate: {row.id}"):
-                await self._look_at(row)
+        self._going = OneEach(context.background, "gate")
+        self.tasks = self._going.tasks
 
-    async def _look_at(self, row: GateRow) -> None:
+    async def look(self) -> None:
+        """One round over all gates that have not ended, by tasks: a switch to another version may take minutes."""
+        for gate_id in gates.unfinished(self._db):
+            await self._going.begin(gate_id, partial(self._look_at, gate_id))
+
+    async def _look_at(self, gate_id: str) -> None:
+        row = gates.outline(self._db, gate_id)
+        if row is None or row.state == "ended":
+            return
+        if row.state in ("passed", "canary"):  # not for long
+            row = gates.find(self._db, gate_id) or row
         model = models.find(self._db, row.model)
         if row.state != "waiting" and (model is None or models.find_version(self._db, row.model, row.version) is None):
             self._end(row, "undecided", f"{row.version} of {row.model} was deleted")
@@ -86,39 +96,50 @@ class GateRunner:
         if active != row.before:
             self._compare_with(row, active)
             return
-        waits = []
-        for place, suite in enumerate(row.terms["suites"]):
+        waits, refused = list[str](), False
+        for place in range(gates.suites_of(self._db, row.id)):
             for side in SIDES if row.before else SIDES[:1]:
                 run_id = row.runs.get(str(place), {}).get(side)
-                run = evals.find_run(self._db, run_id) if run_id else None
+                run = evals.run_in_short(self._db, run_id) if run_id else None
+                if run_id is None and refused:
+                    continue  # what there was no place for just now, there is none for
                 if run_id is None:
                     try:
-                        self._begin(row, place, suite, side)
+                        # Before anything is read for it: who waits for a place asks for it every second.
+                        self._context.quotas.check_eval_run(caller_of(self._db, row.key_id))
+                        self._begin(row.id, place, side)
                         waits.append(f"the {side} is asked")
                     except ApiError as error:
                         if error.status_code not in (429, 507):
-                            self._undecided(row, f"{suite['name']} cannot be run: {error.message}")
+                            self._undecided(row, f"{self._suite(row, place)} cannot be run: {error.message}")
                             return
                         waits.append(error.message)
+                        refused = True
                 elif run is None:
-                    self._undecided(row, f"the run {run_id} of {suite['name']} was deleted")
+                    self._undecided(row, f"the run {run_id} of {self._suite(row, place)} was deleted")
                     return
                 elif run.status in ("failed", "canceled"):
                     why = (run.error or {}).get("message", "") or run.status
-                    self._undecided(row, f"the run {run.id} of {suite['name']} has {run.status}: {why}")
+                    self._undecided(row, f"the run {run.id} of {self._suite(row, place)} has {run.status}: {why}")
                     return
                 elif not run.finished:
                     waits.append(self._progress(run, side))
         if not waits:
-            await self._decide(row)
+            await self._decide(gates.find(self._db, row.id) or row)
         elif row.reason != waits[0]:
             gates.update(self._db, row.id, reason=waits[0])
 
-    def _begin(self, row: GateRow, place: int, suite: dict[str, Any], side: str) -> None:
+    def _suite(self, row: GateRow, place: int) -> str:
+        """How it is called."""
+        return str((gates.find(self._db, row.id) or row).terms["suites"][place]["name"])
+
+    def _begin(self, gate_id: str, place: int, side: str) -> None:
         """Begin a run, or take an earlier one of the same version on the same data. Raises ApiError."""
+        if (row := gates.find(self._db, gate_id)) is None:
+            return
+        suite = row.terms["suites"][place]
         earlier = self._earlier(row, suite) if side == "incumbent" else None
         with self._db.transaction():
-            now = gates.find(self._db, row.id) or row
             if earlier is None:
                 of = evals.find(self._db, suite["eval_id"], viewer=None)
                 if of is None:
@@ -128,7 +149,7 @@ class GateRunner:
                 found = run.id
             else:
                 found = earlier
-            runs = {**now.runs, str(place): {**now.runs.get(str(place), {}), side: found}}
+            runs = {**row.runs, str(place): {**row.runs.get(str(place), {}), side: found}}
             gates.update(self._db, row.id, runs=runs)
         if earlier is None:
             self._evaluations.begin(found)
@@ -140,7 +161,7 @@ class GateRunner:
             if (known["eval_id"], known["data_source"]) == (suite["eval_id"], suite["data_source"]):
                 assert gate is not None
                 run_id = gate.runs.get(str(place), {}).get("candidate")
-                run = evals.find_run(self._db, run_id) if run_id else None
+                run = evals.run_in_short(self._db, run_id) if run_id else None
                 if run is not None and run.status == "completed":
                     return run.id
         return None
@@ -327,7 +348,7 @@ class GateRunner:
     def _cancel_runs(self, row: GateRow, sides: tuple[str, ...] = SIDES) -> None:
         for ids in row.runs.values():
             for side in sides:
-                run = evals.find_run(self._db, ids[side]) if side in ids else None
+                run = evals.run_in_short(self._db, ids[side]) if side in ids else None
                 if run is not None and not run.finished:
                     self._evaluations.cancel(run.id)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.new_run import check_given, check_judges, checked_source
-from appliance.controller.evals.requests import Sampled
+from appliance.controller.evals.requests import MAX_CRITERIA_BYTES, MAX_SCHEMA_BYTES, Sampled
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
 from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs.gate_request import GateCanary, GateRequest, GateSuite
@@ -19,6 +20,10 @@ from appliance.store.rows import EvalRow, GateRow, JobRow
 
 _SOURCE: TypeAdapter[Sampled] = TypeAdapter(Sampled)
 RULES = ("pass_rate_at_least", "mean_reward_at_least", "not_worse_by", "better_by", "measure")
+MAX_EVALS_BYTES = MAX_SCHEMA_BYTES + MAX_CRITERIA_BYTES
+"""Of a gate's evaluations together: as much as one may have."""
+MAX_TERMS_BYTES = 512 << 10
+"""Two suites whose data sources are as long as those of runs may be, and sixteen of the usual length."""
 _ASKED_LATER = "the version that is judged"
 
 
@@ -47,9 +52,23 @@ def checked(context: ControllerContext, given: GateRequest, caller: Principal, p
             param=f"{param}.canary",
             code="invalid_value",
         )
+    _check_evals(context, given, param)
     suites = [_suite(context, suite, caller, f"{param}.suites.{place}") for place, suite in enumerate(given.suites)]
     canary = (given.canary or GateCanary()).model_dump() if given.then == "canary" else None
-    return {"suites": suites, "level": given.level, "then": given.then, "canary": canary}
+    terms = {"suites": suites, "level": given.level, "then": given.then, "canary": canary}
+    if (size := len(orjson.dumps(terms))) > MAX_TERMS_BYTES:
+        raise _too_long(f"is {size} bytes long with the data of its suites; at most {MAX_TERMS_BYTES} are taken", param)
+    return terms
+
+
+def _check_evals(context: ControllerContext, given: GateRequest, param: str) -> None:
+    """Before any of them is read, on the controller's loop. Raises BadRequest."""
+    if (size := sum(evals.bytes_of(context.db, one.eval_id) for one in given.suites)) > MAX_EVALS_BYTES:
+        raise _too_long(f"has evals of {size} bytes; at most {MAX_EVALS_BYTES} are taken", f"{param}.suites")
+
+
+def _too_long(why: str, param: str) -> BadRequest:
+    return BadRequest(f"'{param}' {why}.", param=param, code="invalid_value")
 
 
 def _suite(context: ControllerContext, suite: GateSuite, caller: Principal, param: str) -> dict[str, Any]:

@@ -344,7 +344,7 @@ class PipelineRunner:
             if now is not None and not end.failed and run.data_files:
                 taken = pipelines.taken(self._db, row.id) | pipelines.chosen(self._db, run_id)
                 pipelines.take(self._db, row.id, taken)
-            pipelines.forget_choice(self._db, run_id)
+            pipelines.shorten(self._db, run_id)
             record(
                 self._context,
                 caller_of(self._db, run.key_id),

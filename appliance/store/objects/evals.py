@@ -7,6 +7,7 @@ by nobody from then on, and leaves the disk a few items at a time (`delete_some`
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 from appliance.store import chunks
@@ -17,6 +18,7 @@ _UNFINISHED = sql_list(UNFINISHED_EVAL_RUN)
 _MINE = "(?2 IS NULL OR owner = ?2)"
 _THERE = "id NOT IN (SELECT id FROM eval_deletions)"
 _RUN_THERE = f"{_THERE} AND eval_id NOT IN (SELECT id FROM eval_deletions)"
+_IN_SHORT = ", ".join("'{}' AS data_source" if one.name == "data_source" else one.name for one in fields(EvalRunRow))
 _ITEM_BYTES = "length(item) + coalesce(length(sample), 0) + coalesce(length(results), 0)"
 
 
@@ -49,6 +51,17 @@ def find_run(db: Database, run_id: str, *, viewer: str | None = None, eval_id: s
         f"SELECT * FROM eval_runs WHERE id = ?1 AND {_MINE} AND (?3 IS NULL OR eval_id = ?3) AND {_RUN_THERE}",
         [run_id, viewer, eval_id],
     )
+
+
+def run_in_short(db: Database, run_id: str) -> EvalRunRow | None:
+    """Without its data source, which may be long."""
+    return db.one(EvalRunRow, f"SELECT {_IN_SHORT} FROM eval_runs WHERE id = ? AND {_RUN_THERE}", [run_id])
+
+
+def bytes_of(db: Database, eval_id: str) -> int:
+    """Of its definition; 0 if there is none."""
+    found = db.execute("SELECT bytes FROM evals WHERE id = ?", [eval_id]).fetchone()
+    return 0 if found is None else int(found["bytes"])
 
 
 def update_run(db: Database, run_id: str, **changes: Any) -> None:
@@ -166,10 +179,11 @@ def judged_after(db: Database, run_id: str, place: int, limit: int) -> list[Eval
 
 
 def newest_sampled(db: Database, eval_id: str, *, viewer: str | None) -> EvalRunRow | None:
-    """The newest run in which a model answered items of a file."""
+    """The newest run in which a model answered items of a file; by an index, whose condition this is."""
     return db.one(
         EvalRunRow,
-        f"SELECT * FROM eval_runs WHERE eval_id = ?1 AND {_MINE} AND {_RUN_THERE} AND data_source ->> '$.type' IN"
+        "SELECT * FROM eval_runs INDEXED BY eval_runs_sampled"
+        f" WHERE eval_id = ?1 AND {_MINE} AND {_RUN_THERE} AND data_source ->> '$.type' IN"
         " ('completions', 'responses') AND data_source ->> '$.source.type' = 'file_id' ORDER BY seq DESC LIMIT 1",
         [eval_id, viewer],
     )

@@ -13,6 +13,8 @@ from appliance.store.rows import UNFINISHED_BATCH, FileRow
 
 _UNFINISHED_BATCH = sql_list(UNFINISHED_BATCH)
 
+ANY_SIZE = range(1 << 62)
+
 
 def insert(db: Database, row: FileRow) -> None:
     db.insert("files", row, name=row.id)
@@ -56,9 +58,14 @@ def update(db: Database, file_id: str, **changes: Any) -> None:
     db.update("files", FileRow, {"id": file_id}, changes)
 
 
-def unchecked(db: Database) -> FileRow | None:
-    """The smallest whose data waits for its check: nobody waits for another's gigabytes."""
-    return db.one(FileRow, "SELECT * FROM files WHERE check_status = 'waiting' ORDER BY bytes, created_s LIMIT 1")
+def unchecked(db: Database, after: str = "", sizes: range = ANY_SIZE) -> FileRow | None:
+    """The smallest whose data waits for its check, of so many bytes, of the owner whose turn it is after this one."""
+    return db.one(
+        FileRow,
+        "SELECT * FROM files WHERE check_status = 'waiting' AND bytes BETWEEN ? AND ?"
+        " ORDER BY owner <= ?, owner, bytes, created_s LIMIT 1",
+        [sizes.start, sizes.stop - 1, after],
+    )
 
 
 def expired(db: Database, *, now_s: float) -> list[FileRow]:

@@ -5,10 +5,14 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from appliance.store.database import Database, Page, owned_by
 from appliance.store.rows import GateRow
+
+_LONG = {"terms": "'{}' AS terms", "told": "'[]' AS told"}
+_OUTLINE = ", ".join(_LONG.get(one.name, one.name) for one in fields(GateRow))
 
 
 def insert(db: Database, row: GateRow) -> None:
@@ -35,9 +39,21 @@ def of_model(db: Database, model: str, limit: int = 20) -> list[GateRow]:
     return db.all(GateRow, "SELECT * FROM gates WHERE model = ? ORDER BY seq DESC LIMIT ?", [model, limit])
 
 
-def unfinished(db: Database) -> list[GateRow]:
-    """Oldest first."""
-    return db.all(GateRow, "SELECT * FROM gates WHERE state != 'ended' ORDER BY seq")
+def unfinished(db: Database) -> list[str]:
+    """Their ids, oldest first."""
+    return [row["id"] for row in db.execute("SELECT id FROM gates WHERE state != 'ended' ORDER BY seq")]
+
+
+def outline(db: Database, gate_id: str) -> GateRow | None:
+    """Without its terms, and without what was found: they may be long, and a gate is looked at every second."""
+    return db.one(GateRow, f"SELECT {_OUTLINE} FROM gates WHERE id = ?", [gate_id])
+
+
+def suites_of(db: Database, gate_id: str) -> int:
+    """How many it has."""
+    sql = "SELECT json_array_length(terms, '$.suites') FROM gates WHERE id = ?"
+    found = db.execute(sql, [gate_id]).fetchone()
+    return int(found[0] or 0) if found is not None else 0
 
 
 def update(db: Database, gate_id: str, **changes: Any) -> None:

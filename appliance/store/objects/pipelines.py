@@ -102,9 +102,12 @@ def choose(db: Database, run_id: str, data: Mapping[str, list[Any]]) -> None:
     )
 
 
-def forget_choice(db: Database, run_id: str) -> None:
-    """Of one that has ended: how much it was stays, its names go."""
-    db.execute("UPDATE pipeline_runs SET data = '{}' WHERE id = ?", [run_id])
+def shorten(db: Database, run_id: str) -> None:
+    """Of one that has ended: how much data it was stays, and the pipeline's name; the names of the files and what the
+    pipeline said go. Ended runs are kept by the hundred."""
+    db.execute(
+        "UPDATE pipeline_runs SET data = '{}', spec = json_object('name', spec ->> '$.name') WHERE id = ?", [run_id]
+    )
 
 
 def sha256_of(data: Mapping[str, list[Any]]) -> str:

@@ -30,6 +30,10 @@ def test_a_stored_file_is_checked_and_prepared_on_the_box(box: ControlledBox, tm
     assert f"from: {made}" in shown and "masked: email 1" in shown
     assert box.run("file", "get", new, "--lineage", "--report").exit_code == 2
     assert box.run("file", "check", "file-nobody").exit_code == 3
+    (tmp_path / "words.txt").write_text("nobody\n\n")
+    assert box.json("file", "check", made, "--words", str(tmp_path / "words.txt"))["checks"]["toxic"]["count"] == 1
+    (tmp_path / "words.txt").write_bytes(b"\xff")
+    assert box.run("file", "check", made, "--words", str(tmp_path / "words.txt")).exit_code == 2
     assert box.run("file", "prepare", made, "--out", "x").exit_code == 2
 
 

@@ -141,6 +141,28 @@ async def test_the_smallest_upload_is_checked_first(control: Control):
     assert files.unchecked(control.db).id == small  # type: ignore[union-attr]
 
 
+async def test_owners_take_turns_and_a_large_upload_keeps_no_small_one_waiting(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    """Two thousand small uploads of one owner, or one that takes an hour, kept everybody's waiting."""
+    made: dict[str, str] = {}
+    for owner in ("ann", "bob"):
+        control.as_key(owner)
+        for number in range(3):
+            made[await control.upload(TWICE * (number + 1 + 3 * (owner == "bob")))] = f"{owner}{number}"
+    work, checked = data_work.DataWork(control.context), list[str]()
+
+    async def process(request: dict[str, Any]) -> dict[str, Any]:
+        checked.append(made[request["names"][0]])
+        return {}
+
+    monkeypatch.setattr(work, "_process", process)
+    await work.look(range(len(TWICE) * 6))
+    assert checked == ["ann0", "bob0", "ann1", "bob1", "ann2"]
+    await work.look(range(len(TWICE) * 6, 1 << 30))
+    assert checked[5:] == ["bob2"]
+
+
 async def test_a_file_that_goes_while_it_is_checked_is_no_trouble(control: Control):
     made = await control.upload(TWICE)
     (control.context.files_dir / made).unlink()

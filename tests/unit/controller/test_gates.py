@@ -8,7 +8,10 @@ from typing import Any
 import openai
 import pytest
 
+from appliance.controller.gates import terms
+from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import evals, gates, jobs, models
 from appliance.store.records import audit, canaries, deployments, keys
@@ -71,10 +74,16 @@ async def gated(control: Control, *suites: dict[str, Any], **terms: Any) -> tupl
     return job_id, row.id
 
 
+async def looked(control: Control) -> None:
+    """One look at all gates, and what it does."""
+    await control.app.state.gates.look()
+    await control.app.state.gates.tasks.idle()
+
+
 async def seen_through(control: Control, gate_id: str, rounds: int = 12) -> GateRow:
     """Looks, and evaluations in between, until it has ended or waits for something else."""
     for _ in range(rounds):
-        await control.app.state.gates.look()
+        await looked(control)
         await control.app.state.evaluations.tasks.idle()
     row = gates.find(control.db, gate_id)
     assert row is not None
@@ -85,7 +94,7 @@ async def test_the_first_version_answers_once_it_reaches_its_thresholds(
     control: Control, events: JobEvents, answers: Answers
 ):
     job_id, gate_id = await gated(control, await suite(control, pass_rate_at_least=0.5, better_by=0.0))
-    await control.app.state.gates.look()
+    await looked(control)
     assert (gates.find(control.db, gate_id) or GateRow("", 0, "", "")).state == "waiting"
     version = run(control, events, job_id)
     assert active(control) is None, "nothing answers before the gate has said so"
@@ -173,8 +182,8 @@ async def test_a_restart_in_the_midst_of_it_goes_on(control: Control, events: Jo
     asked = await suite(control, pass_rate_at_least=0.5)
     first, gate = await gated(control, asked)
     v1 = run(control, events, first)
-    await control.app.state.gates.look()
-    await control.app.state.gates.look()
+    await looked(control)
+    await looked(control)
     (run_id,) = evals.unfinished_ids(control.db)
     control.app.state.evaluations.let_go(run_id)
     await control.app.state.evaluations.tasks.idle()
@@ -184,7 +193,7 @@ async def test_a_restart_in_the_midst_of_it_goes_on(control: Control, events: Jo
     second, gate = await gated(control, asked)
     v2 = run(control, events, second)
     for _ in range(2):
-        await control.app.state.gates.look()
+        await looked(control)
     await control.app.state.evaluations.tasks.idle()
     # It had begun to answer when the controller ended, before its gate said so.
     gates.update(control.db, gate, state="passed", verdict="passed")
@@ -204,7 +213,7 @@ async def test_another_version_that_answers_meanwhile_is_compared_with(
     job_id, gate = await gated(control, asked)
     v2 = run(control, events, job_id)
     for _ in range(2):
-        await control.app.state.gates.look()
+        await looked(control)
     before = (gates.find(control.db, gate) or GateRow("", 0, "", "")).runs["0"]
     await control.http.post("/admin/v1/models/fraud/rollback", headers=ADMIN, json={"version": v0})
     row = await seen_through(control, gate)
@@ -214,7 +223,7 @@ async def test_another_version_that_answers_meanwhile_is_compared_with(
     # Made to answer by hand before it was judged.
     job_id, gate = await gated(control, asked)
     v3 = run(control, events, job_id)
-    await control.app.state.gates.look()
+    await looked(control)
     await control.http.post("/admin/v1/models/fraud/rollback", headers=ADMIN, json={"version": v3})
     row = await seen_through(control, gate)
     assert (row.verdict, row.activated) == ("undecided", 1) and "before it was judged" in row.reason and v1
@@ -230,7 +239,7 @@ async def test_what_ends_without_a_verdict_says_why_and_leaves_what_answers(
     job_id, gate = await gated(control, asked)
     v1 = run(control, events, job_id)
     for _ in range(2):
-        await control.app.state.gates.look()
+        await looked(control)
     await control.http.post(f"/v1/gates/{gate}/cancel")
     row = await seen_through(control, gate)
     assert (row.verdict, row.activated) == ("cancelled", 0) and evals.unfinished_ids(control.db) == []
@@ -324,3 +333,60 @@ async def test_a_revoked_key_judges_nothing(control: Control, events: JobEvents,
     keys.revoke(control.db, row.key_id or "")
     found = await seen_through(control, gate)
     assert found.verdict == "undecided" and "revoked" in found.reason and answers.asked == []
+
+
+async def test_a_look_reads_no_more_of_a_gate_than_it_needs(
+    control: Control, events: JobEvents, answers: Answers, monkeypatch: pytest.MonkeyPatch
+):
+    """Two hundred gates with terms of megabytes that waited for their jobs held the controller's loop every second."""
+    asked = await suite(control)
+    asked["data_source"]["input_messages"] = {
+        "type": "template",
+        "template": [{"role": "user", "content": "0" * 5000}],
+    }
+    job_id, gate_id = await gated(control, asked, {**asked}, then="hold")
+    parsed: list[int] = []
+    loads = json.loads
+
+    def counting(text: str) -> Any:
+        parsed.append(len(text))
+        return loads(text)
+
+    monkeypatch.setattr(json, "loads", counting)
+    await looked(control)
+    assert max(parsed) < 1000, "while it waits for its job"
+    run(control, events, job_id)
+    await looked(control)
+    quotas = control.context.quotas
+    monkeypatch.setattr(quotas, "check_eval_run", no_room)
+    gates.update(control.db, gate_id, runs={}, state="evaluating")
+    parsed.clear()
+    await looked(control)
+    assert max(parsed) < 1000, "while there is no place for its runs"
+    assert (gates.outline(control.db, gate_id) or GateRow("", 0, "", "")).reason == "no room"
+
+
+def no_room(caller: Principal) -> None:
+    raise ApiError(429, "no room")
+
+
+async def test_what_a_gate_says_and_the_evaluations_that_it_names_are_bounded_together(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    """Each of sixteen is read on the controller's loop when the job is made."""
+    control.as_key("carol")
+    asked = await suite(control)
+    for name, says in (("MAX_EVALS_BYTES", "evals of"), ("MAX_TERMS_BYTES", "bytes long")):
+        with monkeypatch.context() as smaller:
+            smaller.setattr(terms, name, 100)
+            with pytest.raises(openai.BadRequestError, match=says):
+                await gated(control, asked)
+
+
+async def test_the_newest_run_is_found_by_an_index(control: Control):
+    """It read the data sources of all runs, ten thousand of an evaluation at a quarter of a megabyte."""
+    sql = "EXPLAIN QUERY PLAN SELECT * FROM eval_runs INDEXED BY eval_runs_sampled WHERE eval_id = 'x' AND data_source"
+    where = " ->> '$.type' IN ('completions', 'responses') AND data_source ->> '$.source.type' = 'file_id'"
+    (plan,) = [row["detail"] for row in control.db.execute(f"{sql}{where} ORDER BY seq DESC LIMIT 1")]
+    assert plan == "SEARCH eval_runs USING INDEX eval_runs_sampled (eval_id=?)"
+    assert evals.newest_sampled(control.db, "x", viewer=None) is None

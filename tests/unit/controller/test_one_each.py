@@ -33,7 +33,7 @@ async def test_the_loop_is_free_for_as_long_as_each_has_held_it(monkeypatch: pyt
         clock.now_s += takes_s
 
     monkeypatch.setattr(one_each, "time", clock)
-    monkeypatch.setattr(one_each.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     going = OneEach(BackgroundTasks(), "thing")
     for name, takes_s in (("a", 0.25), ("b", 0.5)):
         await going.begin(name, partial(work, takes_s))

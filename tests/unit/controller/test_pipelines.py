@@ -22,7 +22,7 @@ from appliance.store.objects import files, gates, jobs, models, pipelines
 from appliance.store.records import audit, keys
 from appliance.store.rows import KeyRow, PipelineRunRow
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines
-from tests.unit.controller.test_gates import ITEMS, Answers, suite
+from tests.unit.controller.test_gates import ITEMS, Answers, looked, suite
 from tests.unit.controller.test_stable_names import active
 from tests.unit.controller.test_stable_names import run as train
 
@@ -82,7 +82,7 @@ async def rounds(control: Control, run_id: str, most: int = 12) -> PipelineRunRo
         await state.pipelines.look()
         await state.pipelines.tasks.idle()
         await control.settle()
-        await state.gates.look()
+        await looked(control)
         await state.evaluations.tasks.idle()
     row = pipelines.find_run(control.db, run_id)
     assert row is not None
@@ -462,4 +462,5 @@ async def test_the_names_of_a_runs_data_are_kept_while_it_goes_on_and_read_where
     assert "xxx" not in json.dumps(pipelines.chosen(control.db, run.id)), "a file's id says which it is"
     await post(control, f"pipeline_runs/{run.id}/cancel", headers=headers)
     assert pipelines.chosen(control.db, run.id) == {}
+    assert (pipelines.find_run(control.db, run.id) or run).spec == {"name": "nightly"}
     assert (await get(control, f"pipeline_runs/{run.id}", headers))["data"] == shown["data"]

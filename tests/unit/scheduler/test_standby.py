@@ -272,3 +272,16 @@ def test_how_full_replicas_may_be_is_learned_from_what_was_late_without_a_queue(
     for look in range(4 * 4 * 3600):
         found.seen(11.0 + look * LOOK_S, Seen(awake=2))
     assert found._full > 0.75, "and is forgotten"
+
+
+def test_a_constant_that_has_spent_its_allowance_in_a_burst_gives_way_though_moving_is_barred() -> None:
+    found = learner()
+    for look in range(4 * 2400):
+        found.seen(look * LOOK_S, Seen([0.05] * (25 if look % 240 == 0 else 1), awake=found.best.replicas))
+    found._bars.failed("moving", 2400.0)
+    assert found.best == Standby(1, fixed=True)
+    for look in range(20):
+        found.seen(2400.0 + look * LOOK_S, Seen([0.05] * 30, awake=1))
+        if not found.best.fixed:
+            break
+    assert not found.best.fixed, "and not two, then three, a hand-over each"

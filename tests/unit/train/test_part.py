@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from train.data import part
 from train.data.part import NoPart, write_apart
 
 
@@ -45,6 +45,6 @@ def test_many_lines_take_the_memory_of_the_process_alone(tmp_path: Path, monkeyp
     with pytest.raises(NoPart, match="no examples"):
         write_apart(put(tmp_path / "s", 0), tmp_path / "t", 0.5, 16)
     source = put(tmp_path / "s", 10)
-    monkeypatch.setattr(part.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(NoPart, match="could not be made with 3600 s of CPU and 4 GiB of memory"):
         write_apart(source, tmp_path / "t", 0.5, 16)
