@@ -229,7 +229,8 @@ def test_faults_of_the_other_machine(machines: Machines) -> None:
                 wrong.append(f"{name}: a client waited {longest:.0f} s")
     print("| fault | s | requests | errors | cut | longest s | whole after s |", *rows, sep="\n", flush=True)
     assert not wrong, wrong
-    assert sorted(home.losses(job)) == list(range(1, max(home.losses(job)) + 1)), "a step is missing"
+    steps = sorted(home.losses(job))
+    assert steps == list(range(1, len(steps) + 1)), "a step is missing"
     home.run("job", "cancel", job)
 
 
