@@ -52,7 +52,7 @@ def ten_lines(folder: Path, eval_id: str, **other: str) -> str:
     values = {
         "data.folder": json.dumps(str(folder)),
         "train.model": '"starter"',
-        "train.hyperparameters": "{n_epochs = 6, batch_size = 8, learning_rate_multiplier = 10, full = true, "
+        "train.hyperparameters": "{n_epochs = 40, batch_size = 8, learning_rate_multiplier = 10, full = true, "
         "general_questions = false}",
         "evaluate.eval": json.dumps(eval_id),
         "canary": "{share = 0.1, watch_s = 3, min_requests = 0}",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import tempfile
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -194,8 +196,10 @@ def test_one_change_of_releases_at_a_time(releases, data_dir):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_what_root_restores_is_the_boxs_users(releases, data_dir, monkeypatch, tmp_path):
     migrated(data_dir, monkeypatch)
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(0o755)
+    above = Path(tempfile.gettempdir()).resolve()
+    for folder in [tmp_path, *tmp_path.parents]:  # a parallel run has a level more
+        if above in folder.parents:
+            folder.chmod(0o755)
     for path in [data_dir, *data_dir.rglob("*")]:
         os.chown(path, 4321, 4321)
     assert restore(way_back(releases, data_dir), data_dir) is not None
