@@ -127,6 +127,10 @@ class BackgroundTasks:
                 if self._clock() - began_s >= STEADY_S:
                     pause_s = FIRST_PAUSE_S
                     self._well(name)
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    # Begun anew it would never end: whoever cancelled it waits for that.
+                    self._failed(name, error, None)
+                    return
                 self._failed(name, error, pause_s)
             else:
                 self._well(name)

@@ -106,7 +106,8 @@ class NodeAgent:
                     self._ready[spec.name].set()
                 await asyncio.shield(dead)
             except asyncio.CancelledError:
-                process.terminate()
+                if process.returncode is None:
+                    process.terminate()
                 await dead
                 raise
             finally:

@@ -20,10 +20,10 @@ DOCUMENTED = Path(__file__).parents[2] / "docs" / "pipelines.md"
 THINGS = ["door", "car", "boat", "hat", "cup", "wall", "bird", "fish", "ball", "shoe", "lamp", "tent"]
 GRADER = {
     "type": "string_check",
-    "name": "blue",
+    "name": "red",
     "operation": "ilike",
     "input": "{{ sample.output_text }}",
-    "reference": "blue",
+    "reference": "red",
 }
 
 
@@ -89,7 +89,7 @@ def test_a_box_retrains_on_the_days_data_and_keeps_it_only_if_better(box: WholeB
     print(f"ready after {time.monotonic() - began_s:.0f} s")
 
     # The first day: whatever comes of it answers, for nothing did.
-    day(folder, "1.jsonl", "red")
+    day(folder, "1.jsonl", "blue")
     first = box.ask("pipeline", "run", str(nightly), "--wait", timeout_s=900)
     assert (first["state"], first["outcome"]) == ("succeeded", "answers"), first
     v1 = box.ask("model", "show", "fraud")["active_version"]
@@ -102,7 +102,7 @@ def test_a_box_retrains_on_the_days_data_and_keeps_it_only_if_better(box: WholeB
     text = text.replace("schedule.cron = '0 2 * * *'", "schedule.on_new_data = true\nschedule.every_s = 5")
     nightly.write_text(text)
     assert "when there is new data" in box.run("pipeline", "schedule", str(nightly))
-    day(folder, "2.jsonl", "blue")
+    day(folder, "2.jsonl", "red")
     newest = "pipelines/fraud-nightly/runs?limit=1"
 
     def run() -> dict[str, Any]:
@@ -128,7 +128,7 @@ def test_a_box_retrains_on_the_days_data_and_keeps_it_only_if_better(box: WholeB
     answer = box.client(max_retries=5).chat.completions.create(
         model="fraud@champion", messages=[asked("door")], max_tokens=8, temperature=0
     )
-    assert "blue" in answer.choices[0].message.content.lower()
+    assert "red" in answer.choices[0].message.content.lower()
     print(f"the second version answers after {time.monotonic() - began_s:.0f} s: {gate['reason']}")
 
     # The third is no better: it is kept, and does not answer.

@@ -63,6 +63,27 @@ async def test_cancellation_is_no_failure(background):
     assert task.cancelled() and background.degraded() == []
 
 
+async def test_what_fails_while_it_is_cancelled_is_not_begun_anew(background, caplog):
+    """A warm parent had just died by itself as it was to be stopped: the error took the place of the cancellation, and
+    whoever stopped it waited for ever."""
+    began, begun = asyncio.Event(), 0
+
+    async def fails_at_its_end():
+        nonlocal begun
+        begun += 1
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ProcessLookupError()
+
+    background.keep("warm parent", fails_at_its_end)
+    await began.wait()
+    async with asyncio.timeout(5):
+        await background.stop()
+    assert begun == 1 and "warm parent failed, time 1 in a row" in caplog.text
+
+
 async def test_it_is_degraded_until_it_has_run_steadily_again(time, background):
     failed, goes_on = False, asyncio.Event()
 

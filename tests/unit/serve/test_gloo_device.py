@@ -11,6 +11,12 @@ from torch import distributed
 from serve.cpu import gloo_device
 
 def loops():
+    # A thread has its name once it runs.
+    while not (found := running_loops()):
+        pass
+    return found
+
+def running_loops():
     return sum((task / "comm").read_text().startswith("gloo_tcp_loop") for task in Path("/proc/self/task").iterdir())
 
 def listens_at():
