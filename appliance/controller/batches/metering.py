@@ -112,17 +112,8 @@ class Metering:
                 prompt, completion = row["prompt_tokens"], row["completion_tokens"]
             if key is not None:
                 self._allowance(key).correct(charge.estimated, prompt + completion)
-            rows.append(
-                {
-                    "key": key.id if key is not None else "",
-                    "model": model,
-                    "version": charge.version,
-                    "requests": 1,
-                    "errors": int(charge.status >= 500),
-                    "prompt_tokens": prompt,
-                    "completion_tokens": completion,
-                }
-            )
+            key_id, failed = key.id if key is not None else "", charge.status >= 500
+            rows.append(spent_by(key_id, model, charge.version, prompt, completion, failed=failed))
         self.pay(rows)
 
     def pay(self, rows: list[dict[str, Any]]) -> None:
@@ -140,17 +131,7 @@ class Metering:
             # Not checked once more: of the lines of eight engines that took the loop seven seconds.
             asked = asked_of(line.url, line.body, line.size)
             written = self._rate.written(model, asked.sequences, time.monotonic() - line.at_s)
-            rows.append(
-                {
-                    "key": key_id,
-                    "model": model,
-                    "version": "",
-                    "requests": 1,
-                    "errors": 0,
-                    "prompt_tokens": asked.prompt_tokens,
-                    "completion_tokens": min(written, asked.completion_tokens),
-                }
-            )
+            rows.append(spent_by(key_id, model, "", asked.prompt_tokens, min(written, asked.completion_tokens)))
         return rows
 
     def _allowance(self, key: KeyRow) -> Allowance:
@@ -159,6 +140,21 @@ class Metering:
         if found is None or found.limits != limits:
             found = self._allowances[key.id] = Allowance(*limits, time.monotonic())
         return found
+
+
+def spent_by(
+    key_id: str, model: str, version: str, prompt_tokens: int, completion_tokens: int, *, failed: bool = False
+) -> dict[str, Any]:
+    """One request, as `Metering.pay` takes it. key_id: "" for the box itself."""
+    return {
+        "key": key_id,
+        "model": model,
+        "version": version,
+        "requests": 1,
+        "errors": int(failed),
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+    }
 
 
 def asked_of(url: str, body: dict[str, Any], size: int) -> TokenRequest:

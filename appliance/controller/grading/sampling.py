@@ -11,7 +11,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from appliance.controller.batches.metering import BYTES_PER_TOKEN, Metering, Sent
+from appliance.controller.batches.metering import BYTES_PER_TOKEN, Metering, Sent, spent_by
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.ports import SAMPLING, LineReturned
 from appliance.store.ids import new_id
@@ -168,17 +168,8 @@ class RolloutSampling:
         if answer.status != 200:
             raise ValueError(_message(answer.body) or f"an engine answered with status {answer.status}")
         made = sampling.read(answer.body, line.n)
-        question.spent.append(
-            {
-                "key": question.key_id,
-                "model": base["model"],
-                "version": base["version"],
-                "requests": 1,
-                "errors": 0,
-                "prompt_tokens": len(line.tokens),
-                "completion_tokens": sum(len(one.ids) for one in made),
-            }
-        )
+        written = sum(len(one.ids) for one in made)
+        question.spent.append(spent_by(question.key_id, base["model"], base["version"], len(line.tokens), written))
         return made
 
     def _pay(self, question: _Question) -> None:
