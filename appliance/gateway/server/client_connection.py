@@ -512,7 +512,7 @@ class ClientConnection(Receiver):
 
 
 def _keep(chunks: list[bytes], data: bytes) -> None:
-    """Adds to what has arrived of a body. Small pieces become one: each of two bytes, in a packet of its own, would take
+    """Adds to what has arrived of a body. Small pieces become one: one of two bytes, in a packet of its own, would take
     the memory of 56."""
     if chunks and len(data) < _SMALL_BYTES and len(chunks[-1]) < _SMALL_BYTES:
         chunks[-1] = b"%b%b" % (chunks[-1], data)
