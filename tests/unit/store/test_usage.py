@@ -47,3 +47,8 @@ def test_a_report_is_made_some_rows_at_a_time(db: Database, monkeypatch: pytest.
     assert steps >= (2 if owner else 3) * HOURS / 23
     assert made.rows() == whole
     assert sum(row.requests for row in whole) == (2 if owner else 3) * HOURS
+
+
+def test_a_report_by_hour_has_the_newest_ones(db: Database, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(usage, "_MOST_HOURS", 2)
+    assert [row.name for row in usage.report(db, "hour", 0.0, 1e9)] == ["1970-01-13T10:00Z", "1970-01-13T11:00Z"]
