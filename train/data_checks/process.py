@@ -10,10 +10,7 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,39 +28,6 @@ _LISTED_LINES = 1000
 
 class CheckFailed(Exception):
     """A check or a preparation came to no end; the text says why, for whoever asked for it."""
-
-
-def check_apart(files: Sequence[Path], options: CheckOptions) -> dict[str, Any]:
-    """The report of these files (train.data_checks.report). Raises BadOption, CheckFailed; blocks until it is done."""
-    return _apart({"files": list(map(str, files)), "check": asdict(options)})
-
-
-def prepare_apart(
-    files: Sequence[Path],
-    options: CheckOptions,
-    asked: PrepareOptions,
-    target: Path,
-    validation: Path | None = None,
-    lineage: Path | None = None,
-) -> dict[str, Any]:
-    """Writes what `asked` makes of these files to `target` (and `validation`), neither of which may be there, and
-    returns the report of the files as they were ("report") and the lineage of what was made: "dropped_lines" has the
-    first of each kind, all of them stand in the file `lineage`. Raises BadOption, CheckFailed; blocks until it is
-    done."""
-    places = {"target": target, "validation": validation, "lineage": lineage}
-    return _apart(
-        {
-            "files": list(map(str, files)),
-            "check": asdict(options),
-            "prepare": asdict(asked),
-            **{name: None if place is None else str(place) for name, place in places.items()},
-        }
-    )
-
-
-def _apart(request: dict[str, Any]) -> dict[str, Any]:
-    done = subprocess.run(command_of(request), stdin=subprocess.DEVNULL, capture_output=True)
-    return answer_of(done.returncode, done.stdout, done.stderr)
 
 
 def command_of(request: dict[str, Any]) -> list[str]:
