@@ -80,7 +80,7 @@ class PipelineRunner:
         assert spec.schedule is not None
         note = ""
         going = pipelines.running_of(self._db, row.id)
-        if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
+        if keys.is_revoked(self._db, row.key_id):
             pipelines.update(self._db, row.id, scheduled=0, next_s=None, note="the key that scheduled it was revoked")
             return
         if going is not None:
@@ -139,7 +139,7 @@ class PipelineRunner:
             return
         spec, caller = PipelineSpec.model_validate(run.spec), caller_of(self._db, run.key_id)
         try:
-            if run.key_id is not None and keys.is_revoked(self._db, run.key_id):
+            if keys.is_revoked(self._db, run.key_id):
                 raise _Failed("the key of this run was revoked")
             if run.file_id is None:
                 await self._take_data(run, row, spec, caller)
@@ -162,7 +162,7 @@ class PipelineRunner:
         data = spec.data
         if data.folder is not None:
             if not caller_of(self._db, row.key_id).is_admin:
-                raise NoData("the key of this pipeline is no administrator's any more, and may read no folder")
+                raise NoData("the key of this pipeline is not an administrator's any more, and may read no folder")
             return await asyncio.to_thread(new_data.in_folder, data.folder, data.pattern, time.time())
         if data.uploads is not None:
             return new_data.uploaded(self._context, data.uploads, row.owner)

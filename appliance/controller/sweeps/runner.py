@@ -33,7 +33,7 @@ from train.data.part import NoPart, write_apart
 log = logging.getLogger("appliance.controller")
 LOOK_EVERY_S = 2.0
 LEAST_LINES = 16
-"""Of a part: less is no training data."""
+"""Of a part: less is not training data."""
 
 
 class _Failed(Exception):
@@ -58,7 +58,7 @@ class SweepRunner:
             return
         spec = SweepSpec.model_validate(row.spec)
         try:
-            if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
+            if keys.is_revoked(self._db, row.key_id):
                 raise _Failed("the key of this sweep was revoked")
             row = self._read(row)
             spent_s = usage.device_s(self._db, _job_ids(row), time.time())
