@@ -75,7 +75,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     graders, answers = GraderHosts(), ModelAnswers(context, metering)
     evaluations = EvalRunner(context, graders, answers)
     gates = GateRunner(context, evaluations, activations, compared)
-    pipelines = PipelineRunner(context, validation, gates)
+    pipelines = PipelineRunner(context, data_work, validation, gates)
     sweeping = SweepRunner(context, validation)
     sampling = RolloutSampling(context, metering)
     rollouts = {"grade": RolloutGrading(context, graders, answers).grade, "sample": sampling.sample}

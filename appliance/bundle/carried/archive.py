@@ -142,12 +142,12 @@ class Bundle:
             ours = self._starts_as_ours()
             self._file.close()
             if not ours:
-                raise Unusable(f"{path} is no bundle of the appliance") from error
+                raise Unusable(f"{path} is not a bundle of the appliance") from error
             size = path.stat().st_size
             raise CutShort(f"{path} was cut short: its end is missing, it has {size:,} bytes; copy it again") from error
         except KeyError as error:
             self._file.close()
-            raise Unusable(f"{path} is no bundle of the appliance, or lost its manifest: {error.args[0]}") from error
+            raise Unusable(f"{path} is not a bundle of the appliance, or lost its manifest: {error.args[0]}") from error
         except Unusable:
             self._file.close()
             raise
