@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.backup.take import DATABASE, forget_gone
+from appliance.backup.take import DATABASE, end_logins, forget_gone
 from appliance.bundle.carried.errors import Refused
 from appliance.bundle.carried.releases import Releases
 from appliance.store.copies import FOLDER, Kept, copy_database, kept_copies
@@ -123,6 +123,7 @@ def _exchanged(way: WayBack, copy: Path, data_dir: Path) -> Path:
             for path in (data_dir / kind).rglob("*")
         }
         forget_gone(partial, there)
+        end_logins(partial)
         with closing(sqlite3.connect(partial)) as connection, connection:
             for key_id, revoked_s in way.revoked.items():
                 connection.execute("UPDATE keys SET revoked_s = ? WHERE id = ?", (revoked_s, key_id))

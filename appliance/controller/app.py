@@ -16,7 +16,7 @@ from appliance.controller import retention
 from appliance.controller.admin import box, devices, mode, queue
 from appliance.controller.admin.models import canaries, deployments, engine_settings
 from appliance.controller.admin.models import models as admin_models
-from appliance.controller.admin.owners import forget, keys, session_keys, usage
+from appliance.controller.admin.owners import forget, keys, page_sessions, session_keys, usage
 from appliance.controller.batches import output_files
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.metering import Metering
@@ -152,6 +152,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     forget.routes(context, admin, runner, background, evaluations, gates, pipelines, sweeping)
     keys.routes(context, admin, runner, background)
     session_keys.routes(context, admin)
+    page_sessions.routes(context, admin)
     canaries.routes(context, admin, compared)
     admin_models.routes(context, admin, running, compared, activations)
     plan_route.routes(context, admin)
@@ -196,6 +197,7 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
         storage.remove(context, row)
     await upload_routes.keep_house(context, now_s)
     await session_keys.keep_house(context, now_s)
+    page_sessions.keep_house(context, now_s)
     if context.db.reserve is not None:
         context.db.reserve.keep()
     before_s = now_s - context.config.idempotency_keep_s
