@@ -95,8 +95,41 @@ def test_a_reload_keeps_a_login_and_log_out_ends_it(visit: Visit, front: Front) 
     beside.get_by_role("button", name="Log out").click()
     page.get_by_label("API key").wait_for()
     with front.http() as http:
-        front.wait(lambda: cookies[0]["name"] not in {row["id"] for row in http.get("/admin/v1/sessions").json()["data"]})
+        front.wait(lambda: cookies[0]["name"] not in http.get("/admin/v1/sessions").text)
     front.wait(lambda: not page.context.cookies())
+
+
+def test_changes_come_by_the_stream_and_by_asking_where_there_is_none(browser: Any, front: Front) -> None:
+    """Also after the death of the controller. Its console tells of what failed meanwhile."""
+    context = browser.new_context(locale="en-US")
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    streams = []
+    page.on("response", lambda answer: streams.append(answer.status) if "/admin/v1/events" in answer.url else None)
+
+    def streamed(times: int) -> None:
+        while streams.count(200) < times:
+            page.wait_for_event("response")
+
+    def key_is_shown(name: str, within_ms: int) -> None:
+        with front.http() as http:
+            http.post("/admin/v1/keys", json={"name": name, "scopes": ["read"]}).raise_for_status()
+        page.get_by_text(name, exact=True).first.wait_for(timeout=within_ms)
+
+    page.goto(f"{front.url}/ui#/keys")
+    page.get_by_label("API key").fill(front.key)
+    page.keyboard.press("Enter")
+    page.get_by_text("All keys").wait_for()
+    streamed(1)
+    key_is_shown("by-the-stream", 8_000)  # keys are asked for every 15 s beside it
+    front.restart_control()
+    streamed(2)
+    key_is_shown("by-the-next-stream", 8_000)
+    context.route("**/admin/v1/events*", lambda asked: asked.abort())
+    front.restart_control()
+    key_is_shown("by-asking", 25_000)
+    assert streams.count(200) == 2
+    context.close()
 
 
 def test_a_login_goes_with_its_key_and_does_nothing_for_other_pages(browser: Any, front: Front) -> None:
@@ -109,11 +142,9 @@ def test_a_login_goes_with_its_key_and_does_nothing_for_other_pages(browser: Any
     page.keyboard.press("Enter")
     page.get_by_role("navigation").wait_for()
     # Another page of the same machine, to which the browser sends the cookie; and one that has no header of the page's.
-    for script in (
-        "fetch('/admin/v1/keys', {credentials: 'include'}).then((answer) => answer.status)",
-        "fetch('/admin/v1/keys', {credentials: 'include', headers: {'x-appliance-page': 'session_x.y'}}).then((answer) => answer.status)",
-    ):
-        assert page.evaluate(script) == 401
+    for headers in ("{}", "{'x-appliance-page': 'session_x.y'}"):
+        asked = f"fetch('/admin/v1/keys', {{credentials: 'include', headers: {headers}}})"
+        assert page.evaluate(f"{asked}.then((answer) => answer.status)") == 401
     link = context.new_page().goto(f"{front.url}/admin/v1/keys")
     assert link.status == 401 and "API key" in link.text()
     with front.http() as http:

@@ -16,6 +16,7 @@ from appliance.store.records import keys, page_sessions
 FINE_TUNING, INFERENCE, READ, METRICS = "fine_tuning", "inference", "read", "metrics"
 _SCRAPE, _USAGE, _ME = "/admin/v1/metrics", "/admin/v1/usage", "/admin/v1/me"
 SESSIONS = "/admin/v1/sessions"
+_EVENTS = "/admin/v1/events"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +95,15 @@ def needs(*scopes: str) -> Callable[[Principal], Awaitable[None]]:
 
 async def of_admin_routes(request: Request, caller: Caller) -> None:
     """A dependency of /admin/v1: `read` allows every GET, `metrics` only the scrape, and `inference` and `fine_tuning`
-    the usage of their owner; any key may ask what it is itself, and begin, see and end its owner's logins of the page.
-    None of them changes anything else.
+    the usage of their owner and the stream of events, of which each hears what it may see; any key may ask what it is
+    itself, and begin, see and end its owner's logins of the page. None of them changes anything else.
 
     Routes that even `read` must not see also use `needs(ADMIN)`.
     """
     scopes = [READ] if request.method == "GET" else []
     if request.url.path == _SCRAPE:
         scopes.append(METRICS)
-    if request.url.path == _USAGE and scopes:
+    if request.url.path in (_USAGE, _EVENTS) and scopes:
         scopes += [INFERENCE, FINE_TUNING]
     path = request.url.path
     if (path == _ME and scopes) or path == SESSIONS or path.startswith(f"{SESSIONS}/"):

@@ -114,7 +114,7 @@ def is_anthropic(path: bytes) -> bool:
     return path.startswith(_ANTHROPIC) and path[len(_ANTHROPIC) : len(_ANTHROPIC) + 1] in (b"", b"/")
 
 
-_USAGE, _ME = b"/admin/v1/usage", b"/admin/v1/me"
+_USAGE, _ME, _EVENTS = b"/admin/v1/usage", b"/admin/v1/me", b"/admin/v1/events"
 _ANY = frozenset({ADMIN, READ, METRICS, INFERENCE, FINE_TUNING})
 
 
@@ -148,6 +148,7 @@ def _control(
     )
 
 
+SESSIONS = _control("/admin/v1/sessions", "GET POST DELETE", _ANY)
 CONTROL: tuple[Route, ...] = (
     _control("/v1/files", "GET POST DELETE", _TUNE, upload=True),
     _control("/v1/uploads", "GET POST DELETE", _TUNE, upload=True, page=False),
@@ -168,7 +169,7 @@ CONTROL: tuple[Route, ...] = (
             _control("/v1/models", "POST", _TUNE, ending=b"/share"),
         ),
     ),
-    _control("/admin/v1/sessions", "GET POST DELETE", _ANY),
+    SESSIONS,
     _control(
         "/admin/v1",
         "GET POST PUT PATCH DELETE",
@@ -180,9 +181,10 @@ CONTROL: tuple[Route, ...] = (
 
 _ROOTS: tuple[Route, ...] = (*CONTROL, PAGE)
 
-# By its whole URL: a model may be called `usage`, and what is below /admin/v1 stays as it is. Whose usage a key sees is
-# the controller's to say.
+# By its whole URL: a model may be called `usage`, and what is below /admin/v1 stays as it is. Whose usage a key sees,
+# and what it hears of, is the controller's to say.
 EXACT[_USAGE] = _control(_USAGE.decode(), "GET", frozenset({ADMIN, READ, INFERENCE, FINE_TUNING}))
+EXACT[_EVENTS] = _control(_EVENTS.decode(), "GET", frozenset({ADMIN, READ, INFERENCE, FINE_TUNING}))
 EXACT[_ME] = _control(_ME.decode(), "GET", _ANY)
 
 # No dot segments, no empty segments, no backslash, neither plain nor percent-encoded, and no fragment, which the

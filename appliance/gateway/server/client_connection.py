@@ -18,7 +18,7 @@ from appliance.gateway.access.admission import body_limit, check_scopes
 from appliance.gateway.access.request import Pairs, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import PREFLIGHT, Kind, plain_target, resolve
+from appliance.gateway.core.routes import PREFLIGHT, SESSIONS, Kind, plain_target, resolve
 from appliance.gateway.http import wire
 from appliance.gateway.http.answer_headers import answer_headers, is_preflight, preflight_headers
 from appliance.gateway.http.error_shapes import error_response
@@ -504,8 +504,9 @@ class ClientConnection(Receiver):
                 request.caller = caller  # it may be held, or its earlier turns be fetched, and is judged again then
 
     def _has_ended(self, request: Request) -> bool:
-        """Whether the login of the page that it came by is no more."""
-        return bool(request.session) and request.session not in self._state.session_ids
+        """Whether the login of the page that it came by is no more. Who ends it is answered."""
+        session = request.session
+        return bool(session) and session not in self._state.session_ids and request.route is not SESSIONS
 
     def _judged_anew(self, request: Request, callers: Mapping[str, Caller]) -> HttpError | None:
         """Why an admitted request is no longer allowed; None if it still is."""

@@ -118,6 +118,21 @@ export async function* streamChat(body, signal) {
   const asked = { ...body, stream: true, stream_options: { include_usage: true } };
   const answer = await send("POST", "/v1/chat/completions", { body: asked, signal });
   yield { head: { version: answer.headers.get("x-appliance-model-version") } };
+  for await (const event of eventsOf(answer)) yield* told(event);
+}
+
+/** What changes at the box, from behind the event `last`: {id, kind, data}. Throws BoxError. */
+export async function* changes(last, signal) {
+  const answer = await send("GET", "/admin/v1/events?stream=true", { signal, headers: last ? { "last-event-id": last } : {} });
+  yield { id: "", kind: "open", data: {} };
+  for await (const event of eventsOf(answer)) {
+    const lines = Object.fromEntries(event.split("\n").map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 2)]));
+    if (lines.event) yield { id: lines.id, kind: lines.event, data: JSON.parse(lines.data) };
+  }
+}
+
+/** The texts of an answer's Server-Sent Events, comments too. Throws BoxError. */
+async function* eventsOf(answer) {
   const reader = answer.body.getReader();
   const decoder = new TextDecoder();
   let buffered = "";
@@ -134,7 +149,7 @@ export async function* streamChat(body, signal) {
     buffered += part.value ? decoder.decode(part.value, { stream: true }) : "";
     const events = buffered.split("\n\n");
     buffered = events.pop();
-    for (const event of events) yield* told(event);
+    yield* events;
   }
 }
 

@@ -1,5 +1,6 @@
 // Begins the page: the language, who is there, the navigation, and the page that the address names.
 import { BoxError, forgetLogin, get, isLoggedIn, logIn, logOut, loginId, post, whenRefused } from "./api.js";
+import { forget } from "./live.js";
 import { LANGUAGES, language, loadLanguage, t } from "./i18n.js";
 import { Component, NeedsScope, Who, html, render, sentence, useEffect, useRef, useState } from "./ui.js";
 import { Audit } from "./pages/audit.js";
@@ -162,6 +163,7 @@ function App({ known, failed }) {
   const [who, setWho] = useState(known);
   const [told, setTold] = useState(failed);
   const leave = (why) => {
+    forget();
     setTold(why);
     setWho(null);
   };

@@ -213,6 +213,23 @@ async def test_what_it_has_asked_ends_with_it(start_box: Start, whose: str) -> N
     assert box.state.metrics.events["revoked_in_flight"] == 1
 
 
+async def test_who_ends_it_is_answered(start_box: Start) -> None:
+    """The controller answers once the gateways know, and they cut off what was asked by a login that has ended."""
+    box = await start_box()
+
+    async def ends(request: UpstreamRequest, reply: Reply) -> None:
+        del box.keys[hashlib.sha256(KEY.encode()).hexdigest()]["sessions"]
+        box.apply()
+        await reply.json({"deleted": True}, headers=f"x-appliance-cookie: {LOGIN}=; Max-Age=0\r\n")
+
+    await box.control(ends)
+    begin(box)
+    wire = await box.connect()
+    await wire.send(request_bytes("DELETE", f"/admin/v1/sessions/{LOGIN}", key=None, headers=BY_PAGE))
+    head = (await wire.reader.readuntil(b"\r\n\r\n")).decode()
+    assert head.startswith("HTTP/1.1 200 ") and head.count(f"set-cookie: {LOGIN}=; Max-Age=0;") == 2
+
+
 async def test_the_controllers_half_becomes_cookies_of_the_pages_paths(start_box: Start) -> None:
     box = await start_box()
 

@@ -73,7 +73,7 @@ function Usage() {
 }
 
 function List() {
-  const keys = useLive(async (signal) => (await get("/admin/v1/keys", signal)).data, 10);
+  const keys = useLive(async (signal) => (await get("/admin/v1/keys", signal)).data, 10, [], ["keys"]);
   const [making, setMaking] = useState(false);
   const [made, setMade] = useState(null);
   const [revoke, { busy, error }] = useAct(async (row) => {
