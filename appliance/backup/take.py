@@ -61,7 +61,7 @@ def take(
     Raises BackupError, TierUnavailable, TierFull.
     """
     if not paths.database.is_file():
-        raise BackupError(f"{paths.data_dir} is no data directory of a box: it has no {DATABASE}")
+        raise BackupError(f"{paths.data_dir} is not a data directory of a box: it has no {DATABASE}")
     with _alone(paths.data_dir), TemporaryDirectory(prefix=PREFIX, dir=paths.data_dir) as folder:
         _check_is_there(paths, objects)
         objects.sweep()

@@ -77,7 +77,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     graders, answers = GraderHosts(), ModelAnswers(context, metering)
     evaluations = EvalRunner(context, graders, answers)
     gates = GateRunner(context, evaluations, activations, compared)
-    pipelines = PipelineRunner(context, validation, gates)
+    pipelines = PipelineRunner(context, data_work, validation, gates)
     sweeping = SweepRunner(context, validation)
     sampling = RolloutSampling(context, metering)
     hub = Hub()
@@ -212,3 +212,5 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
         context.db.reserve.keep()
     before_s = now_s - context.config.idempotency_keep_s
     await little_by_little(partial(idempotency.forget_some, context.db, before_s))
+    before_s = now_s - min(context.config.retry_window_s, context.config.idempotency_keep_s)
+    await little_by_little(partial(idempotency.forget_keyless, context.db, before_s))

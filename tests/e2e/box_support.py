@@ -203,6 +203,12 @@ class WholeBox:
         logs = str(BoxPaths.of(self.data_dir).ray_logs)
         return any(file.path.startswith(logs) for file in process.open_files())
 
+    def kill_controller(self) -> None:
+        """Returns when the next one answers."""
+        (controller,) = [pid for pid, command in self.running().items() if "appliance.controller.main" in command]
+        os.kill(controller, signal.SIGKILL)
+        wait_for(lambda: self.tried("status"), "the next controller", 120)
+
     def destroy(self) -> None:
         subprocess.run([COMMAND, "down", "--force"], capture_output=True, env=self.environment(), timeout=60)
         box_id = _box_id(self.data_dir)

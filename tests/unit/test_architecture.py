@@ -539,6 +539,7 @@ TASKS = {
     "appliance/controller/batches/work.py BatchWork._send_what_may_go": ONE_SHOT,
     "appliance/controller/batches/work.py BatchWork._wait": AWAITED,
     "appliance/controller/evals/runner.py EvalRunner._judged": AWAITED,
+    "appliance/controller/pipelines/runner.py PipelineRunner._till_cancelled": AWAITED,
     "appliance/controller/jobs/validation.py JobValidation._check": AWAITED,
     "appliance/controller/bus/bus.py Bus._serve": AWAITED,
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,

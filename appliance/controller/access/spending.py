@@ -46,7 +46,7 @@ class Spending:
                 raise ValueError(f"usage: {row!r} given, expected a count as refused")
         for row in rows:
             if max(row[name] for name in _NUMBERS) > _MOST:
-                log.error("the usage of %s is not counted, it is no number of tokens: %.200r", row["key"], row)
+                log.error("the usage of %s is not counted, it is not a number of tokens: %.200r", row["key"], row)
                 continue
             name = tuple(row[part] for part in _TEXT)
             self._unwritten[name] = _summed(self._unwritten[name], row) if name in self._unwritten else row

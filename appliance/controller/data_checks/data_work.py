@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from anyio import CapacityLimiter
@@ -90,8 +89,3 @@ def check_request(
     """For `DataWork.run`: these files by their ids."""
     paths = [str(context.files_dir / row.id) for row in rows]
     return {"files": paths, "names": [row.id for row in rows], "check": check, **more}
-
-
-def part_of(path: Path) -> Path:
-    """Where a file grows until its row is there; `files.storage.sweep` deletes what a crash leaves of it."""
-    return path.with_name(f".preparing-{path.name}")

@@ -75,6 +75,11 @@ class ApiError(HTTPException):
         super().__init__(status, message, headers)
         self.message, self.kind, self.param, self.code = message, kind, param, code
 
+    @property
+    def passes(self) -> bool:
+        """Of a bound or a full disk: what is refused now may be taken later."""
+        return self.status_code in (429, 507)
+
     def body(self) -> dict[str, Any]:
         return error_object(self.message, self.kind, self.param, self.code)
 

@@ -79,7 +79,8 @@ def standing(db: Database, key_id: str) -> tuple[str, bool]:
     return (key_id, False) if row is None else (row["owner"] or key_id, row["revoked_s"] is not None)
 
 
-def is_revoked(db: Database, key_id: str) -> bool:
+def is_revoked(db: Database, key_id: str | None) -> bool:
+    """None: the box itself, and what was made before there were keys."""
     return db.execute("SELECT 1 FROM keys WHERE id = ? AND revoked_s IS NOT NULL", [key_id]).fetchone() is not None
 
 
