@@ -629,7 +629,7 @@ class GateRow:
     ended_s: float | None = None
 
 
-PipelineRunState = Literal["running", "succeeded", "failed", "cancelled"]
+RunState = Literal["running", "succeeded", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -663,7 +663,7 @@ class PipelineRunRow:
     key_id: str | None = None
     owner: str = ""
     spec: dict[str, Any] = json_column(default_factory=dict)
-    state: PipelineRunState = "running"
+    state: RunState = "running"
     outcome: str = ""
     reason: str = ""
     steps: list[dict[str, Any]] = json_column(default_factory=list)
@@ -688,7 +688,7 @@ class SweepRow:
     key_id: str | None = None
     owner: str = ""
     spec: dict[str, Any] = json_column(default_factory=dict)
-    state: PipelineRunState = "running"
+    state: RunState = "running"
     reason: str = ""
     round: int = 0
     trials: list[dict[str, Any]] = json_column(default_factory=list)

@@ -32,6 +32,7 @@ PACKAGES = tuple(BELOW)
 SUBPACKAGES = (
     "appliance.demo",
     "appliance.controller",
+    "appliance.tracking",
     "appliance.support",
     "appliance.doctor",
     "appliance.boot",
@@ -140,6 +141,8 @@ FENCES = {
     "boto3": {"weights/tiers/objects_s3.py"},
     "botocore": {"weights/tiers/objects_s3.py"},
     "matplotlib": {"scheduler/simulator/plot.py"},
+    "mlflow": {"appliance/tracking/mlflow_tracker.py"},
+    "wandb": {"appliance/tracking/wandb_tracker.py"},
     "opentelemetry": {"appliance/gateway/observe/tracing.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
