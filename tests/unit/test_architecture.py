@@ -51,6 +51,7 @@ SUBPACKAGES = (
     "appliance.controller.admin.models",
     "appliance.controller.admin.owners",
     "appliance.controller.admin",
+    "appliance.controller.live",
     "appliance.controller.pipelines",
     "appliance.controller.sweeps",
     "appliance.controller.openai",

@@ -113,6 +113,13 @@ class KeyRevoked(ApiError):
         super().__init__(401, "The API key of this request was revoked while it ran.", code="invalid_api_key")
 
 
+class SessionEnded(ApiError):
+    """Said as the gateways say it (`gateway.core.errors.session_ended`)."""
+
+    def __init__(self) -> None:
+        super().__init__(401, "This login of the page has ended. Log in again.", code="session_ended")
+
+
 class Forbidden(ApiError):
     def __init__(self, needed: str):
         super().__init__(
