@@ -43,7 +43,7 @@ class WholeBox:
     """One box on its own data directory and port."""
 
     def __init__(self, data_dir: Path):
-        self.data_dir, self.port = data_dir, _free_port()
+        self.data_dir, self.port = data_dir, free_port()
         self.key = ""
         self._segments: set[str] = set()
         claim(*self._names())
@@ -332,7 +332,7 @@ def _box_id(data_dir: Path) -> str:
     return BoxPaths.of(data_dir).box_id
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
