@@ -1,5 +1,5 @@
 // Data: files of training data and what their check found, in numbers and by line.
-import { BoxError, get, post } from "../api.js";
+import { get, post } from "../api.js";
 import { ago, bytes, number, percent } from "../format.js";
 import { t } from "../i18n.js";
 import { Badge, Card, Facts, Failure, Live, Table, html, useAct, useLive } from "../ui.js";
@@ -35,28 +35,22 @@ function found({ check }) {
 }
 
 function File({ id }) {
-  const file = useLive((signal) => get(`/v1/files/${id}`, signal), 10, [id], [`files/${id}`]);
-  const report = useLive(async (signal) => {
-    try {
-      return await get(`/v1/files/${id}/check`, signal);
-    } catch (error) {
-      if (error instanceof BoxError && error.code === "no_check") return { waits: error.message };
-      throw error;
-    }
-  }, 10, [id], [`files/${id}`]);
+  const shown = useLive(async (signal) => {
+    const file = await get(`/v1/files/${id}`, signal);
+    const report = file.check && file.check.found ? await get(`/v1/files/${id}/check`, signal) : null;
+    return { file, report };
+  }, 5, [id], [`files/${id}`]);
   const [check, { busy, error }] = useAct(async () => {
     await post(`/v1/files/${id}/check`, {});
-    report.reload();
+    shown.reload();
   });
   return html`<p class="back"><a href="#/data">← ${t("data.all")}</a></p>
-    <${Live} of=${file}>${(one) => html`<${Card} title=${one.filename} aside=${html`<button type="button" disabled=${busy} onClick=${check}>${busy ? t("data.checking") : t("data.check")}</button>`}>
+    <${Live} of=${shown}>${({ file: one, report }) => html`<${Card} title=${one.filename} aside=${html`<button type="button" disabled=${busy} onClick=${check}>${busy ? t("data.checking") : t("data.check")}</button>`}>
       <${Failure} error=${error} />
       ${one.status_details ? html`<p class="alert bad">${one.status_details}</p>` : null}
-      <${Facts} pairs=${[[t("job.id"), html`<code>${one.id}</code>`], [t("models.size"), bytes(one.bytes)], [t("created"), ago(one.created_at)], [t("owner"), one.owner]]} />
-    </${Card}>`}</${Live}>
-    <${Live} of=${report}>${(told) => told.waits
-      ? html`<p class="alert quiet" role="status">${told.waits}</p>`
-      : html`<${Report} report=${told} />`}</${Live}>`;
+      <${Facts} pairs=${[[t("data.file"), html`<code>${one.id}</code>`], [t("models.size"), bytes(one.bytes)], [t("created"), ago(one.created_at)], [t("owner"), one.owner]]} />
+    </${Card}>
+    ${report ? html`<${Report} report=${report} />` : html`<p class="alert quiet" role="status">${t(one.check && one.check.status === "waiting" ? "data.waits" : "data.unchecked")}</p>`}`}</${Live}>`;
 }
 
 function Report({ report }) {

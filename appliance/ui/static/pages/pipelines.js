@@ -11,7 +11,7 @@ export function Pipelines({ rest }) {
   return html`<${List} /><${Sweeps} />`;
 }
 
-const outcome = (run) => html`<${Badge} state=${run.state}>${run.outcome ? t(`pipeline.outcome.${run.outcome}`) : undefined}</${Badge}>`;
+const outcome = (run) => html`<${Badge} state=${run.outcome && run.outcome !== "answers" ? "queued" : run.state}>${run.outcome ? t(`pipeline.outcome.${run.outcome}`) : undefined}</${Badge}>`;
 
 function List() {
   const pipelines = useLive(async (signal) => (await get("/v1/pipelines?limit=100", signal)).data, 5, [], ["pipelines"]);
