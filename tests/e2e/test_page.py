@@ -378,7 +378,7 @@ def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit, front
         page.keyboard.press("Enter")
         name = links.nth(place).inner_text()
         page.get_by_role("heading", level=1, name=name).wait_for()
-        page.wait_for_function("!document.querySelector('.loading')")  # the network is never idle: events
+        page.locator(".loading").first.wait_for(state="detached")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, name
         assert not re.search(r"\[object|undefined|NaN|\bnull\b", page.locator("main").inner_text()), name
         assert page.evaluate("document.activeElement.tagName") == ("A" if place == 0 else "H1")
