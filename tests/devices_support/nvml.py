@@ -22,9 +22,10 @@ GIB = 2**30
 
 @dataclass
 class Gpu:
-    """One GPU. `switched`: behind an NVSwitch with the others. `datacentre`: it reports ECC, remapped rows and MIG;
-    a GeForce raises NotSupported. `reserved_bytes`: what driver and firmware keep of its memory. `private`: it tells its memory, and who uses it, to root alone, as one that is cut by
-    MIG does. `handle_error`, `error`: what asking for it, or anything about it, raises."""
+    """One GPU. `reserved_bytes`: what driver and firmware keep of its memory. `switched`: behind an NVSwitch with the
+    others. `datacentre`: it reports ECC, remapped rows and MIG; a GeForce raises NotSupported. `private`: it tells its
+    memory, and who uses it, to root alone, as one that is cut by MIG does. `handle_error`, `error`: what asking for it,
+    or anything about it, raises."""
 
     uuid: str
     name: str = "NVIDIA H100 80GB HBM3"
