@@ -13,6 +13,10 @@ its second lacks what is asked for, see VllmConfig.use_v2_model_runner) computes
 at once, each row as long as the vocabulary, in float32 and with several copies: 1,700 tokens took 1.5 GB with 49,152,
 and a step of 8,192 with 151,936 would take more than 20 GB. Its second runner computes 1,024 rows at a time. So the
 first does it in slices, too.
+
+That second runner has a row of fixed length for what a request forbids, and raises where it is too short: the engine
+ends, and with it every request (vllm/v1/worker/gpu/sample). 64 texts of 256 letters, which the gateway lets through,
+may be 16,000 tokens. So such a request is refused before it gets there, on every device alike.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ import functools
 import json
 import time
 from typing import Any
+
+from vllm import envs
+from vllm.exceptions import VLLMValidationError
 
 # As deep as people indent; 32 cost 20 ms of compiling, in a thread that gives way.
 WHITESPACE = 32
@@ -31,6 +38,8 @@ MASK_S = 0.3
 MOST_BEYOND_S = 0.5
 # Of logits: 80 MB of each copy with a vocabulary of 151,936.
 ROWS = 128
+# Of ids that end an answer: MAX_NUM_STOP_TOKEN_IDS of vllm/v1/worker/gpu/sample/logit_bias.py.
+STOP_IDS = 128
 
 
 def bound_whitespace(compiler: Any) -> None:
@@ -88,6 +97,31 @@ def bound_time(grammar: Any) -> None:
         return filled
 
     grammar.accept_tokens, grammar.fill_bitmask = accept_tokens, fill_bitmask
+
+
+def bound_forbidden(parameters: Any) -> None:
+    """parameters: vllm.sampling_params.SamplingParams, whose `update_from_tokenizer` is the last to add to them, in the
+    frontend."""
+    update = parameters.update_from_tokenizer
+
+    @functools.wraps(update)
+    def update_from_tokenizer(self: Any, tokenizer: Any) -> None:
+        update(self, tokenizer)
+        most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+        if (tokens := sum(map(len, self.bad_words_token_ids or ()))) > most:
+            raise VLLMValidationError(
+                f"The texts of bad_words are {tokens} tokens long together, with and without a space before them; at "
+                f"most {most} are allowed.",
+                parameter="bad_words",
+            )
+        if self.min_tokens > 0 and len(self.all_stop_token_ids) > STOP_IDS:
+            raise VLLMValidationError(
+                f"With min_tokens at most {STOP_IDS} tokens may end an answer, those of the model among them; these "
+                f"are {len(self.all_stop_token_ids)}.",
+                parameter="stop_token_ids",
+            )
+
+    parameters.update_from_tokenizer = update_from_tokenizer
 
 
 def slice_prompt_logprobs(runner: Any) -> None:
