@@ -17,6 +17,10 @@ first does it in slices, too.
 That second runner has a row of fixed length for what a request forbids, and raises where it is too short: the engine
 ends, and with it every request (vllm/v1/worker/gpu/sample). 64 texts of 256 letters, which the gateway lets through,
 may be 16,000 tokens. So such a request is refused before it gets there, on every device alike.
+
+Tokens that a tokenizer has and the model does not, such as a picture's placeholder with a model of text alone, pass
+vLLM's check, which goes by the larger of the two. The embedding has no row for them: the step fails and with it the
+engine, on a GPU in words about some later kernel.
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ from __future__ import annotations
 import functools
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 
 # As deep as people indent; 32 cost 20 ms of compiling, in a thread that gives way.
 WHITESPACE = 32
@@ -122,6 +128,23 @@ def bound_forbidden(parameters: Any) -> None:
             )
 
     parameters.update_from_tokenizer = update_from_tokenizer
+
+
+def bound_tokens(renderer: Any) -> None:
+    """renderer: vllm.renderers.base.BaseRenderer. Models that read pictures put these in the places of such tokens."""
+    validate = renderer.validate_token_ids
+
+    @functools.wraps(validate)
+    def validate_token_ids(self: Any, token_ids: Sequence[int], *, parameter: str | None = None) -> None:
+        validate(self, token_ids, parameter=parameter)
+        rows = pad_vocab_size(self.model_config.get_vocab_size())
+        if token_ids and max(token_ids) >= rows and not self.model_config.is_multimodal_model:
+            raise VLLMValidationError(
+                f"The prompt has the token {max(token_ids)}, which the model's tokenizer has and the model does not.",
+                parameter=parameter,
+            )
+
+    renderer.validate_token_ids = validate_token_ids
 
 
 def slice_prompt_logprobs(runner: Any) -> None:

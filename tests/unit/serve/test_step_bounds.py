@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import xgrammar
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
+from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample import bad_words, logit_bias
 
@@ -153,6 +155,20 @@ def test_ids_that_end_an_answer_are_bounded_where_a_gpus_runner_forbids_them() -
     assert len(bounded_parameters(stop_token_ids=ends).all_stop_token_ids) > step_bounds.STOP_IDS
     with pytest.raises(VLLMValidationError, match=r"at most 128 tokens.*these are 14\d"):
         bounded_parameters(stop_token_ids=ends, min_tokens=1)
+
+
+def test_a_token_that_the_embedding_has_no_row_for_is_refused() -> None:
+    """vLLM's own check goes by what the tokenizer knows, if that is more."""
+    bounded = type("Bounded", (HfRenderer,), {})
+    step_bounds.bound_tokens(bounded)
+    renderer = object.__new__(bounded)
+    renderer.tokenizer = SimpleNamespace(max_token_id=262_144)
+    for vocab, pictures, refused in ((262_144, False, True), (262_100, False, True), (262_144, True, False)):
+        renderer.model_config = SimpleNamespace(get_vocab_size=lambda vocab=vocab: vocab, is_multimodal_model=pictures)
+        renderer.validate_token_ids([5, 262_143])  # rows are padded to a multiple of 64
+        HfRenderer.validate_token_ids(renderer, [5, 262_144])
+        with pytest.raises(VLLMValidationError, match="262144") if refused else nullcontext():
+            renderer.validate_token_ids([5, 262_144])
 
 
 class Runner:
