@@ -32,6 +32,7 @@ PACKAGES = tuple(BELOW)
 SUBPACKAGES = (
     "appliance.demo",
     "appliance.controller",
+    "appliance.tracking",
     "appliance.support",
     "appliance.doctor",
     "appliance.boot",
@@ -50,6 +51,7 @@ SUBPACKAGES = (
     "appliance.controller.admin.models",
     "appliance.controller.admin.owners",
     "appliance.controller.admin",
+    "appliance.controller.live",
     "appliance.controller.pipelines",
     "appliance.controller.sweeps",
     "appliance.controller.openai",
@@ -139,6 +141,8 @@ FENCES = {
     "boto3": {"weights/tiers/objects_s3.py"},
     "botocore": {"weights/tiers/objects_s3.py"},
     "matplotlib": {"scheduler/simulator/plot.py"},
+    "mlflow": {"appliance/tracking/mlflow_tracker.py"},
+    "wandb": {"appliance/tracking/wandb_tracker.py"},
     "opentelemetry": {"appliance/gateway/observe/tracing.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
@@ -538,6 +542,7 @@ TASKS = {
     "appliance/controller/batches/work.py BatchWork._send_what_may_go": ONE_SHOT,
     "appliance/controller/batches/work.py BatchWork._wait": AWAITED,
     "appliance/controller/evals/runner.py EvalRunner._judged": AWAITED,
+    "appliance/controller/pipelines/runner.py PipelineRunner._till_cancelled": AWAITED,
     "appliance/controller/jobs/validation.py JobValidation._check": AWAITED,
     "appliance/controller/bus/bus.py Bus._serve": AWAITED,
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,
