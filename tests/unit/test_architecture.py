@@ -561,6 +561,7 @@ TASKS = {
     "runtime/processes/warm_parents.py NodeAgent._keep": AWAITED,
     "runtime/newcomers.py Newcomers._accept": "`Newcomers._ended` logs what a meeting raises",
     "runtime/tunnel.py _join": AWAITED,
+    "scheduler/devices/readings.py DeviceReadings.look": "the next look has what it raises",
     "scheduler/loop/loop.py SchedulerLoop._launch": ENDS_THE_PROCESS,
     "scheduler/loop/loop.py SchedulerLoop.run": ENDS_THE_PROCESS,
     "scheduler/ray/remote_jobs.py ResultTransfer.__init__": ONE_SHOT,
