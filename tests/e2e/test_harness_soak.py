@@ -43,6 +43,7 @@ def test_own_tasks_are_asked_of_a_box(tmp_path: Path):
     for name, kind, more in (("choose", "multiple_choice", CHOOSE), ("ask", "generate_until", ASK)):
         text = TASK.format(name=name, kind=kind, data=tasks / "rows.jsonl", more=more)
         (tasks / f"{name}.yaml").write_text(text)
+    (tmp_path / "box").mkdir()
     with whole_box(tmp_path / "box", "[box]\ndevices = 2\n") as box:
         deploy_tiny(box)
         command = [python, "-m", "appliance.cli.main", "eval", "harness", "tiny", "--tasks", "choose,ask"]
