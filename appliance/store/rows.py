@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from appliance.store.database import json_column
 from scheduler.core.workload import PolicyKind
@@ -11,6 +11,7 @@ from scheduler.core.workload import PolicyKind
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
 JobWanted = Literal["run", "pause", "cancel"]
 FINISHED_PHASES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+UNFINISHED_PHASES: tuple[str, ...] = tuple(phase for phase in get_args(JobPhase) if phase not in FINISHED_PHASES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,20 @@ class KeyRow:
     max_held: int = 16
     bounds: dict[str, int] | None = json_column(default=None)
     session: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PageSessionRow:
+    """A login of the page. sha256: of its token. seen_s: when its person last touched the page. until_s: its end,
+    unless that is moved. agent: what the browser calls itself."""
+
+    id: str
+    sha256: str
+    key_id: str
+    created_s: float
+    seen_s: float
+    until_s: float
+    agent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -614,7 +629,7 @@ class GateRow:
     ended_s: float | None = None
 
 
-PipelineRunState = Literal["running", "succeeded", "failed", "cancelled"]
+RunState = Literal["running", "succeeded", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -648,7 +663,7 @@ class PipelineRunRow:
     key_id: str | None = None
     owner: str = ""
     spec: dict[str, Any] = json_column(default_factory=dict)
-    state: PipelineRunState = "running"
+    state: RunState = "running"
     outcome: str = ""
     reason: str = ""
     steps: list[dict[str, Any]] = json_column(default_factory=list)
@@ -673,7 +688,7 @@ class SweepRow:
     key_id: str | None = None
     owner: str = ""
     spec: dict[str, Any] = json_column(default_factory=dict)
-    state: PipelineRunState = "running"
+    state: RunState = "running"
     reason: str = ""
     round: int = 0
     trials: list[dict[str, Any]] = json_column(default_factory=list)

@@ -1,15 +1,19 @@
-"""A job that learns from rewards, as a person has it: a starter, sums, and a grader that wants digits above all; moved
-by a switch of modes and by the death of the controller in the midst of it."""
+"""Jobs that learn from rewards, as a person has them: a starter, sums, and a grader that wants digits above all. The
+answers are sampled by the job's ranks, or by an engine of the box, where users are answered by the base alone; whatever
+moves the job or ends the engine or the controller, each step counts once."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+from pathlib import Path
 
+import openai
 import pytest
 
 from tests.e2e.box_support import wait_for, whole_box
+from weights.format.names import decode_name, policy_name
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
 DIGITS = """
@@ -39,6 +43,8 @@ STEPS = 24
 @pytest.fixture
 def box(tmp_path_factory):
     with whole_box(tmp_path_factory.mktemp("box"), "[box]\ndevices = 2\n") as one:
+        made = one.ask("model", "starter", "--minutes", "0.05")
+        assert made["state"] == "succeeded", made
         yield one
 
 
@@ -50,52 +56,108 @@ def sums(first: int, count: int) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def test_a_starter_learns_the_form_of_an_answer(box):
-    made = box.ask("model", "starter", "--minutes", "0.05")
-    assert made["state"] == "succeeded", made
-    client = box.client(max_retries=5)
-    job = client.fine_tuning.jobs.create(
+def job_of(box, client, steps: int, validation_file: str | None = None, **more):
+    """more: hyperparameters."""
+    hyperparameters = {"n_epochs": 1, "batch_size": 2, "max_completion_tokens": 12, "general_questions": False, **more}
+    return client.fine_tuning.jobs.create(
         model="starter",
-        training_file=box.upload(sums(1, 2 * STEPS)),
-        validation_file=box.upload(sums(60, 4), "valid.jsonl"),
+        training_file=box.upload(sums(1, 2 * steps)),
+        validation_file=validation_file,
         seed=5,
         method={
             "type": "reinforcement",
-            "reinforcement": {
-                "grader": GRADER,
-                "hyperparameters": {
-                    "n_epochs": 1,
-                    "batch_size": 2,
-                    "eval_interval": 8,
-                    "learning_rate_multiplier": 30,
-                    "max_completion_tokens": 12,
-                    "general_questions": False,
-                },
-            },
+            "reinforcement": {"grader": GRADER, "hyperparameters": hyperparameters},
         },
     )
+
+
+def steps_of(client, job_id: str, measure: str = "train_mean_reward") -> dict[int, dict]:
+    """The data of each step's event that has this measure."""
+    events = client.fine_tuning.jobs.list_events(job_id, limit=100)
+    told = [e.data for e in events if e.type == "metrics" and measure in e.data]
+    assert len({data["step"] for data in told}) == len(told), "each step counts once"
+    return {data["step"]: data for data in told}
+
+
+def learned(client, job_id: str) -> dict[int, dict]:
+    """Its steps, of which each is there and the last bring more reward than the first."""
+    assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
+    steps = steps_of(client, job_id)
+    rewards = {step: steps[step]["train_mean_reward"] for step in sorted(steps)}
+    print(json.dumps({"rewards": rewards}))
+    assert list(rewards) == list(range(1, STEPS + 1))
+    values = list(rewards.values())
+    assert sum(values[-4:]) > sum(values[:4]) + 0.2
+    return steps
+
+
+def policies(box, job_id: str) -> list[str]:
+    """Versions of the model in training, as they lie in shared memory."""
+    roots = Path("/dev/shm").glob(f"*{box._names()[0]}*")
+    folders = [folder for root in roots for folder in root.rglob("adapters/*")]
+    return [
+        one.name for folder in folders if decode_name(folder.name) == policy_name(job_id) for one in folder.iterdir()
+    ]
+
+
+def test_a_starter_learns_the_form_of_an_answer(box):
+    client = box.client(max_retries=5)
+    held_out = box.upload(sums(60, 4), "valid.jsonl")
+    job = job_of(box, client, STEPS, held_out, eval_interval=8, learning_rate_multiplier=30)
     box.run("mode", "set", "train", "--wait")
     wait_for(lambda: len(box.losses(job.id)) >= 4, "four steps", 400)
     box.run("mode", "set", "split", "--train", "1", "--wait")
     done = len(box.losses(job.id))
     wait_for(lambda: len(box.losses(job.id)) > done, "a step on one device", 300)
-    (controller,) = [pid for pid, command in box.running().items() if "appliance.controller.main" in command]
-    os.kill(controller, signal.SIGKILL)
-    wait_for(lambda: box.tried("status"), "the next controller", 120)
+    box.kill_controller()
     box.run("job", "wait", job.id, "--timeout", "600", timeout_s=700)
 
+    learned(client, job.id)
     found = client.fine_tuning.jobs.retrieve(job.id)
-    assert found.status == "succeeded" and found.method.reinforcement.grader.type == "multi"
-    events = [e for e in client.fine_tuning.jobs.list_events(job.id, limit=100) if e.type == "metrics"]
-    rewards = {e.data["step"]: e.data["train_mean_reward"] for e in events if "train_mean_reward" in e.data}
-    held_out = {e.data["step"]: e.data["valid_mean_reward"] for e in events if "valid_mean_reward" in e.data}
-    print(json.dumps({"rewards": rewards, "held out": held_out}))
-    assert rewards.keys() == set(range(1, STEPS + 1))
-    first, last = ([rewards[step] for step in steps] for steps in (range(1, 5), range(STEPS - 3, STEPS + 1)))
-    assert sum(last) > sum(first) + 0.2
+    assert found.method.reinforcement.grader.type == "multi"
+    measured = steps_of(client, job.id, "valid_mean_reward")
+    print(json.dumps({"held out": {step: data["valid_mean_reward"] for step, data in measured.items()}}))
     answer = client.chat.completions.create(
         model=found.fine_tuned_model,
         messages=[{"role": "user", "content": "How many apples are 3 apples?"}],
         max_tokens=4,
     )
     assert answer.usage.completion_tokens >= 1
+
+
+def test_an_engine_samples_for_a_job_and_nobody_else_meets_its_model(box):
+    client = box.client(max_retries=5)
+    box.run("mode", "set", "split", "--train", "1", "--wait")
+    job = job_of(box, client, STEPS, rollouts="engine", learning_rate=0.003, lora_rank=8)
+
+    def by_engine() -> list[int]:
+        return [step for step, data in steps_of(client, job.id).items() if data["engine_samples"] == 1]
+
+    wait_for(lambda: len(by_engine()) >= 3, "three steps by an engine", 400)
+
+    (version, *_) = wait_for(lambda: policies(box, job.id), "the model in training", 60)
+    for name in (f"{policy_name(job.id)}@{version}", policy_name(job.id)):
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model=name, messages=[{"role": "user", "content": "hi"}], max_tokens=2)
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve(name)
+    shown = json.dumps([m.model_dump() for m in client.models.list()]) + json.dumps(box.admin("models"))
+    assert ".policy" not in shown and ".policy" not in json.dumps(box.admin("status"))
+    answer = client.chat.completions.create(model="starter", messages=[{"role": "user", "content": "hi"}], max_tokens=4)
+    assert answer.model == "starter" and "step" not in (answer.system_fingerprint or "")
+
+    done = len(steps_of(client, job.id))
+    for pid in box.pids_logging_to("engine-*.log"):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: len(steps_of(client, job.id)) > done + 1, "steps after the death of the engine", 300)
+    box.run("mode", "set", "train", "--wait")
+    done = len(steps_of(client, job.id))
+    wait_for(lambda: len(steps_of(client, job.id)) > done + 1, "steps without an engine", 300)
+    box.run("mode", "set", "split", "--train", "1", "--wait")
+    box.kill_controller()
+    box.run("job", "wait", job.id, "--timeout", "600", timeout_s=700)
+
+    steps = learned(client, job.id)
+    print(json.dumps({step: [data["engine_samples"], data["mismatch_mean"]] for step, data in steps.items()}))
+    assert all(data["mismatch_mean"] < 0.1 for data in steps.values())
+    wait_for(lambda: not policies(box, job.id), "its last model in training to be gone", 60)

@@ -33,6 +33,7 @@ SUBPACKAGES = (
     "appliance.demo",
     "appliance.harness",
     "appliance.controller",
+    "appliance.tracking",
     "appliance.support",
     "appliance.doctor",
     "appliance.boot",
@@ -51,6 +52,7 @@ SUBPACKAGES = (
     "appliance.controller.admin.models",
     "appliance.controller.admin.owners",
     "appliance.controller.admin",
+    "appliance.controller.live",
     "appliance.controller.pipelines",
     "appliance.controller.sweeps",
     "appliance.controller.openai",
@@ -141,6 +143,8 @@ FENCES = {
     "botocore": {"weights/tiers/objects_s3.py"},
     "lm_eval": {"appliance/harness/"},
     "matplotlib": {"scheduler/simulator/plot.py"},
+    "mlflow": {"appliance/tracking/mlflow_tracker.py"},
+    "wandb": {"appliance/tracking/wandb_tracker.py"},
     "opentelemetry": {"appliance/gateway/observe/tracing.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
@@ -540,6 +544,7 @@ TASKS = {
     "appliance/controller/batches/work.py BatchWork._send_what_may_go": ONE_SHOT,
     "appliance/controller/batches/work.py BatchWork._wait": AWAITED,
     "appliance/controller/evals/runner.py EvalRunner._judged": AWAITED,
+    "appliance/controller/pipelines/runner.py PipelineRunner._till_cancelled": AWAITED,
     "appliance/controller/jobs/validation.py JobValidation._check": AWAITED,
     "appliance/controller/bus/bus.py Bus._serve": AWAITED,
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from appliance.controller.access.disk import Disk
 from appliance.controller.access.quotas import Quotas
@@ -44,7 +44,8 @@ class ControllerContext:
     models_shared: call it when access to a model has changed, to inform the gateways. background: tasks of this
     process. main_troubles: troubles of the processes that the main process supervises, in the form of
     `BackgroundTasks.degraded`. doctor_findings: what is wrong, as the doctor last saw it. doctor: its
-    findings now (`appliance.wiring.doctor_process`). device_readings: the newest of each device that reports any."""
+    findings now (`appliance.wiring.doctor_process`). device_readings: the newest of each device that reports any.
+    wandb_mode: as [tracking] has it."""
 
     db: Database
     files_dir: Path
@@ -72,6 +73,7 @@ class ControllerContext:
     file_work: FileWork = field(default_factory=FileWork)
     doctor: Callable[[], Awaitable[dict[str, Any]]] = _no_doctor
     device_readings: Callable[[], Mapping[str, Reading]] = dict
+    wandb_mode: Literal["offline", "online"] | None = None
 
     def __post_init__(self) -> None:
         self.quotas = Quotas(

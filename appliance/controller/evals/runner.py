@@ -161,7 +161,7 @@ class EvalRunner:
         self._end(run_id, "completed", None)
 
     def _check_may_go_on(self, row: EvalRunRow) -> None:
-        if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
+        if keys.is_revoked(self._db, row.key_id):
             raise _Failed("key_revoked", "The API key of this run was revoked.")
         try:
             self._context.quotas.check_eval_goes_on(row.key_id)

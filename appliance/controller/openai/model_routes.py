@@ -15,6 +15,7 @@ from appliance.controller.access.model_access import caller_may_use, unknown_mod
 from appliance.controller.access.naming import OwnerName, Resolved, resolve
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.paced import Paced
 from appliance.controller.http import views
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
@@ -30,6 +31,7 @@ from appliance.controller.jobs.pauses import pause_jobs_without_model
 from appliance.controller.models.removal import doomed, known_model, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
+from appliance.store.records import keys
 from appliance.store.rows import ModelRow
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ _AT_ONCE_S = 0.01
 
 def routes(context: ControllerContext) -> APIRouter:
     router = make_router("/v1/models")
-    db = context.db
+    db, sharing = context.db, Paced()
 
     @router.get("", dependencies=[Depends(needs(INFERENCE, FINE_TUNING, READ))])
     async def list_models(caller: Caller) -> dict[str, Any]:
@@ -79,43 +81,12 @@ def routes(context: ControllerContext) -> APIRouter:
     async def share(name: str, body: Share, caller: Caller) -> dict[str, Any]:
         """Share a model with other owners, with all its versions and checkpoints, or stop sharing it, which pauses
         their jobs that train it. What these have made stays theirs."""
-        found = usable_model(context, name, caller)
-        model = found.model
-        if found.checkpoint or found.pinned:
-            raise BadRequest(
-                f"{shown(name)} is a version of {model.id}; a model is shared as a whole.",
-                param="model",
-                code="invalid_value",
-            )
-        _refuse_unless_own(model, caller, "share")
-        if not body.owners and not body.everybody:
-            raise BadRequest("Give 'owners', or 'everybody': true.", param="owners", code="missing_required_parameter")
-        if not body.stop:
-            context.quotas.check_names(caller)
-        change = models.unshare if body.stop else models.share
-        with db.transaction():
-            for owner in [*body.owners, *([models.EVERYBODY] if body.everybody else [])]:
-                change(db, model.id, owner)
-            if not body.stop and len(models.shared_with(db, model.id)) > MAX_SHARED_WITH and not caller.is_admin:
-                raise BadRequest(
-                    f"{shown(model.id)} would be shared with more than {MAX_SHARED_WITH} owners; share it "
-                    "with everybody, or with fewer.",
-                    param="owners",
-                    code="too_many_owners",
-                )
-            paused = pause_jobs_without_model(context) if body.stop else []
-            record(
-                context,
-                caller,
-                "model.unshare" if body.stop else "model.share",
-                model.id,
-                owners=body.owners,
-                everybody=body.everybody,
-                **({"jobs": paused} if paused else {}),
-            )
-        context.models_shared()
-        if paused:
-            context.scheduler.nudge(f"the sharing of {model.id} ended")
+        # Each change is a new table for every gateway, which reads it while its streams wait.
+        async with sharing.turn("" if caller.is_admin else caller.owner):
+            if caller.key_id is not None and keys.is_revoked(db, caller.key_id):  # while it waited
+                raise ApiError(401, "The API key of this request was revoked.", code="invalid_api_key")
+            model = _share(context, name, body, caller)
+            await context.key_sink.caught_up()
         return {"id": model.id, "object": "model", **_audience(db, model)}
 
     return router
@@ -127,6 +98,49 @@ class Share(StrictBody):
     owners: Annotated[list[OwnerName], Field(max_length=100)] = Field(default_factory=list)
     everybody: bool = False
     stop: bool = False
+
+
+def _share(context: ControllerContext, name: str, body: Share, caller: Principal) -> ModelRow:
+    """Raises ApiError."""
+    db = context.db
+    found = usable_model(context, name, caller)
+    model = found.model
+    if found.checkpoint or found.pinned:
+        raise BadRequest(
+            f"{shown(name)} is a version of {model.id}; a model is shared as a whole.",
+            param="model",
+            code="invalid_value",
+        )
+    _refuse_unless_own(model, caller, "share")
+    if not body.owners and not body.everybody:
+        raise BadRequest("Give 'owners', or 'everybody': true.", param="owners", code="missing_required_parameter")
+    if not body.stop:
+        context.quotas.check_names(caller)
+    change = models.unshare if body.stop else models.share
+    with db.transaction():
+        for owner in [*body.owners, *([models.EVERYBODY] if body.everybody else [])]:
+            change(db, model.id, owner)
+        if not body.stop and len(models.shared_with(db, model.id)) > MAX_SHARED_WITH and not caller.is_admin:
+            raise BadRequest(
+                f"{shown(model.id)} would be shared with more than {MAX_SHARED_WITH} owners; share it "
+                "with everybody, or with fewer.",
+                param="owners",
+                code="too_many_owners",
+            )
+        paused = pause_jobs_without_model(context) if body.stop else []
+        record(
+            context,
+            caller,
+            "model.unshare" if body.stop else "model.share",
+            model.id,
+            owners=body.owners,
+            everybody=body.everybody,
+            **({"jobs": paused} if paused else {}),
+        )
+    context.models_shared()
+    if paused:
+        context.scheduler.nudge(f"the sharing of {model.id} ended")
+    return model
 
 
 def _audience(db: Database, model: ModelRow) -> dict[str, Any]:
