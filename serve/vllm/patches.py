@@ -27,6 +27,8 @@ from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
 from vllm.platforms import current_platform
+from vllm.renderers.base import BaseRenderer
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -124,6 +126,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     step_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
     step_bounds.bound_time(backend_guidance.GuidanceGrammar)
     step_bounds.slice_prompt_logprobs(GPUModelRunner)
+    step_bounds.bound_forbidden(SamplingParams)
+    step_bounds.bound_tokens(BaseRenderer)
     impossible_forms.apply()
     # Owners take turns in an engine's queue and with masks that take long, and nobody has all of its places.
     fair_order.apply()
