@@ -13,14 +13,6 @@ its second lacks what is asked for, see VllmConfig.use_v2_model_runner) computes
 at once, each row as long as the vocabulary, in float32 and with several copies: 1,700 tokens took 1.5 GB with 49,152,
 and a step of 8,192 with 151,936 would take more than 20 GB. Its second runner computes 1,024 rows at a time. So the
 first does it in slices, too.
-
-That second runner has a row of fixed length for what a request forbids, and raises where it is too short: the engine
-ends, and with it every request (vllm/v1/worker/gpu/sample). 64 texts of 256 letters, which the gateway lets through,
-may be 16,000 tokens. So such a request is refused before it gets there, on every device alike.
-
-Tokens that a tokenizer has and the model does not, such as a picture's placeholder with a model of text alone, pass
-vLLM's check, which goes by the larger of the two. The embedding has no row for them: the step fails and with it the
-engine, on a GPU in words about some later kernel.
 """
 
 from __future__ import annotations
@@ -28,12 +20,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Sequence
 from typing import Any
-
-from vllm import envs
-from vllm.exceptions import VLLMValidationError
-from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 
 # As deep as people indent; 32 cost 20 ms of compiling, in a thread that gives way.
 WHITESPACE = 32
@@ -44,8 +31,6 @@ MASK_S = 0.3
 MOST_BEYOND_S = 0.5
 # Of logits: 80 MB of each copy with a vocabulary of 151,936.
 ROWS = 128
-# Of ids that end an answer: MAX_NUM_STOP_TOKEN_IDS of vllm/v1/worker/gpu/sample/logit_bias.py.
-STOP_IDS = 128
 
 
 def bound_whitespace(compiler: Any) -> None:
@@ -103,48 +88,6 @@ def bound_time(grammar: Any) -> None:
         return filled
 
     grammar.accept_tokens, grammar.fill_bitmask = accept_tokens, fill_bitmask
-
-
-def bound_forbidden(parameters: Any) -> None:
-    """parameters: vllm.sampling_params.SamplingParams, whose `update_from_tokenizer` is the last to add to them, in the
-    frontend."""
-    update = parameters.update_from_tokenizer
-
-    @functools.wraps(update)
-    def update_from_tokenizer(self: Any, tokenizer: Any) -> None:
-        update(self, tokenizer)
-        most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
-        if (tokens := sum(map(len, self.bad_words_token_ids or ()))) > most:
-            raise VLLMValidationError(
-                f"The texts of bad_words are {tokens} tokens long together, with and without a space before them; at "
-                f"most {most} are allowed.",
-                parameter="bad_words",
-            )
-        if self.min_tokens > 0 and len(self.all_stop_token_ids) > STOP_IDS:
-            raise VLLMValidationError(
-                f"With min_tokens at most {STOP_IDS} tokens may end an answer, those of the model among them; these "
-                f"are {len(self.all_stop_token_ids)}.",
-                parameter="stop_token_ids",
-            )
-
-    parameters.update_from_tokenizer = update_from_tokenizer
-
-
-def bound_tokens(renderer: Any) -> None:
-    """renderer: vllm.renderers.base.BaseRenderer. Models that read pictures put these in the places of such tokens."""
-    validate = renderer.validate_token_ids
-
-    @functools.wraps(validate)
-    def validate_token_ids(self: Any, token_ids: Sequence[int], *, parameter: str | None = None) -> None:
-        validate(self, token_ids, parameter=parameter)
-        rows = pad_vocab_size(self.model_config.get_vocab_size())
-        if token_ids and max(token_ids) >= rows and not self.model_config.is_multimodal_model:
-            raise VLLMValidationError(
-                f"The prompt has the token {max(token_ids)}, which the model's tokenizer has and the model does not.",
-                parameter=parameter,
-            )
-
-    renderer.validate_token_ids = validate_token_ids
 
 
 def slice_prompt_logprobs(runner: Any) -> None:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import xgrammar
-from vllm import envs
-from vllm.exceptions import VLLMValidationError
-from vllm.renderers.hf import HfRenderer
-from vllm.sampling_params import SamplingParams
-from vllm.v1.worker.gpu.sample import bad_words, logit_bias
 
 from serve.vllm import step_bounds
 
@@ -112,62 +106,6 @@ def test_one_whose_masks_take_too_long_does_so_too(clock: list[float]) -> None:
         slow.fill_bitmask(500, 0)
         steps += 1
     assert steps == 3
-
-
-class Letters:
-    """A tokenizer with a token for each character."""
-
-    max_token_id = 255
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return [ord(letter) for letter in text]
-
-
-def bounded_parameters(**given: Any) -> SamplingParams:
-    """As the frontend makes them of a request: with the model's settings, then with its tokenizer."""
-    parameters = type("Bounded", (SamplingParams,), {})
-    step_bounds.bound_forbidden(parameters)
-    made = parameters(**given)
-    made.update_from_generation_config({"eos_token_id": list(range(100, 180))}, 2)
-    made.update_from_tokenizer(Letters())
-    return made
-
-
-def test_more_than_a_gpus_runner_has_room_for_is_refused_before_it_ends_the_engine() -> None:
-    states = object.__new__(bad_words.BadWordsState)  # its rows are on a GPU
-    states.num_bad_words = SimpleNamespace(np=[0])
-    states.bad_word_token_ids = states.bad_word_offsets = SimpleNamespace(stage_write=lambda *_: None)
-    room = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
-    assert logit_bias.MAX_NUM_STOP_TOKEN_IDS == step_bounds.STOP_IDS
-    fits = bounded_parameters(bad_words=["x" * 256, "y" * (room - 256)])
-    assert states.add_request(0, fits)
-    with pytest.raises(VLLMValidationError, match=f"1025 tokens long together.*at most {room}") as refused:
-        bounded_parameters(bad_words=["x" * 256, "y" * (room - 255)])
-    assert refused.value.parameter == "bad_words"
-    fits._bad_words_token_ids.append([1])
-    with pytest.raises(ValueError, match="Too many total bad word tokens"):
-        states.add_request(0, fits)
-
-
-def test_ids_that_end_an_answer_are_bounded_where_a_gpus_runner_forbids_them() -> None:
-    ends = list(range(64))
-    assert len(bounded_parameters(stop_token_ids=ends).all_stop_token_ids) > step_bounds.STOP_IDS
-    with pytest.raises(VLLMValidationError, match=r"at most 128 tokens.*these are 14\d"):
-        bounded_parameters(stop_token_ids=ends, min_tokens=1)
-
-
-def test_a_token_that_the_embedding_has_no_row_for_is_refused() -> None:
-    """vLLM's own check goes by what the tokenizer knows, if that is more."""
-    bounded = type("Bounded", (HfRenderer,), {})
-    step_bounds.bound_tokens(bounded)
-    renderer = object.__new__(bounded)
-    renderer.tokenizer = SimpleNamespace(max_token_id=262_144)
-    for vocab, pictures, refused in ((262_144, False, True), (262_100, False, True), (262_144, True, False)):
-        renderer.model_config = SimpleNamespace(get_vocab_size=lambda vocab=vocab: vocab, is_multimodal_model=pictures)
-        renderer.validate_token_ids([5, 262_143])  # rows are padded to a multiple of 64
-        HfRenderer.validate_token_ids(renderer, [5, 262_144])
-        with pytest.raises(VLLMValidationError, match="262144") if refused else nullcontext():
-            renderer.validate_token_ids([5, 262_144])
 
 
 class Runner:
