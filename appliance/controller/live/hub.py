@@ -82,8 +82,9 @@ class Hub:
         self._number = 0
         self._fresh: Changes = {}
         self._rounds: deque[tuple[int, Changes]] = deque(maxlen=ROUNDS_KEPT)
-        self._followers: set[Follower] = set()
+        self._followers: dict[Follower, None] = {}  # the oldest first
         self._of_key: Counter[str] = Counter()
+        self._of_owner: Counter[str] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._due: asyncio.TimerHandle | None = None
         self._closed = False
@@ -134,7 +135,7 @@ class Hub:
         """The events for one more follower, as Server-Sent Events, beginning behind the event `last` where that is
         known. Raises ApiError 429."""
         key = caller.key_id or ""
-        if self._closed or len(self._followers) >= MOST or self._of_key[key] >= MOST_OF_A_KEY:
+        if self._closed or self._of_key[key] >= MOST_OF_A_KEY or not self._has_place(caller.owner):
             raise ApiError(
                 429,
                 f"Too many event streams are open: {MOST_OF_A_KEY} of one key and {MOST} of a box are allowed.",
@@ -144,11 +145,23 @@ class Hub:
             )
         follower = Follower(caller, self._number)
         self._catch_up(follower, last)
-        self._followers.add(follower)
+        self._followers[follower] = None
         self._of_key[key] += 1
+        self._of_owner[caller.owner] += 1
         events = self._events(follower)
         weakref.finalize(events, self._let_go, follower)  # one that is never asked has no end of its own
         return events
+
+    def _has_place(self, owner: str) -> bool:
+        """Where all places are taken, the owner who has most gives one, his oldest, to whoever has fewer: with 32 keys
+        one could have them all."""
+        if len(self._followers) < MOST:
+            return True
+        (crowd, most), *_ = self._of_owner.most_common(1)
+        if most <= self._of_owner[owner] + 1:
+            return False
+        self._let_go(next(one for one in self._followers if one.caller.owner == crowd))
+        return True
 
     def _catch_up(self, follower: Follower, last: str | None) -> None:
         run, _, number = (last or "").partition("-")
@@ -163,11 +176,14 @@ class Hub:
     def _let_go(self, follower: Follower) -> None:
         """A second time changes nothing."""
         if follower in self._followers:
-            self._followers.discard(follower)
-            key = follower.caller.key_id or ""
-            self._of_key[key] -= 1
-            if not self._of_key[key]:
-                del self._of_key[key]
+            del self._followers[follower]
+            for counted, name in (
+                (self._of_key, follower.caller.key_id or ""),
+                (self._of_owner, follower.caller.owner),
+            ):
+                counted[name] -= 1
+                if not counted[name]:
+                    del counted[name]
         follower.gone = True
         follower.waiting = {}
         follower.wake.set()

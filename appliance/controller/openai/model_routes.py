@@ -15,7 +15,6 @@ from appliance.controller.access.model_access import caller_may_use, unknown_mod
 from appliance.controller.access.naming import OwnerName, Resolved, resolve
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.paced import Paced
 from appliance.controller.http import views
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
@@ -23,6 +22,7 @@ from appliance.controller.interfaces.errors import (
     ApiError,
     BadRequest,
     Forbidden,
+    KeyRevoked,
     shown,
 )
 from appliance.controller.interfaces.model_states import ModelStates
@@ -44,7 +44,7 @@ _AT_ONCE_S = 0.01
 
 def routes(context: ControllerContext) -> APIRouter:
     router = make_router("/v1/models")
-    db, sharing = context.db, Paced()
+    db = context.db
 
     @router.get("", dependencies=[Depends(needs(INFERENCE, FINE_TUNING, READ))])
     async def list_models(caller: Caller) -> dict[str, Any]:
@@ -82,9 +82,9 @@ def routes(context: ControllerContext) -> APIRouter:
         """Share a model with other owners, with all its versions and checkpoints, or stop sharing it, which pauses
         their jobs that train it. What these have made stays theirs."""
         # Each change is a new table for every gateway, which reads it while its streams wait.
-        async with sharing.turn("" if caller.is_admin else caller.owner):
-            if caller.key_id is not None and keys.is_revoked(db, caller.key_id):  # while it waited
-                raise ApiError(401, "The API key of this request was revoked.", code="invalid_api_key")
+        async with context.new_tables.turn(caller.viewer):
+            if keys.is_revoked(db, caller.key_id):  # while it waited
+                raise KeyRevoked
             model = _share(context, name, body, caller)
             await context.key_sink.caught_up()
         return {"id": model.id, "object": "model", **_audience(db, model)}

@@ -154,6 +154,22 @@ async def test_streams_are_bounded_by_key_and_by_box(hub: Hub, monkeypatch: pyte
     assert len(hub._followers) <= MOST_OF_A_KEY
 
 
+async def test_one_owner_with_many_keys_leaves_others_their_places(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hubs, "MOST", 4)
+    anns = [hub.follow(caller("read", key=f"key_{number}"), None) for number in range(4)]
+    with pytest.raises(ApiError):
+        hub.follow(caller("read", key="key_5"), None)
+    bens = [hub.follow(caller("read", owner="ben", key="key_b"), None) for _ in range(2)]
+    assert hub._of_owner == {"ann": 2, "ben": 2}
+    with pytest.raises(ApiError):
+        hub.follow(caller("read", owner="ben", key="key_b"), None)
+    with pytest.raises(StopAsyncIteration):
+        await anext(anns[0])
+        await anext(anns[0])
+    del anns, bens
+    assert not hub._of_owner and not hub._followers
+
+
 async def test_who_does_not_read_is_let_go(hub: Hub, clock: Clock) -> None:
     slow, quick = await begun(hub, caller("read")), await begun(hub, caller("read"))
     told(hub, ("box", None, None))

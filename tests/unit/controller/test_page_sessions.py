@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from typing import Any
@@ -13,7 +14,7 @@ from appliance.backup.take import end_logins
 from appliance.controller.admin.owners import page_sessions
 from appliance.controller.admin.owners.page_sessions import IDLE_S, LONGEST_S, MOST_OF_A_KEY, MOVED_BY_S
 from appliance.store.copies import copy_database
-from appliance.store.records import audit
+from appliance.store.records import audit, keys
 from appliance.store.records import page_sessions as rows
 
 from .conftest import ADMIN, Control
@@ -162,3 +163,18 @@ async def test_a_copy_of_the_database_has_none(control: Control) -> None:
     with type(control.db)(copied) as other:
         assert other.execute("SELECT count(*) FROM page_sessions").fetchone()[0] == 0
         assert other.execute("SELECT count(*) FROM keys").fetchone()[0] == 1
+
+
+async def test_an_owner_begins_one_at_a_time_and_one_that_waited_ends_with_its_key(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a new table for every gateway (controller/context/paced.py): any key could have twenty a second made."""
+    key_id = control.as_key("ann", scopes=["inference"])
+    held = asyncio.Event()
+    monkeypatch.setattr(control.context.key_sink, "caught_up", held.wait)
+    first, second = (asyncio.create_task(control.http.post(SESSIONS, json={})) for _ in range(2))
+    while not rows.list_live(control.db, time.time()):
+        await asyncio.sleep(0)
+    keys.revoke(control.db, key_id)
+    held.set()
+    assert [(await one).status_code for one in (first, second)] == [201, 401]

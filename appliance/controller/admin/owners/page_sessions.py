@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import ApiError, NotFound, shown
+from appliance.controller.interfaces.errors import ApiError, KeyRevoked, NotFound, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.store.records import keys, page_sessions
 from appliance.store.rows import PageSessionRow
@@ -45,12 +45,16 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             raise ApiError(
                 403, "A login of the page begins with an API key of its own.", code="insufficient_permissions"
             )
-        now_s = time.time()
         agent = request.headers.get("user-agent", "")[:_AGENT_CHARACTERS]
-        row, halves = page_sessions.create(
-            db, caller.key_id, agent=agent, now_s=now_s, until_s=now_s + IDLE_S, most=MOST_OF_A_KEY
-        )
-        context.publish_keys()
+        async with context.new_tables.turn(caller.viewer):
+            if keys.is_revoked(db, caller.key_id):  # while it waited
+                raise KeyRevoked
+            now_s = time.time()
+            row, halves = page_sessions.create(
+                db, caller.key_id, agent=agent, now_s=now_s, until_s=now_s + IDLE_S, most=MOST_OF_A_KEY
+            )
+            context.publish_keys()
+            await context.key_sink.caught_up()
         secure = "; Secure" if body.secure else ""
         response.headers[COOKIE] = f"{row.id}={halves.cookie}; Max-Age={LONGEST_S:.0f}{secure}"
         return _view(context, row) | {"page": halves.page}
@@ -78,6 +82,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         row = page_sessions.find(db, session_id)
         if row is None or (caller.viewer is not None and keys.owner_of(db, row.key_id) != caller.viewer):
             raise _unknown(session_id)
+        # At once, however many were begun: the next beginning waits for it.
         page_sessions.end(db, row.id)
         context.publish_keys()
         if row.id == caller.session:
