@@ -38,26 +38,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
     @router.post("/sessions", status_code=201)
-    async def begin(body: SessionBegin, request: Request, response: Response, caller: Caller) -> dict[str, Any]:
+    async def exchange(body: SessionBegin, request: Request, response: Response, caller: Caller) -> dict[str, Any]:
         """`page`: the half of its token that the page keeps and sends as `x-appliance-page: ID.HALF`; the other half is
         in a cookie. Neither is shown again."""
         if caller.key_id is None or caller.session is not None or keys.find(db, caller.key_id) is None:
             raise ApiError(
                 403, "A login of the page begins with an API key of its own.", code="insufficient_permissions"
             )
-        agent = request.headers.get("user-agent", "")[:_AGENT_CHARACTERS]
-        async with context.new_tables.turn(caller.viewer):
-            if keys.is_revoked(db, caller.key_id):  # while it waited
-                raise KeyRevoked
-            now_s = time.time()
-            row, halves = page_sessions.create(
-                db, caller.key_id, agent=agent, now_s=now_s, until_s=now_s + IDLE_S, most=MOST_OF_A_KEY
-            )
-            context.publish_keys()
-            await context.key_sink.caught_up()
-        secure = "; Secure" if body.secure else ""
-        response.headers[COOKIE] = f"{row.id}={halves.cookie}; Max-Age={LONGEST_S:.0f}{secure}"
-        return _view(context, row) | {"page": halves.page}
+        return await begin(context, caller.key_id, caller.viewer, request, response, secure=body.secure)
 
     @router.get("/sessions")
     async def list_sessions(caller: Caller) -> dict[str, Any]:
@@ -88,6 +76,26 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         if row.id == caller.session:
             response.headers[COOKIE] = f"{row.id}=; Max-Age=0"
         return {"id": row.id, "object": "session", "deleted": True}
+
+
+async def begin(
+    context: ControllerContext, key_id: str, viewer: str | None, request: Request, response: Response, *, secure: bool
+) -> dict[str, Any]:
+    """A new login of this key; its cookie's half is in the head of the response. viewer: as of the key's principal.
+    Raises KeyRevoked."""
+    agent = request.headers.get("user-agent", "")[:_AGENT_CHARACTERS]
+    async with context.new_tables.turn(viewer):
+        if keys.is_revoked(context.db, key_id):  # while it waited
+            raise KeyRevoked
+        now_s = time.time()
+        row, halves = page_sessions.create(
+            context.db, key_id, agent=agent, now_s=now_s, until_s=now_s + IDLE_S, most=MOST_OF_A_KEY
+        )
+        context.publish_keys()
+        await context.key_sink.caught_up()
+    more = "; Secure" if secure else ""
+    response.headers[COOKIE] = f"{row.id}={halves.cookie}; Max-Age={LONGEST_S:.0f}{more}"
+    return _view(context, row) | {"page": halves.page}
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
