@@ -102,12 +102,12 @@ class OidcSettings(BaseModel):
     """Of the box, as browsers see it; the provider has to allow `BOX_URL/ui` to be come back to."""
     name: str = "single sign-on"
     """What the page calls it."""
-    scopes: tuple[str, ...] = ("openid", "profile", "email")
+    scopes: list[str] = ["openid", "profile", "email"]
     """What the provider is asked for."""
     name_claim: str = "preferred_username"
     """A person's name; without it the email, and without that the subject."""
     groups_claim: str = "groups"
-    groups: dict[str, tuple[Scope, ...]] = Field(default_factory=dict)
+    groups: dict[str, list[Scope]] = {}
     """What the members of each group may do here: `{ml-team = ["inference", "fine_tuning"]}`. Others may do nothing."""
     ca_path: str | None = None
     """Of the authority that the provider's certificate is from, unless this machine knows it."""

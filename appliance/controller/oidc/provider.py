@@ -112,7 +112,7 @@ class Provider:
             head = jwt.get_unverified_header(token)
             if head.get("alg") not in ALGORITHMS:
                 raise refused("its signature is of a kind that is not taken")
-            key = await self._key(str(head.get("kid", "")))
+            key = await self._key(head.get("kid"))
             claims: dict[str, Any] = jwt.decode(
                 token,
                 key.key,
@@ -130,16 +130,20 @@ class Provider:
             raise refused("its token is for another program")
         return claims
 
-    async def _key(self, kid: str) -> jwt.PyJWK:
+    async def _key(self, kid: str | None) -> jwt.PyJWK:
+        """kid: None of a token that names none, which is good where the provider has one key (section 10.1)."""
         async with self._asking:
-            if kid not in self._keys and time.monotonic() - self._keys_s > AGAIN_S:
+            age_s = time.monotonic() - self._keys_s
+            if age_s > KEPT_S or (age_s > AGAIN_S and kid is not None and kid not in self._keys):
                 endpoints = await self._known_here()
                 found = await self._ask("GET", endpoints["jwks_uri"])
                 self._keys_s = time.monotonic()
                 rows = [row for row in found.get("keys", []) if isinstance(row, dict)]
                 usable = [row for row in rows if row.get("kty") in KEY_KINDS and row.get("use", "sig") == "sig"]
                 self._keys = {str(row.get("kid", "")): jwt.PyJWK(row) for row in usable}
-        if kid not in self._keys:
+        if kid is None and len(self._keys) == 1:
+            return next(iter(self._keys.values()))
+        if kid is None or kid not in self._keys:
             raise refused("its token is signed by a key that the provider does not publish")
         return self._keys[kid]
 

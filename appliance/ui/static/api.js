@@ -62,10 +62,14 @@ export async function goToProvider() {
   location.assign(url);
 }
 
+/** Whether this browser went there and is not back yet. */
+export const isGone = () => Boolean(localStorage.getItem(GONE));
+export const stay = () => localStorage.removeItem(GONE);
+
 /** Comes back from the login provider with what it gave. Throws BoxError. */
 export async function comeBack(code, state) {
-  const binder = localStorage.getItem(GONE) || "-";
-  localStorage.removeItem(GONE);
+  const binder = localStorage.getItem(GONE);
+  stay();
   const made = await call("POST", "/admin/v1/oidc/finish", { code, state, binder, secure: location.protocol === "https:" });
   keep(`${made.id}.${made.page}`);
 }

@@ -1,5 +1,5 @@
 // Begins the page: the language, who is there, the navigation, and the page that the address names.
-import { BoxError, comeBack, forgetLogin, get, goToProvider, isLoggedIn, logIn, logOut, loginId, post, providerName, whenRefused } from "./api.js";
+import { BoxError, comeBack, forgetLogin, get, goToProvider, isGone, isLoggedIn, logIn, logOut, loginId, post, providerName, stay, whenRefused } from "./api.js";
 import { forget } from "./live.js";
 import { LANGUAGES, language, loadLanguage, t } from "./i18n.js";
 import { Component, NeedsScope, Who, html, render, sentence, useEffect, useRef, useState } from "./ui.js";
@@ -187,11 +187,15 @@ function App({ known, failed }) {
 /** Who is logged in since before a reload: {known} or {failed}, a sentence. */
 async function whoIsThere() {
   const came = new URLSearchParams(location.search);
-  if (came.has("state")) {
+  // What an address says counts only for who went to the provider: anybody may write one.
+  if ((came.has("code") || came.has("error")) && isGone()) {
     history.replaceState(null, "", location.pathname);
-    if (!came.has("code")) return { known: null, failed: t("login.provider_refused", { why: came.get("error_description") || came.get("error") || "" }) };
+    if (!came.has("code")) {
+      stay();
+      return { known: null, failed: t("login.provider_refused", { why: came.get("error_description") || came.get("error") }) };
+    }
     try {
-      await comeBack(came.get("code"), came.get("state"));
+      await comeBack(came.get("code"), came.get("state") || "-");
     } catch (error) {
       return { known: null, failed: sentence(error) };
     }

@@ -199,6 +199,13 @@ async def test_a_token_that_is_not_what_it_has_to_be_makes_no_login(way: Way, si
     assert "x-appliance-cookie" not in answer.headers and keys.list_all(way.db) == []
 
 
+async def test_a_token_that_names_no_key_is_held_against_the_one_that_there_is(way: Way) -> None:
+    way.provider.sign = lambda claims: jwt.encode(claims, KEY, "RS256")
+    assert (await way.back()).status_code == 201
+    way.provider.sign = lambda claims: jwt.encode(claims, OTHER, "RS256")
+    assert (await way.back()).status_code == 403
+
+
 async def test_unknown_keys_do_not_have_the_provider_asked_again_and_again(way: Way) -> None:
     way.provider.sign = signed({}, KEY, kid="k2")
     for _ in range(5):
