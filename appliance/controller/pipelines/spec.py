@@ -15,7 +15,7 @@ from appliance.controller.gates.terms import checked
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Forbidden
 from appliance.controller.interfaces.principal import ADMIN, Principal
-from appliance.controller.jobs.gate_request import GateCanary, GateRequest
+from appliance.controller.jobs.gate_request import GateCanary, GateRequest, GateRules
 from appliance.controller.jobs.requests import JobCreate
 from scheduler.core.errors import InvalidSchedule
 from scheduler.loop.mode_schedule import check_cron, check_zone
@@ -52,28 +52,18 @@ class Prepare(Changes, Bounds):
     """split: share of the examples that the job is validated on."""
 
 
-class Evaluate(StrictBody):
-    """One suite. `eval`: an evaluation that exists. The rest, and the rules, as a gate's suite has them; rules that are
-    given here go before those of `gate`."""
+class Evaluate(GateRules):
+    """One suite. `eval`: an evaluation that exists. The rest as a gate's suite has it; rules that are given here go
+    before those of `gate`."""
 
     eval: Annotated[str, Field(min_length=1, max_length=256)]
     data_source: dict[str, Any] | None = None
     criterion: str | None = None
-    pass_rate_at_least: float | None = None
-    mean_reward_at_least: float | None = None
-    not_worse_by: float | None = None
-    better_by: float | None = None
-    measure: Literal["pass_rate", "mean_reward"] | None = None
 
 
-class Gate(StrictBody):
+class Gate(GateRules):
     """The rules of every suite, and the level of their tests."""
 
-    pass_rate_at_least: float | None = None
-    mean_reward_at_least: float | None = None
-    not_worse_by: float | None = None
-    better_by: float | None = None
-    measure: Literal["pass_rate", "mean_reward"] | None = None
     level: float | None = None
 
 
