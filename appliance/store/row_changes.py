@@ -28,6 +28,7 @@ def watch(db: Database, tables: Mapping[str, Watched], told: Told) -> None:
         told(table, row_id, owner)
         return 0
 
+    unwatch(db, tables)  # of an app that had this connection before
     db.define("told_of_row", 3, tell)
     for table, watched in tables.items():
         for event, row in _EVENTS:

@@ -71,10 +71,14 @@ def job_of(box, client, steps: int, validation_file: str | None = None, **more):
     )
 
 
-def steps_of(client, job_id: str, measure: str = "train_mean_reward") -> dict[int, dict]:
-    """The data of each step's event that has this measure."""
+def told_of(client, job_id: str, measure: str) -> list[dict]:
+    """The data of events that have this measure."""
     events = client.fine_tuning.jobs.list_events(job_id, limit=100)
-    told = [e.data for e in events if e.type == "metrics" and measure in e.data]
+    return [e.data for e in events if e.type == "metrics" and measure in e.data]
+
+
+def steps_of(client, job_id: str) -> dict[int, dict]:
+    told = told_of(client, job_id, "train_mean_reward")
     assert len({data["step"] for data in told}) == len(told), "each step counts once"
     return {data["step"]: data for data in told}
 
@@ -115,8 +119,8 @@ def test_a_starter_learns_the_form_of_an_answer(box):
     learned(client, job.id)
     found = client.fine_tuning.jobs.retrieve(job.id)
     assert found.method.reinforcement.grader.type == "multi"
-    measured = steps_of(client, job.id, "valid_mean_reward")
-    print(json.dumps({"held out": {step: data["valid_mean_reward"] for step, data in measured.items()}}))
+    measured = told_of(client, job.id, "valid_mean_reward")
+    print(json.dumps({"held out": {data["step"]: data["valid_mean_reward"] for data in measured}}))
     answer = client.chat.completions.create(
         model=found.fine_tuned_model,
         messages=[{"role": "user", "content": "How many apples are 3 apples?"}],

@@ -6,8 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-
-from anyio import CapacityLimiter
+from weakref import WeakValueDictionary
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import LimitReached
@@ -27,7 +26,7 @@ class DataWork:
 
     def __init__(self, context: ControllerContext):
         self._context = context
-        self._turns: dict[str, CapacityLimiter] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._waiting: Counter[str] = Counter()
 
     async def run(self, owner: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +35,7 @@ class DataWork:
         if self._waiting[owner] >= _MOST_WAITING:
             text = f"{_MOST_WAITING} checks of your data are under way; wait for one to end."
             raise LimitReached(text, retry=True)
-        turn = self._turns.setdefault(owner, CapacityLimiter(1))
+        turn = self._turns.setdefault(owner, asyncio.Lock())
         self._waiting[owner] += 1
         try:
             async with turn:
@@ -44,7 +43,7 @@ class DataWork:
         finally:
             self._waiting[owner] -= 1
             if not self._waiting[owner]:
-                del self._waiting[owner], self._turns[owner]
+                del self._waiting[owner]
 
     async def look(self, sizes: range = files.ANY_SIZE) -> None:
         """Check the uploads of so many bytes that wait for it: owners take turns, each one's smallest first."""
