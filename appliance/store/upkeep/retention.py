@@ -109,10 +109,10 @@ def delete_some_of_job(db: Database, job_id: str) -> bool:
 
 
 def delete_some_texts_of_job(db: Database, job_id: str) -> bool:
-    """Delete a few of a job's events, then its grader and its gate; False when it has none of them."""
+    """Delete a few of a job's events, then its judge and its gate; False when it has none of them."""
     return (
         chunks.delete_some(db, "job_events", "job_id = ?", [job_id], "length(message) + coalesce(length(data), 0)")
-        or db.execute("DELETE FROM job_graders WHERE job_id = ?", [job_id]).rowcount > 0
+        or db.execute("DELETE FROM job_judges WHERE job_id = ?", [job_id]).rowcount > 0
         or db.execute("DELETE FROM gates WHERE job_id = ?", [job_id]).rowcount > 0
     )
 
