@@ -84,6 +84,12 @@ class Training:
 
 
 NO_TRAINING = Training(DEFAULT.name, {})
+METHOD_NAMES = tuple(METHODS)
+
+
+def judged_by(judge: str) -> list[str]:
+    """The methods whose answers this one judges."""
+    return [method.name for method in METHODS.values() if method.judged_by == judge]
 
 
 def with_training(command: Command) -> Command:

@@ -14,7 +14,7 @@ from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage
 from appliance.cli.jobs import file as files
 from appliance.cli.jobs.follow import end_well, print_logs, wait_for_end
-from appliance.cli.jobs.hyperparameters import NO_TRAINING, Training, with_training
+from appliance.cli.jobs.hyperparameters import NO_TRAINING, Training, judged_by, with_training
 from appliance.cli.jobs.request import (
     DEADLINE,
     MAX_DEVICES,
@@ -27,7 +27,6 @@ from appliance.cli.jobs.request import (
     pairs,
     table_file,
 )
-from train.methods.methods import METHODS
 
 app = group("The making of fine-tuning jobs; `appliance job` takes this command in.")
 
@@ -164,7 +163,7 @@ def _check_judge(training: Training, **given_judges: Any) -> None:
         if name == training.judged_by and value is None:
             raise BadUsage(f"--method {training.method} needs --{name}, {_JUDGES[name]}")
         if name != training.judged_by and value is not None:
-            theirs = " and ".join(one.name for one in METHODS.values() if one.judged_by == name)
+            theirs = " and ".join(judged_by(name))
             raise BadUsage(f"--{name} belongs to --method {theirs}; --method is {training.method}")
 
 

@@ -37,7 +37,7 @@ class Teaching:
         if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
             return {"failed": "the API key of the job was revoked, and its teacher is asked on behalf of it"}
         teacher = found.judge["teacher"]
-        waiting = asyncio.create_task(self._say_that_it_waits(job_id, teacher), name=f"{job_id} waits for its teacher")
+        waiting = asyncio.get_running_loop().call_later(self._say_after_s, self._say_that_it_waits, job_id, teacher)
         try:
             told = await asyncio.gather(*(self._asked(row.key_id, teacher, one) for one in question["samples"]))
         finally:
@@ -63,8 +63,7 @@ class Teaching:
         except ValueError as error:
             return f"the teacher gave {error}"
 
-    async def _say_that_it_waits(self, job_id: str, teacher: str) -> None:
-        await asyncio.sleep(self._say_after_s)
+    def _say_that_it_waits(self, job_id: str, teacher: str) -> None:
         why = self._engines.room(teacher).why or "its engines are busy"
         self._say(job_id, f"the job waits for its teacher {teacher}, up to {ANSWER_WITHIN_S / 60:.0f} minutes: {why}")
 
