@@ -205,3 +205,5 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
         context.db.reserve.keep()
     before_s = now_s - context.config.idempotency_keep_s
     await little_by_little(partial(idempotency.forget_some, context.db, before_s))
+    before_s = now_s - min(context.config.retry_window_s, context.config.idempotency_keep_s)
+    await little_by_little(partial(idempotency.forget_keyless, context.db, before_s))

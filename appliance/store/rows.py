@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from appliance.store.database import json_column
 from scheduler.core.workload import PolicyKind
@@ -11,6 +11,7 @@ from scheduler.core.workload import PolicyKind
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
 JobWanted = Literal["run", "pause", "cancel"]
 FINISHED_PHASES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+UNFINISHED_PHASES: tuple[str, ...] = tuple(phase for phase in get_args(JobPhase) if phase not in FINISHED_PHASES)
 
 
 @dataclass(frozen=True, slots=True)

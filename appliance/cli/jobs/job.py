@@ -12,11 +12,12 @@ from appliance.cli.jobs.follow import end_well, print_logs, wait_for_end
 from appliance.cli.jobs.queue import JOB
 from appliance.cli.jobs.queue import app as queue
 from appliance.cli.jobs.submit import app as submit
+from appliance.cli.jobs.tensorboard import app as tensorboard
 
 _REASON_CHARACTERS = 160
 
 app = group("Fine-tuning jobs.")
-app.registered_commands += [*submit.registered_commands, *queue.registered_commands]
+app.registered_commands += [*submit.registered_commands, *queue.registered_commands, *tensorboard.registered_commands]
 
 
 @box_command(app, "appliance job list", "appliance job list --watch", "appliance job list -o json", name="list")

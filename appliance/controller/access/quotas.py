@@ -34,6 +34,7 @@ class Quotas:
         self._arriving: Counter[str] = Counter()
         self._again: set[str] = set()  # owners with a file in transit that may be there already
         self._reading: Counter[str] = Counter()
+        self._answers: dict[str, tuple[str, int]] = {}  # batch -> owner, bytes beyond those that its input keeps free
 
     def bounds(self, key_id: str) -> OwnerBounds:
         """The limits of this key: the box's own, unless the key overrides them."""
@@ -276,20 +277,46 @@ class Quotas:
         if key_id is not None:
             self.kept.gone(object_id, self._owner(key_id))
 
+    def answers_hold(self, batch_id: str, owner: str, beyond: int) -> None:
+        """The answers of an unfinished batch have so many bytes more than its input has kept free for them. 0: or it
+        has ended, and they are files."""
+        self._answers.pop(batch_id, None)
+        if beyond:
+            self._answers[batch_id] = owner, beyond
+
+    def no_room_for_answers(self, key_id: str | None) -> str:
+        """Why batches of this key are to wait before more of their lines are answered; empty if they are not."""
+        if self.disk.room_bytes() <= 0:
+            return "the disk of the box is short of space"
+        row = keys.find(self._db, key_id) if key_id is not None else None
+        if row is None or ADMIN in row.scopes or not self._beyond(row.owner):
+            return ""
+        used, limit = self._used(row.id), self.bounds(row.id).file_bytes
+        if used <= limit:
+            return ""
+        return f"files of its owner's keys have {used} of at most {limit} bytes, the answers so far included"
+
+    def _beyond(self, owner: str) -> int:
+        return sum(size for whose, size in self._answers.values() if whose == owner)
+
     def _files(self, key_id: str, bounds: OwnerBounds, arrived: int = 0) -> None:
         there = holdings.files(self._db, key_id)[0] + holdings.uploads(self._db, key_id)[0] - arrived
         _number("files", "files", there + self._arriving[self._owner(key_id)], bounds.files, "Delete some first.")
 
     def _bytes(self, key_id: str, bounds: OwnerBounds, more: int) -> None:
-        used = holdings.files(self._db, key_id)[1] + 2 * holdings.uploads(self._db, key_id)[1]
-        owner = self._owner(key_id)
-        used += self._arriving_bytes[owner] + self.kept.of(owner)
+        used = self._used(key_id)
         if used + more > bounds.file_bytes:
             raise _full(
                 "file_bytes",
                 f"Files of your keys have {used} of at most {bounds.file_bytes} bytes, uploads in progress "
                 f"included; {more} more do not fit. Delete files first.",
             )
+
+    def _used(self, key_id: str) -> int:
+        """Bytes of files."""
+        owner, there = self._owner(key_id), holdings.files(self._db, key_id)[1]
+        coming = 2 * holdings.uploads(self._db, key_id)[1] + self._arriving_bytes[owner]
+        return there + coming + self.kept.of(owner) + self._beyond(owner)
 
     def _owner(self, key_id: str) -> str:
         row = keys.find(self._db, key_id)

@@ -18,13 +18,13 @@ from appliance.controller.batches.input_lines import digest_of
 
 
 class Answers:
-    """Call `open` and `append` on a thread. One append at a time."""
+    """Call `open` and `append` on a thread. One append at a time. bytes: of both files."""
 
     def __init__(self, folder: Path, batch_id: str):
         self.output_path = folder / f"{batch_id}.output.jsonl"
         self.error_path = folder / f"{batch_id}.error.jsonl"
         self._answered: set[bytes] = set()
-        self.completed = self.failed = 0
+        self.completed = self.failed = self.bytes = 0
         self.usage = {
             "input_tokens": 0,
             "output_tokens": 0,
@@ -53,7 +53,7 @@ class Answers:
             for handle, good in ((self._output, True), (self._error, False)):
                 mine = [line for line in new.values() if _is_good(line) is good]
                 if mine:
-                    _write_all(handle, b"".join(orjson.dumps(line) + b"\n" for line in mine))
+                    self.bytes += _write_all(handle, b"".join(orjson.dumps(line) + b"\n" for line in mine))
                 for line in mine:  # now: if the other file has no room, these are not written twice
                     self._count(line, good)
 
@@ -86,6 +86,7 @@ class Answers:
         for line in _lines(path):
             whole += len(line)
         os.ftruncate(handle, whole)
+        self.bytes += whole
         return handle
 
     def _count(self, line: dict[str, Any], good: bool) -> None:
@@ -129,8 +130,9 @@ def _lines(path: Path) -> Iterator[bytes]:
                 yield line
 
 
-def _write_all(handle: int, data: bytes) -> None:
-    """Write all of it, synced, or nothing: after a full disk, the next line would else be joined to half a line."""
+def _write_all(handle: int, data: bytes) -> int:
+    """Write all of it, synced, or nothing: after a full disk, the next line would else be joined to half a line.
+    Returns how many bytes that are."""
     before, view = os.fstat(handle).st_size, memoryview(data)
     try:
         while view:
@@ -139,3 +141,4 @@ def _write_all(handle: int, data: bytes) -> None:
     except OSError:
         os.ftruncate(handle, before)
         raise
+    return len(data)

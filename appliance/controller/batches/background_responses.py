@@ -76,7 +76,7 @@ class BackgroundResponses:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        for row in responses.list_unfinished(self._db):
+        for row in responses.unfinished(self._db):
             self._waiting[row.id], self._claims[row.id] = _model(row), _Claim.of(row)
         self._task = self._context.background.keep("background responses", self._run)
 
@@ -115,11 +115,12 @@ class BackgroundResponses:
 
     def revoke(self, key_id: str) -> list[str]:
         """Fail all responses of a revoked key; returns their ids. Call it in the transaction that revokes the key."""
-        rows = responses.list_unfinished(self._db, key_id=key_id)
-        for row in rows:
+        ended = []
+        for row in responses.unfinished(self._db, key_id=key_id):
             self.forget(row.id)
             self._fail(row, "invalid_prompt", KEY_REVOKED)
-        return [row.id for row in rows]
+            ended.append(row.id)
+        return ended
 
     def check_followers(self, caller: Principal, size: int) -> None:
         """Raises ApiError 429 if those whom this caller lets follow hold too much. size: bytes of the response."""
@@ -155,12 +156,12 @@ class BackgroundResponses:
         live = {claim.owner for claim in self._claims.values()}
         self._last_sent = {owner: number for owner, number in self._last_sent.items() if owner in live}
         for response_id in [*self._waiting, *self._flying]:
-            row = responses.find(self._db, response_id)
-            if row is None:
+            if not responses.exists(self._db, response_id):
                 self.forget(response_id)
-            elif row.created_s + DAY_S < now_s:
+            elif self._claims[response_id].expires_s < now_s:
                 self.forget(response_id)
-                self._fail(row, "server_error", "No engine had room for this response within 24 hours.")
+                if (row := responses.find(self._db, response_id)) is not None:
+                    self._fail(row, "server_error", "No engine had room for this response within 24 hours.")
 
     # --- sending
 
@@ -304,6 +305,7 @@ class BackgroundResponses:
         text = orjson.dumps(response).decode()
         size = responses.bytes_of(row.input, text, row.request if "request" not in changes else None)
         responses.update(self._db, row.id, response=text, bytes=size, **changes)
+        self._stored.grew(row.key_id, size - row.bytes)
         self._stored.tell(row.id)
 
     def _tell_wants(self) -> None:

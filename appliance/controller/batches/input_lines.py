@@ -30,6 +30,7 @@ _MOST_INPUTS = 128
 """Their vectors come as one answer, which is parsed and written in one go on the controller's loop: 2,048 with 4,096
 numbers each are 170 MB."""
 _MAX_ERRORS = 100
+_MOST_SAID = 500  # characters
 # In addition to lines with requests, so that a file of 8 GiB of line ends blocks nobody.
 _MAX_BLANK_LINES = 100_000
 _SKIPPED_BYTES = 1 << 20
@@ -78,7 +79,9 @@ class Lines:
         self.sizes.append(line.size)
 
     def add_error(self, code: str, message: str, line: int | None = None, param: str | None = None) -> None:
-        self.errors.append({"code": code, "line": line, "message": message, "param": param})
+        """Short, whatever it names: errors are kept with the batch, and count for nobody."""
+        short = message if len(message) <= _MOST_SAID else f"{message[:_MOST_SAID]}…"
+        self.errors.append({"code": code, "line": line, "message": short, "param": param})
 
 
 class BadLine(Exception):

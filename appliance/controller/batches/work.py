@@ -28,7 +28,7 @@ from appliance.controller.batches.input_lines import Lines, digest_of
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent, asked_of
 from appliance.controller.batches.output_files import linked, remove_bytes
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.errors import error_object
+from appliance.controller.interfaces.errors import error_object, shown
 from appliance.controller.interfaces.ports import LineReturned
 from appliance.controller.responses.items import salted
 from appliance.store.ids import new_id
@@ -36,11 +36,13 @@ from appliance.store.objects import batches, models
 from appliance.store.objects import files as file_rows
 from appliance.store.records import canaries, keys
 from appliance.store.rows import BatchRow, ModelRow
+from appliance.store.upkeep.holdings import ANSWERS_PER_INPUT
 
 log = logging.getLogger("appliance.controller")
 
 LOOK_EVERY_S = 0.5
 ROOM_EVERY_S = 2.0  # on a full disk
+_LOOK_AFTER_BYTES = 4 << 20  # of answers, for room
 _REFUSED_AT_ONCE = 1000
 _READ_AT_ONCE_BYTES = 256 << 10
 _EXPIRED_AT_ONCE_BYTES = 4 << 20  # on a thread
@@ -88,6 +90,8 @@ class BatchWork:
         self._sent: dict[str, Sent] = {}  # at an engine now, by custom_id
         self._bug: Exception | None = None  # that ended a line
         self._written_s = 0.0
+        self._kept_free = 0  # bytes that its input has kept free for its answers
+        self._no_room, self._looked_for_room_s, self._looked_at = "", -LOOK_EVERY_S, 0
 
     async def run(self) -> None:
         self.begun = True
@@ -107,6 +111,7 @@ class BatchWork:
             # Unpaid where the box itself ends: the next run of the controller asks these lines again.
             await self._recall()
             self.answers.close()
+            self._context.quotas.answers_hold(self.batch_id, self.owner, 0)
 
     async def _pay_after_failure(self) -> None:
         """Charge for what engines have computed, answers that could not be stored included: the batch has failed, and
@@ -124,7 +129,9 @@ class BatchWork:
             self.opened = True
             await self._finish("completed")
             return
-        lines = await self._context.file_work.run(row.owner, self._read, self._input_path(row), row.endpoint)
+        path = self._input_path(row)
+        lines = await self._context.file_work.run(row.owner, self._read, path, row.endpoint)
+        self._kept_free = ANSWERS_PER_INPUT * path.stat().st_size
         row = self._row()
         if row.status == "validating":
             self._check_model(lines, row)
@@ -134,6 +141,7 @@ class BatchWork:
             self._set(status="in_progress", in_progress_s=time.time(), model=lines.model, total=len(lines))
         await to_thread.run_sync(self.answers.open)
         self.opened = True
+        self._count_answers()
         self.model, self._lines = lines.model or "", lines
         self.left.extend(number for number in range(len(lines)) if not self.answers.has(lines.digest(number)))
         self._runner.tell_wants()
@@ -152,7 +160,7 @@ class BatchWork:
         if found is None or not models.is_visible(self._db, found.model.id, viewer_of(self._db, row.key_id)):
             lines.add_error(
                 "model_not_found",
-                f"The model `{lines.model}` does not exist or you do not have access to it.",
+                f"The model {shown(lines.model)} does not exist or you do not have access to it.",
                 1,
                 "body.model",
             )
@@ -264,7 +272,9 @@ class BatchWork:
                 if (size := size + line.size) > _READ_AT_ONCE_BYTES:
                     return True
             return False
-        self.stopped_by = ""
+        self.stopped_by = self._why_no_room()
+        if self.stopped_by:
+            return False
         for _ in range(min(len(self.left), self._runner.room(self))):
             line = self._lines[self.left[0]]
             self.stopped_by = metering.waits_for(key, line.size // BYTES_PER_TOKEN)
@@ -281,6 +291,18 @@ class BatchWork:
             if (size := size + line.size) > _READ_AT_ONCE_BYTES:
                 return True
         return False
+
+    def _why_no_room(self) -> str:
+        """Why no more answers may be written; empty if they may. Looked for now and then: it sums up what there is."""
+        now_s, grown = time.monotonic(), self.answers.bytes - self._looked_at
+        if now_s - self._looked_for_room_s >= LOOK_EVERY_S or grown > min(self._kept_free, _LOOK_AFTER_BYTES):
+            self._looked_for_room_s, self._looked_at = now_s, self.answers.bytes
+            self._no_room = self._context.quotas.no_room_for_answers(self.key_id)
+        return self._no_room
+
+    def _count_answers(self) -> None:
+        beyond = max(0, self.answers.bytes - self._kept_free)
+        self._context.quotas.answers_hold(self.batch_id, self.owner, beyond)
 
     def _request(self, source: BinaryIO, number: int) -> dict[str, Any]:
         line = self._lines[number]
@@ -351,7 +373,9 @@ class BatchWork:
         """Retries while the disk is full: answers that engines have computed are not discarded. Raises OSError."""
         while True:
             try:
-                return await to_thread.run_sync(self.answers.append, lines)
+                await to_thread.run_sync(self.answers.append, lines)
+                self._count_answers()
+                return
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise

@@ -92,6 +92,12 @@ class StoredResponses:
             self.tell(row.id)
         return new
 
+    def grew(self, key_id: str, more: int) -> None:
+        """A response in background was answered: it has so many bytes more. The next one that comes, or housekeeping,
+        looks at its owner's bounds: this may be within the transaction that revokes a key."""
+        self._bytes += more
+        self._unchecked[key_id] += max(0, more)
+
     # --- out
 
     async def find(self, response_id: str, viewer: str | None) -> ResponseRow:

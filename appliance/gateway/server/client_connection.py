@@ -33,6 +33,8 @@ log = logging.getLogger("appliance.gateway")
 _DISCARD_BYTES: Final = 256 * 1024
 _LINGER_S: Final = 2.0
 _LINGER_BYTES: Final = 4 * 1024 * 1024
+# A longer piece of a body is kept as it came: a copy costs more than the memory that a piece takes beside its bytes.
+_SMALL_BYTES: Final = 4096
 # Closed at once when all places are taken, so that not every new connection looks for the longest idle one.
 _PLACES_MADE: Final = 64
 
@@ -221,11 +223,11 @@ class ClientConnection(Receiver):
             raise errors.body_too_large(limit)
         if request.buffered:
             self._state.take_body(request, length)
-            request.chunks.append(data)
+            _keep(request.chunks, data)
         elif request is self.active_request and self.active is not None:
             self.active.body(data)
         else:
-            request.chunks.append(data)
+            _keep(request.chunks, data)
 
     def request_complete(self, request: Request) -> None:
         self.parsing = None
@@ -507,6 +509,15 @@ class ClientConnection(Receiver):
         """Shut down: close idle connections now, others after their answer."""
         if self.active is None and self.parsing is None:
             self.close()
+
+
+def _keep(chunks: list[bytes], data: bytes) -> None:
+    """Adds to what has arrived of a body. Small pieces become one: one of two bytes, in a packet of its own, would take
+    the memory of 56."""
+    if chunks and len(data) < _SMALL_BYTES and len(chunks[-1]) < _SMALL_BYTES:
+        chunks[-1] = b"%b%b" % (chunks[-1], data)
+    else:
+        chunks.append(data)
 
 
 def _judged_anew(request: Request, callers: Mapping[str, Caller]) -> HttpError | None:

@@ -67,6 +67,7 @@ class RequestParser:
     _header_count: int = 0
     _head_bytes: int = 0
     _unparsed_head: int = 0
+    _unparsed_body: int = 0
     _in_head: bool = True
     _offers_upgrade: bool = False
     _between: bool = True
@@ -78,6 +79,7 @@ class RequestParser:
         self._state = state
         self._connection = connection
         self._headers: dict[bytes, bytes] = {}
+        self._pieces: list[bytes] = []
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
 
     def feed(self, data: bytes) -> None:
@@ -89,6 +91,7 @@ class RequestParser:
             self._fed = data
         else:
             self._fed = None
+        self._unparsed_body += len(data)
         while True:
             parser = self._parser
             assert parser is not None
@@ -107,11 +110,21 @@ class RequestParser:
             except httptools.HttpParserError as error:
                 self._state.metrics.events["bad_http"] += 1
                 raise errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}.") from None
+        if self._pieces:
+            self._body_came()
         if self._in_head:
             # httptools' parser still holds the bytes of a head that it has not reported.
             self._unparsed_head += len(data)
             if self._unparsed_head > self._state.limits.head_bytes + len(data):
                 raise errors.protocol_error("The request head is too large.", 431)
+        elif self._unparsed_body > self._state.limits.head_bytes + len(data):
+            # An endless line of a trailer, of which httptools makes one text again and again, or extension of a chunk.
+            raise errors.protocol_error("The request has too many bytes beside its body.")
+
+    def _body_came(self) -> None:
+        """All pieces of the body in what was fed, as one: a chunk of two bytes would take the memory of 56."""
+        pieces, self._pieces = self._pieces, []
+        self._connection.body_data(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def close(self) -> None:
         """Break the reference cycle with the parser, so that a closed connection does not wait for garbage
@@ -161,7 +174,7 @@ class RequestParser:
         self._between = False
         self._url = b""
         self._headers = {}
-        self._header_count = self._head_bytes = self._unparsed_head = 0
+        self._header_count = self._head_bytes = self._unparsed_head = self._unparsed_body = 0
         self._in_head = True
 
     def on_url(self, url: bytes) -> None:
@@ -176,6 +189,7 @@ class RequestParser:
         if self._head_bytes > limits.head_bytes or self._header_count > limits.header_count:
             raise errors.protocol_error("The request has too many or too large headers.", 431)
         if not self._in_head:
+            self._unparsed_body = 0
             return  # trailers: counted, and dropped
         name = name.lower()
         headers = self._headers
@@ -214,11 +228,14 @@ class RequestParser:
         self._connection.head_complete(request)
 
     def on_body(self, data: bytes) -> None:
-        self._connection.body_data(data)
+        self._unparsed_body = 0
+        self._pieces.append(data)
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
             return  # parsed anew without the offer
+        if self._pieces:
+            self._body_came()
         request = self._connection.parsing
         if request is None:
             return  # answered and closing

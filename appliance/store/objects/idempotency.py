@@ -26,13 +26,13 @@ def by_key(db: Database, key_id: str, route: str, idempotency_key: str) -> Idemp
 
 
 def last_by_body(db: Database, key_id: str, route: str, body_sha256: str, *, since_s: float) -> IdempotencyRow | None:
-    """The newest request with this body from this key, no older than `since_s`."""
-    return db.one(
+    """The newest request with this body from this key, if it is no older than `since_s`."""
+    newest = db.one(
         IdempotencyRow,
-        "SELECT * FROM idempotency WHERE key_id = ? AND route = ? AND body_sha256 = ? AND created_s >= ? "
-        "ORDER BY seq DESC LIMIT 1",
-        [key_id, route, body_sha256, since_s],
+        "SELECT * FROM idempotency WHERE key_id = ? AND route = ? AND body_sha256 = ? ORDER BY seq DESC LIMIT 1",
+        [key_id, route, body_sha256],
     )
+    return newest if newest is not None and newest.created_s >= since_s else None
 
 
 def any_since(db: Database, key_id: str, route: str, since_s: float) -> bool:
@@ -50,3 +50,8 @@ def forget(db: Database, key_id: str, route: str, resource_id: str) -> None:
 def forget_some(db: Database, before_s: float) -> bool:
     """Delete a few of those made before this moment. False: none was left."""
     return chunks.delete_few(db, "idempotency", "created_s < ?", [before_s])
+
+
+def forget_keyless(db: Database, before_s: float) -> bool:
+    """The same of those without a key of their own, which are found by their body, and for a shorter time."""
+    return chunks.delete_few(db, "idempotency", "idempotency_key IS NULL AND created_s < ?", [before_s])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from appliance.store import chunks
@@ -36,6 +37,11 @@ def insert(db: Database, row: ResponseRow) -> bool:
 def find(db: Database, response_id: str) -> ResponseRow | None:
     """For the box's own work; owners see theirs through `StoredResponses`."""
     return db.one(ResponseRow, "SELECT * FROM responses WHERE id = ?", [response_id])
+
+
+def exists(db: Database, response_id: str) -> bool:
+    """Without reading it: 200 of one owner may have a gigabyte."""
+    return db.execute("SELECT 1 FROM responses WHERE id = ?", [response_id]).fetchone() is not None
 
 
 def update(db: Database, response_id: str, **changes: Any) -> None:
@@ -73,13 +79,16 @@ def delete(db: Database, response_id: str) -> None:
     db.execute("DELETE FROM responses WHERE id = ?", [response_id])
 
 
-def list_unfinished(db: Database, *, key_id: str | None = None) -> list[ResponseRow]:
-    """Oldest first, the order in which they are answered. key_id: only those asked with this key."""
-    return db.all(
-        ResponseRow,
-        f"SELECT * FROM responses WHERE status IN ({_UNFINISHED}) AND (?1 IS NULL OR key_id = ?1) ORDER BY seq",
+def unfinished(db: Database, *, key_id: str | None = None) -> Iterator[ResponseRow]:
+    """Oldest first, the order in which they are answered, one after the other: those of one owner may have a gigabyte.
+    key_id: only those asked with this key."""
+    ids = db.execute(
+        f"SELECT id FROM responses WHERE status IN ({_UNFINISHED}) AND (?1 IS NULL OR key_id = ?1) ORDER BY seq",
         [key_id],
-    )
+    ).fetchall()
+    for (response_id,) in ids:
+        if (row := find(db, response_id)) is not None:
+            yield row
 
 
 def totals(db: Database) -> tuple[int, int]:

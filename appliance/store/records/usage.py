@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -110,45 +111,99 @@ def close_left_open(db: Database, running: set[str]) -> None:
     )
 
 
-# Batches made on the box need no key, and each `appliance chat` there has a new one that the box owns.
-_BOX_ITSELF = "CASE usage.key_id WHEN '' THEN 'the box itself' ELSE usage.key_id END"
-_NAME_OF: dict[By, str] = {
-    "key": "coalesce((SELECT CASE owner WHEN 'the box itself' THEN owner ELSE name END FROM keys"
-    f" WHERE keys.id = usage.key_id), {_BOX_ITSELF})",
-    "owner": f"coalesce((SELECT owner FROM keys WHERE keys.id = usage.key_id), {_BOX_ITSELF})",
-    "model": "CASE usage.model WHEN '' THEN '(no such model)' ELSE usage.model END",
-    "version": "CASE usage.version WHEN '' THEN CASE usage.model WHEN '' THEN '(no such model)' ELSE usage.model END"
-    " ELSE usage.model || '@' || usage.version END",
-    "hour": "strftime('%Y-%m-%dT%H:00Z', usage.hour_s, 'unixepoch')",
+_BOX_ITSELF, _NO_MODEL = "the box itself", "(no such model)"
+_COUNTS = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens")
+_GROUPED: dict[By, str] = {
+    "key": "key_id",
+    "owner": "key_id",
+    "model": "model",
+    "version": "model, version",
+    "hour": "hour_s",
 }
 # A job's devices count for the key and the owner that made it, and for the model that it tunes.
 _JOB_NAME_OF: dict[By, str] = {
-    "key": "coalesce((SELECT name FROM keys WHERE keys.id = jobs.key_id), jobs.key_id, 'the box itself')",
-    "owner": "CASE jobs.owner WHEN '' THEN 'the box itself' ELSE jobs.owner END",
+    "key": f"coalesce((SELECT name FROM keys WHERE keys.id = jobs.key_id), jobs.key_id, '{_BOX_ITSELF}')",
+    "owner": f"CASE jobs.owner WHEN '' THEN '{_BOX_ITSELF}' ELSE jobs.owner END",
     "model": "jobs.model",
 }
+_ROWS_AT_ONCE = 5000
+_MOST_HOURS = 2400  # rows of a report: as many are made, and written, in 50 ms
+_EVER = 1 << 62
+
+
+class Report:
+    """Sums since the hour of `since_s`. owner: of this owner's keys and jobs alone. Call `step` until it says that
+    nothing is left, then `rows`: a year of twenty keys is millions of rows, which take seconds."""
+
+    def __init__(self, db: Database, by: By, since_s: float, now_s: float, owner: str | None = None):
+        self._db, self._by, self._since_s, self._now_s, self._owner = db, by, since_s, now_s, owner
+        since_hour_s = int(since_s // HOUR_S) * HOUR_S
+        of_owner = db.execute("SELECT id FROM keys WHERE owner = ?", [owner]) if owner is not None else ()
+        ids = [None] if owner is None else [row["id"] for row in of_owner]
+        self._left: list[tuple[str | None, int]] = [(key_id, since_hour_s) for key_id in ids]  # None: of all keys
+        self._sums: dict[tuple[Any, ...], list[int]] = {}
+
+    def step(self) -> bool:
+        """Add some more rows, those of whole hours. False: none was left."""
+        if not self._left:
+            return False
+        key_id, since_s = self._left.pop()
+        whose, values = ("1", []) if key_id is None else ("key_id = ?", [key_id])
+        last = self._db.execute(
+            f"SELECT hour_s FROM usage WHERE {whose} AND hour_s >= ? ORDER BY hour_s LIMIT 1 OFFSET {_ROWS_AT_ONCE}",
+            [*values, since_s],
+        ).fetchone()
+        if last is not None:
+            self._left.append((key_id, last["hour_s"] + 1))
+        grouped, counts = _GROUPED[self._by], ", ".join(f"sum({name})" for name in _COUNTS)
+        for row in self._db.execute(
+            f"SELECT {grouped}, {counts} FROM usage WHERE {whose} AND hour_s BETWEEN ? AND ? GROUP BY {grouped}",
+            [*values, since_s, _EVER if last is None else last["hour_s"]],
+        ):
+            name, more = tuple(row)[: -len(_COUNTS)], tuple(row)[-len(_COUNTS) :]
+            sums = self._sums.setdefault(name, [0] * len(_COUNTS))
+            sums[:] = [had + one for had, one in zip(sums, more, strict=True)]
+        return bool(self._left)
+
+    def rows(self) -> list[Spent]:
+        """The largest first."""
+        names, found = self._names(), dict[str, dict[str, Any]]()
+        newest = sorted(self._sums)[-_MOST_HOURS:] if self._by == "hour" else self._sums
+        for key in newest:
+            sums = self._sums[key]
+            row = found.setdefault(name := names(key), {"name": name, **dict.fromkeys(_COUNTS, 0)})
+            for count, more in zip(_COUNTS, sums, strict=True):
+                row[count] += more
+        if self._by in _JOB_NAME_OF:
+            for job in self._db.execute(
+                f"SELECT {_JOB_NAME_OF[self._by]} AS name, sum(device_time.devices"
+                " * max(0, min(coalesce(to_s, ?1), ?1) - max(from_s, ?2))) / 3600.0 AS device_hours"
+                " FROM device_time JOIN jobs ON jobs.id = device_time.job_id WHERE coalesce(to_s, ?1) > ?2"
+                " AND (?3 IS NULL OR jobs.owner = ?3) GROUP BY 1",
+                [self._now_s, self._since_s, self._owner],
+            ):
+                found.setdefault(job["name"], {"name": job["name"]})["device_hours"] = job["device_hours"]
+        rows = [Spent(**row) for row in found.values()]
+        return sorted(rows, key=lambda s: (-(s.prompt_tokens + s.completion_tokens), -s.device_hours, s.name))
+
+    def _names(self) -> Callable[[tuple[Any, ...]], str]:
+        """How people call what was grouped by."""
+        if self._by == "hour":
+            return lambda key: time.strftime("%Y-%m-%dT%H:00Z", time.gmtime(key[0]))
+        if self._by == "model":
+            return lambda key: key[0] or _NO_MODEL
+        if self._by == "version":
+            return lambda key: f"{key[0]}@{key[1]}" if key[1] else key[0] or _NO_MODEL
+        # Batches made on the box need no key, and each `appliance chat` there has a new one that the box owns.
+        told = {"": _BOX_ITSELF}
+        for row in self._db.execute("SELECT id, name, owner FROM keys"):
+            told[row["id"]] = row["owner"] if self._by == "owner" or row["owner"] == _BOX_ITSELF else row["name"]
+        return lambda key: told.get(key[0], key[0])
 
 
 def report(db: Database, by: By, since_s: float, now_s: float, owner: str | None = None) -> list[Spent]:
-    """Sums since the hour of `since_s`, the largest first. owner: of this owner's keys and jobs alone."""
-    found: dict[str, dict[str, Any]] = {}
-    for row in db.execute(
-        f"SELECT {_NAME_OF[by]} AS name, sum(requests) AS requests, sum(errors) AS errors,"
-        " sum(refused) AS refused,"
-        " sum(prompt_tokens) AS prompt_tokens, sum(completion_tokens) AS completion_tokens"
-        " FROM usage WHERE hour_s >= ?1"
-        " AND (?2 IS NULL OR usage.key_id IN (SELECT id FROM keys WHERE keys.owner = ?2)) GROUP BY 1",
-        [int(since_s // HOUR_S) * HOUR_S, owner],
-    ):
-        found[row["name"]] = dict(row)
-    if by in _JOB_NAME_OF:
-        for row in db.execute(
-            f"SELECT {_JOB_NAME_OF[by]} AS name,"
-            " sum(device_time.devices * max(0, min(coalesce(to_s, ?1), ?1) - max(from_s, ?2))) / 3600.0 AS device_hours"
-            " FROM device_time JOIN jobs ON jobs.id = device_time.job_id WHERE coalesce(to_s, ?1) > ?2"
-            " AND (?3 IS NULL OR jobs.owner = ?3) GROUP BY 1",
-            [now_s, since_s, owner],
-        ):
-            found.setdefault(row["name"], {"name": row["name"]})["device_hours"] = row["device_hours"]
-    rows = [Spent(**row) for row in found.values()]
-    return sorted(rows, key=lambda s: (-(s.prompt_tokens + s.completion_tokens), -s.device_hours, s.name))
+    """All of it at once."""
+    made = Report(db, by, since_s, now_s, owner)
+    while made.step():
+        pass
+    return made.rows()

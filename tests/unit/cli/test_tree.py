@@ -175,6 +175,7 @@ FROZEN = {
     "job pause": [*BOX, "JOB_ID"],
     "job resume": [*BOX, "JOB_ID"],
     "job cancel": [*BOX, "JOB_ID"],
+    "job tensorboard": ["--data-dir", "--help", "--port", "JOB_IDS"],
     "plan serve": [*BOX, "--replicas", "--tensor-parallel", "MODEL"],
     "plan job": [
         *BOX,

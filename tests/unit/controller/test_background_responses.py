@@ -16,8 +16,10 @@ from appliance.controller.batches.background_responses import BackgroundResponse
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.responses import objects
+from appliance.store.database import Database
 from appliance.store.objects import responses
 from appliance.store.records import keys
+from appliance.store.rows import ResponseRow
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_responses import answer, copy, name, send
@@ -147,12 +149,12 @@ async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Contro
     for _ in range(2):
         assert (await control.sdk.responses.cancel(made.id)).status == "cancelled"
     await asyncio.wait_for(stopped.wait(), 10)
-    assert not responses.list_unfinished(control.db)
+    assert not list(responses.unfinished(control.db))
     begun.clear()
     other = await asked(control, "2+2?")
     await asyncio.wait_for(begun.wait(), 10)
     await control.sdk.responses.delete(other.id)
-    assert not responses.list_unfinished(control.db)
+    assert not list(responses.unfinished(control.db))
     with pytest.raises(openai.NotFoundError):
         await control.sdk.responses.retrieve(other.id)
 
@@ -350,7 +352,37 @@ async def test_one_that_waits_for_a_day_fails_and_one_of_a_revoked_key_goes(cont
     control.app.state.background.keep_house(time.time() + 86401)
     found = await control.sdk.responses.retrieve(made.id)
     assert found.status == "failed" and found.error is not None and "24 hours" in found.error.message
-    assert responses.find(control.db, other["id"]) is None and not responses.list_unfinished(control.db)
+    assert responses.find(control.db, other["id"]) is None and not list(responses.unfinished(control.db))
+
+
+async def test_housekeeping_reads_none_that_wait(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """An owner has 200 of 2 MiB: reading them held the loop for 0.6 s, every half minute, and a start all in memory."""
+    engines(control).lines = 0
+    for _ in range(3):
+        await asked(control, "x" * 1000)
+    reads: list[str] = []
+    find = responses.find
+
+    def counted(db: Database, response_id: str) -> ResponseRow | None:
+        reads.append(response_id)
+        return find(db, response_id)
+
+    monkeypatch.setattr(responses, "find", counted)
+    control.app.state.background.keep_house(time.time())
+    assert not reads
+    waiting = responses.unfinished(control.db)
+    assert len([next(waiting)]) == len(reads) == 1, "one after the other"
+    control.app.state.background.keep_house(time.time() + 86401)
+    assert len(set(reads)) == 3 and not list(responses.unfinished(control.db))
+
+
+async def test_what_an_answer_adds_counts_for_its_owner_at_once(control: Control):
+    """Two hundred answers of megabytes were counted half a minute later, or not before the owner's next request."""
+    before = control.app.state.responses._bytes
+    scripted(control, EngineAnswer(200, answer(1, "y" * 100_000), "v1"))
+    assert (await ended(control, (await asked(control)).id)).status == "completed"
+    assert control.app.state.responses._bytes - before > 100_000
+    assert sum(control.app.state.responses._unchecked.values()) > 100_000
 
 
 async def test_what_it_cost_is_counted_for_its_key(control: Control):
@@ -407,7 +439,7 @@ async def test_a_repeated_request_makes_one(control: Control):
         (await control.http.post("/v1/responses", json=body, headers={"x-stainless-retry-count": str(count)})).json()
         for count in (0, 1)
     ]
-    assert made[0]["id"] == made[1]["id"] and len(responses.list_unfinished(control.db)) == 1
+    assert made[0]["id"] == made[1]["id"] and len(list(responses.unfinished(control.db))) == 1
 
 
 async def test_what_is_not_for_here(control: Control):

@@ -555,3 +555,14 @@ async def test_lines_are_read_some_at_a_time_and_others_come_between(control: Co
         await asyncio.sleep(0)
         most = max(most, read - before)
     assert now == "completed" and read == 8 and most == 1
+
+
+async def test_the_errors_of_a_batch_are_short_whatever_its_lines_name(control: Control):
+    """They are kept with 10,000 ended batches of an owner, and count for nobody: 8 MiB each, of a line's model."""
+    batch_id = await begun(control, [line(1, body={"model": "x" * 12_000, "messages": []})])
+    batch = await ended(control, batch_id)
+    assert [error.code for error in batch.errors.data] == ["model_not_found"]
+    assert len(batch.errors.data[0].message) < 600
+    lines = input_lines.Lines()
+    lines.add_error("x", "y" * 10_000)
+    assert len(lines.errors[0]["message"]) < 600

@@ -133,7 +133,7 @@ async def test_responses_in_background_of_a_revoked_key_fail_whether_they_wait_o
         found = await control.sdk.responses.retrieve(response_id)
         assert found.status == "failed" and found.error is not None
         assert found.error.message == KEY_REVOKED and found.error.code == "invalid_prompt"
-    assert not responses.list_unfinished(control.db) and len(engines(control).sent) == 1
+    assert not list(responses.unfinished(control.db)) and len(engines(control).sent) == 1
 
 
 async def test_a_response_left_over_of_a_revoked_key_is_not_asked_for(control: Control):

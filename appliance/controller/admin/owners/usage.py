@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from typing import Annotated, Any, Literal
@@ -10,11 +11,13 @@ from fastapi import APIRouter, Query
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.principal import READ, Caller
+from appliance.store.chunks import little_by_little
 from appliance.store.records import usage
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the routes to the admin router."""
+    turn = asyncio.Lock()
 
     @router.get("/usage")
     async def report(
@@ -22,10 +25,15 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         by: Literal["key", "owner", "model", "version", "hour"] = "key",
         since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time; its hour counts whole")] = 0.0,
     ) -> dict[str, Any]:
-        """Requests and tokens of inference, and device-hours of training: up to date to within a second.
+        """Requests and tokens of inference, and device-hours of training: up to date to within a second. By hour: the
+        newest 2,400 in which there was any.
 
         A key that is neither an admin's nor of scope `read` sees what its owner's keys spent."""
         now_s = time.time()
         owner = None if caller.may(READ) else caller.owner
-        rows = [dataclasses.asdict(row) for row in usage.report(context.db, by, since_s, now_s, owner)]
+        made = usage.Report(context.db, by, since_s, now_s, owner)
+        # One after the other: four at once would leave the loop a fifth of its time.
+        async with turn:
+            await little_by_little(made.step)
+        rows = [dataclasses.asdict(row) for row in made.rows()]
         return {"object": "list", "by": by, "since_s": since_s, "until_s": now_s, "data": rows}

@@ -1,0 +1,49 @@
+"""Which request made which resource: found, and forgotten, without the million others of a day."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from appliance.store.database import Database
+from appliance.store.objects import idempotency
+from appliance.store.rows import IdempotencyRow
+from tests.unit.store.test_holdings import Watched
+
+
+@pytest.fixture
+def db(tmp_path: Path):
+    with Database(tmp_path / "appliance.db") as opened:
+        for number in range(100):
+            key = f"i{number}" if number % 2 else None
+            idempotency.remember(opened, IdempotencyRow("k1", "batches", key, "same", f"batch_{number}", float(number)))
+        yield opened
+
+
+def test_a_request_is_looked_for_and_forgotten_by_an_index(db: Database):
+    """With half a million of one key each retry held the loop for 0.5 s, and each round of housekeeping for 0.1 s."""
+    watched = Watched(db)
+    assert not idempotency.any_since(watched, "k1", "batches", 1e9)  # type: ignore[arg-type]
+    assert not idempotency.forget_some(watched, 0.0)  # type: ignore[arg-type]
+    assert not idempotency.forget_keyless(watched, 0.0)  # type: ignore[arg-type]
+    plans = [[step for step in plan if "idempotency" in step and "rowid" not in step] for _, plan in watched.asked]
+    for plan, by in zip(plans, ("created_s>?", "created_s<?", "created_s<?"), strict=True):
+        assert plan and all(by in step for step in plan), plan
+
+
+def test_of_many_with_one_body_only_the_newest_is_looked_at(db: Database):
+    steps: list[None] = []
+    db._connection.set_progress_handler(lambda: steps.append(None), 50)
+    assert idempotency.last_by_body(db, "k1", "batches", "same", since_s=1e9) is None
+    assert len(steps) < 4, "fifty instructions of SQLite each; fifty rows take 12 such steps"
+    found = idempotency.last_by_body(db, "k1", "batches", "same", since_s=99.0)
+    assert found is not None and found.resource_id == "batch_99"
+
+
+def test_those_without_a_key_of_their_own_go_sooner(db: Database):
+    assert idempotency.forget_keyless(db, 50.0) and not idempotency.forget_keyless(db, 50.0)
+    left = [
+        row["idempotency_key"] for row in db.execute("SELECT idempotency_key FROM idempotency WHERE created_s < 50")
+    ]
+    assert len(left) == 25 and None not in left
