@@ -4,7 +4,7 @@
 
 Two CPU devices in mode `split`, one for the ranks and one for the engine. The teacher is an adapter of the model that
 has learnt the demo's 64 questions about who it is (supervised, LoRA of rank 16, three epochs); each student begins from
-the model itself, with LoRA of rank 16, two of 52 questions in a step, four answers each; twelve are held out, four
+the model itself, with LoRA of rank 16, eight answers in a step to some of 52 questions; twelve are held out, with two
 answers each. Without a model a starter is made, which learns as much of less.
 """
 
@@ -46,6 +46,7 @@ def main() -> None:
     options.add_argument("--model", type=Path)
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--steps", type=int, default=26)
+    options.add_argument("--batch", type=int, default=2, help="questions of a step, which has eight answers")
     options.add_argument("--rollouts", default="ranks")
     options.add_argument("--rate", type=float, default=2e-4)
     options.add_argument("--json", type=Path)
@@ -74,14 +75,14 @@ def main() -> None:
             box.upload(jsonl(rows), name)
             for rows, name in ((asked_of[HELD_OUT:], "train.jsonl"), (asked_of[:HELD_OUT], "valid.jsonl"))
         )
-        batch = 2
+        batch = asked.batch
         for seed in range(1, asked.seeds + 1):
             began_s = time.monotonic()
             hyperparameters = {
                 "n_epochs": max(1, asked.steps * batch // len(asked_of[HELD_OUT:])),
                 "batch_size": batch,
-                "samples": 4,
-                "eval_samples": 4,
+                "samples": 8 // batch,
+                "eval_samples": 2,
                 "eval_interval": max(1, asked.steps // 4),
                 "max_completion_tokens": 32,
                 "lora_rank": 16,
