@@ -25,7 +25,8 @@ class Distillation(OwnAnswers):
     )
     judged_by = "teacher"
     takes = ("teacher",)
-    rate_share = 0.1
+    # Larger than with one reward for a whole answer: every token has a signal of its own.
+    rate_share = 0.3
     token_bytes = 16  # its id, and its log-probability to either model
 
     def group(self, options: Mapping[str, Any]) -> int:
