@@ -7,6 +7,7 @@ import asyncio
 from collections import Counter
 from typing import Any
 
+from appliance.controller.batches.deaths import ended_engines
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.interfaces.ports import EngineAnswer
@@ -43,6 +44,9 @@ class Teaching:
         finally:
             waiting.cancel()
         errors = [one if isinstance(one, str) else "" for one in told]
+        if fatal := next(filter(ended_engines, errors), ""):
+            # Whatever ends an engine comes again with each step, and others' requests end with it.
+            return {"failed": f"an answer of the student cannot be shown to its teacher {teacher}: {fatal}"}
         if counted := Counter(filter(None, errors)):
             ((why, _),) = counted.most_common(1)
             self._say(job_id, f"nothing is learnt of some answers, of which the teacher {teacher} told nothing: {why}")
