@@ -64,7 +64,7 @@ map: setup ## draw docs/architecture.md anew from the imports
 hooks: ## let git run lint and the architecture test before each commit
 	@git config core.hooksPath .githooks && echo "git runs .githooks/pre-commit before each commit"
 
-lock: ## resolve images/requirements/*.in anew into cpu.txt, cuda.txt and test.txt, with hashes
+lock: ## resolve images/requirements/*.in anew into cpu.txt, cuda.txt, test.txt and tracking.txt, with hashes
 	images/lock.sh
 
 sbom: setup ## what the appliance is made of, with licences: build/sbom.json (CycloneDX)

@@ -163,6 +163,37 @@ class BackupSettings(_Section):
     _known_kind = field_validator("url")(known_kind_of_url)
 
 
+class TrackingSettings(_Section):
+    """Experiment trackers that hear of jobs (docs/tracking.md). Off: nothing leaves the box unasked."""
+
+    mlflow_uri: str | None = Field(
+        None, pattern=r"^https?://\S+$", description="MLflow tracking server; every job becomes a run there"
+    )
+    mlflow_experiment: str = Field("appliance", min_length=1, max_length=256, description="where these runs are")
+    wandb_mode: Literal["offline", "online"] | None = Field(
+        None,
+        description="what becomes of a job with `integrations`: 'offline', a run in wandb_dir, which `wandb sync` "
+        "sends later; 'online', a run at wandb_url",
+    )
+    wandb_dir: str | None = Field(None, description="folder of W&B's files; unset: `tracking` in the data directory")
+    wandb_url: str | None = Field(
+        None, pattern=r"^https?://\S+$", description="W&B server of your own; unset: https://api.wandb.ai"
+    )
+    credentials_file: str | None = Field(
+        None,
+        description="file for the box's user alone, with lines such as `WANDB_API_KEY=...` and "
+        "`MLFLOW_TRACKING_TOKEN=...`",
+    )
+    python: str | None = Field(
+        None, description="interpreter of an environment with mlflow-skinny and wandb; unset: the box's own"
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the box has an exporter at all."""
+        return self.mlflow_uri is not None or self.wandb_mode is not None
+
+
 class BoxConfig(_Section):
     """All sections of `appliance.toml`."""
 
@@ -174,6 +205,7 @@ class BoxConfig(_Section):
     serve: EngineConfig = Field(default_factory=EngineConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     backup: BackupSettings = Field(default_factory=BackupSettings)
+    tracking: TrackingSettings = Field(default_factory=TrackingSettings)
 
 
 Table = dict[str, Any]
@@ -273,7 +305,7 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
     return config.model_copy(update={"gateway": gateway, "box": config.box.model_copy(update={"data_dir": data_dir})})
 
 
-_ADDRESSES = ("url", "endpoint", "otlp_endpoint", "hub_endpoint", "host", "node_address")
+_ADDRESSES = ("url", "endpoint", "otlp_endpoint", "hub_endpoint", "host", "node_address", "mlflow_uri", "wandb_url")
 
 
 def _check_urls(config: BoxConfig, layers: list[_Layer]) -> None:
@@ -288,7 +320,7 @@ def _check_urls(config: BoxConfig, layers: list[_Layer]) -> None:
             raise ConfigError(
                 f"{_said(location, layers)} has credentials in its URL, which every user of this machine would see in "
                 "`ps`; take them out. OTEL_EXPORTER_OTLP_HEADERS has those for a collector, credentials_file those for "
-                "an S3 store, HF_TOKEN those for a hub"
+                "an S3 store or a tracker, HF_TOKEN those for a hub"
             )
 
 

@@ -111,6 +111,11 @@ class BoxPaths:
         return self.data_dir / "logs"
 
     @property
+    def tracking(self) -> Path:
+        """How far experiment trackers have heard of which jobs, and W&B's files."""
+        return self.data_dir / "tracking"
+
+    @property
     def caches(self) -> Path:
         """What engines and ranks compiled for their GPUs, to be found again by the next ones; safe to delete."""
         return self.data_dir / "cache"

@@ -121,7 +121,7 @@ def _all(path: Path, valid: Path, asked: argparse.Namespace) -> list[Claim]:
             rows.append(skipped(claim, f"{megabytes:.0f} MB", f"<= {limit:g}", "give --tokenizer DIR"))
             continue
         before = _children_s()
-        # As `check_apart`, but at the priority of this script: beside other work it would not end.
+        # As the box does, but at the priority of this script: beside other work it would not end.
         request = json.dumps({"files": [str(path)], "check": asdict(options)}, default=str)
         done = subprocess.run([sys.executable, "-c", _IN_A_PROCESS, request], capture_output=True, check=True)
         report = json.loads(done.stdout)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks._claims import record, stated  # noqa: E402 - the path comes first
 from tests.e2e.box_support import whole_box  # noqa: E402
-from tests.e2e.test_box_rollouts import job_of, steps_of  # noqa: E402
+from tests.e2e.test_box_rewards import job_of, steps_of  # noqa: E402
 
 PARTS = ("sampling", "grading", "training", "full_iteration")
 WARMING = 2
@@ -29,7 +29,8 @@ WARMING = 2
 
 def job(box, client, rollouts: str, steps: int, tokens: int) -> dict[int, dict]:
     """The data of each step's event."""
-    made = job_of(box, client, steps, rollouts=rollouts, max_completion_tokens=tokens)
+    learning = {"learning_rate": 0.003, "lora_rank": 8}
+    made = job_of(box, client, steps, rollouts=rollouts, max_completion_tokens=tokens, **learning)
     box.run("job", "wait", made.id, "--timeout", "1800", timeout_s=1900)
     found = steps_of(client, made.id)
     assert found.keys() == set(range(1, steps + 1)), f"{rollouts}: steps {sorted(found)}"

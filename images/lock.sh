@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Resolves images/requirements/{cpu,cuda}.in (with overrides.txt) into the full lock files that images/install.sh installs,
-# and test.in into what `make setup` adds to either: every package with the SHA-256 of each of its files. uv does the
+# test.in into what `make setup` adds to either, and tracking.in into an environment of its own: every package with the SHA-256 of each of its files. uv does the
 # resolving; pip's settings, which uv does not read, are handed to it.
 #
 #   images/lock.sh [uv pip compile options, for example --upgrade-package ray]
@@ -31,10 +31,11 @@ certificate=$("$venv/bin/python" -m pip config get global.cert 2>/dev/null || tr
 [ -z "${PIP_CERT:-$certificate}" ] || export SSL_CERT_FILE="${PIP_CERT:-$certificate}"
 
 # The best version of any index counts, as for pip; uv's own default looks no further than the first index.
-compile() {
+compile_plain() {
     "$venv/bin/uv" pip compile --universal --python-version 3.11 --no-emit-find-links --no-emit-index-url \
-        --index-strategy unsafe-best-match --generate-hashes --override overrides.txt "$@"
+        --index-strategy unsafe-best-match --generate-hashes "$@"
 }
+compile() { compile_plain --override overrides.txt "$@"; }
 for build in cpu cuda; do
     more=()
     [ "$build" = cuda ] || more=(--index https://download.pytorch.org/whl/cpu)
@@ -55,3 +56,10 @@ awk -v both="$venv/both" '
     /^#/ { next }
     /^[A-Za-z0-9]/ { split($0, part, /[ =]/); keep = !(part[1] in there) }
     keep' "$venv/test.txt" >test.txt
+
+# An environment of its own: MLflow's client needs other versions than the box.
+{
+    echo "# An environment for experiment trackers, beside the box's own, written by images/lock.sh."
+    compile_plain "${settings[@]}" "$@" --no-annotate --no-header tracking.in
+} >tracking.new
+mv tracking.new tracking.txt

@@ -30,7 +30,7 @@ import httpx
 from appliance.boot import endpoint, ray_head
 from appliance.boot.backup_schedule import LOOK_EVERY_S as LOOK_FOR_BACKUP_EVERY_S
 from appliance.boot.backup_schedule import BackupSchedule
-from appliance.boot.box_state import BoxState
+from appliance.boot.box_state import BoxState, read_troubles
 from appliance.boot.checkup_schedule import LOOK_EVERY_S as LOOK_WITH_DOCTOR_EVERY_S
 from appliance.boot.checkup_schedule import CheckupSchedule
 from appliance.boot.clock_watch import EVERY_S as CLOCK_EVERY_S
@@ -38,6 +38,7 @@ from appliance.boot.clock_watch import LEAST_FOR_RAY_S, ClockWatch
 from appliance.boot.liveness import Pulse
 from appliance.boot.log_rotation import keep_logs_short
 from appliance.boot.supervised_process import Supervised, kill_leftovers, own_files_only
+from appliance.boot.tracking import TrackingProcess
 from appliance.config import BoxConfig, enrolment_port, load_resolved
 from appliance.nodes.certificate_authority import Authority, Unfit
 from appliance.nodes.enrolment import EnrolmentServer, Tokens
@@ -156,6 +157,7 @@ class Box:
         self._ray = Supervised("ray", self._start_ray, self._on_ray_change, self._give_up)
         self._controller = Supervised("controller", self._start_controller, self._say, self._give_up)
         self._gateway = Supervised("gateway", self._start_gateway, self._say, self._give_up)
+        self._tracking = TrackingProcess(config.tracking, paths, self._environment) if config.tracking.is_on else None
 
     async def start(self) -> None:
         """Returns when the endpoint answers. Raises BoxError or RayStartError."""
@@ -205,6 +207,8 @@ class Box:
             log_path = self._paths.logs / "backup.log"
             schedule = BackupSchedule(hours, self._paths.last_backup, log_path, self._start_backup)
             self._background.keep_every("backup", schedule.look, LOOK_FOR_BACKUP_EVERY_S)
+        if self._tracking is not None:
+            self._background.keep("tracking", self._tracking.run)
 
     async def _let_nodes_enrol(self) -> None:
         if self._enrolment is None:
@@ -306,7 +310,8 @@ class Box:
 
     async def _tell_troubles(self) -> None:
         kept = [process.trouble for process in (self._ray, self._controller, self._gateway)]
-        self._state.troubles([*self._background.degraded(), *(trouble for trouble in kept if trouble is not None)])
+        told = [] if self._tracking is None else read_troubles(self._tracking.status_file)
+        self._state.troubles([*self._background.degraded(), *(trouble for trouble in kept if trouble), *told])
 
     def _give_up(self, why: str) -> None:
         self.hopeless = self.hopeless or why

@@ -148,11 +148,11 @@ async def _start(
 
 
 async def start_process(
-    arguments: Sequence[str], output: BinaryIO, env: Mapping[str, str]
+    arguments: Sequence[str], output: BinaryIO, env: Mapping[str, str], python: str = sys.executable
 ) -> asyncio.subprocess.Process:
     """Start Python with these arguments, in a session of its own that dies with this process."""
     return await asyncio.create_subprocess_exec(
-        sys.executable,
+        python,
         *arguments,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=output,

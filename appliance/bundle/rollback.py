@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.backup.take import DATABASE, forget_gone
+from appliance.backup.take import DATABASE, end_logins, forget_gone
 from appliance.bundle.carried.errors import Refused
 from appliance.bundle.carried.releases import Releases
 from appliance.store.copies import FOLDER, Kept, copy_database, kept_copies
@@ -123,8 +123,11 @@ def _exchanged(way: WayBack, copy: Path, data_dir: Path) -> Path:
             for path in (data_dir / kind).rglob("*")
         }
         forget_gone(partial, there)
+        end_logins(partial)
+        # Those of now: the box went on while a person read what is lost, and until its last request had ended.
+        revoked = {**way.revoked, **_compared(database, copy)[2]}
         with closing(sqlite3.connect(partial)) as connection, connection:
-            for key_id, revoked_s in way.revoked.items():
+            for key_id, revoked_s in revoked.items():
                 connection.execute("UPDATE keys SET revoked_s = ? WHERE id = ?", (revoked_s, key_id))
         # Its log is folded in, and goes: it must not be taken for that of the database that comes.
         with closing(sqlite3.connect(database)) as connection:
@@ -164,9 +167,11 @@ def _compared(database: Path, copy: Path) -> tuple[dict[str, int], dict[str, int
             lost.update({words: made} if made else {})
             # Files come back without their bytes, so their rows do not.
             back.update({words: gone} if gone and table != "files" else {})
+        # Keys of commands are deleted a day after they were revoked.
         revoked = connection.execute(
-            "SELECT id, revoked_s FROM main.keys WHERE revoked_s IS NOT NULL AND id IN "
-            "(SELECT id FROM before.keys WHERE revoked_s IS NULL)"
+            "SELECT id, coalesce(now.revoked_s, ?) FROM before.keys LEFT JOIN main.keys AS now USING (id) "
+            "WHERE keys.revoked_s IS NULL AND (now.revoked_s IS NOT NULL OR now.sha256 IS NULL)",
+            (time.time(),),
         )
         return lost, back, dict(revoked.fetchall())
 

@@ -38,9 +38,9 @@ class SecretKey:
             lines = path.read_text().splitlines()
             data = base64.b64decode(lines[1], validate=True)
         except (OSError, UnicodeDecodeError, IndexError, binascii.Error) as error:
-            raise Unusable(f"{path} is no secret key of `appliance bundle keygen` or minisign: {error}") from error
+            raise Unusable(f"{path} is not a secret key of `appliance bundle keygen` or minisign: {error}") from error
         if len(data) != 158 or data[:2] != b"Ed":
-            raise Unusable(f"{path} is no secret key of `appliance bundle keygen` or minisign")
+            raise Unusable(f"{path} is not a secret key of `appliance bundle keygen` or minisign")
         if data[2:4] != b"\0\0":
             raise Unusable(f"{path} has a passphrase, which cannot be asked for here; `minisign -C -W` takes it away")
         found = cls(data[54:62], data[62:94])

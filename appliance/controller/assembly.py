@@ -200,6 +200,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         background=background,
         main_troubles=partial(read_troubles, paths.state_file),
         last_backup=partial(last_backup.read, paths.last_backup),
+        wandb_mode=config.tracking.wandb_mode,
         device_readings=health.newest,
         doctor_findings=partial(read_findings, paths.last_checkup),
         doctor=DoctorProcess(

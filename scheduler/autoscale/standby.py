@@ -17,7 +17,7 @@ The model does not see everything (the time of decoding, full caches, slow engin
 - if moving cost more than foretold (more stops, replicas kept for longer), all moving choices are that much dearer.
 
 Requests that are late on any number of replicas (the prompt alone takes longer than the target) are nobody's fault:
-they use up the allowance, but for a tenth of it that is always left. docs/scheduler.md has the bound.
+they use up the allowance, but for a tenth of it that is always left. trials.py has the bound.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class WholeBox:
     """One box on its own data directory and port."""
 
     def __init__(self, data_dir: Path):
-        self.data_dir, self.port = data_dir, _free_port()
+        self.data_dir, self.port = data_dir, free_port()
         self.key = ""
         self._segments: set[str] = set()
         claim(*self._names())
@@ -203,6 +203,12 @@ class WholeBox:
         logs = str(BoxPaths.of(self.data_dir).ray_logs)
         return any(file.path.startswith(logs) for file in process.open_files())
 
+    def kill_controller(self) -> None:
+        """Returns when the next one answers."""
+        (controller,) = [pid for pid, command in self.running().items() if "appliance.controller.main" in command]
+        os.kill(controller, signal.SIGKILL)
+        wait_for(lambda: self.tried("status"), "the next controller", 120)
+
     def destroy(self) -> None:
         subprocess.run([COMMAND, "down", "--force"], capture_output=True, env=self.environment(), timeout=60)
         box_id = _box_id(self.data_dir)
@@ -326,7 +332,7 @@ def _box_id(data_dir: Path) -> str:
     return BoxPaths.of(data_dir).box_id
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,17 +1,20 @@
 """Jobs that learn from a starter's own answers, as a person has them: sums, and a grader that wants digits above all,
-or a teacher that has learnt to answer them; moved by a switch of modes and by the death of the controller in the midst
-of it."""
+or a teacher that has learnt to answer them. The answers are sampled by the job's ranks, or by an engine of the box,
+where users are answered by the base alone; whatever moves the job or ends the engine or the controller, each step
+counts once."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-from typing import Any
+from pathlib import Path
 
+import openai
 import pytest
 
 from tests.e2e.box_support import wait_for, whole_box
+from weights.format.names import decode_name, policy_name
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
 DIGITS = """
@@ -39,111 +42,161 @@ STEPS = 24
 
 
 @pytest.fixture
-def box(tmp_path_factory):
-    with whole_box(tmp_path_factory.mktemp("box"), "[box]\ndevices = 3\n") as one:
+def box(request, tmp_path_factory):
+    """With so many devices as a test asks for."""
+    devices = getattr(request, "param", 2)
+    with whole_box(tmp_path_factory.mktemp("box"), f"[box]\ndevices = {devices}\n") as one:
+        made = one.ask("model", "starter", "--minutes", "0.05")
+        assert made["state"] == "succeeded", made
         yield one
 
 
-def asked(n: int) -> str:
-    return f"How many apples are {n} apples and {n % 7} apples? Answer with a number."
+def asked(n: int) -> list[dict]:
+    return [{"role": "user", "content": f"How many apples are {n} apples and {n % 7} apples? Answer with a number."}]
 
 
 def sums(first: int, count: int) -> bytes:
-    numbers = range(first, first + count)
-    rows = [{"messages": [{"role": "user", "content": asked(n)}], "answer": str(n + n % 7)} for n in numbers]
+    rows = [{"messages": asked(n), "answer": str(n + n % 7)} for n in range(first, first + count)]
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def answered(count: int) -> bytes:
-    chats = [
-        [{"role": "user", "content": asked(n)}, {"role": "assistant", "content": f"{n + n % 7}."}] for n in range(count)
-    ]
-    return "".join(json.dumps({"messages": chat}) + "\n" for chat in chats).encode()
-
-
 def teacher(box, client) -> str:
-    """A starter's adapter that has learnt what an answer looks like."""
+    """The starter's adapter that has learnt what an answer looks like."""
+    chats = [[*asked(n), {"role": "assistant", "content": f"{n + n % 7}."}] for n in range(96)]
+    hyperparameters = {"n_epochs": 6, "batch_size": 8, "lora_rank": 8, "learning_rate": 0.003}
     made = client.fine_tuning.jobs.create(
         model="starter",
-        training_file=box.upload(answered(96)),
+        training_file=box.upload("".join(json.dumps({"messages": chat}) + "\n" for chat in chats).encode()),
         seed=5,
         method={
             "type": "supervised",
-            "supervised": {
-                "hyperparameters": {
-                    "n_epochs": 6,
-                    "batch_size": 8,
-                    "lora_rank": 8,
-                    "learning_rate": 0.003,
-                    "general_questions": False,
-                }
-            },
+            "supervised": {"hyperparameters": hyperparameters | {"general_questions": False}},
         },
     )
     box.run("job", "wait", made.id, "--timeout", "600", timeout_s=700)
     return client.fine_tuning.jobs.retrieve(made.id).fine_tuned_model
 
 
-def judge(method: str, box, client) -> dict[str, Any]:
-    return {"grader": GRADER} if method == "reinforcement" else {"teacher": teacher(box, client)}
+def job_of(box, client, steps: int, validation_file: str | None = None, taught_by: str | None = None, **more):
+    """more: hyperparameters."""
+    method = "distillation" if taught_by else "reinforcement"
+    judge = {"teacher": taught_by} if taught_by else {"grader": GRADER}
+    hyperparameters = {"n_epochs": 1, "batch_size": 2, "max_completion_tokens": 12, "general_questions": False, **more}
+    return client.fine_tuning.jobs.create(
+        model="starter",
+        training_file=box.upload(sums(1, 2 * steps)),
+        validation_file=validation_file,
+        seed=5,
+        method={"type": method, method: {**judge, "hyperparameters": hyperparameters}},
+    )
+
+
+def told_of(client, job_id: str, measure: str) -> list[dict]:
+    """The data of events that have this measure."""
+    events = client.fine_tuning.jobs.list_events(job_id, limit=100)
+    return [e.data for e in events if e.type == "metrics" and measure in e.data]
+
+
+def steps_of(client, job_id: str, measure: str = "train_mean_reward") -> dict[int, dict]:
+    told = told_of(client, job_id, measure)
+    assert len({data["step"] for data in told}) == len(told), "each step counts once"
+    return {data["step"]: data for data in told}
+
+
+def learned(client, job_id: str, measure: str = "train_mean_reward", better: int = 1) -> dict[int, dict]:
+    """Its steps, of which each is there and the last are better than the first. better: 1 for more, -1 for less."""
+    assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
+    steps = steps_of(client, job_id, measure)
+    found = {step: steps[step][measure] for step in sorted(steps)}
+    print(json.dumps({measure: found}))
+    assert list(found) == list(range(1, STEPS + 1))
+    values = list(found.values())
+    assert better * (sum(values[-4:]) - sum(values[:4])) > 0.2
+    return steps
+
+
+def policies(box, job_id: str) -> list[str]:
+    """Versions of the model in training, as they lie in shared memory."""
+    roots = Path("/dev/shm").glob(f"*{box._names()[0]}*")
+    folders = [folder for root in roots for folder in root.rglob("adapters/*")]
+    return [
+        one.name for folder in folders if decode_name(folder.name) == policy_name(job_id) for one in folder.iterdir()
+    ]
 
 
 @pytest.mark.parametrize(
-    ("method", "measure", "better"), [("reinforcement", "train_mean_reward", 1), ("distillation", "reverse_kl", -1)]
+    ("measure", "better", "box"),
+    [
+        pytest.param("train_mean_reward", 1, 2, id="reinforcement"),
+        # In the mode `train` the job takes two devices, and the teacher answers on the third.
+        pytest.param("reverse_kl", -1, 3, id="distillation"),
+    ],
+    indirect=["box"],
 )
-def test_a_starter_learns_from_what_is_said_of_its_answers(box, method, measure, better):
-    made = box.ask("model", "starter", "--minutes", "0.05")
-    assert made["state"] == "succeeded", made
+def test_a_starter_learns_the_form_of_an_answer(box, measure, better):
     client = box.client(max_retries=5)
-    box.run("mode", "set", "split", "--train", "2", "--wait")
-    who = judge(method, box, client)
-    job = client.fine_tuning.jobs.create(
-        model="starter",
-        training_file=box.upload(sums(1, 2 * STEPS)),
-        validation_file=box.upload(sums(60, 4), "valid.jsonl"),
-        seed=5,
-        method={
-            "type": method,
-            method: {
-                **who,
-                "hyperparameters": {
-                    "n_epochs": 1,
-                    "batch_size": 2,
-                    "eval_interval": 8,
-                    "learning_rate_multiplier": 30,
-                    "max_completion_tokens": 12,
-                    "general_questions": False,
-                },
-            },
-        },
-    )
+    taught_by = teacher(box, client) if measure == "reverse_kl" else None
+    held_out = box.upload(sums(60, 4), "valid.jsonl")
+    job = job_of(box, client, STEPS, held_out, taught_by, eval_interval=8, learning_rate_multiplier=30)
+    box.run("mode", "set", "train", "--wait")
     wait_for(lambda: len(box.losses(job.id)) >= 4, "four steps", 400)
-    # In `train` a teacher answers on the device that the job does not want.
-    for mode in (("train",), ("split", "--train", "1")):
-        box.run("mode", "set", *mode, "--wait")
-        done = len(box.losses(job.id))
-        wait_for(lambda before=done: len(box.losses(job.id)) > before, f"a step in the mode {mode[0]}", 300)
-    (controller,) = [pid for pid, command in box.running().items() if "appliance.controller.main" in command]
-    os.kill(controller, signal.SIGKILL)
-    wait_for(lambda: box.tried("status"), "the next controller", 120)
+    box.run("mode", "set", "split", "--train", "1", "--wait")
+    done = len(box.losses(job.id))
+    wait_for(lambda: len(box.losses(job.id)) > done, "a step on one device", 300)
+    box.kill_controller()
     box.run("job", "wait", job.id, "--timeout", "600", timeout_s=700)
 
+    learned(client, job.id, measure, better)
     found = client.fine_tuning.jobs.retrieve(job.id)
-    shown = found.method.model_dump()[method]
-    assert found.status == "succeeded" and shown.get("teacher") == who.get("teacher")
-    assert (shown.get("grader") or {}).get("type") == who.get("grader", {}).get("type")
-    events = [e for e in client.fine_tuning.jobs.list_events(job.id, limit=100) if e.type == "metrics"]
-    by_step = {e.data["step"]: e.data[measure] for e in events if measure in e.data}
-    valid = "valid_" + measure.removeprefix("train_")
-    held_out = {e.data["step"]: e.data[valid] for e in events if valid in e.data}
-    print(json.dumps({measure: by_step, "held out": held_out}))
-    assert by_step.keys() == set(range(1, STEPS + 1))
-    first, last = ([by_step[step] for step in steps] for steps in (range(1, 5), range(STEPS - 3, STEPS + 1)))
-    assert better * (sum(last) - sum(first)) > 0.2
-    assert better * (held_out[max(held_out)] - held_out[0]) > 0
+    if taught_by:
+        assert found.method.distillation["teacher"] == taught_by
+    else:
+        assert found.method.reinforcement.grader.type == "multi"
+    valid = f"valid_{measure.removeprefix('train_')}"
+    measured = {data["step"]: data[valid] for data in told_of(client, job.id, valid)}
+    print(json.dumps({"held out": measured}))
+    assert better * (measured[STEPS] - measured[0]) > 0
     answer = client.chat.completions.create(
         model=found.fine_tuned_model,
         messages=[{"role": "user", "content": "How many apples are 3 apples?"}],
         max_tokens=4,
     )
     assert answer.usage.completion_tokens >= 1
+
+
+def test_an_engine_samples_for_a_job_and_nobody_else_meets_its_model(box):
+    client = box.client(max_retries=5)
+    box.run("mode", "set", "split", "--train", "1", "--wait")
+    job = job_of(box, client, STEPS, rollouts="engine", learning_rate=0.003, lora_rank=8)
+
+    def by_engine() -> list[int]:
+        return [step for step, data in steps_of(client, job.id).items() if data["engine_samples"] == 1]
+
+    wait_for(lambda: len(by_engine()) >= 3, "three steps by an engine", 400)
+
+    (version, *_) = wait_for(lambda: policies(box, job.id), "the model in training", 60)
+    for name in (f"{policy_name(job.id)}@{version}", policy_name(job.id)):
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model=name, messages=[{"role": "user", "content": "hi"}], max_tokens=2)
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve(name)
+    shown = json.dumps([m.model_dump() for m in client.models.list()]) + json.dumps(box.admin("models"))
+    assert ".policy" not in shown and ".policy" not in json.dumps(box.admin("status"))
+    answer = client.chat.completions.create(model="starter", messages=[{"role": "user", "content": "hi"}], max_tokens=4)
+    assert answer.model == "starter" and "step" not in (answer.system_fingerprint or "")
+
+    done = len(steps_of(client, job.id))
+    for pid in box.pids_logging_to("engine-*.log"):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: len(steps_of(client, job.id)) > done + 1, "steps after the death of the engine", 300)
+    box.run("mode", "set", "train", "--wait")
+    done = len(steps_of(client, job.id))
+    wait_for(lambda: len(steps_of(client, job.id)) > done + 1, "steps without an engine", 300)
+    box.run("mode", "set", "split", "--train", "1", "--wait")
+    box.kill_controller()
+    box.run("job", "wait", job.id, "--timeout", "600", timeout_s=700)
+
+    steps = learned(client, job.id)
+    print(json.dumps({step: [data["engine_samples"], data["mismatch_mean"]] for step, data in steps.items()}))
+    assert all(data["mismatch_mean"] < 0.1 for data in steps.values())
+    wait_for(lambda: not policies(box, job.id), "its last model in training to be gone", 60)

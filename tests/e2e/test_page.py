@@ -79,13 +79,83 @@ def test_an_address_that_was_cut_short_names_a_page_all_the_same(visit: Visit) -
     page.get_by_role("heading", level=1, name="Jobs").wait_for()
 
 
-def test_a_wrong_key_is_a_sentence_and_a_reload_forgets_the_right_one(visit: Visit, browser: Any, front: Front) -> None:
+def test_a_reload_keeps_a_login_and_log_out_ends_it(visit: Visit, front: Front) -> None:
     page = visit()
     page.get_by_text("n0/7").wait_for()
-    assert page.context.cookies() == [] and page.evaluate("sessionStorage.length + localStorage.length") == 0
+    cookies = page.context.cookies()
+    assert {cookie["path"] for cookie in cookies} == {"/admin/v1", "/v1"}
+    assert all(cookie["httpOnly"] and cookie["sameSite"] == "Strict" for cookie in cookies)
+    kept = page.evaluate("JSON.stringify(localStorage) + JSON.stringify(sessionStorage) + document.cookie")
+    assert front.key not in kept and all(cookie["value"] not in kept for cookie in cookies)
     page.reload()
+    page.get_by_text("n0/7").wait_for()
+    beside = page.context.new_page()
+    beside.goto(f"{front.url}/ui#/keys")
+    beside.get_by_text("this one", exact=True).wait_for()
+    beside.get_by_role("button", name="Log out").click()
     page.get_by_label("API key").wait_for()
-    page.context.set_extra_http_headers({})
+    with front.http() as http:
+        front.wait(lambda: cookies[0]["name"] not in http.get("/admin/v1/sessions").text)
+    front.wait(lambda: not page.context.cookies())
+
+
+def test_changes_come_by_the_stream_and_by_asking_where_there_is_none(browser: Any, front: Front) -> None:
+    """Also after the death of the controller. Its console tells of what failed meanwhile."""
+    context = browser.new_context(locale="en-US")
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    streams = []
+    page.on("response", lambda answer: streams.append(answer.status) if "/admin/v1/events" in answer.url else None)
+
+    def streamed(times: int) -> None:
+        while streams.count(200) < times:
+            page.wait_for_event("response")
+
+    def key_is_shown(name: str, within_ms: int) -> None:
+        with front.http() as http:
+            http.post("/admin/v1/keys", json={"name": name, "scopes": ["read"]}).raise_for_status()
+        page.get_by_text(name, exact=True).first.wait_for(timeout=within_ms)
+
+    page.goto(f"{front.url}/ui#/keys")
+    page.get_by_label("API key").fill(front.key)
+    page.keyboard.press("Enter")
+    page.get_by_text("All keys").wait_for()
+    streamed(1)
+    key_is_shown("by-the-stream", 8_000)  # keys are asked for every 15 s beside it
+    front.restart_control()
+    streamed(2)
+    key_is_shown("by-the-next-stream", 8_000)
+    context.route("**/admin/v1/events*", lambda asked: asked.abort())
+    front.restart_control()
+    key_is_shown("by-asking", 25_000)
+    assert streams.count(200) == 2
+    context.close()
+
+
+def test_a_login_goes_with_its_key_and_does_nothing_for_other_pages(browser: Any, front: Front) -> None:
+    context = browser.new_context(locale="en-US")
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    page.goto(f"{front.url}/ui#/queue")
+    key = key_with(front, "read", "admin")
+    page.get_by_label("API key").fill(key)
+    page.keyboard.press("Enter")
+    page.get_by_role("navigation").wait_for()
+    # Another page of the same machine, to which the browser sends the cookie; and one that has no header of the page's.
+    for headers in ("{}", "{'x-appliance-page': 'session_x.y'}"):
+        asked = f"fetch('/admin/v1/keys', {{credentials: 'include', headers: {headers}}})"
+        assert page.evaluate(f"{asked}.then((answer) => answer.status)") == 401
+    link = context.new_page().goto(f"{front.url}/admin/v1/keys")
+    assert link.status == 401 and "API key" in link.text()
+    with front.http() as http:
+        for row in http.get("/admin/v1/keys").json()["data"]:
+            if row["name"] == "with-read-admin":
+                http.delete(f"/admin/v1/keys/{row['id']}")
+    page.get_by_text("This login has ended").wait_for()
+    context.close()
+
+
+def test_a_wrong_key_is_a_sentence(browser: Any, front: Front) -> None:
     stranger = browser.new_page()
     stranger.goto(f"{front.url}/ui")
     stranger.get_by_label("API key").fill("sk-appl-nobody")
@@ -240,8 +310,7 @@ def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit, front
         page.keyboard.press("Enter")
         name = links.nth(place).inner_text()
         page.get_by_role("heading", level=1, name=name).wait_for()
-        page.wait_for_load_state("networkidle")
-        page.locator(".loading").first.wait_for(state="detached")
+        page.wait_for_function("!document.querySelector('.loading')")  # the network is never idle: events
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, name
         assert not re.search(r"\[object|undefined|NaN|\bnull\b", page.locator("main").inner_text()), name
         assert page.evaluate("document.activeElement.tagName") == ("A" if place == 0 else "H1")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -64,12 +63,6 @@ def ten_lines(folder: Path, eval_id: str, **other: str) -> str:
     return text
 
 
-def kill_controller(box: WholeBox) -> None:
-    (controller,) = [pid for pid, command in box.running().items() if "appliance.controller.main" in command]
-    os.kill(controller, signal.SIGKILL)
-    wait_for(lambda: box.tried("status"), "the next controller", 120)
-
-
 def step_of(run: dict[str, Any], name: str) -> dict[str, Any]:
     return next(one for one in run["steps"] if one["name"] == name)
 
@@ -114,9 +107,9 @@ def test_a_box_retrains_on_the_days_data_and_keeps_it_only_if_better(box: WholeB
         return now["trigger"] == "data" and now["state"] == "running" and part in step_of(now, step)["says"]
 
     wait_for(lambda: at("train", "step "), "a run that trains", 300)
-    kill_controller(box)
+    box.kill_controller()
     wait_for(lambda: at("evaluate", "is asked"), "a version that is judged", 600)
-    kill_controller(box)
+    box.kill_controller()
     second = wait_for(lambda: (now := run())["steps"] and now["state"] != "running" and now, "its end", 900)
     assert (second["trigger"], second["state"], second["outcome"]) == ("data", "succeeded", "answers"), second
     assert step_of(second, "canary")["says"] == "promoted"

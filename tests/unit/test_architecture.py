@@ -31,7 +31,9 @@ PACKAGES = tuple(BELOW)
 # counts too (`if TYPE_CHECKING`): it still says who knows whom.
 SUBPACKAGES = (
     "appliance.demo",
+    "appliance.harness",
     "appliance.controller",
+    "appliance.tracking",
     "appliance.support",
     "appliance.doctor",
     "appliance.boot",
@@ -50,6 +52,7 @@ SUBPACKAGES = (
     "appliance.controller.admin.models",
     "appliance.controller.admin.owners",
     "appliance.controller.admin",
+    "appliance.controller.live",
     "appliance.controller.pipelines",
     "appliance.controller.sweeps",
     "appliance.controller.openai",
@@ -138,7 +141,10 @@ FENCES = {
     "typer": {"appliance/cli/"},
     "boto3": {"weights/tiers/objects_s3.py"},
     "botocore": {"weights/tiers/objects_s3.py"},
+    "lm_eval": {"appliance/harness/"},
     "matplotlib": {"scheduler/simulator/plot.py"},
+    "mlflow": {"appliance/tracking/mlflow_tracker.py"},
+    "wandb": {"appliance/tracking/wandb_tracker.py"},
     "opentelemetry": {"appliance/gateway/observe/tracing.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
@@ -538,6 +544,7 @@ TASKS = {
     "appliance/controller/batches/work.py BatchWork._send_what_may_go": ONE_SHOT,
     "appliance/controller/batches/work.py BatchWork._wait": AWAITED,
     "appliance/controller/evals/runner.py EvalRunner._judged": AWAITED,
+    "appliance/controller/pipelines/runner.py PipelineRunner._till_cancelled": AWAITED,
     "appliance/controller/jobs/validation.py JobValidation._check": AWAITED,
     "appliance/controller/bus/bus.py Bus._serve": AWAITED,
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,
@@ -556,6 +563,7 @@ TASKS = {
     "runtime/processes/warm_parents.py NodeAgent._keep": AWAITED,
     "runtime/newcomers.py Newcomers._accept": "`Newcomers._ended` logs what a meeting raises",
     "runtime/tunnel.py _join": AWAITED,
+    "scheduler/devices/readings.py DeviceReadings.look": "the next look has what it raises",
     "scheduler/loop/loop.py SchedulerLoop._launch": ENDS_THE_PROCESS,
     "scheduler/loop/loop.py SchedulerLoop.run": ENDS_THE_PROCESS,
     "scheduler/ray/remote_jobs.py ResultTransfer.__init__": ONE_SHOT,

@@ -10,19 +10,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from runtime.processes.kernel import die_with_parent
-from runtime.processes.oom import DiesAs, dies_as
+from runtime.processes.bounds import Bounds
 from train.data.formats import BadRecord
 from train.data.lines import examples
 
-CPU_S, MEMORY_BYTES = 3600, 4 << 30
+BOUNDS = Bounds(cpu_s=3600, memory_bytes=4 << 30)
 _NICENESS = 10
 
 
@@ -38,9 +36,7 @@ def write_apart(source: Path, target: Path, share: float, least: int, seed: int 
     try:
         said = json.loads(done.stdout)
     except ValueError:
-        how = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
-        limits = f"{CPU_S} s of CPU and {MEMORY_BYTES >> 30} GiB of memory"
-        raise NoPart(f"a part of the data could not be made with {limits} (it ended with {how})") from None
+        raise NoPart(f"a part of the data could not be made with {BOUNDS.told(done.returncode)}") from None
     if "error" in said:
         raise NoPart(said["error"])
     return int(said["bytes"])
@@ -75,12 +71,8 @@ def write(source: Path, target: Path, share: float, least: int, seed: int) -> in
 
 
 def main() -> None:
-    die_with_parent()
-    dies_as(DiesAs.TRIAL)
+    BOUNDS.hold()
     os.nice(_NICENESS)
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))  # not AS: an array of a file is mapped whole
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, target, share, least, seed = sys.argv[1:]
     try:
         print(json.dumps({"bytes": write(Path(source), Path(target), float(share), int(least), int(seed))}))

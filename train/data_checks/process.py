@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from runtime.processes.kernel import die_with_parent
-from runtime.processes.oom import DiesAs, dies_as
+from runtime.processes.bounds import Bounds
 from train.data.formats import BadRecord, Record
 from train.data_checks.options import ANY, BadOption, CheckOptions, PrepareOptions
 
 # Some 3 MB/s with everything asked for.
-CPU_S, MEMORY_BYTES = 4 * 3600, 6 << 30
+BOUNDS = Bounds(cpu_s=4 * 3600, memory_bytes=6 << 30)
 _NICENESS = 10
 _CONFIG_BYTES = 1 << 20
 _LISTED_LINES = 1000
@@ -31,39 +26,6 @@ _LISTED_LINES = 1000
 
 class CheckFailed(Exception):
     """A check or a preparation came to no end; the text says why, for whoever asked for it."""
-
-
-def check_apart(files: Sequence[Path], options: CheckOptions) -> dict[str, Any]:
-    """The report of these files (train.data_checks.report). Raises BadOption, CheckFailed; blocks until it is done."""
-    return _apart({"files": list(map(str, files)), "check": asdict(options)})
-
-
-def prepare_apart(
-    files: Sequence[Path],
-    options: CheckOptions,
-    asked: PrepareOptions,
-    target: Path,
-    validation: Path | None = None,
-    lineage: Path | None = None,
-) -> dict[str, Any]:
-    """Writes what `asked` makes of these files to `target` (and `validation`), neither of which may be there, and
-    returns the report of the files as they were ("report") and the lineage of what was made: "dropped_lines" has the
-    first of each kind, all of them stand in the file `lineage`. Raises BadOption, CheckFailed; blocks until it is
-    done."""
-    places = {"target": target, "validation": validation, "lineage": lineage}
-    return _apart(
-        {
-            "files": list(map(str, files)),
-            "check": asdict(options),
-            "prepare": asdict(asked),
-            **{name: None if place is None else str(place) for name, place in places.items()},
-        }
-    )
-
-
-def _apart(request: dict[str, Any]) -> dict[str, Any]:
-    done = subprocess.run(command_of(request), stdin=subprocess.DEVNULL, capture_output=True)
-    return answer_of(done.returncode, done.stdout, done.stderr)
 
 
 def command_of(request: dict[str, Any]) -> list[str]:
@@ -78,25 +40,17 @@ def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(out)
     except ValueError:
-        how = f"signal {-status}" if status < 0 else f"status {status}"
-        limits = f"{CPU_S} s of CPU and {MEMORY_BYTES >> 30} GiB of memory"
-        told = err.decode(errors="replace").strip().rpartition("\n")[2][:300]
-        raise CheckFailed(
-            f"it could not be done with {limits} (it ended with {how}{': ' if told else ''}{told})"
-        ) from None
+        said = err.decode(errors="replace").strip().rpartition("\n")[2][:300]
+        raise CheckFailed(f"it could not be done with {BOUNDS.told(status, said)}") from None
     if "error" not in answer:
         return answer
     raise (BadOption if answer.get("bad_option") else CheckFailed)(answer["error"])
 
 
 def main() -> None:
-    die_with_parent()
-    dies_as(DiesAs.TRIAL)
+    BOUNDS.hold()
     request = json.loads(sys.argv[1])
     os.nice(request.get("niceness", _NICENESS))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))  # not AS: a large array is mapped whole
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         answer = carried_out(request)
     except (BadOption, CheckFailed, OSError, ValueError) as error:

@@ -13,22 +13,20 @@ import argparse
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from runtime.processes.kernel import die_with_parent
-from runtime.processes.oom import DiesAs, dies_as
+from runtime.processes.bounds import Bounds
 from train.data.check import COUNTED_EXAMPLES, Count, DataReport, Heard, check_training_file
 from train.data.formats import Record
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, convert, method_of
 
 # An 8 GiB file of chats takes some minutes of CPU.
-CPU_S, MEMORY_BYTES = 3600, 4 << 30
+BOUNDS = Bounds(cpu_s=3600, memory_bytes=4 << 30)
 # From so much of the processor's time on: beside busy ranks, a dozen examples at low priority waited minutes for the
 # 2 s that they and the import of the tokenizer's library take.
 NICE_AFTER_S, _NICENESS = 5.0, 10
@@ -73,18 +71,12 @@ def check_apart(
                 "(`appliance down`, `appliance up`) and send the file again",
             )
             return report
-        how = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
-        limits = f"{CPU_S} s of CPU and {MEMORY_BYTES >> 30} GiB of memory"
-        report.add_error(1, f"the file could not be checked with {limits} (the check ended with {how})")
+        report.add_error(1, f"the file could not be checked with {BOUNDS.told(done.returncode)}")
         return report
 
 
 def main() -> None:
-    die_with_parent()
-    dies_as(DiesAs.TRIAL)
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))  # not AS: a large array is mapped whole
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    BOUNDS.hold()
     parser = argparse.ArgumentParser()
     parser.add_argument("method")
     parser.add_argument("path")

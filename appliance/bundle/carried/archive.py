@@ -134,18 +134,20 @@ class Bundle:
             self.names = [info.filename for info in self._zip.infolist()]
             if self._zip.getinfo(MANIFEST).file_size > MOST_OF_MANIFEST:
                 raise Unusable(f"the manifest of {path} is larger than {MOST_OF_MANIFEST:,} bytes")
-            self.manifest = Manifest.decoded(self._zip.read(MANIFEST))
+            # Read once: what is verified is what is believed, whatever somebody does to the file meanwhile.
+            self._manifest_read = self._zip.read(MANIFEST)
+            self.manifest = Manifest.decoded(self._manifest_read)
             self.signature_text = self._zip.read(SIGNATURE).decode(errors="replace")
         except (zipfile.BadZipFile, EOFError) as error:
             ours = self._starts_as_ours()
             self._file.close()
             if not ours:
-                raise Unusable(f"{path} is no bundle of the appliance") from error
+                raise Unusable(f"{path} is not a bundle of the appliance") from error
             size = path.stat().st_size
             raise CutShort(f"{path} was cut short: its end is missing, it has {size:,} bytes; copy it again") from error
         except KeyError as error:
             self._file.close()
-            raise Unusable(f"{path} is no bundle of the appliance, or lost its manifest: {error.args[0]}") from error
+            raise Unusable(f"{path} is not a bundle of the appliance, or lost its manifest: {error.args[0]}") from error
         except Unusable:
             self._file.close()
             raise
@@ -177,7 +179,7 @@ class Bundle:
             )
         key = known[signature.key_id]
         try:
-            signature.check(self._zip.read(MANIFEST), key)
+            signature.check(self._manifest_read, key)
         except BadSignature as error:
             raise BadSignature(f"changed: {MANIFEST}, or it was never signed: {error}") from error
         if problems := [*self._problems()]:

@@ -29,7 +29,7 @@ class PublicKey:
         lines = [line for line in text.splitlines() if line.strip() and not line.startswith(_UNTRUSTED)]
         data = _decoded(lines[0]) if lines else b""
         if len(lines) != 1 or len(data) != 42 or data[:2] != b"Ed":
-            raise Unusable("this is no public key of `appliance bundle keygen` or minisign")
+            raise Unusable("this is not a public key of `appliance bundle keygen` or minisign")
         return cls(data[2:10], data[10:])
 
     @classmethod
@@ -39,7 +39,7 @@ class PublicKey:
         try:
             return cls.read(path.read_text() if path.is_file() else value)
         except (OSError, UnicodeDecodeError, Unusable) as error:
-            raise Unusable(f"{value} is no public key, nor a file with one: {error}") from error
+            raise Unusable(f"{value} is not a public key, nor a file with one: {error}") from error
 
     @property
     def name(self) -> str:

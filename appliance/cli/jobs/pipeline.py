@@ -112,10 +112,10 @@ def _put(session: Session, pipeline: str) -> str:
     if path.is_file():
         spec = table_file("the pipeline", path)
         if not isinstance(spec, dict):
-            raise BadUsage(f"{pipeline} is no table")
+            raise BadUsage(f"{pipeline} is not a table")
         return str(session.client.post("/v1/pipelines", {"spec": spec})["name"])
     if path.suffix in (".toml", ".json") or "/" in pipeline:
-        raise BadUsage(f"{pipeline} is no file on this machine")
+        raise BadUsage(f"{pipeline} is not a file on this machine")
     return pipeline
 
 

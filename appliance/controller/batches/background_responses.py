@@ -256,7 +256,7 @@ class BackgroundResponses:
 
     async def _asked(self, row: ResponseRow, model: str) -> tuple[EngineAnswer, Sent]:
         """Raises LineReturned; ApiError where the earlier turns are gone."""
-        if row.key_id and keys.is_revoked(self._db, row.key_id):
+        if keys.is_revoked(self._db, row.key_id):
             raise ApiError(401, KEY_REVOKED)
         if not may_use(self._db, row.key_id or None, model):  # it was deleted, or is no longer shared
             raise unknown_model(model)

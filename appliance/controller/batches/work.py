@@ -214,7 +214,7 @@ class BatchWork:
             return "cancelled"
         if row.expires_s <= time.time():
             return "expired"
-        if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
+        if keys.is_revoked(self._db, row.key_id):
             # As at the gateways, requests of a revoked key stop.
             self._set(
                 errors=[

@@ -15,14 +15,29 @@ Share = Annotated[float, Field(gt=0, le=1)]
 MOST_FILES, MOST_LISTED = 16, 8_000
 
 
-class CheckAsked(StrictBody):
-    """against: id of a validation file. words: a list of one's own."""
+class Bounds(StrictBody):
+    """What examples are held against. against: id of a validation file. like: as train.data_checks.options has it."""
 
-    model: Name | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    method: Literal[tuple(METHODS)] | None = None  # type: ignore[valid-type]
     against: Name | None = None
     like: Annotated[float, Field(ge=0.7, le=1)] | None = None
+
+
+class Changes(StrictBody):
+    """What is left out or changed: see train.data_checks.options.PrepareOptions."""
+
+    drop: Annotated[list[CheckName], Field(max_length=len(CHECKS))] = Field(default_factory=list)
+    mask: bool = False
+    split: Annotated[float, Field(gt=0, lt=1)] | None = None
+    order: Literal[tuple(ORDERS)] = ORDERS[0]  # type: ignore[valid-type]
+    seed: Annotated[int, Field(ge=0, le=2**31)] = 0
+
+
+class CheckAsked(Bounds):
+    """words: a list of one's own."""
+
+    model: Name | None = None
+    method: Literal[tuple(METHODS)] | None = None  # type: ignore[valid-type]
     words: Annotated[list[Name], Field(max_length=MOST_LISTED)] | None = None
     leave_out: Annotated[list[CheckName], Field(max_length=len(CHECKS))] = Field(default_factory=list)
 
@@ -32,10 +47,5 @@ class Mixed(StrictBody):
     share: Share
 
 
-class PrepareAsked(CheckAsked):
-    drop: Annotated[list[CheckName], Field(max_length=len(CHECKS))] = Field(default_factory=list)
-    mask: bool = False
-    split: Annotated[float, Field(gt=0, lt=1)] | None = None
+class PrepareAsked(CheckAsked, Changes):
     mix: Annotated[list[Mixed], Field(max_length=MOST_FILES)] = Field(default_factory=list)
-    order: Literal[tuple(ORDERS)] = ORDERS[0]  # type: ignore[valid-type]
-    seed: Annotated[int, Field(ge=0, le=2**31)] = 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +16,7 @@ from appliance.controller.access.model_access import caller_may_use, unknown_mod
 from appliance.controller.access.naming import resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.data_checks.asked import CheckAsked, PrepareAsked
-from appliance.controller.data_checks.data_work import DataWork, check_request, part_of
+from appliance.controller.data_checks.data_work import DataWork, check_request
 from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import Principal
@@ -40,68 +41,73 @@ async def check_file(
     return report
 
 
-async def prepare_files(
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """rows: of the new files, whose bytes are at `places` as long as they are not kept."""
+
+    lineage: dict[str, Any]
+    rows: list[FileRow]
+    places: list[Path]
+
+    def keep(self, context: ControllerContext) -> None:
+        """Call within `storage.with_row`."""
+        for row, place in zip(self.rows, self.places, strict=True):
+            storage.keep(context, row, place)
+
+
+@asynccontextmanager
+async def prepared_files(
     context: ControllerContext,
     work: DataWork,
     body: PrepareAsked,
     rows: list[FileRow],
     ids: list[str],
     caller: Principal,
-) -> dict[str, Any]:
-    """Makes new files of these ids, the second for a split, and returns their lineage. The first of `rows` is what is
+) -> AsyncIterator[Prepared]:
+    """New files of these ids, the second for a split; what is not kept within goes. The first of `rows` is what is
     prepared; the others are those of `body.mix`. Raises as `check_file`."""
-    places = [part_of(context.files_dir / one) for one in ids]
     paths = {row.id: str(context.files_dir / row.id) for row in rows}
     asked = {
         **body.model_dump(include={"drop", "mask", "split", "order", "seed"}),
         "mix": [[paths[one.file], one.share] for one in body.mix],
     }
-    with context.quotas.receiving(caller) as took:
+    with context.quotas.receiving(caller) as took, storage.growing(context, *ids) as places:
         took(sum(row.bytes for row in rows))
-        try:
-            with tempfile.TemporaryDirectory(prefix="prepare-") as folder:
-                more = {
-                    "prepare": asked,
-                    "target": str(places[0]),
-                    "validation": str(places[1]) if len(places) > 1 else None,
-                }
-                options = await _options(context, body, caller, Path(folder))
-                made = await _run(work, rows[0].owner, check_request(context, rows, options, **more))
-            del made["report"]
-            made["id"] = ids[0]
-            made["check"] = body.model_dump(include=set(CheckAsked.model_fields), exclude_defaults=True)
-            made["asked"]["mix"] = [[one.file, one.share] for one in body.mix]
-            names = [_name(rows[0].filename, number) for number in range(len(ids))]
-            for number, one in enumerate(made["made"]):
-                one |= {"file": ids[number], "id": ids[number], "filename": names[number]}
-            new = [
-                await to_thread.run_sync(_row, one, place, rows[0], made, caller)
-                for one, place in zip(made["made"], places, strict=True)
-            ]
-            for row, place in zip(new, places, strict=True):
-                with storage.with_row(context, row.id):
-                    os.rename(place, context.files_dir / row.id)
-                    files.insert(context.db, row)
-        finally:
-            for place in places:
-                place.unlink(missing_ok=True)
-    return made
+        with tempfile.TemporaryDirectory(prefix="prepare-") as folder:
+            more = {
+                "prepare": asked,
+                "target": str(places[0]),
+                "validation": str(places[1]) if len(places) > 1 else None,
+            }
+            options = await _options(context, body, caller, Path(folder))
+            lineage = await _run(work, rows[0].owner, check_request(context, rows, options, **more))
+        del lineage["report"]
+        lineage["id"] = ids[0]
+        lineage["check"] = body.model_dump(include=set(CheckAsked.model_fields), exclude_defaults=True)
+        lineage["asked"]["mix"] = [[one.file, one.share] for one in body.mix]
+        for number, one in enumerate(lineage["made"]):
+            one |= {"file": ids[number], "id": ids[number], "filename": _name(rows[0].filename, number)}
+        new = [
+            await _row(context, one, place, rows[0], lineage, caller)
+            for one, place in zip(lineage["made"], places, strict=True)
+        ]
+        yield Prepared(lineage, new, places)
 
 
-def _row(made: dict[str, Any], path: Path, source: FileRow, lineage: dict[str, Any], caller: Principal) -> FileRow:
-    return FileRow(
-        id=made["id"],
-        filename=made["filename"],
-        purpose="fine-tune",
-        bytes=path.stat().st_size,
-        sha256=made["sha256"],
-        status="processed",
-        check_status="waiting",
-        lineage=lineage,
-        key_id=caller.key_id if source.owner == caller.owner else source.key_id,
-        owner=source.owner,
-        created_s=time.time(),
+async def _row(
+    context: ControllerContext,
+    made: dict[str, Any],
+    place: Path,
+    source: FileRow,
+    lineage: dict[str, Any],
+    caller: Principal,
+) -> FileRow:
+    """Whoever prepares another's file, its owner has what is made of it."""
+    row = await storage.described(
+        context, made["id"], place, filename=made["filename"], sha256=made["sha256"], caller=caller
     )
+    key_id = caller.key_id if source.owner == caller.owner else source.key_id
+    return replace(row, lineage=lineage, key_id=key_id, owner=source.owner)
 
 
 def _name(filename: str, number: int) -> str:

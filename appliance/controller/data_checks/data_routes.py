@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.data_checks.asked import CheckAsked, PrepareAsked
-from appliance.controller.data_checks.carry_out import check_file, prepare_files
+from appliance.controller.data_checks.carry_out import check_file, prepared_files
 from appliance.controller.data_checks.data_work import DataWork
 from appliance.controller.files import storage
 from appliance.controller.http.idempotency import Attempt, Carried, Deed
@@ -60,7 +60,10 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
         if (earlier := carried.before(lambda: Deed.of(ids=ids))) is not None:
             return _told_again(context, earlier["ids"], caller)
         try:
-            return await prepare_files(context, work, body, [first, *mixed], ids, caller)
+            async with prepared_files(context, work, body, [first, *mixed], ids, caller) as made:
+                with storage.with_row(context, *ids):
+                    made.keep(context)
+            return made.lineage
         except BaseException:
             carried.came_to_nothing()
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -34,9 +33,8 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.post("")
     async def create(request: Request, caller: Caller) -> dict[str, Any]:
         file_id = new_id("file-")
-        incoming = context.files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
         again = idempotency.may_come_again(request, caller, ROUTE, db, context.config)
-        with context.quotas.receiving(caller, again=again) as took:
+        with context.quotas.receiving(caller, again=again) as took, storage.growing(context, file_id) as (incoming,):
             upload = await multipart.receive(
                 request.stream(),
                 request.headers.get("content-type", ""),
@@ -44,40 +42,35 @@ def routes(context: ControllerContext) -> APIRouter:
                 context.config.upload_bytes,
                 took,
             )
-            try:
-                purpose, keep_s = storage.checked_purpose(upload.fields.get("purpose")), _keep_s(upload.fields)
-                row = await storage.described(
-                    context,
-                    file_id,
-                    incoming,
-                    filename=upload.filename,
-                    size=upload.size,
-                    sha256=upload.sha256,
-                    purpose=purpose,
-                    keep_s=keep_s,
-                    caller=caller,
-                )
-                attempt = idempotency.Attempt.of(
-                    request, caller, ROUTE, [upload.sha256, upload.filename, row.purpose, upload.fields]
-                )
+            purpose, keep_s = storage.checked_purpose(upload.fields.get("purpose")), _keep_s(upload.fields)
+            row = await storage.described(
+                context,
+                file_id,
+                incoming,
+                filename=upload.filename,
+                sha256=upload.sha256,
+                caller=caller,
+                purpose=purpose,
+                keep_s=keep_s,
+            )
+            attempt = idempotency.Attempt.of(
+                request, caller, ROUTE, [upload.sha256, upload.filename, row.purpose, upload.fields]
+            )
 
-                def make() -> FileRow:
-                    if again:
-                        context.quotas.check_arrived(caller)
-                    os.rename(incoming, context.files_dir / file_id)
-                    files.insert(db, row)
-                    return row
+            def make() -> FileRow:
+                if again:
+                    context.quotas.check_arrived(caller)
+                storage.keep(context, row, incoming)
+                return row
 
-                with storage.with_row(context, file_id):
-                    kept, _ = idempotency.once(
-                        db,
-                        context.config,
-                        attempt,
-                        lambda earlier: files.find(db, earlier, viewer=caller.viewer, now_s=time.time()),
-                        make,
-                    )
-            finally:
-                incoming.unlink(missing_ok=True)
+            with storage.with_row(context, file_id):
+                kept, _ = idempotency.once(
+                    db,
+                    context.config,
+                    attempt,
+                    lambda earlier: files.find(db, earlier, viewer=caller.viewer, now_s=time.time()),
+                    make,
+                )
         return views.file_object(kept, caller)
 
     @router.get("")

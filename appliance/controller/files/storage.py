@@ -43,15 +43,33 @@ def remove(context: ControllerContext, row: FileRow) -> None:
 
 
 @contextlib.contextmanager
-def with_row(context: ControllerContext, file_id: str) -> Iterator[None]:
-    """Around the transaction that moves the bytes of a new file in place and writes its row: without the row they go,
-    or they would be nobody's until the next start, on a disk that had no room for the row."""
+def growing(context: ControllerContext, *file_ids: str) -> Iterator[list[Path]]:
+    """Where the bytes of new files with these ids are written; what has not been kept within goes."""
+    paths = [context.files_dir / f"{multipart.INCOMING_PREFIX}{one}" for one in file_ids]
+    try:
+        yield paths
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def with_row(context: ControllerContext, *file_ids: str) -> Iterator[None]:
+    """Around the transaction in which new files are kept: without their rows the bytes go, or they would be nobody's
+    until the next start, on a disk that had no room for the rows."""
     try:
         with context.db.transaction():
             yield
     except BaseException:
-        (context.files_dir / file_id).unlink(missing_ok=True)
+        for one in file_ids:
+            (context.files_dir / one).unlink(missing_ok=True)
         raise
+
+
+def keep(context: ControllerContext, row: FileRow, path: Path) -> None:
+    """Move the bytes of a new file in place, and write its row. Call within `with_row`."""
+    os.rename(path, context.files_dir / row.id)
+    files.insert(context.db, row)
 
 
 def sweep(context: ControllerContext) -> int:
@@ -112,11 +130,10 @@ async def described(
     path: Path,
     *,
     filename: str,
-    size: int,
     sha256: str,
-    purpose: str,
-    keep_s: float | None,
     caller: Principal,
+    purpose: str = "fine-tune",
+    keep_s: float | None = None,
 ) -> FileRow:
     """The row for the complete bytes at `path`, owned by the caller. Training data is checked line by line, on a thread
     or in a process.
@@ -136,7 +153,7 @@ async def described(
         id=file_id,
         filename=filename,
         purpose=purpose,
-        bytes=size,
+        bytes=path.stat().st_size,
         sha256=sha256,
         status=status,
         status_details=details,

@@ -186,8 +186,7 @@ def routes(context: ControllerContext) -> APIRouter:
         context.quotas.disk.check(row.bytes)
         completing.add(row.id)
         file_id = new_id("file-")
-        incoming = context.files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
-        with context.quotas.kept.open(row.id) as kept:
+        with context.quotas.kept.open(row.id) as kept, files.growing(context, file_id) as (incoming,):
             kept(row.bytes)  # the file, until it has a row of its own
             try:
                 await _drop_all_but(context, row, set(body.part_ids))
@@ -207,22 +206,19 @@ def routes(context: ControllerContext) -> APIRouter:
                     file_id,
                     incoming,
                     filename=row.filename,
-                    size=row.bytes,
                     sha256=sha256,
+                    caller=caller,
                     purpose=row.purpose,
                     keep_s=row.file_keep_s,
-                    caller=caller,
                 )
                 # An admin may complete another owner's upload; its owner stays the same.
                 made = replace(made, key_id=row.key_id, owner=row.owner)
                 _pending(context, upload_id, caller)
                 with files.with_row(context, file_id):
-                    os.rename(incoming, context.files_dir / file_id)
-                    file_rows.insert(db, made)
+                    files.keep(context, made, incoming)
                     upload_rows.update(db, row.id, status="completed", file_id=file_id)
             finally:
                 completing.discard(row.id)
-                incoming.unlink(missing_ok=True)
         await to_thread.run_sync(_remove_bytes, context, row.id)
         return _view(context, _known(context, upload_id, caller), caller)
 

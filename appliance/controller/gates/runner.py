@@ -110,7 +110,7 @@ class GateRunner:
                         self._begin(row.id, place, side)
                         waits.append(f"the {side} is asked")
                     except ApiError as error:
-                        if error.status_code not in (429, 507):
+                        if not error.passes:
                             self._undecided(row, f"{self._suite(row, place)} cannot be run: {error.message}")
                             return
                         waits.append(error.message)

@@ -81,7 +81,7 @@ def _suite(context: ControllerContext, suite: GateSuite, caller: Principal, para
     names = [criterion["name"] for criterion in of.criteria]
     if suite.criterion is not None and suite.criterion not in names:
         raise BadRequest(
-            f"{shown(suite.criterion)} is no grader of {of.id}; it has {', '.join(map(shown, names))}.",
+            f"{shown(suite.criterion)} is not a grader of {of.id}; it has {', '.join(map(shown, names))}.",
             param=f"{param}.criterion",
             code="invalid_value",
         )

@@ -91,7 +91,7 @@ class ModelAnswers:
             return answer
 
     def _refused(self, key_id: str | None, key: KeyRow | None, model: str, url: str, expires_s: float) -> str:
-        if key_id is not None and keys.is_revoked(self._db, key_id):
+        if keys.is_revoked(self._db, key_id):
             return "the key that asks was revoked"
         if why := why_not_asked(self._db, key_id, model, chats=url == URL):
             return why

@@ -33,7 +33,7 @@ class RolloutGrading:
         row, found = jobs.find(self._db, job_id), job_records.find_judge(self._db, job_id)
         if row is None or found is None:
             return {"failed": "the grader of the job was deleted"}
-        if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
+        if keys.is_revoked(self._db, row.key_id):
             return {"failed": "the API key of the job was revoked, and its answers are graded on behalf of it"}
         asked = [(Sample(one["text"]), one["item"]) for one in samples]
         ask = partial(self._answers.ask, row.key_id, within_s=ANSWER_WITHIN_S)

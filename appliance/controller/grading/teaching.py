@@ -35,7 +35,7 @@ class Teaching:
         row, found = jobs.find(self._db, job_id), job_records.find_judge(self._db, job_id)
         if row is None or found is None:
             return {"failed": "the teacher of the job is not known any more"}
-        if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
+        if keys.is_revoked(self._db, row.key_id):
             return {"failed": "the API key of the job was revoked, and its teacher is asked on behalf of it"}
         teacher = found.judge["teacher"]
         waiting = asyncio.get_running_loop().call_later(self._say_after_s, self._say_that_it_waits, job_id, teacher)

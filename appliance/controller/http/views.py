@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from appliance.controller.access.naming import Resolved
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.rows import (
-    BatchRow,
     CheckpointRow,
-    EvalRow,
-    EvalRunRow,
     FileRow,
     JobEventRow,
     JobRow,
     PermissionRow,
-    UploadRow,
 )
 from train.methods.methods import DEFAULT, METHODS
 
@@ -34,7 +30,12 @@ _OPENAI_HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
 _WORKED_OUT = ("n_epochs", "batch_size")
 
 
-def whose(row: FileRow | JobRow | BatchRow | UploadRow | EvalRow | EvalRunRow, caller: Principal) -> dict[str, Any]:
+class Owned(Protocol):
+    @property
+    def owner(self) -> str: ...
+
+
+def whose(row: Owned, caller: Principal) -> dict[str, Any]:
     """For an admin, who sees all owners' objects: `owner`, null for the box itself; empty for others."""
     return {"owner": row.owner or None} if caller.is_admin else {}
 

@@ -42,7 +42,7 @@ _WITHOUT: dict[str, Any] = {"preemptible": 1, "deadline_s": None}
 def taken_over(db: Database, row: JobRow, caller: Principal) -> dict[str, Any]:
     """Changes of a paused job whose key was revoked when the caller resumes it: it becomes a job of the caller's key,
     and loses what that key may not claim. Nothing if its key lives, or an admin resumes it."""
-    if caller.is_admin or row.key_id is None or not keys.is_revoked(db, row.key_id):
+    if caller.is_admin or not keys.is_revoked(db, row.key_id):
         return {}
     key = _key_of(db, caller)
     changes: dict[str, Any] = {"key_id": caller.key_id}

@@ -23,7 +23,7 @@ def reason(db: Database, row: JobRow) -> str | None:
     """Overrides the planner's reason; None: the planner's applies."""
     if row.wanted != "pause":
         return None
-    if row.key_id is not None and keys.is_revoked(db, row.key_id):
+    if keys.is_revoked(db, row.key_id):
         return KEY_REVOKED
     return None if may_use(db, row.key_id, row.model) else MODEL_WITHDRAWN
 

@@ -43,14 +43,21 @@ def insert_job(context: ControllerContext, body: JobCreate, caller: Principal) -
         gates.insert(db, gate)
     add_message(db, row.id, f"Created fine-tuning job: {row.id}")
     if body.integrations:
-        add_message(
-            db,
-            row.id,
-            level="warn",
-            text="The wandb integration is recorded but not contacted: this box sends nothing out. "
-            "Metrics are in this job's events and in TensorBoard files.",
-        )
+        add_message(db, row.id, _of_wandb(context.wandb_mode), level="info" if context.wandb_mode else "warn")
     return row
+
+
+def _of_wandb(mode: str | None) -> str:
+    """What becomes of a job's wandb integration. A box without W&B takes the job all the same: scripts that name it are
+    to run here unchanged."""
+    if mode == "online":
+        return "W&B gets a run of this job when it starts; its address follows here."
+    if mode == "offline":
+        return "A W&B run of this job is written on the box when it starts, for `wandb sync`; where follows here."
+    return (
+        "The wandb integration is recorded but not contacted: this box has none ([tracking] wandb_mode) and sends "
+        "nothing out by itself. Metrics are in this job's events and in TensorBoard files."
+    )
 
 
 def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> tuple[JobRow, dict[str, Any]]:

@@ -54,7 +54,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         if previous is not None:
             await stored.before(previous, caller.viewer)
         check_may_ask(context.db, caller, str(body.get("model")))
-        if caller.key_id and keys.is_revoked(context.db, caller.key_id):  # while the body or earlier turns were read
+        if keys.is_revoked(context.db, caller.key_id):  # while the body or earlier turns were read
             raise ApiError(401, KEY_REVOKED)
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body)
 

@@ -59,35 +59,30 @@ def new(found: Found, taken: Found, data: Data) -> Found:
     return {name: told for name, told in found.items() if taken.get(name) != told}
 
 
-def join(parts: list[tuple[Path, int]], target: Path) -> tuple[int, str]:
-    """Write the lines of the files, of each so many bytes as were seen, into a new one; its bytes and SHA-256. Raises
-    OSError, and NoData for what is no regular file any more."""
-    digest, size = hashlib.sha256(), 0
-    try:
-        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
-            for path, most in parts:
-                last = b"\n"
-                for block in _blocks(path, most):
-                    out.write(block)
-                    digest.update(block)
-                    size, last = size + len(block), block[-1:]
-                if last != b"\n":
-                    out.write(b"\n")
-                    digest.update(b"\n")
-                    size += 1
-            out.flush()
-            os.fsync(out.fileno())
-    except BaseException:
-        target.unlink(missing_ok=True)
-        raise
-    return size, digest.hexdigest()
+def join(parts: list[tuple[Path, int]], target: Path) -> str:
+    """Write the lines of the files, of each so many bytes as were seen, into a new one; its SHA-256. Raises OSError,
+    and NoData for what is not a regular file any more."""
+    digest = hashlib.sha256()
+    with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+        for path, most in parts:
+            last = b"\n"
+            for block in _blocks(path, most):
+                out.write(block)
+                digest.update(block)
+                last = block[-1:]
+            if last != b"\n":
+                out.write(b"\n")
+                digest.update(b"\n")
+        out.flush()
+        os.fsync(out.fileno())
+    return digest.hexdigest()
 
 
 def _blocks(path: Path, most: int) -> Iterator[bytes]:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as source:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise NoData(f"{path} is no regular file any more")
+            raise NoData(f"{path} is not a regular file any more")
         while block := source.read(min(_BLOCK, most)):
             most -= len(block)
             yield block

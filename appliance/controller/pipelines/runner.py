@@ -8,9 +8,8 @@ the step anew, and never makes a second of either.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,10 @@ from appliance.controller.access.model_access import caller_of
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.one_each import OneEach
-from appliance.controller.files import multipart, storage
+from appliance.controller.data_checks.asked import CheckAsked, PrepareAsked
+from appliance.controller.data_checks.carry_out import check_file, prepared_files
+from appliance.controller.data_checks.data_work import DataWork
+from appliance.controller.files import storage
 from appliance.controller.gates.runner import GateRunner
 from appliance.controller.interfaces.errors import ApiError, Conflict
 from appliance.controller.interfaces.principal import Principal
@@ -28,21 +30,16 @@ from appliance.controller.jobs.validation import JobValidation
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.openai.new_job import insert_job
 from appliance.controller.pipelines import new_data
-from appliance.controller.pipelines.data_steps import checked, prepared
 from appliance.controller.pipelines.new_data import Found, NoData
 from appliance.controller.pipelines.spec import Check, PipelineSpec, Prepare, Schedule, job_of
-from appliance.controller.pipelines.steps import End, Seen, end_of, steps_of
+from appliance.controller.pipelines.steps import End, Seen, beyond, end_of, steps_of
 from appliance.store.ids import new_id
 from appliance.store.objects import files, gates, jobs, models, pipelines
 from appliance.store.records import keys
 from appliance.store.rows import FileRow, PipelineRow, PipelineRunRow
 from scheduler.loop.mode_schedule import next_firing_s
-from train.data_checks.options import BadOption
-from train.data_checks.process import CheckFailed
 
 LOOK_EVERY_S = 1.0
-_LATER = (429, 507)
-"""What a bound or a full disk refuses now may be taken later."""
 
 
 class _Failed(Exception):
@@ -50,9 +47,11 @@ class _Failed(Exception):
 
 
 class PipelineRunner:
-    def __init__(self, context: ControllerContext, validation: JobValidation, judging: GateRunner):
+    def __init__(self, context: ControllerContext, data_work: DataWork, validation: JobValidation, judging: GateRunner):
         self._context, self._db = context, context.db
-        self._validation, self._judging = validation, judging
+        self._data_work, self._validation, self._judging = data_work, validation, judging
+        self._at_data: dict[str, asyncio.Task[None]] = {}
+        """By run: a check or a preparation, which ends with the run."""
         self._going = OneEach(context.background, "pipeline")  # runs, and pipelines that are due
         self.tasks = self._going.tasks
 
@@ -81,7 +80,7 @@ class PipelineRunner:
         assert spec.schedule is not None
         note = ""
         going = pipelines.running_of(self._db, row.id)
-        if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
+        if keys.is_revoked(self._db, row.key_id):
             pipelines.update(self._db, row.id, scheduled=0, next_s=None, note="the key that scheduled it was revoked")
             return
         if going is not None:
@@ -140,7 +139,7 @@ class PipelineRunner:
             return
         spec, caller = PipelineSpec.model_validate(run.spec), caller_of(self._db, run.key_id)
         try:
-            if run.key_id is not None and keys.is_revoked(self._db, run.key_id):
+            if keys.is_revoked(self._db, run.key_id):
                 raise _Failed("the key of this run was revoked")
             if run.file_id is None:
                 await self._take_data(run, row, spec, caller)
@@ -151,7 +150,7 @@ class PipelineRunner:
         except (_Failed, NoData) as error:
             self._end(run_id, row, End(True, str(error)))
         except ApiError as error:
-            if error.status_code in _LATER:
+            if error.passes:
                 self._says(run_id, error.message)
             else:
                 self._end(run_id, row, End(True, error.message))
@@ -163,7 +162,7 @@ class PipelineRunner:
         data = spec.data
         if data.folder is not None:
             if not caller_of(self._db, row.key_id).is_admin:
-                raise NoData("the key of this pipeline is no administrator's any more, and may read no folder")
+                raise NoData("the key of this pipeline is not an administrator's any more, and may read no folder")
             return await asyncio.to_thread(new_data.in_folder, data.folder, data.pattern, time.time())
         if data.uploads is not None:
             return new_data.uploaded(self._context, data.uploads, row.owner)
@@ -197,31 +196,18 @@ class PipelineRunner:
         if size > context.config.upload_total_bytes:
             raise NoData(f"the data has {size} bytes; a file has {context.config.upload_total_bytes} at most")
         base = None if spec.data.folder is not None else context.files_dir
-        incoming = context.files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
-        with context.quotas.receiving(caller) as took:
+        with context.quotas.receiving(caller) as took, storage.growing(context, file_id) as (incoming,):
             took(size + run.data_files)
             # Only now: a run that waits for room asks for it every second.
             chosen = pipelines.chosen(self._db, run.id)
             parts = [((base / name) if base is not None else Path(name), int(told[0])) for name, told in chosen.items()]
-            try:
-                nbytes, sha256 = await context.file_work.run(run.owner, new_data.join, parts, incoming)
-                made = await storage.described(
-                    context,
-                    file_id,
-                    incoming,
-                    filename=f"{run.id}.jsonl",
-                    size=nbytes,
-                    sha256=sha256,
-                    purpose="fine-tune",
-                    keep_s=None,
-                    caller=caller,
-                )
-                with storage.with_row(context, file_id):
-                    if self._update_going(run.id, file_id=file_id, reason=""):
-                        os.rename(incoming, context.files_dir / file_id)
-                        files.insert(self._db, made)
-            finally:
-                incoming.unlink(missing_ok=True)
+            sha256 = await context.file_work.run(run.owner, new_data.join, parts, incoming)
+            made = await storage.described(
+                context, file_id, incoming, filename=f"{run.id}.jsonl", sha256=sha256, caller=caller
+            )
+            with storage.with_row(context, file_id):
+                if self._update_going(run.id, file_id=file_id, reason=""):
+                    storage.keep(context, made, incoming)
 
     async def _ready(self, run: PipelineRunRow, spec: PipelineSpec, caller: Principal) -> None:
         """The next of checking, preparing and training on its data. Raises ApiError, OSError, _Failed."""
@@ -231,33 +217,38 @@ class PipelineRunner:
         if spec.check is not False and file.status == "error" and (spec.prepare is None or not spec.prepare.drop):
             self._tell(run, spec, Seen(file))
             raise _Failed(f"the data was refused: {file.status_details}")
+        if isinstance(spec.check, Check) and "checked" not in run.made:
+            await self._till_cancelled(run.id, self._check(run, file, spec.check, caller))
+        elif spec.prepare is not None and "prepared" not in run.made:
+            await self._till_cancelled(run.id, self._prepare(run, file, spec.prepare, caller))
+        else:
+            self._train(run, spec, file, caller)
+
+    async def _till_cancelled(self, run_id: str, work: Coroutine[Any, Any, None]) -> None:
+        self._at_data[run_id] = asyncio.create_task(work)
         try:
-            if isinstance(spec.check, Check) and "checked" not in run.made:
-                found = await checked(self._context, file, spec.check, run.owner)
-                self._update_going(
-                    run.id, made={**run.made, "checked": found.counts, "beyond": found.beyond}, reason=""
-                )
-                if found.beyond:
-                    raise _Failed(f"the data has {'; '.join(found.beyond)}")
-            elif spec.prepare is not None and "prepared" not in run.made:
-                await self._prepare(run, file, spec.prepare, caller)
-            else:
-                self._train(run, spec, file, caller)
-        except (BadOption, CheckFailed) as error:
-            raise _Failed(str(error)) from error
+            await self._at_data[run_id]
+        finally:
+            del self._at_data[run_id]
+
+    async def _check(self, run: PipelineRunRow, file: FileRow, asked: Check, caller: Principal) -> None:
+        """Raises ApiError, _Failed."""
+        body = CheckAsked(**asked.model_dump(exclude={"at_most"}, exclude_none=True))
+        report = await check_file(self._context, self._data_work, file, body, caller)
+        found, more = {name: int(one["count"]) for name, one in report["checks"].items()}, beyond(asked, report)
+        self._update_going(run.id, made={**run.made, "checked": found, "beyond": more}, reason="")
+        if more:
+            raise _Failed(f"the data has {'; '.join(more)}")
 
     async def _prepare(self, run: PipelineRunRow, file: FileRow, asked: Prepare, caller: Principal) -> None:
-        """Raises ApiError, OSError, BadOption, CheckFailed."""
-        with self._context.quotas.receiving(caller) as took:
-            took(file.bytes)
-            async with prepared(self._context, file, asked, run.id, caller) as made, AsyncExitStack() as stack:
-                told = {one.kind: one.row.id for one in made.files}
-                for one in made.files:
-                    stack.enter_context(storage.with_row(self._context, one.row.id))
-                if self._update_going(run.id, made={**run.made, **told, "dropped": made.dropped}, reason=""):
-                    for one in made.files:
-                        os.rename(one.path, self._context.files_dir / one.row.id)
-                        files.insert(self._db, one.row)
+        """Raises ApiError, OSError."""
+        body = PrepareAsked(**asked.model_dump(exclude_none=True))
+        told = {kind: new_id("file-") for kind in ("prepared", "validation")[: 1 if asked.split is None else 2]}
+        ids = list(told.values())
+        async with prepared_files(self._context, self._data_work, body, [file], ids, caller) as made:
+            with storage.with_row(self._context, *ids):
+                if self._update_going(run.id, made={**run.made, **told, "dropped": made.lineage["dropped"]}, reason=""):
+                    made.keep(self._context)
 
     def _train(self, run: PipelineRunRow, spec: PipelineSpec, file: FileRow, caller: Principal) -> None:
         """Raises ApiError."""
@@ -323,6 +314,8 @@ class PipelineRunner:
             if gate is not None and gate.state not in ("canary", "ended"):
                 self._judging.cancel(gate.id)
         self._end(run_id, row, End(True, "cancelled by request"), cancelled=True)
+        if run_id in self._at_data:
+            self._at_data[run_id].cancel()
 
     def _end(self, run_id: str, row: PipelineRow, end: End, *, cancelled: bool = False) -> None:
         run = pipelines.find_run(self._db, run_id)
@@ -360,7 +353,7 @@ class PipelineRunner:
         if job is None or job.finished:
             for file_id in (run.file_id, run.made.get("prepared"), run.made.get("validation")):
                 made = files.find(self._db, file_id or "", viewer=None, now_s=0)
-                if made is not None and made.filename.startswith(run.id):
+                if made is not None and (file_id != run.file_id or made.filename.startswith(run.id)):
                     storage.remove(self._context, made)
 
 

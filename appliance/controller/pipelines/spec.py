@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 from appliance.controller.access.model_access import absent_model, caller_may_use
 from appliance.controller.access.naming import resolve
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.data_checks.asked import Bounds, Changes
 from appliance.controller.files import storage
 from appliance.controller.gates.terms import checked
 from appliance.controller.http.strict_body import StrictBody
@@ -18,12 +19,11 @@ from appliance.controller.jobs.gate_request import GateCanary, GateRequest
 from appliance.controller.jobs.requests import JobCreate
 from scheduler.core.errors import InvalidSchedule
 from scheduler.loop.mode_schedule import check_cron, check_zone
-from train.data_checks.options import CHECKS, ORDERS, CheckName
+from train.data_checks.options import CHECKS, CheckName
 
 STEPS = ("data", "check", "prepare", "train", "evaluate", "gate", "canary", "promote")
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _OF_THE_RUN = ("training_file", "gate", "activate")
-_RULES = ("pass_rate_at_least", "mean_reward_at_least", "not_worse_by", "better_by", "measure")
 _NO_FILE = "file-of-the-run"
 
 
@@ -40,29 +40,16 @@ class Data(StrictBody):
     take: Literal["new", "all"] = "new"
 
 
-class Check(StrictBody):
+class Check(Bounds):
     """at_most: share of the examples by name of a check of train.data_checks; more fail the run. leave_out: checks that
-    are not made. against: id of a validation file, whose examples are found."""
+    are not made."""
 
     at_most: dict[CheckName, Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=dict)
     leave_out: Annotated[list[CheckName], Field(max_length=len(CHECKS))] = Field(default_factory=list)
-    against: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    like: Annotated[float, Field(ge=0.7, le=1)] | None = None
 
 
-class Prepare(StrictBody):
-    """What is left out or changed: see train.data_checks.options.PrepareOptions. split: share of the examples that the
-    job is validated on. against, max_tokens, like: as `Check` has them."""
-
-    drop: Annotated[list[CheckName], Field(max_length=len(CHECKS))] = Field(default_factory=list)
-    mask: bool = False
-    split: Annotated[float, Field(gt=0, lt=1)] | None = None
-    order: Literal[tuple(ORDERS)] = ORDERS[0]  # type: ignore[valid-type]
-    seed: Annotated[int, Field(ge=0, le=2**31)] = 0
-    against: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    like: Annotated[float, Field(ge=0.7, le=1)] | None = None
+class Prepare(Changes, Bounds):
+    """split: share of the examples that the job is validated on."""
 
 
 class Evaluate(StrictBody):

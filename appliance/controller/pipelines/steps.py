@@ -55,6 +55,17 @@ def steps_of(spec: PipelineSpec, run: PipelineRunRow, seen: Seen, now_s: float) 
     return found
 
 
+def beyond(asked: Check, report: dict[str, Any]) -> list[str]:
+    """What there is more of than may be, in words. report: of a check of its data."""
+    told = []
+    for name, most in asked.at_most.items():
+        found = report["checks"].get(name)
+        if found is not None and found["share"] > most:
+            how_much = f"{found['count']} of {report['examples']} examples ({found['share']:.2%})"
+            told.append(f"{name.replace('_', ' ')}: {how_much}, at most {most:.2%}")
+    return told
+
+
 def end_of(spec: PipelineSpec, seen: Seen) -> End | None:
     """None: it goes on. For a run that has its job."""
     job, gate = seen.job, seen.gate

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 from copy import deepcopy
 from functools import partial
@@ -16,7 +15,7 @@ from appliance.controller.access.model_access import caller_of
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.one_each import OneEach
-from appliance.controller.files import multipart, storage
+from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.jobs.validation import JobValidation
 from appliance.controller.jobs.wanted import ask
@@ -28,14 +27,13 @@ from appliance.controller.sweeps.spec import SweepSpec, job_of, trials_of
 from appliance.store.ids import new_id
 from appliance.store.objects import files, jobs, models, sweeps
 from appliance.store.records import keys, usage
-from appliance.store.rows import FileRow, PipelineRunState, SweepRow
+from appliance.store.rows import RunState, SweepRow
 from train.data.part import NoPart, write_apart
 
 log = logging.getLogger("appliance.controller")
 LOOK_EVERY_S = 2.0
 LEAST_LINES = 16
-"""Of a part: less is no training data."""
-_LATER = (429, 507)
+"""Of a part: less is not training data."""
 
 
 class _Failed(Exception):
@@ -60,7 +58,7 @@ class SweepRunner:
             return
         spec = SweepSpec.model_validate(row.spec)
         try:
-            if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
+            if keys.is_revoked(self._db, row.key_id):
                 raise _Failed("the key of this sweep was revoked")
             row = self._read(row)
             spent_s = usage.device_s(self._db, _job_ids(row), time.time())
@@ -71,7 +69,7 @@ class SweepRunner:
                 return
             await self._go_on(row, spec)
         except ApiError as error:
-            if error.status_code not in _LATER:
+            if not error.passes:
                 await self._end(row, spec, "failed", error.message)
             elif row.reason != error.message:
                 sweeps.update(self._db, row.id, reason=error.message)
@@ -161,33 +159,19 @@ class SweepRunner:
         if whole.status == "error":
             raise _Failed(f"the data was refused: {whole.status_details}")
         file_id = new_id("file-")
-        incoming = self._context.files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
-        with self._context.quotas.receiving(caller) as took:
+        context = self._context
+        with context.quotas.receiving(caller) as took, storage.growing(context, file_id) as (incoming,):
             took(whole.bytes)
-            try:
-                source = self._context.files_dir / whole.id
-                size = await self._context.file_work.run(
-                    row.owner, write_apart, source, incoming, of.share, LEAST_LINES
-                )
-                made: FileRow = await storage.described(
-                    self._context,
-                    file_id,
-                    incoming,
-                    filename=f"{row.id}.{row.round + 1}.jsonl",
-                    size=size,
-                    sha256=await asyncio.to_thread(storage.sha256_of, incoming),
-                    purpose="fine-tune",
-                    keep_s=None,
-                    caller=caller,
-                )
-                with storage.with_row(self._context, file_id):
-                    if (now := sweeps.find(self._db, row.id)) is None or now.state != "running":
-                        return file_id  # it was cancelled meanwhile, and nothing is begun with the file
-                    os.rename(incoming, self._context.files_dir / file_id)
-                    files.insert(self._db, made)
-                    sweeps.update(self._db, row.id, files={**row.files, str(row.round): file_id})
-            finally:
-                incoming.unlink(missing_ok=True)
+            source = context.files_dir / whole.id
+            await context.file_work.run(row.owner, write_apart, source, incoming, of.share, LEAST_LINES)
+            sha256 = await asyncio.to_thread(storage.sha256_of, incoming)
+            name = f"{row.id}.{row.round + 1}.jsonl"
+            made = await storage.described(context, file_id, incoming, filename=name, sha256=sha256, caller=caller)
+            with storage.with_row(context, file_id):
+                if (now := sweeps.find(self._db, row.id)) is None or now.state != "running":
+                    return file_id  # it was cancelled meanwhile, and nothing is begun with the file
+                storage.keep(context, made, incoming)
+                sweeps.update(self._db, row.id, files={**row.files, str(row.round): file_id})
         return file_id
 
     # --- ends
@@ -205,7 +189,7 @@ class SweepRunner:
             if job is not None and not job.finished:
                 ask(self._context, job.id, "cancel", caller)
 
-    async def _end(self, row: SweepRow, spec: SweepSpec, state: PipelineRunState, reason: str) -> None:
+    async def _end(self, row: SweepRow, spec: SweepSpec, state: RunState, reason: str) -> None:
         """The best is that of the latest round in which a trial came to a loss."""
         self._stop_jobs(row)
         found: list[int] = []

@@ -121,6 +121,16 @@ def test_an_unknown_signer_is_named_and_a_changed_manifest_refused(made, key, tm
             found.verify([key.public])
 
 
+def test_the_manifest_that_is_verified_is_the_one_that_is_believed(made, key, tmp_path, monkeypatch):
+    """It was read twice: who changed the file in between, on a share of his, had his own files installed."""
+    with zipfile.ZipFile(made) as archive:
+        signed = archive.read(MANIFEST)
+    with Bundle(rewritten(made, tmp_path / "b", change=[MANIFEST])) as found:
+        monkeypatch.setattr(found._zip, "read", lambda name: signed)
+        with pytest.raises(BadSignature, match="changed: manifest.json"):
+            found.verify([key.public])
+
+
 def test_one_that_was_cut_short_says_so_itself(made, tmp_path):
     data, cut = made.read_bytes(), tmp_path / "cut.run"
     for size in (len(data) - 1, len(data) // 2, 3000):
@@ -129,7 +139,7 @@ def test_one_that_was_cut_short_says_so_itself(made, tmp_path):
             Bundle(cut)
         assert "was cut short" in run("sh", cut, "verify", code=1).stderr
     (tmp_path / "other").write_bytes(b"something else")
-    with pytest.raises(Unusable, match="no bundle"):
+    with pytest.raises(Unusable, match="not a bundle"):
         Bundle(tmp_path / "other")
     with pytest.raises(Unusable, match="cannot be read"):
         Bundle(tmp_path / "absent")

@@ -99,6 +99,22 @@ def test_the_database_of_before_comes_back(releases, data_dir, monkeypatch):
     assert not [name for name in os.listdir(data_dir) if "restoring" in name]
 
 
+def test_a_key_that_was_revoked_or_deleted_after_the_question_stays_so(releases, data_dir, monkeypatch):
+    """The box goes on while a person reads what is lost, and until its last request has ended."""
+    with Database(data_dir / DATABASE) as db:
+        key(db, "of-a-command")
+    migrated(data_dir, monkeypatch)
+    with closing(sqlite3.connect(data_dir / DATABASE)) as connection, connection:
+        connection.execute("DELETE FROM keys WHERE id = 'of-a-command'")
+    way = way_back(releases, data_dir)
+    assert set(way.revoked) == {"stolen", "of-a-command"}
+    with closing(sqlite3.connect(data_dir / DATABASE)) as connection, connection:
+        connection.execute("UPDATE keys SET revoked_s = 99 WHERE id = 'kept'")
+    restore(way, data_dir)
+    live = rows(data_dir / DATABASE, "SELECT id FROM keys WHERE revoked_s IS NULL")
+    assert live == [] and rows(data_dir / DATABASE, "SELECT revoked_s FROM keys WHERE id = 'kept'") == [(99,)]
+
+
 def test_without_a_copy_or_with_a_damaged_one_it_refuses(releases, data_dir, monkeypatch):
     migrated(data_dir, monkeypatch)
     (kept,) = kept_copies(data_dir / DATABASE)

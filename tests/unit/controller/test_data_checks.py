@@ -116,16 +116,22 @@ async def test_one_owner_has_only_so_many_under_way(control: Control, monkeypatc
     assert answer.status_code == 429 and answer.headers["retry-after"] == "30"
 
 
-async def test_a_check_that_nobody_waits_for_ends(control: Control, monkeypatch: pytest.MonkeyPatch):
+def began(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]:
+    """Processes of checks from now on, which do not end by themselves."""
     begun: list[asyncio.subprocess.Process] = []
     start = asyncio.create_subprocess_exec
 
     async def noted(*command: str, **more: Any) -> asyncio.subprocess.Process:
         begun.append(await start(*command, **more))
-        return begun[0]
+        return begun[-1]
 
     monkeypatch.setattr(data_work, "command_of", lambda request: ["sleep", "600"])
     monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    return begun
+
+
+async def test_a_check_that_nobody_waits_for_ends(control: Control, monkeypatch: pytest.MonkeyPatch):
+    begun = began(monkeypatch)
     waiting = asyncio.create_task(data_work.DataWork(control.context).run("ann", {}))
     while not begun:
         await asyncio.sleep(0)

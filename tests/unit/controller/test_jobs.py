@@ -13,9 +13,9 @@ import pytest
 from appliance.controller.app import create_app
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import files, jobs, models
-from appliance.store.records import keys
+from appliance.store.records import audit, keys
 from tests.train_support.tiny import tokenizer
-from tests.unit.controller.conftest import Control, chat_lines, insert_model
+from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 
 
 async def test_a_job_is_validated_and_queued_with_auto_worked_out(control: Control):
@@ -467,14 +467,36 @@ async def test_deleting_the_file_afterwards_does_not_hurt_the_job(control: Contr
     assert (control.context.jobs_dir / job_id / "train.jsonl").exists()
 
 
-async def test_a_wandb_integration_is_recorded_and_said_not_to_be_contacted(control: Control):
+@pytest.mark.parametrize(
+    ("mode", "level", "said"),
+    [(None, "warn", "not contacted"), ("offline", "info", "wandb sync"), ("online", "info", "its address follows")],
+)
+async def test_a_wandb_integration_is_recorded_and_it_is_said_what_becomes_of_it(
+    control: Control, mode: Any, level: str, said: str
+):
+    """Also where the box has no W&B: a script that names it runs here unchanged."""
+    control.context.wandb_mode = mode
     file_id = await control.upload()
     made = await control.sdk.fine_tuning.jobs.create(
         model="starter", training_file=file_id, integrations=[{"type": "wandb", "wandb": {"project": "p"}}]
     )
     assert made.integrations[0].wandb.project == "p"
-    assert any("not contacted" in text for text in await control.messages(made.id))
+    events = (await control.sdk.fine_tuning.jobs.list_events(made.id, limit=100)).data
+    assert [event.level for event in events if said in event.message] == [level]
     await control.settle()
+
+
+async def test_the_owner_of_a_job_hears_where_its_run_is(control: Control):
+    job_id = await control.job()
+    url, told = f"/admin/v1/jobs/{job_id}/tracked", {"tracker": "MLflow", "address": "https://mlflow.example/run"}
+    assert (await control.http.post(url, json=told)).status_code == 403
+    control.http.headers.update(ADMIN)
+    assert (await control.http.post("/admin/v1/jobs/ftjob-none/tracked", json=told)).status_code == 404
+    assert (await control.http.post(url, json=told | {"address": ""})).status_code == 400
+    assert (await control.http.post(url, json=told)).json() == {"id": job_id, **told}
+    assert "MLflow has a run of this job: https://mlflow.example/run" in await control.messages(job_id)
+    (row,) = [row for row in audit.page(control.db, after=None, limit=50).data if row.action == "job.tracked"]
+    assert row.target == job_id and row.detail == told
 
 
 GRADER: Any = {

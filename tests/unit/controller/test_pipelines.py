@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
+import signal
 import time
 import tomllib
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from appliance.controller.data_checks import data_work
+from appliance.controller.files import storage
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.gate_request import GateRequest
 from appliance.controller.pipelines import pipeline_routes
@@ -22,6 +26,7 @@ from appliance.store.objects import files, gates, jobs, models, pipelines
 from appliance.store.records import audit, keys
 from appliance.store.rows import KeyRow, PipelineRunRow
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines
+from tests.unit.controller.test_data_checks import began
 from tests.unit.controller.test_gates import ITEMS, Answers, looked, suite
 from tests.unit.controller.test_stable_names import active
 from tests.unit.controller.test_stable_names import run as train
@@ -188,7 +193,7 @@ async def test_a_controller_that_is_killed_makes_nothing_twice(
     put_day(folder, "a.jsonl")
     run_id = await begun(control)
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline_runner.os, "rename", lambda *_: (_ for _ in ()).throw(KeyError("killed")))
+        patch.setattr(storage.os, "rename", lambda *_: (_ for _ in ()).throw(KeyError("killed")))
         run = await rounds(control, run_id, 1)
     assert run.file_id is None and run.data_files and list(control.context.files_dir.iterdir()) == []
     with monkeypatch.context() as patch:
@@ -278,6 +283,46 @@ async def test_data_is_checked_and_prepared_before_it_is_trained_on(control: Con
     assert sum(len(text.splitlines()) for text in texts) == 21 and "a@b.de" not in "".join(texts)
     await post(control, f"pipeline_runs/{run.id}/cancel")
     assert list(control.context.files_dir.iterdir()) == [], "what was made of the data goes with the run"
+
+
+async def at_check(control: Control, folder: Path) -> str:
+    """A run whose next look checks its data."""
+    put_day(folder, "a.jsonl")
+    await put(control, data={"folder": str(folder)}, check={"at_most": {"duplicates": 1}, "leave_out": ["toxic"]})
+    run_id = await begun(control)
+    await rounds(control, run_id, 1)
+    return run_id
+
+
+async def test_a_check_waits_while_its_owner_has_as_many_as_may_wait(
+    control: Control, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run_id = await at_check(control, folder)
+    monkeypatch.setattr(data_work, "_MOST_WAITING", 0)
+    run = await rounds(control, run_id, 2)
+    assert run.state == "running" and "checks of your data are under way" in says(run, "check")
+    monkeypatch.undo()
+    run = await rounds(control, run_id, 2)
+    assert run.job_id is not None and "duplicates" in run.made["checked"]
+    file = files.find(control.db, run.file_id or "", viewer=None, now_s=0)
+    assert file is not None and file.data_check is not None and "toxic" not in file.data_check["checks"]
+    assert files.unchecked(control.db) is None, "what the run has checked is not checked once more"
+
+
+async def test_a_run_that_is_cancelled_ends_the_check_of_its_data(
+    control: Control, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It went on for as long as the data took, and the owner's next check waited for it."""
+    run_id = await at_check(control, folder)
+    processes = began(monkeypatch)
+    await control.app.state.pipelines.look()
+    while not processes:
+        await asyncio.sleep(0)
+    await post(control, f"pipeline_runs/{run_id}/cancel")
+    await control.app.state.pipelines.tasks.idle()
+    assert processes[0].returncode == -signal.SIGKILL
+    run = await rounds(control, run_id, 1)
+    assert run.state == "cancelled" and list(control.context.files_dir.iterdir()) == []
 
 
 async def test_the_clock_begins_runs_in_its_time_zone_and_one_at_a_time(control: Control, folder: Path):

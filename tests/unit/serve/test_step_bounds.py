@@ -14,7 +14,6 @@ from serve.vllm import step_bounds
 
 # One token for each character, and one of 50 spaces.
 _VOCABULARY = [chr(code) for code in range(32, 127)] + [" " * 50, "\n", "</s>"]
-_SPACES = len(_VOCABULARY) - 3
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ export function Models({ rest }) {
 }
 
 function List() {
-  const models = useLive(async (signal) => (await get("/admin/v1/models", signal)).data, 5);
+  const models = useLive(async (signal) => (await get("/admin/v1/models", signal)).data, 5, [], ["models", "gates"]);
   return html`<${Live} of=${models}>${(rows) => html`<${Card}><${Table} label=${t("nav.models")} rows=${rows} rowKey=${(row) => row.name} empty=${t("models.none")} columns=${[
     [t("name"), (row) => html`<a href=${`#/models/${encodeURIComponent(row.name)}`}>${row.name}</a>${row.base ? html`<br /><span class="dim">${row.base}</span>` : null}`],
     [t("state"), (row) => html`<${Badge} state=${row.state} />${row.message ? html`<br /><span class="dim">${row.message}</span>` : null}`],
@@ -31,7 +31,7 @@ function sized(params) {
 }
 
 function Model({ name }) {
-  const model = useLive((signal) => get(`/admin/v1/models/${inPath(name)}`, signal), 3, [name]);
+  const model = useLive((signal) => get(`/admin/v1/models/${inPath(name)}`, signal), 3, [name], ["models", "gates", "box"]);
   return html`<p class="back"><a href="#/models">← ${t("models.all")}</a></p>
     <${Live} of=${model}>${(one) => html`
       <${About} one=${one} />

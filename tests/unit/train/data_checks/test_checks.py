@@ -1,6 +1,7 @@
 """What a check finds in a file, and that it says on which line."""
 
 import json
+import subprocess
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from tests.unit.train.data_checks.made import chat, checked, scanned, write
 from train.data_checks import likeness
 from train.data_checks.lengths import curve
 from train.data_checks.options import BadOption, CheckOptions
-from train.data_checks.process import CheckFailed, check_apart
+from train.data_checks.process import CheckFailed, answer_of, command_of
 from train.data_checks.report import beyond
 from train.data_checks.scan import Source
 from train.data_checks.words import grams, words_of
@@ -150,10 +151,13 @@ def test_options_that_make_no_sense(tmp_path):
 
 
 def test_in_a_process_of_its_own(tmp_path):
-    path = gsm8k(tmp_path / "f.jsonl", "train", 20)
-    assert check_apart([path], CheckOptions())["examples"] == 20
+    def apart(path):
+        done = subprocess.run(command_of({"files": [str(path)], "check": {}}), capture_output=True)
+        return answer_of(done.returncode, done.stdout, done.stderr)
+
+    assert apart(gsm8k(tmp_path / "f.jsonl", "train", 20))["examples"] == 20
     with pytest.raises(CheckFailed, match="nowhere"):
-        check_apart([tmp_path / "nowhere"], CheckOptions())
+        apart(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

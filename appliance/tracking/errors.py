@@ -1,0 +1,7 @@
+"""Why a tracker does not hear of a job at the moment; it is told later."""
+
+from __future__ import annotations
+
+
+class TrackerFailed(RuntimeError):
+    """It is away, slow, or refused what it was told; the message says which."""

@@ -1,0 +1,157 @@
+"""Tells one tracker of jobs, from where it left off: nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from appliance.tracking.errors import TrackerFailed
+from appliance.tracking.store_reader import Job, Point, StoreReader
+from runtime.replace_file import replace_file
+
+log = logging.getLogger(__name__)
+
+Tell = Callable[[str, str, str], bool]
+"""(job's id, tracker, address) -> whether the box has noted it."""
+
+
+class Tracker(Protocol):
+    """What is told of jobs. Each method raises TrackerFailed, and is then called again later with the same."""
+
+    name: str
+
+    def wants(self, job: Job) -> bool:
+        """Whether it is to hear of the job at all."""
+        ...
+
+    def begin(self, job: Job) -> tuple[str, int | None]:
+        """Begin the job's run, or take up the one that there is. Returns its address for people, and behind which event
+        it wants to hear what follows; None: behind what it was told last."""
+        ...
+
+    def log(self, job: Job, points: list[Point]) -> None: ...
+
+    def end(self, job: Job) -> None:
+        """The job has ended and everything was told."""
+        ...
+
+
+@dataclass
+class Followed:
+    """How far the tracker was told of a job. seq: the last event; train, validation: the last step of each. told: where
+    the box has noted that the run is."""
+
+    seq: int = 0
+    train: int = -1
+    validation: int = -1
+    told: str = ""
+
+
+@dataclass
+class Progress:
+    """seen: the number of the newest job that was found. None: the tracker is new to the box. jobs: those that have not
+    ended, or are not told to their end."""
+
+    seen: int | None = None
+    jobs: dict[str, Followed] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Progress:
+        try:
+            table: dict[str, Any] = json.loads(path.read_text())
+        except FileNotFoundError:
+            return cls()
+        return cls(table["seen"], {job_id: Followed(**one) for job_id, one in table["jobs"].items()})
+
+    def write(self, path: Path) -> None:
+        replace_file(path, json.dumps(asdict(self)).encode(), durable=True)
+
+
+class Follower:
+    """path: the file that keeps how far the tracker is. A step that is repeated (after a sudden end) is told once."""
+
+    def __init__(self, tracker: Tracker, store: StoreReader, path: Path, tell: Tell):
+        self._tracker, self._store, self._path, self._tell = tracker, store, path, tell
+        self._progress = Progress.read(path)
+        self._address: dict[str, str] = {}  # of the runs begun in this process
+        self._failed: dict[str, int] = {}
+
+    def round(self) -> None:
+        """Tell what is new. Raises TrackerFailed, OSError, sqlite3.Error; the jobs that failed least come first next
+        time, so that one that is refused holds up no other."""
+        self._look_for_jobs()
+        waiting = self._store.not_begun()
+        begun = [job_id for job_id in self._progress.jobs if job_id not in waiting]
+        for job_id in sorted(begun, key=lambda one: self._failed.get(one, 0)):
+            self._failed[job_id] = self._failed.get(job_id, 0) + 1
+            try:
+                self._follow(job_id, self._progress.jobs[job_id])
+            except TrackerFailed:
+                self._address.pop(job_id, None)  # its run may be gone there: it is looked for anew
+                raise
+            del self._failed[job_id]
+
+    def _look_for_jobs(self) -> None:
+        """A tracker that is new hears of the jobs that have not ended yet."""
+        newest, known = self._store.newest_job(), self._progress.seen
+        if newest == known:
+            return
+        found = self._store.unfinished() if known is None else self._store.made_since(known)
+        for job_id in found:
+            self._progress.jobs.setdefault(job_id, Followed())
+        self._progress.seen = newest  # also where it is less: an older copy of the database was restored
+        self._progress.write(self._path)
+
+    def _follow(self, job_id: str, at: Followed) -> None:
+        job = self._store.job(job_id)  # before its events: if it has ended, they are all there
+        if job is None or not job.started or not self._tracker.wants(job):
+            self._forget(job_id)
+            return
+        if job_id not in self._address:
+            self._begin(job, at)
+        if at.told != self._address[job_id] and self._tell(job_id, self._tracker.name, self._address[job_id]):
+            at.told = self._address[job_id]
+            self._progress.write(self._path)
+        while points := self._store.points(job_id, at.seq):
+            if new := _new(points, at):
+                self._tracker.log(job, new)
+            _passed(points, at)
+            self._progress.write(self._path)
+        if job.finished:
+            self._tracker.end(job)
+            log.info("%s has all of the job", self._tracker.name, extra={"job_id": job_id})
+            self._forget(job_id)
+
+    def _begin(self, job: Job, at: Followed) -> None:
+        address, behind = self._tracker.begin(job)
+        if behind is not None and behind != at.seq:
+            at.seq, at.train, at.validation = 0, -1, -1
+            while points := [one for one in self._store.points(job.id, at.seq) if one.seq <= behind]:
+                _passed(points, at)
+        self._address[job.id] = address
+
+    def _forget(self, job_id: str) -> None:
+        del self._progress.jobs[job_id]
+        self._address.pop(job_id, None)
+        self._progress.write(self._path)
+
+
+def _new(points: list[Point], at: Followed) -> list[Point]:
+    """Those of steps that the tracker has not heard of."""
+    last = {"train": at.train, "validation": at.validation}
+    new = []
+    for point in points:
+        if point.step > last[point.kind]:
+            last[point.kind] = point.step
+            new += [point] if point.values else []
+    return new
+
+
+def _passed(points: list[Point], at: Followed) -> None:
+    at.seq = points[-1].seq
+    at.train = max([at.train, *(one.step for one in points if one.kind == "train")])
+    at.validation = max([at.validation, *(one.step for one in points if one.kind == "validation")])

@@ -1,0 +1,217 @@
+"""Jobs as a real MLflow server and W&B's own run file have them: a server of the package registry, the trackers'
+libraries as images/requirements/tracking.txt pins them, each in a virtual environment that is thrown away.
+
+It needs the package registry. What it prints: how long the environments took, and what came of the job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.box_support import WholeBox, free_port, gsm8k, wait_for
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
+
+ROOT = Path(__file__).parents[2]
+PINS = ROOT / "images" / "requirements" / "tracking.txt"
+WANDB = {"type": "wandb", "wandb": {"project": "sums", "name": "first", "tags": ["night"]}}
+# Prints the records of a run file that tests look at, as JSON. W&B's library has the messages in it, but no
+# reader: it is LevelDB's log in blocks of 32 KiB, behind 7 bytes of its own.
+READ = """
+import json, struct, sys
+from wandb.proto import wandb_internal_pb2
+
+def records(content):
+    at, whole = 7, b""
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack_from("<4xHB", content, at)
+        whole += content[at + 7:at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield whole
+            whole = b""
+
+for data in records(open(sys.argv[1], "rb").read()):
+    record = wandb_internal_pb2.Record()
+    record.ParseFromString(data)
+    kind = record.WhichOneof("record_type")
+    if kind == "history":
+        items = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+        print(json.dumps({"history": items}))
+    elif kind == "run":
+        config = {u.key: json.loads(u.value_json) for u in record.run.config.update}
+        print(json.dumps({"run": {"project": record.run.project, "name": record.run.display_name, "config": config,
+                                  "tags": list(record.run.tags), "host": record.run.host}}))
+    elif kind == "summary":
+        items = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.summary.update}
+        print(json.dumps({"summary": items}))
+    elif kind == "exit":
+        print(json.dumps({"exit": record.exit.exit_code}))
+"""
+
+
+def environment(folder: Path, *packages: str) -> Path:
+    """The interpreter of a new virtual environment with these packages."""
+    began_s = time.monotonic()
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True, timeout=900)
+    print(f"{' '.join(packages)} installed in {time.monotonic() - began_s:.0f} s")
+    return python
+
+
+@contextmanager
+def mlflow_server(python: Path, folder: Path, port: int) -> Iterator[None]:
+    """A real one with its database in `folder`."""
+    command = [python, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    where = [
+        "--backend-store-uri",
+        f"sqlite:///{folder}/mlflow.db",
+        "--artifacts-destination",
+        str(folder / "artifacts"),
+    ]
+    clean = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    with open(folder / "mlflow.log", "ab") as log:
+        process = subprocess.Popen([*command, *where], stdout=log, stderr=log, env=clean, start_new_session=True)
+    try:
+        wait_for(lambda: _answers(port), "the MLflow server", 180)
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+class Mlflow:
+    """What the server says, by its own REST routes."""
+
+    def __init__(self, port: int):
+        self._url = f"http://127.0.0.1:{port}/api/2.0/mlflow"
+
+    def runs(self) -> list[dict[str, Any]]:
+        named = httpx.get(f"{self._url}/experiments/get-by-name", params={"experiment_name": "appliance"})
+        if named.status_code == 404:
+            return []
+        number = named.json()["experiment"]["experiment_id"]
+        found = httpx.post(f"{self._url}/runs/search", json={"experiment_ids": [number]}).json()
+        return found.get("runs", [])
+
+    def points(self, run: dict[str, Any], name: str) -> list[tuple[int, float]]:
+        query = {"run_id": run["info"]["run_id"], "metric_key": name, "max_results": "10000"}
+        found = httpx.get(f"{self._url}/metrics/get-history", params=query).json()
+        return [(int(one["step"]), one["value"]) for one in found.get("metrics", [])]
+
+
+def told(run: dict[str, Any], kind: str) -> dict[str, str]:
+    return {one["key"]: one["value"] for one in run["data"].get(kind, [])}
+
+
+def wandb_file(python: Path, folder: Path) -> list[dict[str, Any]]:
+    """The records of the one run below `folder`."""
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    done = subprocess.run([python, "-I", "-c", READ, file], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def exporters(box: WholeBox) -> list[psutil.Process]:
+    """Those of this box."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            command = process.cmdline()
+        except psutil.Error:
+            continue
+        if "appliance.tracking.main" in command and str(box.data_dir) in command[-1]:
+            found.append(process)
+    return found
+
+
+def test_a_job_is_in_mlflow_and_in_a_run_file_of_wandb_to_its_end(tmp_path):
+    """The server is away when the job begins and again in its midst, and the exporter is killed: nothing is lost, and
+    nothing there twice."""
+    python = environment(tmp_path / "trackers", "--require-hashes", "--no-deps", "-r", str(PINS))
+    server = environment(tmp_path / "server", "mlflow>=3.17,<4")
+    port, box = free_port(), WholeBox(tmp_path / "box")
+    box.data_dir.mkdir()
+    settings = (
+        f'[tracking]\nmlflow_uri = "http://127.0.0.1:{port}"\nwandb_mode = "offline"\npython = "{python}"\n'
+        "[box]\ndevices = 2\nstart_timeout_s = 300\n[serve]\nstart_timeout_s = 400\n"
+    )
+    (box.data_dir / "appliance.toml").write_text(settings)
+    mlflow = Mlflow(port)
+    try:
+        box.up()
+        box.run("model", "starter", "--minutes", "0.1", "--wait")
+        box.set_mode(policy="train")
+        file = box.upload(gsm8k("train", 48))
+        job = box.client().fine_tuning.jobs.create(
+            model="starter",
+            training_file=file,
+            validation_file=box.upload(gsm8k("test", 8), "valid.jsonl"),
+            integrations=[WANDB],
+            method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 6, "batch_size": 4}}},
+        )
+        wait_for(lambda: len(box.losses(job.id)) >= 3, "the first steps", 300)
+        wait_for(lambda: "tracking: MLflow" in {one["name"] for one in box.admin("status")["degraded"]}, "a word", 120)
+        with mlflow_server(server, tmp_path, port):
+            wait_for(lambda: mlflow.runs() and mlflow.points(mlflow.runs()[0], "train/loss"), "the first points", 120)
+            (exporter,) = exporters(box)
+            exporter.kill()
+            wait_for(lambda: [one.pid for one in exporters(box)] not in ([], [exporter.pid]), "a new exporter", 60)
+            before = len(mlflow.points(mlflow.runs()[0], "train/loss"))
+            done = box.run("job", "wait", job.id, "--timeout", "600")
+            assert "succeeded" in done or done == ""
+            wait_for(lambda: mlflow.runs()[0]["info"]["status"] == "FINISHED", "the end of the run", 120)
+            (run,) = mlflow.runs()
+            losses = box.losses(job.id)
+            assert mlflow.points(run, "train/loss") == pytest.approx(sorted(losses.items())), "each step once"
+            assert len(losses) > before
+            assert len(mlflow.points(run, "validation/loss")) == len(box.validation_losses(job.id)) > 0
+            params, tags = told(run, "params"), told(run, "tags")
+            assert (
+                params["model"] == "starter"
+                and params["training_file"] == file
+                and len(params["training_file_sha256"]) == 64
+            )
+            assert tags["appliance.state"] == "succeeded" and tags["appliance.version"].startswith("step-")
+        wait_for(lambda: not box.admin("status")["degraded"], "nothing to be degraded", 120)
+
+        records = wandb_file(python, box.data_dir / "tracking")
+        history = [one["history"] for one in records if "history" in one]
+        found = [(one["train/global_step"], one["train/loss"]) for one in history if "train/loss" in one]
+        assert found == pytest.approx(sorted(losses.items()))
+        made = next(one["run"] for one in records if "run" in one)
+        assert (made["project"], made["name"], made["tags"]) == ("sums", "first", ["night", job.id])
+        assert made["config"]["model"] == "starter" and made["host"] == "appliance"
+        assert [one["exit"] for one in records if "exit" in one] == [0]
+        said = [event.message for event in box.client().fine_tuning.jobs.list_events(job.id, limit=100).data]
+        assert any("MLflow has a run of this job: http://127.0.0.1" in text for text in said)
+        assert any("W&B has a run of this job: wandb/offline-run-" in text for text in said)
+        print(f"{len(losses)} steps, {len(history)} rows of W&B, MLflow away for the first {before}")
+        box.run("down")
+        assert exporters(box) == [] and box.left() == []
+    finally:
+        box.destroy()
