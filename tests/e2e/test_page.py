@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from appliance.controller.jobs.events import JobEvents
-from appliance.store.records import deployments
+from appliance.store.records import deployments, keys
 from appliance.store.rows import DeploymentRow
 from appliance.ui.site import site
+from tests.e2e import page_rows
 from tests.e2e.box_support import gsm8k, whole_box
 from tests.front.box import MODEL, Front, running_front
 from tests.unit.controller.conftest import insert_model
@@ -290,6 +291,73 @@ def test_a_version_gets_a_share_and_is_promoted(visit: Visit, front: Front) -> N
         assert http.get("/admin/v1/models/org/two").json()["active_version"] == "v1"
 
 
+def test_data_is_reported_by_number_and_by_line(visit: Visit, front: Front) -> None:
+    row = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "ann.lee@example.org"}]}
+    with front.http() as http:
+        sent = {"file": ("people.jsonl", "\n".join([json.dumps(row)] * 12).encode())}
+        file_id = http.post("/v1/files", data={"purpose": "fine-tune"}, files=sent).json()["id"]
+    page = visit(place="#/data")
+    page.get_by_role("link", name="people.jsonl").click()
+    page.get_by_text("a job takes it").wait_for(timeout=60_000)  # checked in a process of its own
+    assert page.url.endswith(file_id)
+    duplicates = page.get_by_role("row").filter(has_text="duplicates").first
+    assert "11" in duplicates.inner_text() and "92 %" in duplicates.inner_text()
+    lines = page.get_by_role("region", name="By line")
+    assert lines.get_by_role("row").filter(has_text="line 1").count() > 0
+    assert "ann.lee" not in page.locator("main").inner_text()
+
+
+def evaluated(front: Front) -> str:
+    """A run in which two of three answers are what was expected; its evaluation's id."""
+    check = {"type": "string_check", "name": "same", "operation": "eq"}
+    check |= {"input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+    config = {"type": "custom", "item_schema": schema, "include_sample_schema": True}
+    items = [
+        {"item": {"answer": answer}, "sample": {"output_text": text}}
+        for answer, text in (("four", "four"), ("five", "5"), ("six", "six"))
+    ]
+    source = {"type": "jsonl", "source": {"type": "file_content", "content": items}}
+    with front.http() as http:
+        body = {"name": "sums", "data_source_config": config, "testing_criteria": [check]}
+        eval_id = http.post("/v1/evals", json=body).raise_for_status().json()["id"]
+        run = {"name": "first", "data_source": source}
+        made = http.post(f"/v1/evals/{eval_id}/runs", json=run).raise_for_status().json()
+        front.wait(
+            lambda: http.get(f"/v1/evals/{eval_id}/runs/{made['id']}").json()["status"] == "completed", seconds=60
+        )
+    return eval_id
+
+
+def test_evaluations_gates_pipelines_and_sweeps_are_shown_to_the_last_item(visit: Visit, front: Front) -> None:
+    context = front.context
+    assert context is not None
+    evaluated(front)
+    front.call(lambda: page_rows.insert(context.db, keys.list_live(context.db)[0].id, "everything"))
+    page = visit(place="#/evals")
+    main = page.locator("main")
+    page.get_by_role("link", name="sums").click()
+    page.get_by_role("row").filter(has_text="first").get_by_text("67 %").wait_for()
+    page.get_by_role("link", name="first").click()
+    page.get_by_text('{"answer":"five"}').wait_for()
+    page.get_by_role("button", name="Passed").click()
+    page.get_by_text('{"answer":"six"}').wait_for()
+    assert page.get_by_text('{"answer":"five"}').count() == 0
+    page.goto(f"{front.url}/ui#/evals")
+    page.get_by_role("link", name=MODEL).click()
+    page.get_by_text("-8 % (95 %: -13 % to -3 %): 2 items gained, 10 lost, of 99").wait_for()
+    assert "refused" in main.inner_text() and page_rows.REFUSED in main.inner_text()
+    page.goto(f"{front.url}/ui#/pipelines")
+    page.get_by_role("link", name="rates").click()
+    page.get_by_text("3 trials on 10 %").wait_for()
+    assert "learning_rate_multiplier 1 best" in " ".join(page.get_by_role("row").nth(1).inner_text().lower().split())
+    page.goto(f"{front.url}/ui#/pipelines")
+    page.get_by_role("link", name="nightly").click()
+    page.get_by_text("24 examples, 3 duplicates").wait_for()
+    page.get_by_text("the version stays aside").wait_for()
+    page.get_by_role("link", name="gate_refused").or_(page.get_by_text("Its specification")).first.wait_for()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_in_chinese(visit: Visit, scheme: str) -> None:
     page = visit(key=None, viewport={"width": 360, "height": 740}, locale="zh-CN", color_scheme=scheme)
@@ -310,7 +378,7 @@ def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit, front
         page.keyboard.press("Enter")
         name = links.nth(place).inner_text()
         page.get_by_role("heading", level=1, name=name).wait_for()
-        page.wait_for_function("!document.querySelector('.loading')")  # the network is never idle: events
+        page.locator(".loading").first.wait_for(state="detached")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, name
         assert not re.search(r"\[object|undefined|NaN|\bnull\b", page.locator("main").inner_text()), name
         assert page.evaluate("document.activeElement.tagName") == ("A" if place == 0 else "H1")

@@ -32,6 +32,14 @@ def absent_model(name: str) -> NotFound:
     )
 
 
+def base_for(db: Database, caller: Principal, name: str) -> Resolved:
+    """What a job of this caller's would train. Raises NotFound."""
+    base = resolve(db, name) if caller_may_use(db, caller, name) else None
+    if base is None:
+        raise absent_model(name)
+    return base
+
+
 def stored_model(db: Database, name: str) -> ModelRow:
     """Raises NotFound."""
     row = models.find(db, name)

@@ -6,8 +6,7 @@ import secrets
 import time
 from typing import Any
 
-from appliance.controller.access.model_access import absent_model, caller_may_use
-from appliance.controller.access.naming import resolve
+from appliance.controller.access.model_access import base_for
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
 from appliance.controller.gates.terms import new_gate
@@ -64,9 +63,7 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     """With its settings as far as they are known. Raises BadRequest and NotFound for all errors detectable before the
     data is converted."""
     requests.check(body)
-    base = resolve(context.db, body.model) if caller_may_use(context.db, caller, body.model) else None
-    if base is None:
-        raise absent_model(body.model)
+    base = base_for(context.db, caller, body.model)
     if base.model.task != "generate":
         raise BadRequest(
             f"The model {shown(body.model)} makes embeddings; only text-generating models can be tuned.",

@@ -6,10 +6,13 @@ import { Component, NeedsScope, Who, html, render, sentence, useEffect, useRef, 
 import { Audit } from "./pages/audit.js";
 import { Box } from "./pages/box.js";
 import { Chat } from "./pages/chat.js";
+import { Data } from "./pages/data.js";
+import { Evals } from "./pages/evals.js";
 import { Health } from "./pages/health.js";
 import { Jobs } from "./pages/jobs.js";
 import { Keys } from "./pages/keys.js";
 import { Models } from "./pages/models.js";
+import { Pipelines } from "./pages/pipelines.js";
 import { Queue } from "./pages/queue.js";
 import { Timeline } from "./pages/timeline.js";
 
@@ -17,6 +20,9 @@ import { Timeline } from "./pages/timeline.js";
 const PAGES = [
   { id: "box", scopes: ["read"], page: Box },
   { id: "jobs", scopes: ["fine_tuning", "read"], page: Jobs },
+  { id: "data", scopes: ["fine_tuning"], page: Data },
+  { id: "pipelines", scopes: ["fine_tuning"], page: Pipelines },
+  { id: "evals", scopes: ["fine_tuning"], page: Evals },
   { id: "chat", scopes: ["inference"], page: Chat },
   { id: "models", scopes: ["read"], page: Models },
   { id: "timeline", scopes: ["read"], page: Timeline },

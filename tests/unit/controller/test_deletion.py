@@ -116,6 +116,7 @@ FEW = {
     "model_settings": "what is more than a model keeps",
     "models": "its versions have gone",
     "model_shares": "one of an owner",
+    "page_sessions": "sixteen of a key at most",
     "reserve": "a few rows, which are there to be deleted",
     "standby": "one of a model",
     "tier_removals": "one of a version",

@@ -43,11 +43,12 @@ function Model({ name }) {
 
 /** What decided whether versions answer, the newest first. */
 function Gates({ rows }) {
+  const tunes = useMay("fine_tuning");
   return html`<${Card} title=${t("gates")}>
     <${Table} label=${t("gates")} rows=${rows} rowKey=${(row) => row.id} empty="" columns=${[
-      [t("models.version"), (row) => html`<b>${row.version || "–"}</b>`],
+      [t("models.version"), (row) => (tunes ? html`<a href=${`#/evals/gate/${row.id}`}>${row.version || "–"}</a>` : html`<b>${row.version || "–"}</b>`)],
       [t("gate.against"), (row) => row.before || "–"],
-      [t("gate.verdict"), (row) => html`<${Badge} state=${row.verdict === "passed" ? "ok" : row.verdict ? "warn" : "running"}>${row.verdict || row.state}</${Badge}>`],
+      [t("gate.verdict"), (row) => html`<${Badge} state=${row.verdict === "passed" ? "ok" : row.verdict ? "warn" : "running"}>${t(`gate.is.${row.verdict || row.state}`)}</${Badge}>`],
       [t("gate.reason"), (row) => row.reason],
     ]} />
   </${Card}>`;

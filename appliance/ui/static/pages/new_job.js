@@ -44,7 +44,7 @@ function Data({ label, hint, file, onFile, optional }) {
     </div>
     ${busy ? html`<p class="loading" role="status">${t("new.checking")}</p>` : null}
     <${Failure} error=${error} />
-    ${file ? html`<${Faults} key=${file.id} file=${file} />` : null}
+    ${file ? html`<${Faults} key=${file.id} file=${file} /><p><a href=${`#/data/${file.id}`}>${t("new.report")}</a></p>` : null}
   </div>`;
 }
 
