@@ -156,8 +156,7 @@ def _judge(
     given = said[method.judged_by]
     if method.judged_by == "grader":
         return {"grader": grader_of(context, given, caller, param).model_dump(mode="json", exclude_unset=True)}
-    student = resolve(context.db, body.model)
-    assert student is not None, "the job has been made of it"
+    student = base_for(context.db, caller, body.model)
     return {"teacher": teacher_of(context, given, student, resolved["max_length"], caller, param)}
 
 
