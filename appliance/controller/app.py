@@ -36,6 +36,7 @@ from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.rollouts import RolloutGrading
 from appliance.controller.grading.sampling import WANTS_EVERY_S, RolloutSampling
+from appliance.controller.grading.teaching import Teaching
 from appliance.controller.http import error_handlers
 from appliance.controller.http.middleware import BodyLimits, KnownAtGateways, ReadsInTurns, RequestIds
 from appliance.controller.http.routers import make_router
@@ -82,7 +83,11 @@ def create_app(context: ControllerContext) -> FastAPI:
     sampling = RolloutSampling(context, metering)
     hub = Hub()
     sources = live.Sources(context, hub)
-    rollouts = {"grade": RolloutGrading(context, graders, answers).grade, "sample": sampling.sample}
+    rollouts = {
+        "grade": RolloutGrading(context, graders, answers).grade,
+        "teach": Teaching(context, answers).teach,
+        "sample": sampling.sample,
+    }
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
