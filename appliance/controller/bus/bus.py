@@ -173,9 +173,6 @@ class Bus:
         """Names of the gateways that are connected now."""
         return sorted(gateway.name for gateway in self._gateways if gateway.lost_at_s is None)
 
-    def connected(self) -> list[str]:
-        return sorted(gateway.name for gateway in self._gateways if gateway.lost_at_s is None)
-
     def inflight(self, replica_id: str) -> int:
         found = self.load().replicas.get(replica_id)
         return found.inflight if found else 0
