@@ -104,6 +104,15 @@ def graders_past(db: Database, owner: str, keep: int, limit: int) -> int:
     ).rowcount
 
 
+def gate_terms_past(db: Database, owner: str, keep: int, limit: int) -> int:
+    """Empties the terms of an owner's ended gates beyond the newest `keep`."""
+    return db.execute(
+        "UPDATE gates SET terms = '{}' WHERE seq IN (SELECT seq FROM gates"
+        " WHERE owner = ?1 AND state = 'ended' AND has_terms = 1 ORDER BY seq DESC LIMIT ?3 OFFSET ?2)",
+        [owner, keep, limit],
+    ).rowcount
+
+
 def delete_some_of_job(db: Database, job_id: str) -> bool:
     """Delete a few of what belongs to an ended job (events, steps, checkpoints, who may use these), then the job; False
     when it is gone. A job may have 100,000 of each, which one statement would take along by their references."""
