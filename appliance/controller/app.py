@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 
 from appliance import backup_copies
 from appliance.controller import retention
-from appliance.controller.admin import box, devices, mode, queue, tracked
+from appliance.controller.admin import box, devices, mode, profile, queue, tracked
 from appliance.controller.admin.models import canaries, deployments, engine_settings
 from appliance.controller.admin.models import models as admin_models
 from appliance.controller.admin.owners import forget, keys, page_sessions, session_keys, usage
@@ -161,6 +161,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     mode.routes(context, admin)
     queue.routes(context, admin)
     tracked.routes(context, admin)
+    profile.routes(context, admin)
     devices.routes(context, admin)
     deployments.routes(context, admin)
     engine_settings.routes(context, admin)
