@@ -98,7 +98,7 @@ def jobs_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
 def graders_past(db: Database, owner: str, keep: int, limit: int) -> int:
     """Graders of an owner's ended jobs beyond the newest `keep`: the jobs may stay, with a model or what they cost."""
     return db.execute(
-        "DELETE FROM job_graders WHERE job_id IN (SELECT jobs.id FROM job_graders CROSS JOIN jobs ON jobs.id = job_id"
+        "DELETE FROM job_judges WHERE job_id IN (SELECT jobs.id FROM job_judges CROSS JOIN jobs ON jobs.id = job_id"
         f" WHERE owner = ?1 AND phase IN ({_FINISHED}) ORDER BY jobs.seq DESC LIMIT ?3 OFFSET ?2)",
         [owner, keep, limit],
     ).rowcount
@@ -127,10 +127,10 @@ def delete_some_of_job(db: Database, job_id: str) -> bool:
 
 
 def delete_some_texts_of_job(db: Database, job_id: str) -> bool:
-    """Delete a few of a job's events, then its grader and its gate; False when it has none of them."""
+    """Delete a few of a job's events, then its judge and its gate; False when it has none of them."""
     return (
         chunks.delete_some(db, "job_events", "job_id = ?", [job_id], "length(message) + coalesce(length(data), 0)")
-        or db.execute("DELETE FROM job_graders WHERE job_id = ?", [job_id]).rowcount > 0
+        or db.execute("DELETE FROM job_judges WHERE job_id = ?", [job_id]).rowcount > 0
         or db.execute("DELETE FROM gates WHERE job_id = ?", [job_id]).rowcount > 0
     )
 

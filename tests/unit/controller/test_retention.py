@@ -20,7 +20,7 @@ from appliance.store.rows import (
     HandoverRow,
     HandoverStepRow,
     JobEventRow,
-    JobGraderRow,
+    JobJudgeRow,
     JobMetricRow,
     JobRow,
     KeyRow,
@@ -229,11 +229,12 @@ async def test_of_graders_of_ended_jobs_each_owner_keeps_the_newest(tmp_path: Pa
     for owner, phase in (("ann", "failed"), ("bob", "failed"), ("ann", "running")):
         for number in range(9):
             job(db, f"{owner}-{phase}-{number}", phase=phase, owner=owner)
-            job_records.insert_grader(db, JobGraderRow(f"{owner}-{phase}-{number}", {"type": "x"}))
+            judge = {"grader": {"type": "x"}}
+            job_records.insert_judge(db, JobJudgeRow(f"{owner}-{phase}-{number}", judge))
     bob = [f"bob-failed-{number}" for number in range(2, 9)]
-    db.execute("DELETE FROM job_graders WHERE job_id IN (?, ?)", ["bob-failed-0", "bob-failed-1"])
+    db.execute("DELETE FROM job_judges WHERE job_id IN (?, ?)", ["bob-failed-0", "bob-failed-1"])
     await retention.keep_house(simulated_context(tmp_path, db, retention={"graders_per_owner": 7}), NOW_S)
-    left = {row[0] for row in db.execute("SELECT job_id FROM job_graders")}
+    left = {row[0] for row in db.execute("SELECT job_id FROM job_judges")}
     running = {f"ann-running-{number}" for number in range(9)}
     assert left == {f"ann-failed-{number}" for number in range(2, 9)} | set(bob) | running
     assert db.execute("SELECT count(*) FROM jobs").fetchone()[0] == 27
