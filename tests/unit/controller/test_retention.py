@@ -245,6 +245,7 @@ async def test_of_ended_gates_each_owner_keeps_the_terms_of_the_newest(tmp_path:
     for owner, state in (("ann", "ended"), ("bob", "ended"), ("ann", "evaluating")):
         for number in range(9):
             name = f"{owner}-{state}-{number}"
+            job(db, name, phase="failed", owner=owner)
             gate = GateRow(name, NOW_S, name, "m", None, owner, terms={"then": "hold"}, state=state)  # type: ignore[arg-type]
             gates.insert(db, gate)
     db.execute("UPDATE gates SET terms = '{}' WHERE id IN ('bob-ended-7', 'bob-ended-8')")
