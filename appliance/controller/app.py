@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 
 from appliance import backup_copies
 from appliance.controller import retention
-from appliance.controller.admin import box, devices, mode, queue, tracked
+from appliance.controller.admin import box, devices, mode, profile, queue, tracked
 from appliance.controller.admin.models import canaries, deployments, engine_settings
 from appliance.controller.admin.models import models as admin_models
 from appliance.controller.admin.owners import forget, keys, page_sessions, session_keys, usage
@@ -36,6 +36,7 @@ from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.rollouts import RolloutGrading
 from appliance.controller.grading.sampling import WANTS_EVERY_S, RolloutSampling
+from appliance.controller.grading.teaching import Teaching
 from appliance.controller.http import error_handlers
 from appliance.controller.http.middleware import BodyLimits, KnownAtGateways, ReadsInTurns, RequestIds
 from appliance.controller.http.routers import make_router
@@ -84,7 +85,11 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     sampling = RolloutSampling(context, metering)
     hub = Hub()
     sources = live.Sources(context, hub)
-    rollouts = {"grade": RolloutGrading(context, graders, answers).grade, "sample": sampling.sample}
+    rollouts = {
+        "grade": RolloutGrading(context, graders, answers).grade,
+        "teach": Teaching(context, answers).teach,
+        "sample": sampling.sample,
+    }
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -128,6 +133,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             await running.tasks.stop()
             await runner.tasks.stop()
             await background.stop()
+            await stored.tasks.stop()
             await evaluations.tasks.stop()
             await graders.stop()
 
@@ -158,6 +164,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     mode.routes(context, admin)
     queue.routes(context, admin)
     tracked.routes(context, admin)
+    profile.routes(context, admin)
     devices.routes(context, admin)
     deployments.routes(context, admin)
     engine_settings.routes(context, admin)

@@ -432,11 +432,12 @@ UNFINISHED_EVAL_RUN = ("queued", "in_progress")
 
 
 @dataclass(frozen=True, slots=True)
-class JobGraderRow:
-    """What the answers of a reinforcement job are judged by, as OpenAI's API has it."""
+class JobJudgeRow:
+    """Who judges the answers of a job that learns from its own: {"grader": as OpenAI's API has it} or {"teacher": the
+    name of a model}."""
 
     job_id: str
-    grader: dict[str, Any] = json_column(default_factory=dict)
+    judge: dict[str, Any] = json_column(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

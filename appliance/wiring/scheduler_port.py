@@ -102,6 +102,12 @@ class LoopPort:
             except EffectFailed as error:
                 raise OperationFailed(str(error), code="adapter_in_use") from error
 
+    async def profile_job(self, job_id: str, steps: int) -> None:
+        try:
+            await self._effects.profile_group(job_id, steps)
+        except EffectFailed as error:
+            raise OperationFailed(error.reason, code="not_running") from error
+
 
 def _serves(replica: dict[str, Any], model: str) -> bool:
     """Whether a replica serves this model, under its own name or that of one of its versions."""

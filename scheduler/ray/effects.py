@@ -43,7 +43,7 @@ class RayEffects:
         self.sleep_replica, self.wake_replica = self._replicas.sleep_replica, self._replicas.wake_replica
         self.swap_replica, self.unload_adapter = self._replicas.swap_replica, self._replicas.unload_adapter
         self.start_group, self.suspend_group = self._groups.start_group, self._groups.suspend_group
-        self.stop_group = self._groups.stop_group
+        self.stop_group, self.profile_group = self._groups.stop_group, self._groups.profile_group
         self.parked, self.drop_parked = self._groups.parked, self._groups.drop_parked
 
     def on_death(self, told: OnDeath) -> None:

@@ -123,6 +123,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     expression_backend.apply(backend_xgrammar)
     form_backends.apply(StructuredOutputManager)
     form_backends.lock_no_masks(backend_guidance.GuidanceBackend)
+    form_backends.masks_of_the_model(backend_guidance.GuidanceGrammar)
     step_bounds.bound_whitespace(xgrammar.GrammarCompiler)
     step_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
     step_bounds.bound_time(backend_guidance.GuidanceGrammar)

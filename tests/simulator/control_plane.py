@@ -28,6 +28,7 @@ from appliance.controller.interfaces.ports import (
 from appliance.controller.models.engine_sizes import EngineSizes
 from appliance.store.database import Database
 from appliance.store.ids import new_id
+from appliance.store.objects import jobs
 from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
 from scheduler.core.inventory import Device
@@ -43,6 +44,7 @@ class SimulatedScheduler:
         self._db = db
         self.nudges: list[str] = []
         self.withdrawn: list[str] = []
+        self.profiled: list[tuple[str, int]] = []
         self.forgiven: list[str] = []
         self.unloaded: list[str] = []
         self.converged: list[str] = []
@@ -125,6 +127,11 @@ class SimulatedScheduler:
 
     async def unload_adapters(self, names: list[str]) -> None:
         self.unloaded += names
+
+    async def profile_job(self, job_id: str, steps: int) -> None:
+        if jobs.get(self._db, job_id).phase != "running":
+            raise OperationFailed("it does not run now", code="not_running")
+        self.profiled.append((job_id, steps))
 
 
 class SimulatedModelOps:

@@ -7,6 +7,7 @@ Events handed to `on_event` (all have "event" and "job"):
   general     when ("before" or "after" the job), right (numbers of general questions), answers
   validation  step, loss
   snapshot    step, path, bytes, seconds, stall_s (of them training stood still)
+  profiled    step, steps, seconds, share, operators (train.run.profiling.shares), trace, bytes
   published   version, path, step, epoch, bytes, seconds, stall_s
   finished    outcome, step, error
 
@@ -192,6 +193,10 @@ class Group:
     async def snapshot(self) -> None:
         """Request a snapshot at the next step boundary; the "snapshot" event reports it."""
         await self._hosts[0].call("signal", name="snapshot")
+
+    async def profile(self, steps: int) -> None:
+        """Have rank 0 profile its next steps; the "profiled" event has what came of it."""
+        await self._hosts[0].call("profile", steps=steps)
 
     async def kill(self) -> Outcome:
         """End now, as a failure that can be retried (the devices are needed, or the box goes down)."""

@@ -28,6 +28,7 @@ class ControlSignals:
     def __post_init__(self) -> None:
         self._leave: Callable[[], None] | None = None
         self._answers: dict[str, Any] = {}
+        self._profile = 0
 
     def ask(self, name: str) -> None:
         """Raises ValueError for an unknown name."""
@@ -48,6 +49,15 @@ class ControlSignals:
     def take_answer(self, question: str) -> Any:
         """None until there is one."""
         return self._answers.pop(question, None)
+
+    def profile(self, steps: int) -> None:
+        """So many steps of this rank are to be profiled from the next one on."""
+        self._profile = steps
+
+    def take_profile(self) -> int:
+        """0 if nobody asks."""
+        steps, self._profile = self._profile, 0
+        return steps
 
     def clear(self) -> None:
         """Clear a signal after it was handled."""

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from deepspeed import comm
 
+from runtime.devices.kinds import kind_of
 from train.control.progress import SIGNALS, ControlSignals, Events, Progress
 from train.control.rank_messages import told_by_first
 from train.control.stop_point import StopPoint
@@ -34,6 +35,7 @@ from train.run.event_log import EventLog
 from train.run.feed import DataFeed, Feed
 from train.run.general_answers import GeneralQuestions
 from train.run.leave_step import Leaving, StepLeft
+from train.run.profiling import Profiling
 from train.run.reference import Reference
 from train.run.tensorboard_writer import TensorboardWriter
 from train.run.validations import Validations
@@ -95,6 +97,9 @@ class Run:
         self._validations: Validations | None = None
         self._ends_early = False
         self._board = TensorboardWriter(Path(spec.run_dir) / "tb") if self.rank == 0 else None
+        self._profiling = Profiling(
+            Path(spec.run_dir) / "profile", kind_of(spec.device_kind).collectives, self.emit, progress
+        )
 
     def resume_from(self, path: str) -> None:
         """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
@@ -164,6 +169,7 @@ class Run:
                 return self._suspend(signals["draft"])
             if signals["snapshot"]:
                 self.saving.snapshot_if_room(self.step, signals["draft"], self._pace_s)
+        self._profiling.end(self.step)
         self.saving.drop_reserved()
         if not self._best_is_published():
             self._general.ask("after")
@@ -173,11 +179,13 @@ class Run:
 
     def close(self) -> None:
         """Write out what is buffered for TensorBoard: the process may end without any of Python's own clean-up."""
+        self._profiling.drop()
         self.leaving.close()
         if self._board is not None:
             self._board.close()
 
     def _one_step(self, total: int) -> dict[str, Any]:
+        self._profiling.before_step(self.signals.take_profile())
         started = time.perf_counter()
         spec, step = self.spec, self.step
         scale = 1.0 / self.feed.denominator()
@@ -188,7 +196,8 @@ class Run:
             group["lr"] = rate
 
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
-        rows = self.feed.rows()
+        with self._profiling.reading_input():
+            rows = self.feed.rows()
         for left in (self.method.metrics, self.method.peaks):  # of a step that was left
             left(self.engine.module)
         self.leaving.begin()
@@ -198,7 +207,9 @@ class Run:
             self.saving.foresee(step + 1)
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
-            part = self.engine(self.method.batch(row, scale, self.engine.device))
+            with self._profiling.reading_input():
+                batch = self.method.batch(row, scale, self.engine.device)
+            part = self.engine(batch)
             # Use a separate tensor: on the engine's own output DeepSpeed 0.19.8 divides by the accumulation steps even
             # if told not to (its hook there runs before it detects its own backward).
             self.engine.backward(part * 1, scale_wrt_gas=False)
@@ -212,10 +223,13 @@ class Run:
         self.step += 1
         self.leaving.end()
         self._pace_s = _PACED_SHARE * (time.perf_counter() - started)
-        return self._agree_and_report(loss, rate, total, started)
+        agreed = self._agree_and_report(loss, rate, total, started)
+        self._profiling.after_step(self.step)
+        return agreed
 
     def _leave_step(self) -> dict[str, Any]:
         """Collective: leave the current step; return the requested signal."""
+        self._profiling.drop()
         lost_s = self.leaving.forget()
         self.emit(
             "message",

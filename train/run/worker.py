@@ -2,7 +2,7 @@
 
 Calls it answers: `ping` (where the run is; answered by the lifeline thread, so only a stopped process stays silent),
 `signal` (suspend or cancel, by leaving the step or at its end; snapshot at its end), `answer` (to a question of the
-run) and, when parked, `resume` (from this snapshot).
+run), `profile` (so many steps, see train.run.profiling) and, when parked, `resume` (from this snapshot).
 
 Events: those of the run, from rank 0; "ready" when the engine exists and "done" with the outcome, from every rank. A
 rank whose "done" says `parked` has freed its memory (train.state.parking) and waits for `resume`; otherwise it ends.
@@ -37,7 +37,15 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     def resume(snapshot: str) -> None:
         resumes.put(snapshot)
 
-    lifeline.serve({"ping": progress.report, "signal": signals.ask, "answer": signals.answer, "resume": resume})
+    lifeline.serve(
+        {
+            "ping": progress.report,
+            "signal": signals.ask,
+            "answer": signals.answer,
+            "profile": signals.profile,
+            "resume": resume,
+        }
+    )
     progress.enter("joining")
     meeting = meeting_url(args["meeting"], args["rank"], args["world_size"])
     init_world(spec.device_kind, meeting, args["collective_timeout_s"])

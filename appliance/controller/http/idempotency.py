@@ -63,6 +63,7 @@ NOT_ONCE: Mapping[str, str] = {
     "/admin/v1/plan": _NOTHING_MADE,
     "/admin/v1/limits/measure": "what is measured replaces what was",
     "/admin/v1/models/{name:path}/pin": _AGAIN_SAME,
+    "/admin/v1/jobs/{job_id}/tracked": "the exporter says it until it is heard; a second time is one more event",
     "/admin/v1/jobs/{job_id}/hold": _AGAIN_SAME,
     "/admin/v1/jobs/{job_id}/release": _AGAIN_SAME,
     "/admin/v1/devices/{device_id:path}/drain": _AGAIN_SAME,

@@ -95,9 +95,9 @@ def hyperparameters(row: JobRow) -> dict[str, Any]:
 
 
 def job_object(
-    row: JobRow, organization: str, caller: Principal, grader: dict[str, Any] | None = None
+    row: JobRow, organization: str, caller: Principal, judge: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """grader: of a job that has one."""
+    """judge: of a job that has one."""
     succeeded = row.phase == "succeeded"
     return {
         "id": row.id,
@@ -121,7 +121,7 @@ def job_object(
         "metadata": row.metadata,
         "method": {
             "type": row.method,
-            row.method: ({} if grader is None else {"grader": grader}) | {"hyperparameters": hyperparameters(row)},
+            row.method: (judge or {}) | {"hyperparameters": hyperparameters(row)},
         },
     } | whose(row, caller)
 

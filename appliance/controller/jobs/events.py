@@ -69,14 +69,16 @@ class JobEvents:
             "validation": self._validation,
             "general": self._general,
             "published": self._published,
+            "profiled": self._profiled,
             "snapshot": self._snapshot,
             "message": self._message,
             "finished": self._finished,
         }
 
     def ingest(self, job_id: str, event: dict[str, Any]) -> None:
-        """One event of `train.control.group`: {"event": "metrics" | "validation" | "general" | "published" | "snapshot"
-        | "message" | "finished", …}. Raises RowNotFound for an unknown job; logs and skips events of other kinds."""
+        """One event of `train.control.group`: {"event": "metrics" | "validation" | "general" | "published" |
+        "profiled" | "snapshot" | "message" | "finished", …}. Raises RowNotFound for an unknown job; logs and skips
+        events of other kinds."""
         handler = self._handlers.get(str(event.get("event")))
         if handler is None:
             log.warning("the job sent an event of unknown kind %r", event.get("event"), extra={"job_id": job_id})
@@ -290,6 +292,24 @@ class JobEvents:
                 ),
             )
             add_message(db, row.id, f"Checkpoint created at step {step}{_written(event)}", data=meta)
+
+    def _profiled(self, row: JobRow, event: dict[str, Any]) -> None:
+        """Where the time of some steps went; `appliance profile job` shows the table."""
+        seconds, steps = float(event["seconds"]), int(event["steps"])
+        share = {name: float(took) for name, took in event["share"].items()}
+        told = ", ".join(f"{name} {took / seconds:.0%}" for name, took in share.items())
+        trace = Path(event["trace"]).name if event.get("trace") else None
+        profile = {
+            "step": int(event["step"]),
+            "steps": steps,
+            "seconds": seconds,
+            "share": share,
+            "operators": event["operators"],
+            "trace": trace and f"profile/{trace}",
+            "bytes": int(event.get("bytes") or 0),
+        }
+        text = f"Profiled {steps} step{'s' if steps != 1 else ''} in {seconds:.2f} s: {told}"
+        add_message(self._db, row.id, text, data={"profile": profile})
 
     def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
         db = self._db

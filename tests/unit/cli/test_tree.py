@@ -14,7 +14,7 @@ from tests.unit.cli.conftest import run
 from train.methods.methods import METHODS
 
 # A method brings its options into the tree: the promise is that all of them are there.
-METHOD = ["--method", *(f"--{option.name}".replace("_", "-") for m in METHODS.values() for option in m.options)]
+METHOD = ["--method", *{f"--{option.name}".replace("_", "-") for m in METHODS.values() for option in m.options}]
 BOX = ["--api-key", "--data-dir", "--help", "--output", "--url"]
 FROZEN = {
     "up": ["--config", "--data-dir", "--detach", "--devices", "--help", "--host", "--output", "--port"],
@@ -149,6 +149,7 @@ FROZEN = {
         "--set",
         "--sizes",
         "--suffix",
+        "--teacher",
         "--tensor-parallel",
         "--validation-file",
         "--wait",
@@ -175,6 +176,7 @@ FROZEN = {
     "job resume": [*BOX, "JOB_ID"],
     "job cancel": [*BOX, "JOB_ID"],
     "job tensorboard": ["--data-dir", "--help", "--port", "JOB_IDS"],
+    "profile job": [*BOX, "--steps", "--timeout", "JOB_ID"],
     "plan serve": [*BOX, "--replicas", "--tensor-parallel", "MODEL"],
     "plan job": [
         *BOX,
@@ -195,6 +197,18 @@ FROZEN = {
         "--set",
         "--tensor-parallel",
         "--zero-stage",
+    ],
+    "distill make": [
+        *BOX,
+        "--keep-system",
+        "--max-tokens",
+        "--n",
+        "--out",
+        "--system",
+        "--teacher",
+        "--temperature",
+        "--timeout",
+        "PROMPTS",
     ],
     "eval run": [
         *BOX,

@@ -499,6 +499,27 @@ async def test_the_owner_of_a_job_hears_where_its_run_is(control: Control):
     assert row.target == job_id and row.detail == told
 
 
+async def test_a_running_job_is_profiled_and_its_events_say_where_its_time_goes(control: Control):
+    job_id = await control.job()
+    url = f"/admin/v1/jobs/{job_id}/profile"
+    assert (await control.http.post(url, json={"steps": 3})).status_code == 403
+    control.http.headers.update(ADMIN)
+    refused = await control.http.post(url, json={"steps": 3})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_running")
+    assert (await control.http.post(url, json={"steps": 51})).status_code == 400
+    events = JobEvents(control.db, control.context.files_dir, "local")
+    events.started(job_id, ["cpu0"], resumed=False)
+    assert (await control.http.post(url, json={"steps": 3})).json() == {"id": job_id, "steps": 3}
+    assert control.scheduler.profiled == [(job_id, 3)]
+    share = {"compute": 1.2, "communication": 0.4, "input": 0.0, "idle": 0.4}
+    told = {"event": "profiled", "step": 9, "steps": 3, "seconds": 2.0, "share": share, "operators": []}
+    events.ingest(job_id, told | {"trace": "/data/jobs/ftjob-1/profile/trace-9.json.gz", "bytes": 77})
+    newest = (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=1)).data[0]
+    assert newest.message == "Profiled 3 steps in 2.00 s: compute 60%, communication 20%, input 0%, idle 20%"
+    found = newest.data["profile"]
+    assert (found["trace"], found["bytes"], found["share"]) == ("profile/trace-9.json.gz", 77, share)
+
+
 GRADER: Any = {
     "type": "string_check",
     "name": "same",
