@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from appliance.controller.admin.owners import page_sessions
+from appliance.controller.admin.owners import logins
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.routers import make_router
@@ -98,9 +98,11 @@ def routes(context: ControllerContext, provider: Provider | None = None) -> APIR
             _told(context, request, "", "refused", subject=str(claims["sub"])[:200], why=error.message)
             raise
         viewer = None if ADMIN in key.scopes else key.owner
-        made = await page_sessions.begin(context, key.id, viewer, request, response, secure=body.secure)
+        agent = request.headers.get("user-agent", "")
+        made = await logins.begin(context, key.id, viewer, agent=agent, secure=body.secure)
+        response.headers[logins.COOKIE] = made.cookie
         _told(context, request, key.id, "done", key=key.name, scopes=key.scopes)
-        return made
+        return made.shown
 
     return router
 
