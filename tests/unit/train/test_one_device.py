@@ -44,8 +44,8 @@ def row(method):
         return replace(built, reference=np.zeros(2, np.float32))
     if method in ("reinforcement", "distillation"):
         of_row = {field.name: getattr(built, field.name) for field in fields(built)}
-        sampled = np.zeros(len(built.labels), np.float32)
-        return RolloutRow(**of_row, advantages=np.ones(2, np.float32), sampled=sampled)
+        zeros = np.zeros(len(built.labels), np.float32)
+        return RolloutRow(**of_row, advantages=zeros + 1, sampled=zeros)
     return built
 
 
