@@ -143,6 +143,7 @@ def test_the_loss_of_a_row_is_the_log_ratio_of_its_tokens(tmp_path):
     told = Teacher().told(verdict, sampled, 3)
     assert told == {
         "reverse_kl": pytest.approx(expected, rel=1e-6),
+        "answer_reverse_kl": pytest.approx(expected * 13 / 3, rel=1e-6),
         "entropy": pytest.approx(-np.concatenate(sampled).mean()),
         "teacher_errors": 0,
     }
