@@ -7,7 +7,7 @@ import time
 import orjson
 
 from appliance.gateway.access.admission import check_head, check_scopes, key_digest
-from appliance.gateway.access.page_login import login_digest
+from appliance.gateway.access.page_login import check_asked_by_the_page, login_digest
 from appliance.gateway.access.request import Request
 from appliance.gateway.control.previous_response import PreviousResponse
 from appliance.gateway.control.relay import Relay, WholeRelay
@@ -40,6 +40,9 @@ class Dispatch:
         if route.kind is Kind.PAGE:
             if request.path not in site():
                 raise errors.unknown_url(request.method.decode(), request.path.decode("ascii", "replace"), "")
+        elif route.kind is Kind.LOGIN:
+            check_asked_by_the_page(request)
+            state.spending.admit_login()
         elif route.kind is not Kind.HEALTH and route.kind is not Kind.PREFLIGHT:
             digest = key_digest(request.headers)
             login = "" if digest else login_digest(request)
@@ -66,6 +69,8 @@ class Dispatch:
         """Return the handler of this request. Raises HttpError for an unacceptable body."""
         state, route = self._state, request.route
         assert route is not None
+        if route.kind is Kind.LOGIN:
+            return WholeRelay(state, client, request)
         headers = request.headers
         if b"traceparent" in headers:
             request.trace = wire.accepted_trace(headers)
