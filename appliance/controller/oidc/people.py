@@ -20,6 +20,8 @@ from appliance.store.rows import KeyRow
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._@-]+")
 _NAME_CHARACTERS = 48
+SHOWN_CHARACTERS = 12
+"""Of a subject's hash."""
 
 
 def key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[str, Any]) -> KeyRow:
@@ -29,7 +31,7 @@ def key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[s
     if not scopes:
         raise refused("none of your groups may do anything on this box")
     db = context.db
-    subject = hashlib.sha256(f"{settings.issuer}\n{claims['sub']}".encode()).hexdigest()
+    subject = subject_of(settings, claims)
     with db.transaction():
         row = keys.of_subject(db, subject)
         if row is None:
@@ -40,6 +42,11 @@ def key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[s
         elif row.scopes != scopes:
             keys.update(db, row.id, scopes=scopes)
     return keys.find(db, row.id) or row
+
+
+def subject_of(settings: OidcSettings, claims: Mapping[str, Any]) -> str:
+    """SHA-256 of who it is there, in hex."""
+    return hashlib.sha256(f"{settings.issuer}\n{claims['sub']}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def scopes_of(settings: OidcSettings, claims: Mapping[str, Any]) -> list[str]:
@@ -53,6 +60,6 @@ def scopes_of(settings: OidcSettings, claims: Mapping[str, Any]) -> list[str]:
 def _name(settings: OidcSettings, claims: Mapping[str, Any], subject: str) -> str:
     told = next((claims[name] for name in (settings.name_claim, "email", "sub") if claims.get(name)), "")
     name = _NOT_IN_NAMES.sub("-", str(told))[:_NAME_CHARACTERS].strip("-._@") or "person"
-    found = f"{name}-{subject[:12]}"
+    found = f"{name}-{subject[:SHOWN_CHARACTERS]}"
     assert re.match(OWNER_PATTERN, found), "made of what names may have"
     return found
