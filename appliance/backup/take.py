@@ -77,6 +77,7 @@ def take(
             before = {name for name, _ in _files(paths.data_dir, secrets)}
             copied = Path(folder) / DATABASE
             schema = copy_database(paths.database, copied)
+            end_logins(copied)
             files, gone = writer.save(paths.data_dir, copied, secrets, before)
             if not left:
                 gone = {name for name in gone if not name.startswith(_OWNERS)}
@@ -220,6 +221,13 @@ def forget_gone(database: Path, there: Set[str]) -> bool:
     if gone:
         log.info("%d files were deleted by their owners meanwhile: the backup has neither bytes nor rows", len(gone))
     return bool(gone)
+
+
+def end_logins(database: Path) -> None:
+    """Takes the logins of the page out of a copied database: one that was ended since must not come back."""
+    with closing(sqlite3.connect(database)) as connection, connection:
+        if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'page_sessions'").fetchone():
+            connection.execute("DELETE FROM page_sessions")
 
 
 @contextmanager

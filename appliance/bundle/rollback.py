@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.backup.take import DATABASE, forget_gone
+from appliance.backup.take import DATABASE, end_logins, forget_gone
 from appliance.bundle.carried.errors import Refused
 from appliance.bundle.carried.releases import Releases
 from appliance.store.copies import FOLDER, Kept, copy_database, kept_copies
@@ -123,6 +123,7 @@ def _exchanged(way: WayBack, copy: Path, data_dir: Path) -> Path:
             for path in (data_dir / kind).rglob("*")
         }
         forget_gone(partial, there)
+        end_logins(partial)
         # Those of now: the box went on while a person read what is lost, and until its last request had ended.
         revoked = {**way.revoked, **_compared(database, copy)[2]}
         with closing(sqlite3.connect(partial)) as connection, connection:

@@ -22,12 +22,14 @@ _VERSION = re.compile(r'^version = "[^"]+"$', re.MULTILINE)
 _TORCH = re.compile(r"^torch==(?:[^\\\n]*\\\n)*[^\\\n]*$", re.MULTILINE)
 _GLIBC = re.compile(r"manylinux_(\d+)_(\d+)")
 _GLIBC_BY_NAME = {"manylinux1": (2, 5), "manylinux2010": (2, 12), "manylinux2014": (2, 17)}
+_NO_BUILDS = ("common", "test", "tracking")
+"""What builds have in common, and environments beside them."""
 
 
 def builds(project: Path) -> dict[str, Path]:
     """Lock files of the builds that there are, by name."""
     folder = project / "images" / "requirements"
-    return {path.stem: path.with_suffix(".txt") for path in folder.glob("*.in") if path.stem not in ("common", "test")}
+    return {path.stem: path.with_suffix(".txt") for path in folder.glob("*.in") if path.stem not in _NO_BUILDS}
 
 
 def build_here(project: Path) -> str:

@@ -32,6 +32,7 @@ COMMANDS = {
     "profile": ("models.profile", "Where does the time of a running job or engine go?"),
     "plan": ("models.plan", "Would it fit? An estimate before anything is started."),
     "batch": ("jobs.batch", "Batches: many requests from a file, answered while engines are idle."),
+    "distill": ("models.distill", "Distillation: a teacher's answers to prompts, as training data."),
     "eval": ("jobs.eval", "Evaluations: how good models are at a suite of prompts, by graders."),
     "pipeline": ("jobs.pipeline", "Pipelines: from data to a version that answers, by a few lines of TOML."),
     "sweep": ("jobs.sweep", "Sweeps: hyperparameters are tried on a part of the data, and the best go on."),

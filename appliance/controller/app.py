@@ -16,7 +16,7 @@ from appliance.controller import retention
 from appliance.controller.admin import box, devices, mode, profile, queue, tracked
 from appliance.controller.admin.models import canaries, deployments, engine_settings
 from appliance.controller.admin.models import models as admin_models
-from appliance.controller.admin.owners import forget, keys, session_keys, usage
+from appliance.controller.admin.owners import forget, keys, page_sessions, session_keys, usage
 from appliance.controller.batches import output_files
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.metering import Metering
@@ -36,12 +36,15 @@ from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.rollouts import RolloutGrading
 from appliance.controller.grading.sampling import WANTS_EVERY_S, RolloutSampling
+from appliance.controller.grading.teaching import Teaching
 from appliance.controller.http import error_handlers
 from appliance.controller.http.middleware import BodyLimits, KnownAtGateways, ReadsInTurns, RequestIds
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
 from appliance.controller.jobs import plan_route
 from appliance.controller.jobs.validation import JobValidation
+from appliance.controller.live import routes as live
+from appliance.controller.live.hub import Hub
 from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
 from appliance.controller.openai import batch_routes, checkpoint_permissions, job_routes, model_routes, response_routes
@@ -78,7 +81,13 @@ def create_app(context: ControllerContext) -> FastAPI:
     pipelines = PipelineRunner(context, data_work, validation, gates)
     sweeping = SweepRunner(context, validation)
     sampling = RolloutSampling(context, metering)
-    rollouts = {"grade": RolloutGrading(context, graders, answers).grade, "sample": sampling.sample}
+    hub = Hub()
+    sources = live.Sources(context, hub)
+    rollouts = {
+        "grade": RolloutGrading(context, graders, answers).grade,
+        "teach": Teaching(context, answers).teach,
+        "sample": sampling.sample,
+    }
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -92,12 +101,14 @@ def create_app(context: ControllerContext) -> FastAPI:
         background.start()
         evaluations.start()
         context.publish_keys()
+        sources.begin()
         tasks = context.background
         kept = (
             tasks.keep_every(
                 "housekeeping", partial(_keep_house, context, stored, background), context.config.housekeeping_every_s
             ),
             tasks.keep_every("rollouts", sampling.look, WANTS_EVERY_S, at_once=True),
+            tasks.keep_every("changes of the box", sources.look, live.LOOK_EVERY_S),
             tasks.keep_every("gates", gates.look, GATES_EVERY_S),
             tasks.keep_every("data checks", partial(data_work.look, SMALL), CHECKS_EVERY_S),
             tasks.keep_every("data checks of large files", partial(data_work.look, LARGE), CHECKS_EVERY_S),
@@ -108,6 +119,8 @@ def create_app(context: ControllerContext) -> FastAPI:
         try:
             yield
         finally:
+            hub.close()
+            sources.end()
             for task in kept:
                 task.cancel()
             await asyncio.gather(*kept, return_exceptions=True)
@@ -140,6 +153,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     app.state.rollouts, app.state.gates, app.state.pipelines = rollouts, gates, pipelines
     app.state.sweeps = sweeping
     app.state.graders = answers
+    app.state.live = hub
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", check=of_admin_routes)
@@ -154,10 +168,12 @@ def create_app(context: ControllerContext) -> FastAPI:
     forget.routes(context, admin, runner, background, evaluations, gates, pipelines, sweeping)
     keys.routes(context, admin, runner, background)
     session_keys.routes(context, admin)
+    page_sessions.routes(context, admin)
     canaries.routes(context, admin, compared)
     admin_models.routes(context, admin, running, compared, activations)
     plan_route.routes(context, admin)
     usage.routes(context, admin)
+    live.routes(admin, hub)
     for router in (
         file_routes.routes(context),
         upload_routes.routes(context),
@@ -198,6 +214,7 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
         storage.remove(context, row)
     await upload_routes.keep_house(context, now_s)
     await session_keys.keep_house(context, now_s)
+    page_sessions.keep_house(context, now_s)
     if context.db.reserve is not None:
         context.db.reserve.keep()
     before_s = now_s - context.config.idempotency_keep_s

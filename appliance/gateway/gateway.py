@@ -125,8 +125,9 @@ class Gateway:
         """Apply a routing table at once: end requests of revoked keys and held ones that their keys may not make any
         more, start held requests."""
         state = self.state
-        changed_keys = state.keys != table.keys
-        state.keys = dict(table.keys)
+        changed_keys = state.keys != table.keys or state.sessions != table.sessions
+        state.keys, state.sessions = dict(table.keys), dict(table.sessions)
+        state.session_ids = frozenset(session.id for session in table.sessions.values())
         state.tables_applied += 1
         state.spending.apply(table.keys.values())
         opened = state.router.apply(table.models)

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -160,6 +160,10 @@ class Database:
         """Keep `size` bytes in reserve for a full disk from now on."""
         self.reserve = Reserve(self, size)
         self.reserve.keep(rows=size)
+
+    def define(self, name: str, arguments: int, function: Callable[..., Any]) -> None:
+        """A function for the SQL of this connection; an exception in it fails the statement."""
+        self._connection.create_function(name, arguments, function)
 
     def many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
         """Run the statement once for each of the parameters, in one transaction."""

@@ -46,6 +46,20 @@ class KeyRow:
 
 
 @dataclass(frozen=True, slots=True)
+class PageSessionRow:
+    """A login of the page. sha256: of its token. seen_s: when its person last touched the page. until_s: its end,
+    unless that is moved. agent: what the browser calls itself."""
+
+    id: str
+    sha256: str
+    key_id: str
+    created_s: float
+    seen_s: float
+    until_s: float
+    agent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class FileRow:
     """An uploaded or produced file; its bytes lie at `files/<id>`.
 
@@ -416,11 +430,12 @@ UNFINISHED_EVAL_RUN = ("queued", "in_progress")
 
 
 @dataclass(frozen=True, slots=True)
-class JobGraderRow:
-    """What the answers of a reinforcement job are judged by, as OpenAI's API has it."""
+class JobJudgeRow:
+    """Who judges the answers of a job that learns from its own: {"grader": as OpenAI's API has it} or {"teacher": the
+    name of a model}."""
 
     job_id: str
-    grader: dict[str, Any] = json_column(default_factory=dict)
+    judge: dict[str, Any] = json_column(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -615,7 +630,7 @@ class GateRow:
     ended_s: float | None = None
 
 
-PipelineRunState = Literal["running", "succeeded", "failed", "cancelled"]
+RunState = Literal["running", "succeeded", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -649,7 +664,7 @@ class PipelineRunRow:
     key_id: str | None = None
     owner: str = ""
     spec: dict[str, Any] = json_column(default_factory=dict)
-    state: PipelineRunState = "running"
+    state: RunState = "running"
     outcome: str = ""
     reason: str = ""
     steps: list[dict[str, Any]] = json_column(default_factory=list)
@@ -674,7 +689,7 @@ class SweepRow:
     key_id: str | None = None
     owner: str = ""
     spec: dict[str, Any] = json_column(default_factory=dict)
-    state: PipelineRunState = "running"
+    state: RunState = "running"
     reason: str = ""
     round: int = 0
     trials: list[dict[str, Any]] = json_column(default_factory=list)

@@ -200,7 +200,7 @@ class SocketEngines:
         """The gateways' reported demand for a model, plus that of batches and rollouts where it is in nobody's way."""
         lines = [name for asker, models in self._wanted.items() if asker != SAMPLING for name in models]
         name = next((name for name in lines if self._hosts(name) == host), None)
-        sampled = host in self._wanted.get(SAMPLING, ())
+        sampled = any(self._hosts(name) == host for name in self._wanted.get(SAMPLING, ()))
         if (name is None and not sampled) or reported.requests:
             return reported
         now = self._circumstances()

@@ -72,6 +72,11 @@ class Cuda(TorchCuda):
             pynvml.nvmlShutdown()
         if old and not found:
             raise DevicesRefused(f"the NVIDIA GPUs of this machine are too old: {next(iter(old.values()))}. {_ON_CPU}")
+        if found and not self.present():  # by which every process that computes decides, before it imports anything
+            raise DevicesRefused(
+                f"NVML names {len(found)} NVIDIA GPUs ({found[0].name}), and there is no {_CONTROL}, as under WSL2, on "
+                f"which the box does not run. {_ON_CPU}"
+            )
         # One whose memory is not known is taken for one like the others: plans are made for devices that are alike.
         alike_bytes = min((one.memory_bytes for one in found if one.memory_bytes), default=0)
         if found and not alike_bytes:
@@ -233,10 +238,19 @@ def _found(index: int, handles: Mapping[int, Any]) -> Found:
 
 def _memory_bytes(handle: Any, known_unfit: bool) -> int:
     if not known_unfit:
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        return _usable_bytes(handle)
     # Of a GPU that is cut by MIG the driver tells its memory to root alone (NVML API, nvmlDeviceGetMemoryInfo).
-    told = _ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
-    return 0 if told is None else int(told.total)
+    return _ask(lambda: _usable_bytes(handle)) or 0
+
+
+def _usable_bytes(handle: Any) -> int:
+    """What CUDA hands out. Of NVML's total, which nvidia-smi shows, driver and firmware keep some hundreds of MB (NVML
+    API, nvmlMemory_v2_t)."""
+    try:
+        told = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
+    except pynvml.NVMLError_NotSupported:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    return int(told.total) - int(told.reserved)
 
 
 def unfit(handle: Any) -> str:

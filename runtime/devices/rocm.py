@@ -3,7 +3,9 @@
 Written by reading; nothing here has run on such a machine. Sources: Linux, Documentation/gpu/amdgpu (files of a card,
 RAS counters) and drivers/gpu/drm/amd/amdkfd/kfd_topology.c (nodes, links); HIP numbers devices in the order of KFD's
 nodes. vLLM 0.32's platforms/rocm.py: torch's device type is "cuda", RCCL is "nccl" there, CUDA_VISIBLE_DEVICES must
-agree with HIP_VISIBLE_DEVICES. The driver needs no library: amdsmi is not among the packages.
+agree with HIP_VISIBLE_DEVICES. The driver's files are enough here, but libraries need the package amdsmi: without it
+vLLM takes the machine for one without GPUs (vllm/platforms/__init__.py), and torch.cuda.is_available() in the warm
+parents asks HIP, which then works in no fork (torch/cuda/__init__.py, _device_count_amdsmi).
 """
 
 from __future__ import annotations

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Collection
 from itertools import groupby
 
 from runtime.devices.kind import Reading
 from runtime.devices.kinds import kind_of
 from scheduler.core.inventory import Device
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 0.8
+"""How long a look waits for the drivers: shorter than the box waits for a node's answer."""
 
 
 class DeviceReadings:
@@ -17,6 +24,25 @@ class DeviceReadings:
         by_kind = groupby(sorted(devices, key=lambda device: device.kind), key=lambda device: device.kind)
         watches = (kind_of(name).watch({device.index: device.id for device in alike}) for name, alike in by_kind)
         self._watches = [watch for watch in watches if watch is not None]
+        self._reading: asyncio.Task[tuple[Reading, ...]] | None = None
+        self._waits = False
+
+    async def look(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
+        """As `read`, beside the event loop and one at a time. Empty while a driver does not answer: a call about a GPU
+        that hangs may never end, and each would keep a thread. What it tells too late is for the next look, because
+        a driver tells an error once."""
+        if self._reading is None:
+            self._reading = asyncio.create_task(asyncio.to_thread(self.read, let_go))
+        reading = self._reading
+        done, _ = await asyncio.wait({reading}, timeout=PATIENCE_S)
+        if not done:
+            if not self._waits:
+                log.warning("a driver does not answer for %.1f s; its devices are not watched meanwhile", PATIENCE_S)
+            self._waits = True
+            return ()
+        if self._reading is reading:
+            self._reading, self._waits = None, False
+        return tuple(one for one in reading.result() if one.device_id not in let_go)
 
     def read(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
         """One reading per device that reports health but of those to let go, by id: nothing of them stays open. Takes

@@ -126,7 +126,7 @@ class Node(NodeAgent, NodeCopies):
 
     async def readings(self, let_go: Collection[str]) -> tuple[Reading, ...]:
         """The health of this node's GPUs but of those to let go, by id; empty if it has none."""
-        return await asyncio.to_thread(self._health.read, let_go)
+        return await self._health.look(let_go)
 
     async def tunnel_address(self) -> tuple[str, int]:
         """Where other nodes reach this one's engines and versions. The first call opens the tunnel server."""

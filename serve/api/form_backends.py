@@ -3,8 +3,12 @@
 vLLM's check gives a form to xgrammar, or to llguidance where xgrammar declines it, and its engine core then follows all
 forms with the backend of the first one that came. So one request whose schema xgrammar declines (`multipleOf`), the
 first of an engine, made every forced call of everybody 400 until that engine ended, because llguidance does not know
-xgrammar's structural tags; and after a first form of xgrammar's nothing was given to llguidance. Both write masks of
-one shape, so here each form has its own.
+xgrammar's structural tags; and after a first form of xgrammar's nothing was given to llguidance. So here each form has
+its own.
+
+Both write masks of one shape, but where the tokenizer has more tokens than the model: llguidance's mask is then as long
+as the tokenizer, and each of them, like vLLM's runner for GPUs, raises for a mask of another length, which ends the
+engine. So all masks are as long as the model's vocabulary.
 
 The core's thread asks the manager's backend, in its first step with a form, for memory for the masks, and ends if there
 is none, while another thread takes in requests and makes backends. So the manager keeps the one that it has.
@@ -23,7 +27,9 @@ import copy
 import functools
 from typing import Any
 
+import torch
 import xgrammar
+from torch.nn import functional
 
 
 def apply(manager: Any) -> None:
@@ -61,9 +67,24 @@ def apply(manager: Any) -> None:
 
 def lock_no_masks(backend: Any) -> None:
     """backend: vLLM's class of llguidance's."""
-    backend.allocate_token_bitmask = lambda self, masks: xgrammar.allocate_token_bitmask(
-        masks, self.ll_tokenizer.vocab_size
-    )
+    backend.allocate_token_bitmask = lambda self, masks: xgrammar.allocate_token_bitmask(masks, self.vocab_size)
+
+
+def masks_of_the_model(grammar: Any) -> None:
+    """grammar: vLLM's class of llguidance's grammars."""
+    fill = grammar.fill_bitmask
+
+    @functools.wraps(fill)
+    def fill_bitmask(self: Any, bitmask: torch.Tensor, idx: int) -> None:
+        length, own_length = bitmask.shape[1], -(-self.ll_tokenizer.vocab_size // 32)
+        if own_length == length:
+            fill(self, bitmask, idx)
+            return
+        own = xgrammar.allocate_token_bitmask(1, self.ll_tokenizer.vocab_size)
+        fill(self, own, 0)
+        bitmask[idx] = functional.pad(own[0, :length], (0, max(0, length - own_length)))
+
+    grammar.fill_bitmask = fill_bitmask
 
 
 def _asked(request: Any) -> str | None:

@@ -24,13 +24,13 @@ A GPU's memory is divided as follows; no constant of it is measured yet:
     process      context_bytes of the kind, and GRAPH_BYTES for captured graphs
     weights      as stored, adapters as above
     activations  a batch of vLLM's default size, of which tensor parallelism divides only the MLP, and sampling;
-                 LEAST_ACTIVATIONS_BYTES at least
+                 LEAST_ACTIVATIONS_BYTES at least; with guessed tokens the logits that check them, and all texts
     KV cache     the rest of `gpu_memory_fraction`, or of what the engines asleep leave
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from runtime.devices.kind import DeviceKind
@@ -150,24 +150,28 @@ def engine_size(
     dtype: str | None = None,
     kv_cache_dtype: str | None = None,
     batched_tokens: int | None = None,
+    draft_tokens: int | None = None,
 ) -> EngineSize:
     """Size an engine over `tensor_parallel` devices of `device_memory_bytes` each.
 
     asleep_per_device: engines that may sleep on a device beside this one. dtype: None takes the one that the device
-    computes in. kv_cache_dtype: None keeps keys and values in `dtype`. All
-    bytes of the result are per device.
+    computes in. kv_cache_dtype: None keeps keys and values in `dtype`. draft_tokens: guessed from the text and checked
+    together. All bytes of the result are per device.
     """
     kind = kind_of(device_kind)
     dtype = dtype or ("bfloat16" if kind.computes_bf16() else "float32")
     seqs, tokens = _batch(device_memory_bytes, on_host=kind.on_host)
     config = config.model_copy(update={"max_num_seqs": config.max_num_seqs or seqs})
+    wanted = min(filter(None, (config.max_model_len, shape.context)), default=None)
     memory = _without_kv(kind, config, shape, task, arch, tensor_parallel, dtype, batched_tokens or tokens)
+    if draft_tokens and task == "generate" and not kind.on_host:
+        guessed = _guessed(config.max_num_seqs or seqs, shape.vocab, draft_tokens, batched_tokens or tokens, wanted)
+        memory = replace(memory, activations_bytes=memory.activations_bytes + guessed)
     room = room_bytes(config, device_kind, device_memory_bytes, asleep_per_device)
     kv_element = 1 if (kv_cache_dtype or "").startswith("fp8") else ELEMENT_BYTES[dtype]
     block_bytes = shape.kv_elements_per_token(tensor_parallel) * kv_element
     block_tokens = CPU_BLOCK_TOKENS if kind.on_host else GPU_BLOCK_TOKENS
     block_bytes *= block_tokens
-    wanted = min(filter(None, (config.max_model_len, shape.context)), default=None)
     # One block more than a sequence fills: vLLM keeps one that no request gets.
     whole = (-(-wanted // block_tokens) + 1) * block_bytes if wanted else 0
 
@@ -305,6 +309,13 @@ def _adapters(config: EngineConfig, shape: ServedShape, task: str, arch: str, sh
 
 def _sampling(config: EngineConfig, shape: ServedShape, task: str, per_entry: int) -> int:
     return (config.max_num_seqs or 0) * shape.vocab * per_entry if task == "generate" else 0
+
+
+def _guessed(seqs: int, vocab: int, draft_tokens: int, tokens: int, context: int | None) -> int:
+    """Of a GPU: logits of each guessed token, once more where they are joined from shards (what is computed in float32
+    comes a part at a time: vllm/v1/worker/gpu/spec_decode/rejection_sampler.py), and the tokens of every request, in
+    which guesses are looked up (states.py there)."""
+    return min(seqs * draft_tokens, tokens) * vocab * 4 + seqs * (context or 0) * 4
 
 
 def _batch(device_memory_bytes: int, *, on_host: bool) -> tuple[int, int]:

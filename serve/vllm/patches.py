@@ -27,9 +27,12 @@ from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
 from vllm.platforms import current_platform
+from vllm.renderers.base import BaseRenderer
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.request import Request
 from vllm.v1.structured_output import (
@@ -61,7 +64,7 @@ from serve.api import (
 from serve.cpu import gloo_device
 from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
-from serve.vllm import mask_turns, owner_places, step_bounds
+from serve.vllm import mask_turns, owner_places, request_bounds, step_bounds
 from serve.vllm.fingerprint_pass import run_fingerprint
 
 SEGMENT_NAME_BYTES = 8
@@ -120,10 +123,14 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     expression_backend.apply(backend_xgrammar)
     form_backends.apply(StructuredOutputManager)
     form_backends.lock_no_masks(backend_guidance.GuidanceBackend)
+    form_backends.masks_of_the_model(backend_guidance.GuidanceGrammar)
     step_bounds.bound_whitespace(xgrammar.GrammarCompiler)
     step_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
     step_bounds.bound_time(backend_guidance.GuidanceGrammar)
     step_bounds.slice_prompt_logprobs(GPUModelRunner)
+    request_bounds.bound_forbidden(SamplingParams)
+    request_bounds.bound_tokens(BaseRenderer)
+    request_bounds.keep_seeds(ParentRequest)
     impossible_forms.apply()
     # Owners take turns in an engine's queue and with masks that take long, and nobody has all of its places.
     fair_order.apply()

@@ -8,10 +8,11 @@ Another such rule may be found, and expressions have them: `(.|\\n)*` six times 
 and one mask for `(.{1,8}){32}` 1.7 s. So what each grammar takes to accept tokens, and to say which may follow, is
 measured: beyond what any real form takes it ends its own request.
 
-Where log-probabilities of a prompt are asked for, vLLM's first model runner (all CPU engines; GPU engines that draft
-tokens from the prompt) computes the logits of all its tokens of a step at once, each row as long as the vocabulary, in
-float32 and with several copies: 1,700 tokens took 1.5 GB with 49,152, and a step of 8,192 with 151,936 would take more
-than 20 GB. Its second runner computes 1,024 rows at a time. So the first does it in slices, too.
+Where log-probabilities of a prompt are asked for, vLLM's first model runner (all CPU engines; GPU engines only where
+its second lacks what is asked for, see VllmConfig.use_v2_model_runner) computes the logits of all its tokens of a step
+at once, each row as long as the vocabulary, in float32 and with several copies: 1,700 tokens took 1.5 GB with 49,152,
+and a step of 8,192 with 151,936 would take more than 20 GB. Its second runner computes 1,024 rows at a time. So the
+first does it in slices, too.
 """
 
 from __future__ import annotations

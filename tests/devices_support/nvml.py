@@ -9,23 +9,28 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pynvml
 import pytest
+
+from runtime.devices import cuda
 
 GIB = 2**30
 
 
 @dataclass
 class Gpu:
-    """One GPU. `switched`: behind an NVSwitch with the others. `datacentre`: it reports ECC, remapped rows and MIG;
-    a GeForce raises NotSupported. `private`: it tells its memory, and who uses it, to root alone, as one that is cut by
-    MIG does. `handle_error`, `error`: what asking for it, or anything about it, raises."""
+    """One GPU. `reserved_bytes`: what driver and firmware keep of its memory. `switched`: behind an NVSwitch with the
+    others. `datacentre`: it reports ECC, remapped rows and MIG; a GeForce raises NotSupported. `private`: it tells its
+    memory, and who uses it, to root alone, as one that is cut by MIG does. `handle_error`, `error`: what asking for it,
+    or anything about it, raises."""
 
     uuid: str
     name: str = "NVIDIA H100 80GB HBM3"
     memory_bytes: int = 80 * GIB
+    reserved_bytes: int = 0
     used_bytes: int = 500 * 2**20
     bus: str = "00000000:17:00.0"
     switched: bool = False
@@ -49,7 +54,8 @@ class Gpu:
 @dataclass
 class Machine:
     """`xids`: (GPU's number, Xid) that the driver has to tell. `users`: how often NVML was started and not ended, by
-    whatever handle on its library; `loaded`: whether pynvml has one. `opened`: the GPUs, by number, that somebody asked
+    whatever handle on its library; `loaded`: whether pynvml has one. `control`: whether its device file is there, which
+    WSL2 has none of. `opened`: the GPUs, by number, that somebody asked
     for since; no other process can reset them."""
 
     gpus: list[Gpu]
@@ -58,12 +64,15 @@ class Machine:
     xids: list[tuple[int, int]] = field(default_factory=list)
     users: int = 0
     loaded: bool = False
+    control: bool = True
     opened: set[int] = field(default_factory=set)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Machine:
         """Put it in place of this machine's driver."""
         for name, function in vars(_Functions(self)).items():
             monkeypatch.setattr(pynvml, name, function)
+        there = self.gpus and self.control
+        monkeypatch.setattr(cuda, "_CONTROL", Path("/dev/null" if there else "/dev/no-nvidiactl"))
         return self
 
 
@@ -73,7 +82,7 @@ def eight_h100() -> Machine:
 
 
 def four_4090() -> Machine:
-    gpu = Gpu("", "NVIDIA GeForce RTX 4090", 24_564 * 2**20, datacentre=False)
+    gpu = Gpu("", "NVIDIA GeForce RTX 4090", 24_564 * 2**20, 347 * 2**20, datacentre=False)
     return Machine([replace(gpu, uuid=f"GPU-4090-{n}", bus=f"00000000:{n + 1:02X}:00.0") for n in range(4)])
 
 
@@ -147,7 +156,9 @@ class _Functions:
         self.nvmlDeviceGetUUID = about(lambda gpu: gpu.uuid)
         self.nvmlDeviceGetCudaComputeCapability = about(lambda gpu: gpu.capability)
         self.nvmlDeviceGetMemoryInfo = of_root(
-            lambda gpu: types.SimpleNamespace(total=gpu.memory_bytes, used=gpu.used_bytes)
+            lambda gpu: types.SimpleNamespace(
+                total=gpu.memory_bytes, reserved=gpu.reserved_bytes, used=gpu.used_bytes + gpu.reserved_bytes
+            )
         )
         self.nvmlDeviceGetPciInfo = about(lambda gpu: types.SimpleNamespace(busId=gpu.bus))
         self.nvmlDeviceGetP2PStatus = p2p

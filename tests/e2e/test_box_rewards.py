@@ -1,6 +1,7 @@
-"""Jobs that learn from rewards, as a person has them: a starter, sums, and a grader that wants digits above all. The
-answers are sampled by the job's ranks, or by an engine of the box, where users are answered by the base alone; whatever
-moves the job or ends the engine or the controller, each step counts once."""
+"""Jobs that learn from a starter's own answers, as a person has them: sums, and a grader that wants digits above all,
+or a teacher that has learnt to answer them. The answers are sampled by the job's ranks, or by an engine of the box,
+where users are answered by the base alone; whatever moves the job or ends the engine or the controller, each step
+counts once."""
 
 from __future__ import annotations
 
@@ -41,53 +42,76 @@ STEPS = 24
 
 
 @pytest.fixture
-def box(tmp_path_factory):
-    with whole_box(tmp_path_factory.mktemp("box"), "[box]\ndevices = 2\n") as one:
+def box(request, tmp_path_factory):
+    """With so many devices as a test asks for."""
+    devices = getattr(request, "param", 2)
+    with whole_box(tmp_path_factory.mktemp("box"), f"[box]\ndevices = {devices}\n") as one:
         made = one.ask("model", "starter", "--minutes", "0.05")
         assert made["state"] == "succeeded", made
         yield one
 
 
+def asked(n: int) -> list[dict]:
+    return [{"role": "user", "content": f"How many apples are {n} apples and {n % 7} apples? Answer with a number."}]
+
+
 def sums(first: int, count: int) -> bytes:
-    rows = []
-    for n in range(first, first + count):
-        asked = f"How many apples are {n} apples and {n % 7} apples? Answer with a number."
-        rows.append({"messages": [{"role": "user", "content": asked}], "answer": str(n + n % 7)})
+    rows = [{"messages": asked(n), "answer": str(n + n % 7)} for n in range(first, first + count)]
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def job_of(box, client, steps: int, validation_file: str | None = None, **more):
+def teacher(box, client) -> str:
+    """The starter's adapter that has learnt what an answer looks like."""
+    chats = [[*asked(n), {"role": "assistant", "content": f"{n + n % 7}."}] for n in range(96)]
+    hyperparameters = {"n_epochs": 6, "batch_size": 8, "lora_rank": 8, "learning_rate": 0.003}
+    made = client.fine_tuning.jobs.create(
+        model="starter",
+        training_file=box.upload("".join(json.dumps({"messages": chat}) + "\n" for chat in chats).encode()),
+        seed=5,
+        method={
+            "type": "supervised",
+            "supervised": {"hyperparameters": hyperparameters | {"general_questions": False}},
+        },
+    )
+    box.run("job", "wait", made.id, "--timeout", "600", timeout_s=700)
+    return client.fine_tuning.jobs.retrieve(made.id).fine_tuned_model
+
+
+def job_of(box, client, steps: int, validation_file: str | None = None, taught_by: str | None = None, **more):
     """more: hyperparameters."""
+    method = "distillation" if taught_by else "reinforcement"
+    judge = {"teacher": taught_by} if taught_by else {"grader": GRADER}
     hyperparameters = {"n_epochs": 1, "batch_size": 2, "max_completion_tokens": 12, "general_questions": False, **more}
     return client.fine_tuning.jobs.create(
         model="starter",
         training_file=box.upload(sums(1, 2 * steps)),
         validation_file=validation_file,
         seed=5,
-        method={
-            "type": "reinforcement",
-            "reinforcement": {"grader": GRADER, "hyperparameters": hyperparameters},
-        },
+        method={"type": method, method: {**judge, "hyperparameters": hyperparameters}},
     )
 
 
-def steps_of(client, job_id: str, measure: str = "train_mean_reward") -> dict[int, dict]:
-    """The data of each step's event that has this measure."""
+def told_of(client, job_id: str, measure: str) -> list[dict]:
+    """The data of events that have this measure."""
     events = client.fine_tuning.jobs.list_events(job_id, limit=100)
-    told = [e.data for e in events if e.type == "metrics" and measure in e.data]
+    return [e.data for e in events if e.type == "metrics" and measure in e.data]
+
+
+def steps_of(client, job_id: str, measure: str = "train_mean_reward") -> dict[int, dict]:
+    told = told_of(client, job_id, measure)
     assert len({data["step"] for data in told}) == len(told), "each step counts once"
     return {data["step"]: data for data in told}
 
 
-def learned(client, job_id: str) -> dict[int, dict]:
-    """Its steps, of which each is there and the last bring more reward than the first."""
+def learned(client, job_id: str, measure: str = "train_mean_reward", better: int = 1) -> dict[int, dict]:
+    """Its steps, of which each is there and the last are better than the first. better: 1 for more, -1 for less."""
     assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
-    steps = steps_of(client, job_id)
-    rewards = {step: steps[step]["train_mean_reward"] for step in sorted(steps)}
-    print(json.dumps({"rewards": rewards}))
-    assert list(rewards) == list(range(1, STEPS + 1))
-    values = list(rewards.values())
-    assert sum(values[-4:]) > sum(values[:4]) + 0.2
+    steps = steps_of(client, job_id, measure)
+    found = {step: steps[step][measure] for step in sorted(steps)}
+    print(json.dumps({measure: found}))
+    assert list(found) == list(range(1, STEPS + 1))
+    values = list(found.values())
+    assert better * (sum(values[-4:]) - sum(values[:4])) > 0.2
     return steps
 
 
@@ -100,10 +124,20 @@ def policies(box, job_id: str) -> list[str]:
     ]
 
 
-def test_a_starter_learns_the_form_of_an_answer(box):
+@pytest.mark.parametrize(
+    ("measure", "better", "box"),
+    [
+        pytest.param("train_mean_reward", 1, 2, id="reinforcement"),
+        # In the mode `train` the job takes two devices, and the teacher answers on the third.
+        pytest.param("reverse_kl", -1, 3, id="distillation"),
+    ],
+    indirect=["box"],
+)
+def test_a_starter_learns_the_form_of_an_answer(box, measure, better):
     client = box.client(max_retries=5)
+    taught_by = teacher(box, client) if measure == "reverse_kl" else None
     held_out = box.upload(sums(60, 4), "valid.jsonl")
-    job = job_of(box, client, STEPS, held_out, eval_interval=8, learning_rate_multiplier=30)
+    job = job_of(box, client, STEPS, held_out, taught_by, eval_interval=8, learning_rate_multiplier=30)
     box.run("mode", "set", "train", "--wait")
     wait_for(lambda: len(box.losses(job.id)) >= 4, "four steps", 400)
     box.run("mode", "set", "split", "--train", "1", "--wait")
@@ -112,11 +146,16 @@ def test_a_starter_learns_the_form_of_an_answer(box):
     box.kill_controller()
     box.run("job", "wait", job.id, "--timeout", "600", timeout_s=700)
 
-    learned(client, job.id)
+    learned(client, job.id, measure, better)
     found = client.fine_tuning.jobs.retrieve(job.id)
-    assert found.method.reinforcement.grader.type == "multi"
-    measured = steps_of(client, job.id, "valid_mean_reward")
-    print(json.dumps({"held out": {step: data["valid_mean_reward"] for step, data in measured.items()}}))
+    if taught_by:
+        assert found.method.distillation["teacher"] == taught_by
+    else:
+        assert found.method.reinforcement.grader.type == "multi"
+    valid = f"valid_{measure.removeprefix('train_')}"
+    measured = {data["step"]: data[valid] for data in told_of(client, job.id, valid)}
+    print(json.dumps({"held out": measured}))
+    assert better * (measured[STEPS] - measured[0]) > 0
     answer = client.chat.completions.create(
         model=found.fine_tuned_model,
         messages=[{"role": "user", "content": "How many apples are 3 apples?"}],

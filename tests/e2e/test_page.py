@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from appliance.controller.jobs.events import JobEvents
-from appliance.store.records import deployments
+from appliance.store.records import deployments, keys
 from appliance.store.rows import DeploymentRow
 from appliance.ui.site import site
+from tests.e2e import page_rows
 from tests.e2e.box_support import gsm8k, whole_box
 from tests.front.box import MODEL, Front, running_front
 from tests.unit.controller.conftest import insert_model
@@ -79,13 +80,83 @@ def test_an_address_that_was_cut_short_names_a_page_all_the_same(visit: Visit) -
     page.get_by_role("heading", level=1, name="Jobs").wait_for()
 
 
-def test_a_wrong_key_is_a_sentence_and_a_reload_forgets_the_right_one(visit: Visit, browser: Any, front: Front) -> None:
+def test_a_reload_keeps_a_login_and_log_out_ends_it(visit: Visit, front: Front) -> None:
     page = visit()
     page.get_by_text("n0/7").wait_for()
-    assert page.context.cookies() == [] and page.evaluate("sessionStorage.length + localStorage.length") == 0
+    cookies = page.context.cookies()
+    assert {cookie["path"] for cookie in cookies} == {"/admin/v1", "/v1"}
+    assert all(cookie["httpOnly"] and cookie["sameSite"] == "Strict" for cookie in cookies)
+    kept = page.evaluate("JSON.stringify(localStorage) + JSON.stringify(sessionStorage) + document.cookie")
+    assert front.key not in kept and all(cookie["value"] not in kept for cookie in cookies)
     page.reload()
+    page.get_by_text("n0/7").wait_for()
+    beside = page.context.new_page()
+    beside.goto(f"{front.url}/ui#/keys")
+    beside.get_by_text("this one", exact=True).wait_for()
+    beside.get_by_role("button", name="Log out").click()
     page.get_by_label("API key").wait_for()
-    page.context.set_extra_http_headers({})
+    with front.http() as http:
+        front.wait(lambda: cookies[0]["name"] not in http.get("/admin/v1/sessions").text)
+    front.wait(lambda: not page.context.cookies())
+
+
+def test_changes_come_by_the_stream_and_by_asking_where_there_is_none(browser: Any, front: Front) -> None:
+    """Also after the death of the controller. Its console tells of what failed meanwhile."""
+    context = browser.new_context(locale="en-US")
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    streams = []
+    page.on("response", lambda answer: streams.append(answer.status) if "/admin/v1/events" in answer.url else None)
+
+    def streamed(times: int) -> None:
+        while streams.count(200) < times:
+            page.wait_for_event("response")
+
+    def key_is_shown(name: str, within_ms: int) -> None:
+        with front.http() as http:
+            http.post("/admin/v1/keys", json={"name": name, "scopes": ["read"]}).raise_for_status()
+        page.get_by_text(name, exact=True).first.wait_for(timeout=within_ms)
+
+    page.goto(f"{front.url}/ui#/keys")
+    page.get_by_label("API key").fill(front.key)
+    page.keyboard.press("Enter")
+    page.get_by_text("All keys").wait_for()
+    streamed(1)
+    key_is_shown("by-the-stream", 8_000)  # keys are asked for every 15 s beside it
+    front.restart_control()
+    streamed(2)
+    key_is_shown("by-the-next-stream", 8_000)
+    context.route("**/admin/v1/events*", lambda asked: asked.abort())
+    front.restart_control()
+    key_is_shown("by-asking", 25_000)
+    assert streams.count(200) == 2
+    context.close()
+
+
+def test_a_login_goes_with_its_key_and_does_nothing_for_other_pages(browser: Any, front: Front) -> None:
+    context = browser.new_context(locale="en-US")
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    page.goto(f"{front.url}/ui#/queue")
+    key = key_with(front, "read", "admin")
+    page.get_by_label("API key").fill(key)
+    page.keyboard.press("Enter")
+    page.get_by_role("navigation").wait_for()
+    # Another page of the same machine, to which the browser sends the cookie; and one that has no header of the page's.
+    for headers in ("{}", "{'x-appliance-page': 'session_x.y'}"):
+        asked = f"fetch('/admin/v1/keys', {{credentials: 'include', headers: {headers}}})"
+        assert page.evaluate(f"{asked}.then((answer) => answer.status)") == 401
+    link = context.new_page().goto(f"{front.url}/admin/v1/keys")
+    assert link.status == 401 and "API key" in link.text()
+    with front.http() as http:
+        for row in http.get("/admin/v1/keys").json()["data"]:
+            if row["name"] == "with-read-admin":
+                http.delete(f"/admin/v1/keys/{row['id']}")
+    page.get_by_text("This login has ended").wait_for()
+    context.close()
+
+
+def test_a_wrong_key_is_a_sentence(browser: Any, front: Front) -> None:
     stranger = browser.new_page()
     stranger.goto(f"{front.url}/ui")
     stranger.get_by_label("API key").fill("sk-appl-nobody")
@@ -220,6 +291,73 @@ def test_a_version_gets_a_share_and_is_promoted(visit: Visit, front: Front) -> N
         assert http.get("/admin/v1/models/org/two").json()["active_version"] == "v1"
 
 
+def test_data_is_reported_by_number_and_by_line(visit: Visit, front: Front) -> None:
+    row = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "ann.lee@example.org"}]}
+    with front.http() as http:
+        sent = {"file": ("people.jsonl", "\n".join([json.dumps(row)] * 12).encode())}
+        file_id = http.post("/v1/files", data={"purpose": "fine-tune"}, files=sent).json()["id"]
+    page = visit(place="#/data")
+    page.get_by_role("link", name="people.jsonl").click()
+    page.get_by_text("a job takes it").wait_for(timeout=60_000)  # checked in a process of its own
+    assert page.url.endswith(file_id)
+    duplicates = page.get_by_role("row").filter(has_text="duplicates").first
+    assert "11" in duplicates.inner_text() and "92 %" in duplicates.inner_text()
+    lines = page.get_by_role("region", name="By line")
+    assert lines.get_by_role("row").filter(has_text="line 1").count() > 0
+    assert "ann.lee" not in page.locator("main").inner_text()
+
+
+def evaluated(front: Front) -> str:
+    """A run in which two of three answers are what was expected; its evaluation's id."""
+    check = {"type": "string_check", "name": "same", "operation": "eq"}
+    check |= {"input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+    config = {"type": "custom", "item_schema": schema, "include_sample_schema": True}
+    items = [
+        {"item": {"answer": answer}, "sample": {"output_text": text}}
+        for answer, text in (("four", "four"), ("five", "5"), ("six", "six"))
+    ]
+    source = {"type": "jsonl", "source": {"type": "file_content", "content": items}}
+    with front.http() as http:
+        body = {"name": "sums", "data_source_config": config, "testing_criteria": [check]}
+        eval_id = http.post("/v1/evals", json=body).raise_for_status().json()["id"]
+        run = {"name": "first", "data_source": source}
+        made = http.post(f"/v1/evals/{eval_id}/runs", json=run).raise_for_status().json()
+        front.wait(
+            lambda: http.get(f"/v1/evals/{eval_id}/runs/{made['id']}").json()["status"] == "completed", seconds=60
+        )
+    return eval_id
+
+
+def test_evaluations_gates_pipelines_and_sweeps_are_shown_to_the_last_item(visit: Visit, front: Front) -> None:
+    context = front.context
+    assert context is not None
+    evaluated(front)
+    front.call(lambda: page_rows.insert(context.db, keys.list_live(context.db)[0].id, "everything"))
+    page = visit(place="#/evals")
+    main = page.locator("main")
+    page.get_by_role("link", name="sums").click()
+    page.get_by_role("row").filter(has_text="first").get_by_text("67 %").wait_for()
+    page.get_by_role("link", name="first").click()
+    page.get_by_text('{"answer":"five"}').wait_for()
+    page.get_by_role("button", name="Passed").click()
+    page.get_by_text('{"answer":"six"}').wait_for()
+    assert page.get_by_text('{"answer":"five"}').count() == 0
+    page.goto(f"{front.url}/ui#/evals")
+    page.get_by_role("link", name=MODEL).click()
+    page.get_by_text("-8 % (95 %: -13 % to -3 %): 2 items gained, 10 lost, of 99").wait_for()
+    assert "refused" in main.inner_text() and page_rows.REFUSED in main.inner_text()
+    page.goto(f"{front.url}/ui#/pipelines")
+    page.get_by_role("link", name="rates").click()
+    page.get_by_text("3 trials on 10 %").wait_for()
+    assert "learning_rate_multiplier 1 best" in " ".join(page.get_by_role("row").nth(1).inner_text().lower().split())
+    page.goto(f"{front.url}/ui#/pipelines")
+    page.get_by_role("link", name="nightly").click()
+    page.get_by_text("24 examples, 3 duplicates").wait_for()
+    page.get_by_text("the version stays aside").wait_for()
+    page.get_by_role("link", name="gate_refused").or_(page.get_by_text("Its specification")).first.wait_for()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_in_chinese(visit: Visit, scheme: str) -> None:
     page = visit(key=None, viewport={"width": 360, "height": 740}, locale="zh-CN", color_scheme=scheme)
@@ -240,7 +378,6 @@ def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit, front
         page.keyboard.press("Enter")
         name = links.nth(place).inner_text()
         page.get_by_role("heading", level=1, name=name).wait_for()
-        page.wait_for_load_state("networkidle")
         page.locator(".loading").first.wait_for(state="detached")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, name
         assert not re.search(r"\[object|undefined|NaN|\bnull\b", page.locator("main").inner_text()), name

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.train_support.world import ACROSS_SIZES, METHODS, same
+from tests.train_support.world import ACROSS_SIZES, JUDGED, METHODS, same
 from train.methods.methods import method_of
 
 
@@ -36,16 +36,17 @@ async def test_a_shared_model_keeps_the_loss_curve_and_moves_between_sizes(shop,
     assert worst(losses, whole) <= ACROSS_SIZES
 
 
-async def test_ranks_that_share_a_model_sample_the_same_answers(shop):
-    fields = {"method": "reinforcement", "examples": 16, "packing": False, "n_epochs": 1}
+@pytest.mark.parametrize("method", JUDGED)
+async def test_ranks_that_share_a_model_sample_the_same_answers(shop, method):
+    fields = {"method": method, "examples": 16, "packing": False, "n_epochs": 1}
     whole = await shop.run(shop.spec("sampled-whole", **fields), 2)
     shared = await shop.run(shop.spec("sampled-shared", tensor_parallel=2, **fields), 2)
-    rewards, expected = (
-        {event["step"]: event["train_mean_reward"] for event in world.of("metrics")} for world in (shared, whole)
+    verdicts, expected = (
+        {event["step"]: event[JUDGED[method]] for event in world.of("metrics")} for world in (shared, whole)
     )
-    assert rewards.keys() == expected.keys() == {1, 2, 3, 4} and min(expected.values()) > 0
+    assert verdicts.keys() == expected.keys() == {1, 2, 3, 4} and min(expected.values()) > 0
     # Rounding may choose another token here and there.
-    assert all(abs(rewards[step] - reward) < 0.05 for step, reward in expected.items()), (rewards, expected)
+    assert all(abs(verdicts[step] - one) < 0.05 for step, one in expected.items()), (verdicts, expected)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runtime.processes.kernel import group_pids
 from tests.train_support.tiny import make_model_dir
-from tests.train_support.world import ACROSS_SIZES, PATIENT, same
+from tests.train_support.world import ACROSS_SIZES, JUDGED, PATIENT, same
 from train.control.group import Group, PingLimits
 from train.plan.errors import RankFailed
 
@@ -59,13 +59,14 @@ async def test_suspend_and_resume_on_other_sizes_keeps_the_loss_curve(shop, kind
     "kind, fields",
     [("zero3", {"zero_stage": 3}), ("lora", {"zero_stage": 2, "full": False, "lora_rank": 4, "learning_rate": 1e-2})],
 )
-async def test_samples_of_a_run_that_moves_between_sizes_count_once(shop, kind, fields):
-    fields = {"method": "reinforcement", "examples": 32, "packing": False, "n_epochs": 1} | fields
+@pytest.mark.parametrize("method", JUDGED)
+async def test_samples_of_a_run_that_moves_between_sizes_count_once(shop, kind, fields, method):
+    fields = {"method": method, "examples": 32, "packing": False, "n_epochs": 1} | fields
     unbroken = await shop.run(shop.spec("unbroken", **fields), 2)
     total = unbroken.of("metrics")[0]["total_steps"]
     assert total == 8 and len(unbroken.asked) == 8
 
-    spec, snapshot, rewards, asked = shop.spec("moved", **fields), None, {}, []
+    spec, snapshot, verdicts, asked = shop.spec("moved", **fields), None, {}, []
     for size, until in ((2, 2), (4, 4), (1, None)):
         world = await shop.launch(spec, size, snapshot=snapshot).start()
         if until is not None:
@@ -74,24 +75,23 @@ async def test_samples_of_a_run_that_moves_between_sizes_count_once(shop, kind, 
             snapshot = report.snapshot_path
         outcome = await world.group.wait()
         assert outcome.outcome == ("suspended" if until else "succeeded"), world.logs()
-        steps = {event["step"]: event["train_mean_reward"] for event in world.of("metrics")}
-        assert not rewards.keys() & steps.keys(), "no step is done twice"
-        rewards |= steps
+        steps = {event["step"]: event[JUDGED[method]] for event in world.of("metrics")}
+        assert not verdicts.keys() & steps.keys(), "no step is done twice"
+        verdicts |= steps
         asked += world.asked
-    assert rewards.keys() == set(range(1, total + 1))
+    assert verdicts.keys() == set(range(1, total + 1))
     # A question that a suspension left unanswered is asked again, with the same samples.
-    texts = {}
-    for question in asked:
-        said = [sample["text"] for sample in question["samples"]]
-        assert texts.setdefault(question["question"], said) == said
-    assert texts.keys() == {question["question"] for question in unbroken.asked}
-    expected = {event["step"]: event["train_mean_reward"] for event in unbroken.of("metrics")}
+    samples = {question["question"]: question["samples"] for question in asked}
+    assert all(samples[question["question"]] == question["samples"] for question in asked)
+    assert samples.keys() == {question["question"] for question in unbroken.asked}
+    expected = {event["step"]: event[JUDGED[method]] for event in unbroken.of("metrics")}
     # Rounding may choose another token here and there, never another prompt.
-    assert all(abs(rewards[step] - reward) < 0.05 for step, reward in expected.items()), (rewards, expected)
+    assert all(abs(verdicts[step] - one) < 0.05 for step, one in expected.items()), (verdicts, expected)
 
 
-async def test_a_killed_rank_costs_a_run_of_rewards_no_samples(shop):
-    spec = shop.spec("killed", method="reinforcement", examples=24, packing=False, n_epochs=1)
+@pytest.mark.parametrize("method", JUDGED)
+async def test_a_killed_rank_costs_a_run_of_own_answers_no_samples(shop, method):
+    spec = shop.spec("killed", method=method, examples=24, packing=False, n_epochs=1)
     world = await shop.launch(spec, 2).start()
     await world.reached(2)
     await world.group.snapshot()

@@ -62,6 +62,7 @@ class Front:
         self.gateway: subprocess.Popen[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._bus: Bus | None = None
+        self._dies: asyncio.Event | None = None
 
     def http(self, key: str | None = None, **more: Any) -> httpx.Client:
         headers = {"authorization": f"Bearer {key or self.key}"}
@@ -80,6 +81,12 @@ class Front:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(run)
         return done.result(30)
+
+    def restart_control(self) -> None:
+        """The control app dies with all its connections, and another one begins."""
+        dies = self._dies
+        assert dies is not None
+        self.call(dies.set)
 
     def serve(self, state: str = "open", *, replicas: int = 1) -> None:
         """Put the model on its engine in `state`; on none at all with replicas=0."""
@@ -185,13 +192,24 @@ def running_front(
             engine = await loop.create_unix_server(
                 lambda: CannedEngine(front.counts), str(folder / "engine.sock"), backlog=2048
             )
-            app = FromGateways(create_app(context), TOKEN)
-            server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-            serving = asyncio.ensure_future(server.serve(sockets=[_listen(folder / "c.sock")]))
-            started.set_result(front)
-            await asyncio.to_thread(stopping.wait)
-            server.should_exit = True
-            await serving
+            stopped = asyncio.ensure_future(asyncio.to_thread(stopping.wait))
+            while not stopped.done():
+                app = create_app(context)
+                front._dies = asyncio.Event()
+                async with app.router.lifespan_context(app):
+                    config = uvicorn.Config(FromGateways(app, TOKEN), log_config=None, access_log=False, lifespan="off")
+                    server = uvicorn.Server(config)
+                    serving = asyncio.ensure_future(server.serve(sockets=[_listen(folder / "c.sock")]))
+                    if not started.done():
+                        started.set_result(front)
+                    dies = asyncio.ensure_future(front._dies.wait())
+                    await asyncio.wait({stopped, dies}, return_when=asyncio.FIRST_COMPLETED)
+                    if dies.done():
+                        for connection in list(server.server_state.connections):
+                            connection.transport.abort()
+                    dies.cancel()
+                    server.should_exit = server.force_exit = True
+                    await serving
             engine.close()
             await bus.stop()
 

@@ -44,7 +44,10 @@ METHODS = {
     "supervised": (write_chat_file, {}),
     "dpo": (write_pair_file, {"beta": 0.1}),
     "reinforcement": (write_prompt_file, SAMPLES),
+    "distillation": (write_prompt_file, {**SAMPLES, "samples": 8.0}),
 }
+# Of methods whose answers are judged: what a step says of the verdict.
+JUDGED = {"reinforcement": "train_mean_reward", "distillation": "reverse_kl"}
 
 # Two cores carry up to four ranks and whatever else runs: patience, where only a real hang would use it up.
 PATIENT = PingLimits(ping_every_s=0.5, ping_timeout_s=20.0, phase_limit_s=120.0)
@@ -188,7 +191,7 @@ class Launched:
         self._log_dir = shop.folder / "logs"
         self.hosts = [RankHost(str(shop.warm.socket), str(self._log_dir)) for _ in range(size)]
         self.asked: list[dict[str, Any]] = []
-        self.group = Group(self._note, limits, self._graded)
+        self.group = Group(self._note, limits, self._judged)
 
     async def start(self) -> Launched:
         await self.group.start(self.spec, self.hosts, ["cpu"] * len(self.hosts), self._snapshot)
@@ -212,12 +215,17 @@ class Launched:
     def logs(self) -> str:
         return "\n".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in sorted(self._log_dir.glob("*.log")))
 
-    async def _graded(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The more of the letter a, the better."""
+    async def _judged(self, question: dict[str, Any]) -> dict[str, Any]:
+        """A grader: the more of the letter a, the better. A teacher, which likes some tokens better than others."""
         self.asked.append(question)
         self._news.set()
-        texts = [sample["text"] for sample in question["samples"]]
-        return {"rewards": [text.count("a") / max(1, len(text)) for text in texts], "errors": [""] * len(texts)}
+        samples = question["samples"]
+        errors = [""] * len(samples)
+        if question["kind"] == "teach":
+            answers = [sample["tokens"][-sample["answer"] :] for sample in samples]
+            return {"log_probs": [[-5.0 - one % 3 for one in answer] for answer in answers], "errors": errors}
+        texts = [sample["text"] for sample in samples]
+        return {"rewards": [text.count("a") / max(1, len(text)) for text in texts], "errors": errors}
 
     def _note(self, event: dict[str, Any]) -> None:
         self.events.append(event)

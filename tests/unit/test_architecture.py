@@ -31,6 +31,7 @@ PACKAGES = tuple(BELOW)
 # counts too (`if TYPE_CHECKING`): it still says who knows whom.
 SUBPACKAGES = (
     "appliance.demo",
+    "appliance.harness",
     "appliance.controller",
     "appliance.tracking",
     "appliance.support",
@@ -51,6 +52,7 @@ SUBPACKAGES = (
     "appliance.controller.admin.models",
     "appliance.controller.admin.owners",
     "appliance.controller.admin",
+    "appliance.controller.live",
     "appliance.controller.pipelines",
     "appliance.controller.sweeps",
     "appliance.controller.openai",
@@ -139,6 +141,7 @@ FENCES = {
     "typer": {"appliance/cli/"},
     "boto3": {"weights/tiers/objects_s3.py"},
     "botocore": {"weights/tiers/objects_s3.py"},
+    "lm_eval": {"appliance/harness/"},
     "matplotlib": {"scheduler/simulator/plot.py"},
     "mlflow": {"appliance/tracking/mlflow_tracker.py"},
     "wandb": {"appliance/tracking/wandb_tracker.py"},
@@ -560,6 +563,7 @@ TASKS = {
     "runtime/processes/warm_parents.py NodeAgent._keep": AWAITED,
     "runtime/newcomers.py Newcomers._accept": "`Newcomers._ended` logs what a meeting raises",
     "runtime/tunnel.py _join": AWAITED,
+    "scheduler/devices/readings.py DeviceReadings.look": "the next look has what it raises",
     "scheduler/loop/loop.py SchedulerLoop._launch": ENDS_THE_PROCESS,
     "scheduler/loop/loop.py SchedulerLoop.run": ENDS_THE_PROCESS,
     "scheduler/ray/remote_jobs.py ResultTransfer.__init__": ONE_SHOT,

@@ -73,9 +73,10 @@ class Method(ABC):
     of `metrics` and `peaks`, in order. sequences: how many sequences of tokens an example is; max_length is the limit
     of each, and all of them stand in one micro-batch. needs_reference: before the first step the run asks the objective
     about every sequence once and keeps the answers with the job (train.run.reference); rows have them from then on.
-    rolls_out: an example is a prompt; in each step the model answers those of the step, a grader judges the answers,
-    and the rows are made of them (train.rollouts). takes: what a request may say of it beside hyperparameters, by name;
-    "grader" is one of them where it rolls out. cut_refuses: `cut` raises for an example that it leaves nothing of.
+    judged_by: "grader" or "teacher" where an example is a prompt: in each step the model answers those of the step, the
+    answers are judged, and the rows are made of them (train.rollouts); "" where the data itself is learnt. takes: what
+    a request may say of it beside hyperparameters, by name; who judges is one of them. cut_refuses: `cut` raises for an
+    example that it leaves nothing of.
     """
 
     name: str
@@ -85,9 +86,13 @@ class Method(ABC):
     peak_names: tuple[str, ...] = ()
     sequences: int = 1
     needs_reference: bool = False
-    rolls_out: bool = False
+    judged_by: str = ""
     takes: tuple[str, ...] = ()
     cut_refuses: bool = False
+
+    @property
+    def rolls_out(self) -> bool:
+        return bool(self.judged_by)
 
     # -- before the run: in the controller and in commands, without torch or numpy -----------------------------------
 

@@ -4,201 +4,46 @@ arXiv:2402.03300), by OpenAI's schema of the method."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from train.data.formats import BadRecord, Record
-from train.data.prompts import prompt
-from train.methods.method import Method, Option, Samples
-from train.plan import auto, estimate
+from train.methods.method import Option
+from train.methods.own_answers import ANSWER_OPTIONS, OwnAnswers
 from train.plan.errors import InvalidHyperparameter
-from train.plan.estimate import ELEMENT_BYTES, SAMPLING_BYTES
 
 if TYPE_CHECKING:
-    import torch
-
-    from train.data.chat import ChatEncoder
-    from train.data.packing import Row
-    from train.data.token_set import Tokens
-    from train.plan.auto import DatasetStats, Given, ModelStats
-    from train.plan.estimate import ModelShape, RankMemory
+    from train.plan.auto import Given
 
 GROUP = 8
 """Answers of each prompt, as TRL and verl have it; `compute_multiplier` multiplies it."""
-RATE_SHARE = 0.1
-"""Of the rate that suits supervised tuning: 1e-6 for all weights of 7e9 parameters, as TRL, verl and PipelineRL do."""
-ANSWER_TOKENS = 256
-_TOKEN_BYTES = 12
-"""Of a sampled token in a rank, its id and log-probability: once in what was sampled, once in what one rank adds, and
-once in what is learnt from, which a validation finds there."""
-_HOST_ROW, _DEVICE_ROW = 1024, 8192
-"""Tokens of the answers that are learnt from at the same time, if one alone is not longer."""
 
 
-class Reinforcement(Method):
+class Reinforcement(OwnAnswers):
     name = "reinforcement"
     summary = "learns from the rewards that a grader gives its answers"
     options = (
         Option(
             "compute_multiplier", 1e-5, 10, 1, f"answers of each prompt in a step are {GROUP} times this, at least 2"
         ),
-        Option("eval_samples", 1, 64, 1, "answers of each prompt of the validation file"),
-        Option("max_completion_tokens", 1, 131072, ANSWER_TOKENS, "tokens that an answer may have"),
+        *ANSWER_OPTIONS,
     )
-    metric_names = ("mismatch_kl", "mismatch_mean", "clipped")
-    peak_names = ("mismatch_max",)
-    rolls_out = True
-    cut_refuses = True
+    judged_by = "grader"
     takes = ("grader", "response_format")
+    # 1e-6 for all weights of 7e9 parameters, as TRL, verl and PipelineRL do.
+    rate_share = 0.1
+    token_bytes = 12  # its id and log-probability
+    further_fields = ", with what a grader compares the answer with in further fields"
 
-    def resolve(
-        self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
-    ) -> dict[str, Any]:
-        # Each prompt is a pack of its own: what is packed are its answers.
-        given = {"packing": False} | hyperparameters
-        for name, value in (("packing", False), ("micro_batch", 1)):
-            if given.get(name, "auto") not in ("auto", None, value):
-                raise InvalidHyperparameter(
-                    name, given[name], f"{value!r}: the answers to one prompt are learnt together"
-                )
-        longest = dataset.longest_example_tokens
-        return auto.resolve(
-            given,
-            dataset,
-            model,
-            max_devices,
-            own=lambda asked, fields: self._own(asked, fields, longest, model),
-        )
-
-    def _own(self, given: Given, fields: dict[str, Any], longest: int, model: ModelStats) -> None:
+    def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:
         super().own_hyperparameters(given, fields)
-        options = fields["options"]
-        for name in ("eval_samples", "max_completion_tokens"):
-            options[name] = int(options[name])
         effort = given.value("reasoning_effort", "default")
         if effort != "default":
             raise InvalidHyperparameter(
                 "reasoning_effort", effort, "'default': models of this box reason as much as they have learnt to"
             )
-        options["rollouts"] = _rollouts(given, fields, model)
-        fields["max_length"] = _length(given, options, longest, model.max_position_embeddings)
-        options["group"] = max(2, round(GROUP * options["compute_multiplier"]))
-        row = _HOST_ROW if estimate.kind_of(model.device_kind).on_host else _DEVICE_ROW
-        together = max(1, row // fields["max_length"])
-        options["rows"] = next(n for n in range(1, options["group"] + 1) if _shares(options["group"], n) <= together)
-        if not given.is_set("learning_rate"):
-            fields["learning_rate"] *= RATE_SHARE
 
-    def refuses(self, shape: str) -> str | None:
-        if shape != "prompt":
-            return (
-                f"has the shape {shape!r}; the method {self.name!r} wants conversations that end with the user, with "
-                "what a grader compares the answer with in further fields"
-            )
-        return None
-
-    def convert(self, record: Record, shape: str) -> Record | None:
-        return prompt(record) if self.refuses(shape) is None else None
-
-    def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
-        options = fields["options"]
-        together = _shares(options["group"], options["rows"])
-        learning = estimate.rank_memory(shape, {**fields, "max_length": together * fields["max_length"]}, ranks)
-        # The head computes in float32. Answers are sampled while nothing is learnt from.
-        head = 4 * shape.vocab * shape.hidden if ELEMENT_BYTES[fields["precision"]] < 4 else 0
-        samples = self.samples(options)
-        learnt = fields["batch_size"] * samples.group * samples.room
-        validated = samples.validated_together(fields["batch_size"]) * samples.valid * samples.room
-        return replace(
-            learning,
-            activations_bytes=head + max(learning.activations_bytes, SAMPLING_BYTES),
-            buffers_bytes=learning.buffers_bytes + _TOKEN_BYTES * (2 * max(learnt, validated) + learnt),
-        )
-
-    def data_length(self, max_length: int, options: Mapping[str, Any]) -> int:
-        return max_length - int(options["max_completion_tokens"])
-
-    def samples(self, options: Mapping[str, Any]) -> Samples:
-        return Samples(
-            group=options["group"],
-            rows=options["rows"],
-            room=options["max_completion_tokens"],
-            valid=options["eval_samples"],
-        )
-
-    # -- in a rank ---------------------------------------------------------------------------------------------------
-
-    def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Tokens]:
-        ids = encoder.prompt(record)
-        return [(ids, ids < 0)]  # nothing is learnt of it
-
-    def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens]:
-        """Raises BadRecord: a prompt without its end is another one."""
-        ((ids, _),) = sequences
-        if len(ids) > max_length:
-            raise BadRecord(
-                f"the prompt has {len(ids)} tokens, and {max_length} are left for it beside max_completion_tokens: "
-                "give a larger max_length, or shorten it"
-            )
-        return sequences
-
-    def objective(self, model: Any, options: Mapping[str, Any]) -> torch.nn.Module:
-        from train.methods.reinforcement_objective import ReinforcementObjective
-
-        return ReinforcementObjective(model, by_engine=options.get("rollouts") == "engine")
-
-    def batch(self, row: Row, scale: float, device: torch.device | str) -> Any:
-        from train.methods.reinforcement_objective import to_batch
-
-        return to_batch(row, scale, device)
-
-    def metrics(self, objective: torch.nn.Module) -> list[float]:
-        return objective.take_metrics()
-
-    def peaks(self, objective: torch.nn.Module) -> list[float]:
-        return objective.take_peaks()
-
-
-def _rollouts(given: Given, fields: dict[str, Any], model: ModelStats) -> str:
-    """Who samples: "engine" or "ranks"."""
-    asked = given.choice("rollouts", ("auto", "engine", "ranks"), auto="auto")
-    why = auto.why_no_adapter(model, fields)
-    if asked == "engine" and why:
-        raise InvalidHyperparameter(
-            "rollouts",
-            asked,
-            f"'ranks' or 'auto': {why}, and engines know a model in training as an adapter of its base only "
-            "(lora_rank makes it one)",
-        )
-    return "ranks" if asked == "auto" else asked
-
-
-def _shares(group: int, rows: int) -> int:
-    """Answers in each of so many rows."""
-    return math.ceil(group / rows)
-
-
-def _length(given: Given, options: dict[str, Any], longest: int, most: int) -> int:
-    """Tokens of a prompt with its answer."""
-    answer = options["max_completion_tokens"]
-    if not given.is_set("max_length"):
-        # Tokens of the longest prompt may be an estimate, which is off by a third at times.
-        wanted = 32 * math.ceil(1.3 * longest / 32) + answer
-        if answer >= most:
-            raise InvalidHyperparameter(
-                "max_completion_tokens", answer, f"less than the {most} tokens of the model's context"
-            )
-        return min(most, wanted)
-    length = given.integer("max_length", 32, most, auto=most)
-    if not given.is_set("max_completion_tokens"):
-        answer = options["max_completion_tokens"] = min(answer, length // 2)
-    if answer >= length:
-        raise InvalidHyperparameter(
-            "max_completion_tokens", answer, f"less than max_length {length}, which has the prompt too"
-        )
-    return length
+    def group(self, options: Mapping[str, Any]) -> int:
+        return max(2, round(GROUP * options["compute_multiplier"]))
 
 
 METHOD = Reinforcement()

@@ -100,9 +100,8 @@ def _weighted(
 def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, Any]:
     """As `packed_objective.to_batch`, with advantages and sampled, (n,) float32 of the labels."""
     assert isinstance(row, RolloutRow)
-    advantages = torch.from_numpy(row.advantages).repeat_interleave(torch.tensor(row.sequence_sizes))
     return {
         **packed_objective.to_batch(row, scale, device),
-        "advantages": advantages.to(device, non_blocking=True),
+        "advantages": torch.from_numpy(row.advantages).to(device, non_blocking=True),
         "sampled": torch.from_numpy(row.sampled).to(device, non_blocking=True),
     }

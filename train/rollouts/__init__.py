@@ -1,4 +1,5 @@
-"""The samples of a step of reinforcement: sampled by an engine of the box or by the ranks, graded, turned into rows.
+"""The samples of a step of a method that learns from the model's own answers: sampled by an engine of the box or by the
+ranks, judged by a grader or a teacher, turned into rows.
 
 Never: Decides what is learnt from them (train.methods).
 Begin with rollouts.py.

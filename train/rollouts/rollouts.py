@@ -1,12 +1,12 @@
-"""The samples of a step of reinforcement: answers of the model to the step's prompts, their rewards, and the rows that
-are learnt from.
+"""The samples of a step of a method that learns from the model's own answers: answers to the step's prompts, what a
+judge says of them, and the rows that are learnt from.
 
-    sampled by an engine of the box, or by all ranks, each its share -> graded by whoever runs the job -> advantages
+    sampled by an engine of the box, or by all ranks, each its share -> judged by whoever runs the job -> advantages
     -> rows, the same on every rank
 
 A step's prompts, and the random numbers by which their answers are chosen, follow from its number, and every rank holds
 all samples: so a step is the same on any number of ranks, and no sample is lost or counted twice, whatever ends the
-run. What an engine was asked for and did not answer, the ranks sample. What has been sampled, and what has been graded,
+run. What an engine was asked for and did not answer, the ranks sample. What has been sampled, and what has been judged,
 is kept beside the run until the next step, so that one that is broken off before its update goes on with the same
 samples.
 """
@@ -17,7 +17,7 @@ import json
 import os
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,23 +35,22 @@ from train.model.model import load_tokenizer
 from train.plan.errors import NothingGraded
 from train.plan.spec import TrainSpec
 from train.rollouts.asked import Policy, shared, told
+from train.rollouts.grader import Grader
+from train.rollouts.judge import Judge, Verdict
 from train.rollouts.sampler import Answers, sample
+from train.rollouts.teacher import Teacher
 from train.state.fragments import Grid
 from weights.format.errors import StoreFull
 from weights.memory.store import WeightStore
 
 FILE = "rollouts.npz"
 ASKED_AT_ONCE = 64
-"""Samples in one question to whoever grades."""
-ASKED_BYTES = 4 << 20
-"""Of the items and the answers of one such question, if one alone is not larger: it is one line of JSON."""
+"""Samples in one question to whoever judges, if what is said of each leaves room for so many."""
 ASKED_TOKENS = 1 << 19
 """Tokens of the prompts and the answers of one question to engines: whoever has it answered holds them all, for all
 jobs, and a step may have thousands of answers of a hundred thousand tokens."""
 _ASK_AGAIN_S = 10.0
 _LOOK_EVERY_S = 0.01
-_SAME = 1e-8
-"""Rewards that differ by no more are the same."""
 _TRAINING, _VALIDATION = 0, 1
 
 
@@ -75,24 +74,26 @@ class Rollouts:
         self._train, self._valid = sets
         self._emit, self._signals, self._progress = emit, signals, progress
         self._samples = method.samples(spec.options)
+        self._judge: Judge = (
+            Teacher() if method.judged_by == "teacher" else Grader(lambda: self._tokenizer, lambda: self._ends)
+        )
         self._file = Path(spec.run_dir) / FILE
-        self._lines: dict[str, list[bytes]] = {}
         by_engine = spec.options.get("rollouts") == "engine"
         self._policy = Policy(spec, engine, grid, store) if by_engine else None
         self._why = ""  # an engine did not answer, as it was last reported
         # Of the step that is ready, as `Answers` has them, on the host: each look at a device waits for it.
         self._step = -1
         self._ids, self._log_probs, self._sizes = np.zeros((0, 0), np.int64), np.zeros((0, 0)), np.zeros(0, np.int64)
-        self._verdict: dict[str, Any] = {}
+        self._verdict: Verdict = {}
         self._by_engine = 0  # of what was sampled last
         self._engine_share = 0.0  # of the step's samples
-        self._advantages = np.zeros(0, np.float32)
+        self._advantages: list[np.ndarray | None] = []
         self._seconds: dict[str, float] = {}
 
     # --- a step
 
     def ready(self, step: int) -> bool:
-        """Collective: the samples of this step are there and graded; False if the devices were wanted before."""
+        """Collective: the samples of this step are there and judged; False if the devices were wanted before."""
         if step == self._step:
             return True
         prompts = self._plan.packs_of_step(step).repeat(self._samples.group)
@@ -105,27 +106,26 @@ class Rollouts:
             self._keep(step, made, None)
         sampled_s = time.perf_counter()
         if verdict is None:
-            verdict = self._graded(f"train-{step}", self._spec.train_path, prompts, made)
+            verdict = self._judged(f"train-{step}", (self._spec.train_path, self._train), prompts, made)
             if verdict is None:
                 return False
-            _check_graded(verdict)
+            self._judge.check(verdict)
             self._keep(step, made, verdict)
         self._ids, self._log_probs, self._sizes = (
             part.cpu().numpy() for part in (made.ids, made.log_probs, made.sizes)
         )
         self._step, self._verdict, self._engine_share = step, verdict, self._by_engine / len(prompts)
-        self._advantages = advantages(verdict["rewards"], self._samples.group)
-        graded_s = time.perf_counter()
-        self._seconds = {"sampling": sampled_s - began_s, "grading": graded_s - sampled_s}
+        self._advantages = self._judge.advantages(verdict, self._sampled_of(range(len(prompts))), self._samples.group)
+        judged_s = time.perf_counter()
+        self._seconds = {"sampling": sampled_s - began_s, "grading": judged_s - sampled_s}
         return True
 
     def seconds(self) -> dict[str, float]:
         return self._seconds
 
     def denominator(self) -> int:
-        """The tokens of the step's answers, of prompts whose answers differ in reward."""
-        learnt = self._advantages.reshape(-1, self._samples.group).any(axis=1).repeat(self._samples.group)
-        return max(1, int(self._sizes[learnt].sum()))
+        """The tokens of those of the step's answers that count."""
+        return max(1, int(self._sizes[self._judge.counted(self._advantages, self._samples.group)].sum()))
 
     def tokens(self) -> int:
         """Of the step's prompts and answers."""
@@ -146,62 +146,64 @@ class Rollouts:
 
     def told(self) -> dict[str, Any]:
         """For the step's event, by OpenAI's names where it has them."""
-        rewards = self._verdict["rewards"]
-        groups = self._advantages.reshape(-1, self._samples.group)
         last = self._ids[np.arange(len(self._sizes)), self._sizes - 1]
         return {
-            "train_mean_reward": _mean(rewards),
+            **self._judge.told(self._verdict, self._sampled_of(range(len(self._sizes))), self._samples.group),
             "completion_tokens_mean": float(self._sizes.mean()),
-            "mean_unresponsive_rewards": rewards.count(None) / len(rewards),
-            "equal_rewards": float((~groups.any(axis=1)).mean()),
             "cut_answers": float((~np.isin(last, self._ends)).mean()),
-            "grader_errors": sum(map(bool, self._verdict["errors"])) / len(rewards),
             **({"engine_samples": self._engine_share} if self._policy is not None else {}),
         }
 
+    def _sampled_of(self, members: Iterable[int]) -> list[np.ndarray]:
+        """The log-probabilities of these answers' tokens."""
+        return [self._log_probs[member, : self._sizes[member]] for member in members]
+
     def _row(self, prompt: np.ndarray, members: np.ndarray) -> RolloutRow:
         # Those without an advantage move nothing; but every rank runs equally many forwards.
-        learnt = [m for m in members if self._advantages[m]]
-        sizes = {m: int(self._sizes[m]) for m in learnt} or {members[0]: 1}
-        sequences = []
+        sizes, parts, sequences = dict[int, int](), list[np.ndarray](), []
+        for member in members:
+            if (better := self._advantages[member]) is not None:
+                sizes[member] = int(self._sizes[member])
+                parts.append(np.broadcast_to(better, sizes[member]))
+        if not sizes:
+            sizes, parts = {members[0]: 1}, [np.zeros(1, np.float32)]
         for member, size in sizes.items():
             ids = np.concatenate([prompt, self._ids[member, :size]])
             sequences.append((ids, np.arange(len(ids)) >= len(prompt)))
         row = build_row([sequences], 0, 0, packing=False)
         return RolloutRow(
             **{name: getattr(row, name) for name in row.__dataclass_fields__},
-            advantages=self._advantages[list(sizes)],
+            advantages=np.concatenate(parts),
             sampled=np.concatenate([self._log_probs[member, :size] for member, size in sizes.items()]),
         )
 
     # --- validation
 
     def validate(self, step: int) -> dict[str, float] | None:
-        """Collective: what the model's answers to the validation prompts get; None if the devices were wanted."""
+        """Collective: what is said of the answers to the validation prompts; None if the devices were wanted."""
         assert self._valid is not None
         packs = np.arange(len(self._valid.packs))
         if self._spec.validation_batches:
             packs = packs[: self._spec.validation_batches]
-        path, each = self._spec.valid_path, self._samples.valid
+        path, each, sampled = self._spec.valid_path, self._samples.valid, list[np.ndarray]()
         assert path is not None
         together, tokens = self._samples.validated_together(self._spec.batch_size), 0
-        verdict: dict[str, Any] = {"rewards": [], "errors": []}
+        verdict = self._judge.empty()
         for first in range(0, len(packs), together):
             prompts = packs[first : first + together].repeat(each)
             # By the same numbers each time.
             made = self._sampled(step, self._valid, prompts, each, (_VALIDATION, 0), first * each)
             if made is None:
                 return None
-            graded = self._graded(f"valid-{step}", path, prompts, made, first * each)
-            if graded is None:
+            judged = self._judged(f"valid-{step}", (path, self._valid), prompts, made, first * each)
+            if judged is None:
                 return None
-            tokens += int(made.sizes.sum())
-            verdict = {key: [*have, *graded[key]] for key, have in verdict.items()}
-        _check_graded(verdict)
-        return {
-            "mean_reward": _mean(verdict["rewards"]),
-            "completion_tokens_mean": tokens / len(verdict["rewards"]),
-        }
+            log_probs, sizes = made.log_probs.cpu().numpy(), made.sizes.cpu().numpy()
+            sampled += [row[:size] for row, size in zip(log_probs, sizes, strict=True)]
+            tokens += int(sizes.sum())
+            verdict = {key: [*have, *judged[key]] for key, have in verdict.items()}
+        self._judge.check(verdict)
+        return {**self._judge.validated(verdict, sampled), "completion_tokens_mean": tokens / len(verdict["errors"])}
 
     # --- how
 
@@ -322,39 +324,27 @@ class Rollouts:
             all_ += part
         return True
 
-    def _graded(
-        self, name: str, path: str, prompts: np.ndarray, made: Answers, before: int = 0
-    ) -> dict[str, Any] | None:
-        """Collective: {"rewards": [number or None], "errors": [text]} of the answers, None if the devices were wanted.
-        before: answers that were graded before under this name. Raises NothingGraded, on every rank."""
+    def _judged(
+        self, name: str, prompts_of: tuple[str, TokenSet], prompts: np.ndarray, made: Answers, before: int = 0
+    ) -> Verdict | None:
+        """Collective: what is said of the answers, None if the devices were wanted. prompts_of: their file, and its
+        tokens. before: answers that were judged before under this name. Raises NothingGraded, on every rank."""
         self._progress.enter("grading")
-        verdict: dict[str, Any] = {"rewards": [], "errors": []}
-        while (start := len(verdict["rewards"])) < len(prompts):
-            part = slice(start, start + ASKED_AT_ONCE)
-            asked = self._asked(path, prompts[part], made, start) if self._grid.rank == 0 else []
-            answered, answer = self._heard(f"{name}-{before + start}", {"kind": "grade", "samples": asked})
+        verdict, asked = self._judge.empty(), dict[str, Any]()
+        while (start := len(verdict["errors"])) < len(prompts):
+            if self._grid.rank == 0:
+                part = range(start, min(start + ASKED_AT_ONCE, len(prompts)))
+                answers = (made.ids[place, : int(made.sizes[place])].tolist() for place in part)
+                samples = self._judge.samples(*prompts_of, prompts[part.start : part.stop], answers)
+                asked = {"kind": self._judge.kind, "samples": samples}
+            answered, answer = self._heard(f"{name}-{before + start}", asked)
             if not answered:
                 return None
-            graded = told_by_first(answer)
-            if graded.get("failed"):
-                raise NothingGraded(graded["failed"])
-            verdict = {key: [*have, *graded[key]] for key, have in verdict.items()}
+            judged = told_by_first(answer)
+            if judged.get("failed"):
+                raise NothingGraded(judged["failed"])
+            verdict = {key: [*have, *judged[key]] for key, have in verdict.items()}
         return verdict
-
-    def _asked(self, path: str, prompts: np.ndarray, made: Answers, start: int) -> list[dict[str, Any]]:
-        """Of the first of these prompts, as many as one question has room for."""
-        if path not in self._lines:
-            self._lines[path] = Path(path).read_bytes().splitlines()
-        lines, samples, room = self._lines[path], [], ASKED_BYTES
-        for place, prompt in enumerate(prompts, start):
-            ids = made.ids[place, : int(made.sizes[place])].tolist()
-            text = self._tokenizer.decode(ids[:-1] if ids[-1] in self._ends else ids, skip_special_tokens=True)
-            room -= len(lines[prompt]) + len(text.encode())
-            if samples and room < 0:
-                break
-            record = json.loads(lines[prompt])
-            samples.append({"text": text, "item": {**record["item"], "messages": record["messages"]}})
-        return samples
 
     def _heard(self, question: str, asked: dict[str, Any]) -> tuple[bool, Any]:
         """Collective: whether rank 0 was answered before the devices were wanted, and the answer there. asked: by rank
@@ -401,7 +391,7 @@ class Rollouts:
 
     # --- what is kept of the step under way
 
-    def _keep(self, step: int, made: Answers, verdict: dict[str, Any] | None) -> None:
+    def _keep(self, step: int, made: Answers, verdict: Verdict | None) -> None:
         if self._grid.rank != 0:
             return
         partial = self._file.with_suffix(".partial")
@@ -417,8 +407,8 @@ class Rollouts:
             )
         os.rename(partial, self._file)
 
-    def _taken_up(self, step: int, n: int) -> tuple[Answers | None, dict[str, Any] | None]:
-        """Collective: what an earlier world has sampled and graded for this step."""
+    def _taken_up(self, step: int, n: int) -> tuple[Answers | None, Verdict | None]:
+        """Collective: what an earlier world has sampled and had judged for this step."""
         shape = n, self._samples.room
         kept = _read(self._file, step, shape) if self._grid.rank == 0 else None
         there = told_by_first(kept is not None)
@@ -429,31 +419,6 @@ class Rollouts:
             made = Answers(*(torch.from_numpy(kept[name]) for name in ("ids", "log_probs", "sizes")))
         self._by_engine, verdict = told_by_first(kept and [int(kept.get("engine", 0)), kept["verdict"]])
         return shared(made, self._engine.device), verdict
-
-
-def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:
-    """(n,) float32: each reward less the mean of its group, whose members follow each other. 0 for a sample without a
-    reward, which does not count in the mean, and for a group whose rewards are all the same."""
-    found = np.zeros(len(rewards), np.float32)
-    for start in range(0, len(rewards), group):
-        scored = [place for place in range(start, start + group) if rewards[place] is not None]
-        values = np.array([rewards[place] for place in scored], np.float64)
-        if len(scored) > 1 and np.ptp(values) > _SAME:
-            found[scored] = values - values.mean()
-    return found
-
-
-def _check_graded(verdict: dict[str, Any]) -> None:
-    """Raises NothingGraded."""
-    rewards, errors = verdict["rewards"], verdict["errors"]
-    if all(errors) and not any(rewards):
-        raise NothingGraded(f"the grader gave no reward for any of {len(rewards)} answers: {errors[0]}")
-
-
-def _mean(rewards: Sequence[float | None]) -> float:
-    """Of the samples that have one; 0 if none has."""
-    scored = [reward for reward in rewards if reward is not None]
-    return float(np.mean(scored)) if scored else 0.0
 
 
 def _numbers(seed: int, stream: tuple[int, int], place: int) -> np.random.Generator:

@@ -163,12 +163,14 @@ def served_fragments(engine: Any) -> Iterator[Fragment]:
 
 
 def _merged(fragment: Fragment, down: torch.Tensor, up: torch.Tensor, scaling: float) -> Fragment:
-    """`fragment` of W (out, in) plus its range of scaling * up (out, r) @ down (r, in), in float32."""
+    """`fragment` of W (out, in) plus its range of scaling * up (out, r) @ down (r, in), in float32. ZeRO-3 gathers the
+    factors on the device, and keeps W in host memory where the parameters are offloaded."""
     width = down.shape[1]
     first, last = fragment.start // width, -(-(fragment.start + fragment.numel) // width)
     delta = (up[first:last].float() @ down.float()).view(-1)
     offset = fragment.start - first * width
-    merged = fragment.weights.float() + scaling * delta[offset : offset + fragment.numel]
+    ours = delta[offset : offset + fragment.numel].to(fragment.weights.device)
+    merged = fragment.weights.float() + scaling * ours
     return replace(fragment, weights=merged)
 
 

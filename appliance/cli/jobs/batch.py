@@ -42,7 +42,7 @@ def create(
             "/v1/batches", {"input_file_id": uploaded[0], "endpoint": endpoint, "completion_window": "24h"}
         )
     if wait:
-        made = _wait(session, made, timeout)
+        made = wait_for_end(session, made, timeout)
     session.show(made, _fields)
     if wait:
         _refuse_bad(made)
@@ -66,7 +66,7 @@ def cancel(session: Session, batch_id: BATCH) -> None:
     session.show(session.client.post(f"{paths.batch(batch_id)}/cancel"), _fields)
 
 
-def _wait(session: Session, batch: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
+def wait_for_end(session: Session, batch: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
     """The batch once it has ended. Raises WaitTimedOut."""
     patience = Patience(timeout_s)
     with output.progress(batch["id"]) as meter:
@@ -82,15 +82,20 @@ def _wait(session: Session, batch: dict[str, Any], timeout_s: float | None) -> d
 
 def _refuse_bad(batch: dict[str, Any]) -> None:
     """Raises CommandFailed unless every line was answered well. What was shown of the batch has the other reasons."""
+    refuse_unfinished(batch)
+    if batch["request_counts"]["failed"]:
+        failed, file_id = batch["request_counts"]["failed"], batch["error_file_id"]
+        raise CommandFailed(f"{failed} lines failed; `appliance file get {file_id} --save -` shows why")
+
+
+def refuse_unfinished(batch: dict[str, Any]) -> None:
+    """Raises CommandFailed for one that has failed, expired or was cancelled."""
     errors = (batch.get("errors") or {}).get("data") or []
     if batch["status"] != "completed":
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         reason = f": {_reason(errors[0])}{more}" if errors else ""
         ended = "failed" if batch["status"] == "failed" else f"is {batch['status']}"
         raise CommandFailed(f"{batch['id']} {ended}{reason}")
-    if batch["request_counts"]["failed"]:
-        failed, file_id = batch["request_counts"]["failed"], batch["error_file_id"]
-        raise CommandFailed(f"{failed} lines failed; `appliance file get {file_id} --save -` shows why")
 
 
 def _reason(error: dict[str, Any]) -> str:

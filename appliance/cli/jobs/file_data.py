@@ -16,6 +16,7 @@ from appliance.cli import formats, output, paths
 from appliance.cli.command import Session, box_command, given, group
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.jobs.hyperparameters import METHOD_NAMES
 from appliance.cli.own_process import python
 
 app = group("Checks of training data; `appliance file` takes these commands in.")
@@ -34,7 +35,7 @@ MAX_TOKENS = Annotated[
     int | None, typer.Option("--max-tokens", metavar="N", min=1, help="Too long is more. Default: the model's context.")
 ]
 METHOD = Annotated[
-    str | None, typer.Option("--method", metavar="NAME", help="What it is for: supervised, dpo, reinforcement.")
+    str | None, typer.Option("--method", metavar="NAME", help=f"What it is for: {', '.join(METHOD_NAMES)}.")
 ]
 WORDS = Annotated[
     Path | None, typer.Option("--words", exists=True, dir_okay=False, help="A list of your own, an entry a line.")

@@ -18,8 +18,12 @@ _MEASURED = (
     ("valid_loss", "validation loss", ".4f"),
     ("train_mean_reward", "reward", ".4f"),
     ("valid_mean_reward", "validation reward", ".4f"),
+    ("reverse_kl", "reverse KL", ".4f"),
+    ("entropy", "entropy", ".3f"),
+    ("valid_entropy", "validation entropy", ".3f"),
     ("equal_rewards", "prompts with equal rewards", ".0%"),
     ("mean_unresponsive_rewards", "not graded", ".0%"),
+    ("teacher_errors", "not taught", ".0%"),
     ("completion_tokens_mean", "tokens an answer", ".0f"),
 )
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})

@@ -65,8 +65,9 @@ class Training:
     texts: tuple[str, ...] = ()
 
     @property
-    def wants_grader(self) -> bool:
-        return METHODS[self.method].rolls_out
+    def judged_by(self) -> str:
+        """Who judges what the model answers: "grader", "teacher", or nobody."""
+        return METHODS[self.method].judged_by
 
     def hyperparameters(self, **more: Any) -> dict[str, Any]:
         """Those of --set are JSON where they can be (numbers, true, lists), else text. more: further ones, None where
@@ -83,6 +84,12 @@ class Training:
 
 
 NO_TRAINING = Training(DEFAULT.name, {})
+METHOD_NAMES = tuple(METHODS)
+
+
+def judged_by(judge: str) -> list[str]:
+    """The methods whose answers this one judges."""
+    return [method.name for method in METHODS.values() if method.judged_by == judge]
 
 
 def with_training(command: Command) -> Command:

@@ -14,7 +14,7 @@ from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage
 from appliance.cli.jobs import file as files
 from appliance.cli.jobs.follow import end_well, print_logs, wait_for_end
-from appliance.cli.jobs.hyperparameters import NO_TRAINING, Training, with_training
+from appliance.cli.jobs.hyperparameters import NO_TRAINING, Training, judged_by, with_training
 from appliance.cli.jobs.request import (
     DEADLINE,
     MAX_DEVICES,
@@ -40,6 +40,7 @@ app = group("The making of fine-tuning jobs; `appliance job` takes this command 
     "appliance job submit --model llama-8b --file train.jsonl --tensor-parallel 2 --zero-stage 2",
     "appliance job submit --model starter --method dpo --file pairs.jsonl --beta 0.1 --lora-rank 16",
     "appliance job submit --model starter --method reinforcement --file prompts.jsonl --grader grader.json",
+    "appliance job submit --model starter --method distillation --file prompts.jsonl --teacher fraud@v2",
     "appliance job submit --model starter --file train.jsonl --epochs 3 --publish epoch   a version after each",
     "appliance job submit --model starter --file train.jsonl --validation-file v.jsonl --epochs 9 --publish best \\",
     "    --set early_stopping_patience=2",
@@ -50,7 +51,8 @@ app = group("The making of fine-tuning jobs; `appliance job` takes this command 
     "Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,",
     "learning_rate, lr_scheduler (cosine, linear, constant, wsd), warmup_ratio, weight_decay, max_grad_norm,",
     "gradient_accumulation, micro_batch, packing, eval_interval, early_stopping_patience, activation_checkpointing,",
-    "offload, snapshot_every_s, step_patience_s, general_questions; for rewards also rollouts (engine, ranks).",
+    "offload, snapshot_every_s, step_patience_s, general_questions; for methods that learn from the",
+    "model's own answers also rollouts (engine, ranks).",
 )
 @with_training
 def submit(
@@ -64,6 +66,15 @@ def submit(
     grader: Annotated[
         Path | None,
         typer.Option("--grader", metavar="PATH", help="What gives answers their reward, JSON (docs/graders.md)."),
+    ] = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            "--teacher",
+            metavar="MODEL[@VERSION]",
+            help="The model to come nearer to (docs/distillation.md).",
+            autocompletion=complete_models,
+        ),
     ] = None,
     suffix: Annotated[str | None, typer.Option("--suffix", help="Part of the new model's name.")] = None,
     publish_as: Annotated[
@@ -102,7 +113,12 @@ def submit(
 ) -> None:
     """Fine-tune a model on a file of conversations, or of what else the method learns from. Files are uploaded and
     checked before any device is taken."""
-    block = given(hyperparameters=training.hyperparameters(publish=publish), grader=_grader(training, grader))
+    _check_judge(training, grader=grader, teacher=teacher)
+    block = given(
+        hyperparameters=training.hyperparameters(publish=publish),
+        grader=None if grader is None else json_file("--grader", grader),
+        teacher=teacher,
+    )
     body = given(
         model=model,
         suffix=suffix,
@@ -135,17 +151,20 @@ def submit(
     print_logs(session, job["id"], follow=True)
 
 
-def _grader(training: Training, path: Path | None) -> Any:
+_JUDGES = {
+    "grader": "a file with a grader as JSON; docs/graders.md has some",
+    "teacher": "a model of the box, which has the same tokens as the student; docs/distillation.md",
+}
+
+
+def _check_judge(training: Training, **given_judges: Any) -> None:
     """Raises BadUsage."""
-    if training.wants_grader and path is None:
-        raise BadUsage(
-            f"--method {training.method} needs --grader, a file with a grader as JSON; docs/graders.md has some"
-        )
-    if path is None:
-        return None
-    if not training.wants_grader:
-        raise BadUsage(f"--grader belongs to methods that learn from rewards; --method is {training.method}")
-    return json_file("--grader", path)
+    for name, value in given_judges.items():
+        if name == training.judged_by and value is None:
+            raise BadUsage(f"--method {training.method} needs --{name}, {_JUDGES[name]}")
+        if name != training.judged_by and value is not None:
+            theirs = " and ".join(judged_by(name))
+            raise BadUsage(f"--{name} belongs to --method {theirs}; --method is {training.method}")
 
 
 def file_id(session: Session, option: str, given: str, uploaded: list[str]) -> str:

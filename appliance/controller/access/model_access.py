@@ -32,6 +32,14 @@ def absent_model(name: str) -> NotFound:
     )
 
 
+def base_for(db: Database, caller: Principal, name: str) -> Resolved:
+    """What a job of this caller's would train. Raises NotFound."""
+    base = resolve(db, name) if caller_may_use(db, caller, name) else None
+    if base is None:
+        raise absent_model(name)
+    return base
+
+
 def stored_model(db: Database, name: str) -> ModelRow:
     """Raises NotFound."""
     row = models.find(db, name)
@@ -69,15 +77,15 @@ def caller_may_use(db: Database, caller: Principal, name: str) -> bool:
     return _may(db, caller.key_id, caller.viewer, name)
 
 
-def check_may_ask(db: Database, caller: Principal, name: str) -> None:
-    """Whoever makes the box ask a model for a chat completion needs the scope of inference, whatever route it is done
-    by. Raises Forbidden, NotFound for a model that the caller may not use, and BadRequest for one that does not
-    chat."""
+def check_may_ask(db: Database, caller: Principal, name: str, *, chats: bool = True) -> None:
+    """Whoever makes the box ask a model needs the scope of inference, whatever route it is done by. chats: it is asked
+    for a chat completion. Raises Forbidden, NotFound for a model that the caller may not use, and BadRequest for one
+    that does not chat."""
     if not caller.may(INFERENCE):
         raise Forbidden(INFERENCE)
     if not caller_may_use(db, caller, name):
         raise unknown_model(name)
-    if why := why_no_chat(db, name):
+    if chats and (why := why_no_chat(db, name)):
         raise BadRequest(f"{why}.", param="model", code="model_not_supported")
 
 
@@ -89,14 +97,14 @@ def caller_of(db: Database, key_id: str | None) -> Principal:
     return Principal(key_id, frozenset(row.scopes if row else ()), new_id("req_"), keys.owner_of(db, key_id))
 
 
-def why_not_asked(db: Database, key_id: str | None, name: str) -> str:
+def why_not_asked(db: Database, key_id: str | None, name: str, *, chats: bool = True) -> str:
     """`check_may_ask` for work that outlives its request: why this key may not ask the model, "" if it may."""
     row = keys.find(db, key_id) if key_id is not None else None
     if row is not None and not {ADMIN, INFERENCE}.intersection(row.scopes):
         return f"the key that asks needs the scope: {INFERENCE}"
     if not may_use(db, key_id, name):
         return f"the model {name!r} does not exist or you do not have access to it"
-    return why_no_chat(db, name)
+    return why_no_chat(db, name) if chats else ""
 
 
 def why_no_chat(db: Database, name: str) -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from appliance.controller.access.disk import Disk
 from appliance.controller.access.kept_bytes import KeptBytes
 from appliance.controller.interfaces.config import ControllerConfig, OwnerBounds
-from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError
+from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, LimitReached
 from appliance.controller.interfaces.ports import KeySink
 from appliance.controller.interfaces.principal import ADMIN, Principal
 from appliance.store.database import Database
@@ -128,14 +128,10 @@ class Quotas:
         owner, part = self._owner(key_id), full // max(1, keys.count_owners(self._db))
         used = table.bytes_of(owner, holdings.names(self._db, owner))
         if used > part:
-            raise ApiError(
-                429,
+            raise LimitReached(
                 f"The gateways' table is full, and your models and checkpoints take {used} bytes of it, more than your "
                 f"part of {part}. Delete models that you do not need.",
-                kind="insufficient_quota",
-                code="limit_reached",
                 param="models",
-                headers=dict(NEVER_RETRY),
             )
 
     def check_job(self, caller: Principal) -> None:
@@ -189,15 +185,12 @@ class Quotas:
             retry=True,
         )
         if used + size > bounds.responses_bytes:
-            raise ApiError(
-                429,
+            raise LimitReached(
                 f"Your keys' responses in background that have not ended hold {used} of at most "
                 f"{bounds.responses_bytes} bytes; {size} more do not fit. Wait for one to end or cancel one. "
                 f"{_ASK.format('responses_bytes')}",
-                kind="insufficient_quota",
-                code="limit_reached",
                 param="responses_bytes",
-                headers={"retry-after": "30"},
+                retry=True,
             )
 
     # --- bytes
@@ -334,14 +327,8 @@ def _full(bound: str, text: str) -> ApiError:
 
 def _number(bound: str, what: str, used: int, limit: int, advice: str, *, retry: bool = False) -> None:
     if used >= limit:
-        raise ApiError(
-            429,
-            f"Your keys have {used} {what} of at most {limit}. {advice} {_ASK.format(bound)}",
-            kind="insufficient_quota",
-            code="limit_reached",
-            param=bound,
-            headers={"retry-after": "30"} if retry else dict(NEVER_RETRY),
-        )
+        text = f"Your keys have {used} {what} of at most {limit}. {advice} {_ASK.format(bound)}"
+        raise LimitReached(text, param=bound, retry=retry)
 
 
 def _bounded(caller: Principal) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 from appliance.controller.access.model_access import allowed_models
 from appliance.controller.access.naming import is_printable
 from appliance.store.database import Database
-from appliance.store.records import keys, usage
+from appliance.store.records import keys, page_sessions, usage
 from appliance.store.rows import KeyRow
 
 log = logging.getLogger("appliance.controller")
@@ -97,16 +97,21 @@ def spent_until_s(db: Database, row: KeyRow, now_s: float) -> float | None:
 
 
 def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
-    """The live keys for the gateways' table, by SHA-256, without limits that do not apply."""
-    return {row.sha256: _key(db, row, now_s) for row in keys.list_live(db)}
+    """The live keys for the gateways' table, by SHA-256, without limits that do not apply, each with its logins of the
+    page."""
+    logins: dict[str, dict[str, Any]] = {}
+    for login in page_sessions.list_live(db, now_s):
+        logins.setdefault(login.key_id, {})[login.sha256] = {"id": login.id, "until_s": login.until_s}
+    return {row.sha256: _key(db, row, now_s, logins.get(row.id)) for row in keys.list_live(db)}
 
 
-def _key(db: Database, row: KeyRow, now_s: float) -> dict[str, Any]:
+def _key(db: Database, row: KeyRow, now_s: float, sessions: dict[str, Any] | None) -> dict[str, Any]:
     limits = {
         "models": None if row.models is None else _printable(row, allowed_models(db, row)),
         "requests_per_minute": row.requests_per_minute,
         "tokens_per_minute": row.tokens_per_minute,
         "spent_until_s": spent_until_s(db, row, now_s),
+        "sessions": sessions,
     }
     given = {name: value for name, value in limits.items() if value is not None}
     return {"id": row.id, "name": row.name, "owner": row.owner or row.id, "scopes": row.scopes} | given

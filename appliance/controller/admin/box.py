@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse
 
@@ -18,7 +18,7 @@ from appliance.controller.devices import copy_limit, lost_nodes
 from appliance.controller.devices.meters import metered
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.gates import views as gate_views
-from appliance.controller.http.paging import After, list_object
+from appliance.controller.http.paging import After, LongLists, list_object
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, Caller, needs
 from appliance.controller.jobs.wanted import unknown_job
@@ -33,7 +33,7 @@ RecentLimit = Annotated[int, Query(ge=1, le=1000)]
 def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the routes to the admin router."""
     db = context.db
-    registry = registry_of(context)
+    registry, lists = registry_of(context), LongLists()
 
     def handover_view(handover_id: str | None) -> dict[str, Any] | None:
         row = handovers.find(db, handover_id) if handover_id else None
@@ -92,11 +92,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         except OperationFailed as error:
             raise ApiError(500, str(error), kind="server_error", code=error.code) from error
 
-    @router.get("/handovers")
-    async def list_handovers(limit: RecentLimit = 20) -> dict[str, Any]:
-        rows = handovers.list_recent(db, limit)
+    @router.get("/handovers", response_model=dict[str, Any])
+    async def list_handovers(limit: RecentLimit = 20) -> Response:
         measured = copy_limit.read(db)
-        return {"object": "list", "data": [handover_views.handover(db, row, measured) for row in rows]}
+        return await lists.answer(
+            handovers.list_recent(db, limit), lambda row: handover_views.handover(db, row, measured)
+        )
 
     @router.get("/handovers/{handover_id}")
     async def show_handover(handover_id: str) -> dict[str, Any]:

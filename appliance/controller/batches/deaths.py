@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections import Counter
 
 MAX_DEATHS = 2
+_LAST_WORDS = (
+    "The engine serving this model ended while it had this request, and so did the next one, which had it alone."
+)
 
 
 class Deaths:
@@ -31,7 +34,9 @@ class Deaths:
 
 def last_words(reason: str) -> str:
     """Of a line that is not sent again."""
-    return (
-        "The engine serving this model ended while it had this request, and so did the next one, which had it alone. "
-        f"It is not sent to a third ({reason})."
-    )
+    return f"{_LAST_WORDS} It is not sent to a third ({reason})."
+
+
+def ended_engines(error: str) -> bool:
+    """Whether these are the last words of a line."""
+    return error.startswith(_LAST_WORDS)

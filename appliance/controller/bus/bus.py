@@ -169,6 +169,10 @@ class Bus:
             self._total = total(reports, self._arrivals.totals)
         return self._total
 
+    def connected(self) -> list[str]:
+        """Names of the gateways that are connected now."""
+        return sorted(gateway.name for gateway in self._gateways if gateway.lost_at_s is None)
+
     def inflight(self, replica_id: str) -> int:
         found = self.load().replicas.get(replica_id)
         return found.inflight if found else 0

@@ -13,6 +13,7 @@ from appliance.controller.access.quotas import Quotas
 from appliance.controller.access.spending import key_table
 from appliance.controller.bus.load import Load
 from appliance.controller.context.file_work import FileWork
+from appliance.controller.context.paced import Paced
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.ports import (
     BatchEngines,
@@ -44,7 +45,8 @@ class ControllerContext:
     models_shared: call it when access to a model has changed, to inform the gateways. background: tasks of this
     process. main_troubles: troubles of the processes that the main process supervises, in the form of
     `BackgroundTasks.degraded`. doctor_findings: what is wrong, as the doctor last saw it. doctor: its
-    findings now (`appliance.wiring.doctor_process`). device_readings: the newest of each device that reports any.
+    findings now (`appliance.wiring.doctor_process`). new_tables: turns of what owners may ask at will and every gateway
+    gets a new table for. device_readings: the newest of each device that reports any.
     wandb_mode: as [tracking] has it."""
 
     db: Database
@@ -71,6 +73,7 @@ class ControllerContext:
     main_troubles: Callable[[], list[dict[str, Any]]] = list
     doctor_findings: Callable[[], list[dict[str, Any]]] = list
     file_work: FileWork = field(default_factory=FileWork)
+    new_tables: Paced = field(default_factory=Paced)
     doctor: Callable[[], Awaitable[dict[str, Any]]] = _no_doctor
     device_readings: Callable[[], Mapping[str, Reading]] = dict
     wandb_mode: Literal["offline", "online"] | None = None

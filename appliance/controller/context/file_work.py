@@ -6,10 +6,10 @@ and downloads of all others.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 from anyio import CapacityLimiter, to_thread
 
@@ -26,19 +26,12 @@ T = TypeVar("T")
 
 class FileWork:
     def __init__(self) -> None:
-        self._turns: dict[str, CapacityLimiter] = {}
-        self._waiting: Counter[str] = Counter()
+        self._turns: WeakValueDictionary[str, CapacityLimiter] = WeakValueDictionary()
 
     async def run(self, owner: str, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """Runs `work(...)` when it is this piece's turn among those of its owner."""
         turn = self._turns.setdefault(owner, CapacityLimiter(1))
-        self._waiting[owner] += 1
-        try:
-            return await to_thread.run_sync(lambda: work(*args, **named), limiter=turn)
-        finally:
-            self._waiting[owner] -= 1
-            if not self._waiting[owner]:
-                del self._waiting[owner], self._turns[owner]
+        return await to_thread.run_sync(lambda: work(*args, **named), limiter=turn)
 
     async def check(
         self,

@@ -6,11 +6,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-
-from anyio import CapacityLimiter
+from weakref import WeakValueDictionary
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.errors import ApiError
+from appliance.controller.interfaces.errors import LimitReached
 from appliance.store.objects import files
 from appliance.store.rows import FileRow
 from train.data_checks.process import CheckFailed, answer_of, command_of
@@ -27,21 +26,16 @@ class DataWork:
 
     def __init__(self, context: ControllerContext):
         self._context = context
-        self._turns: dict[str, CapacityLimiter] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._waiting: Counter[str] = Counter()
 
     async def run(self, owner: str, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request of train.data_checks.process, whose files are named by their ids in it. Raises
-        ApiError for one too many of this owner, BadOption and CheckFailed; ends the process when it is cancelled."""
+        LimitReached for one too many of this owner, BadOption, CheckFailed; ends the process when it is cancelled."""
         if self._waiting[owner] >= _MOST_WAITING:
-            raise ApiError(
-                429,
-                f"{_MOST_WAITING} checks of your data are under way; wait for one to end.",
-                kind="rate_limit_error",
-                code="limit_reached",
-                headers={"retry-after": "30"},
-            )
-        turn = self._turns.setdefault(owner, CapacityLimiter(1))
+            text = f"{_MOST_WAITING} checks of your data are under way; wait for one to end."
+            raise LimitReached(text, retry=True)
+        turn = self._turns.setdefault(owner, asyncio.Lock())
         self._waiting[owner] += 1
         try:
             async with turn:
@@ -49,7 +43,7 @@ class DataWork:
         finally:
             self._waiting[owner] -= 1
             if not self._waiting[owner]:
-                del self._waiting[owner], self._turns[owner]
+                del self._waiting[owner]
 
     async def look(self, sizes: range = files.ANY_SIZE) -> None:
         """Check the uploads of so many bytes that wait for it: owners take turns, each one's smallest first."""

@@ -1,4 +1,4 @@
-"""Store state about devices and nodes: cordons, lost nodes, sizes, the mode, the measured copy limit.
+"""State of devices and nodes for the API: cordons, lost nodes, sizes, meters, the mode, the measured copy limit.
 
 Never: Touches a device; wiring and the scheduler do.
 Begin with mode.py.

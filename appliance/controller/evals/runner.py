@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Generator, Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import orjson
 from pydantic import TypeAdapter, ValidationError
@@ -68,7 +69,7 @@ class EvalRunner:
         self._context, self._db, self._hosts, self._answers = context, context.db, hosts, answers
         self.tasks = RunningTasks()
         self._runs: dict[str, asyncio.Task[None]] = {}
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._has_turn: dict[str, str] = {}  # the run of each owner that goes on
         self._freeing: asyncio.Task[None] | None = None
 
@@ -110,7 +111,7 @@ class EvalRunner:
         owner = evals.unfinished_owner(self._db, run_id)
         if owner is None:
             return
-        async with self._turns[owner]:
+        async with self._turns.setdefault(owner, asyncio.Lock()):
             self._has_turn[owner] = run_id
             try:
                 await self._judged(run_id)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from appliance.controller.gates import verdict as verdicts
 from appliance.controller.gates.verdict import Judged, Rules, Suite, Verdict
 from appliance.controller.interfaces.errors import ApiError, Conflict, SwapFailed
 from appliance.controller.jobs.events import add_message, answer_with
+from appliance.controller.jobs.gate_request import RULES
 from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
 from appliance.store.objects import evals, gates, job_records, jobs, models
@@ -193,7 +193,7 @@ class GateRunner:
     async def _decide(self, row: GateRow) -> None:
         found: list[Suite] = []
         for place, suite in enumerate(row.terms["suites"]):
-            rules = Rules(**{name: suite[name] for name in _RULES}, level=row.terms["level"])
+            rules = Rules(**{name: suite[name] for name in RULES}, level=row.terms["level"])
             ids = row.runs[str(place)]
             judged = [await self._judged(ids[side], suite["criterion"]) for side in SIDES if side in ids]
             found.append(Suite(suite["name"], rules, judged[0], judged[1] if len(judged) > 1 else None))
@@ -362,6 +362,3 @@ class GateRunner:
             activated=activated,
             ended_s=time.time(),
         )
-
-
-_RULES = tuple(name for name in asdict(Rules()) if name != "level")

@@ -13,13 +13,12 @@ from appliance.controller.evals.new_run import check_given, check_judges, checke
 from appliance.controller.evals.requests import MAX_CRITERIA_BYTES, MAX_SCHEMA_BYTES, Sampled
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
 from appliance.controller.interfaces.principal import INFERENCE, Principal
-from appliance.controller.jobs.gate_request import GateCanary, GateRequest, GateSuite
+from appliance.controller.jobs.gate_request import RULES, GateCanary, GateRequest, GateSuite
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, GateRow, JobRow
 
 _SOURCE: TypeAdapter[Sampled] = TypeAdapter(Sampled)
-RULES = ("pass_rate_at_least", "mean_reward_at_least", "not_worse_by", "better_by", "measure")
 MAX_EVALS_BYTES = MAX_SCHEMA_BYTES + MAX_CRITERIA_BYTES
 """Of a gate's evaluations together: as much as one may have."""
 MAX_TERMS_BYTES = 512 << 10

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from appliance.controller.http.views import whose
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.database import Database
 from appliance.store.objects import gates
 from appliance.store.rows import GateRow
 
 
-def gate_object(row: GateRow, caller: Principal | None = None) -> dict[str, Any]:
+def gate_object(row: GateRow, caller: Principal) -> dict[str, Any]:
     """`suites`: for each what was found (`told` of gates.verdict), and the runs by which; before the verdict, what is
     asked of it. `answers`: whether the version got all requests by it."""
-    shown = {
+    return {
         "id": row.id,
         "object": "gate",
         "created_at": int(row.created_s),
@@ -30,8 +31,7 @@ def gate_object(row: GateRow, caller: Principal | None = None) -> dict[str, Any]
         "suites": row.told,
         "decided_at": None if row.decided_s is None else int(row.decided_s),
         "ended_at": None if row.ended_s is None else int(row.ended_s),
-    }
-    return shown | ({"owner": row.owner or None} if caller is not None and caller.is_admin else {})
+    } | whose(row, caller)
 
 
 def in_short(row: GateRow | None) -> dict[str, Any] | None:

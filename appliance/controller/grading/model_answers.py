@@ -41,17 +41,23 @@ class ModelAnswers:
         self._turns: WeakValueDictionary[tuple[str | None, str], asyncio.Semaphore] = WeakValueDictionary()
 
     async def ask(self, key_id: str | None, body: dict[str, Any], within_s: float) -> ModelAnswer:
-        """The answer, or in `error` why there is none within this time; never raises for what a model or a limit does.
-        key_id: None for the box itself, which has no limits."""
+        """The answer to a conversation, or in `error` why there is none within this time; never raises for what a model
+        or a limit does. key_id: None for the box itself, which has no limits."""
+        model = str(body["model"])
+        answer = await self.answer(key_id, URL, body, within_s)
+        return ModelAnswer(model=model, error=answer) if isinstance(answer, str) else _read(model, answer)
+
+    async def answer(self, key_id: str | None, url: str, body: dict[str, Any], within_s: float) -> EngineAnswer | str:
+        """As `ask`, what an engine answers on this route, or why none does."""
         model = str(body["model"])
         self._asking[model] += 1
         self._tell_wants()
         try:
             async with asyncio.timeout(within_s), self._turn(key_id, model):
-                return await self._asked(key_id, model, body, time.time() + within_s)
+                return await self._asked(key_id, model, url, body, time.time() + within_s)
         except TimeoutError:
             why = self._context.batch_engines.room(model).why or "its engines are busy"
-            return ModelAnswer(model=model, error=f"no answer within {within_s:.0f} s: {why}")
+            return f"no answer within {within_s:.0f} s: {why}"
         finally:
             self._asking -= Counter([model])
             self._tell_wants()
@@ -59,34 +65,35 @@ class ModelAnswers:
     def _turn(self, key_id: str | None, model: str) -> asyncio.Semaphore:
         return self._turns.setdefault((key_id, model), asyncio.Semaphore(MAX_OF_A_KEY))
 
-    async def _asked(self, key_id: str | None, model: str, body: dict[str, Any], expires_s: float) -> ModelAnswer:
+    async def _asked(
+        self, key_id: str | None, model: str, url: str, body: dict[str, Any], expires_s: float
+    ) -> EngineAnswer | str:
         question, deaths = new_id("req_"), Deaths()
         tokens = len(orjson.dumps(body)) // BYTES_PER_TOKEN
         while True:
             key = keys.find(self._db, key_id) if key_id is not None else None
-            refused = self._refused(key_id, key, model, expires_s)
-            if refused:
-                return ModelAnswer(model=model, error=refused)
+            if refused := self._refused(key_id, key, model, url, expires_s):
+                return refused
             if not self._room(model) or self._metering.waits_for(key, tokens):
                 await self._context.batch_engines.changed(LOOK_EVERY_S)
                 continue
             try:
                 alone = deaths.goes_alone(question)
-                answer, sent = await self._sent(key, model, salted(body, key.owner if key else ""), alone)
+                answer, sent = await self._sent(key, model, url, salted(body, key.owner if key else ""), alone)
             except LineReturned as error:
                 self._metering.give_back(key, tokens)
                 if error.yielded or deaths.counted(question):
                     continue
-                return ModelAnswer(model=model, error=last_words(str(error)))
+                return last_words(str(error))
             took_s, silent = time.monotonic() - sent.at_s, sent if answer.silent else None
             charge = Charge("", answer.version, answer.status, answer.body, tokens, took_s, silent=silent)
             self._metering.charge(key, model, [charge])
-            return _read(model, answer)
+            return answer
 
-    def _refused(self, key_id: str | None, key: KeyRow | None, model: str, expires_s: float) -> str:
+    def _refused(self, key_id: str | None, key: KeyRow | None, model: str, url: str, expires_s: float) -> str:
         if keys.is_revoked(self._db, key_id):
             return "the key that asks was revoked"
-        if why := why_not_asked(self._db, key_id, model):
+        if why := why_not_asked(self._db, key_id, model, chats=url == URL):
             return why
         refusal = self._metering.refusal(key, model, expires_s)
         return str(refusal.body["error"]["message"]) if refusal is not None else ""
@@ -95,13 +102,13 @@ class ModelAnswers:
         return self._context.batch_engines.room(model).lines > self._flying[model]
 
     async def _sent(
-        self, key: KeyRow | None, model: str, body: dict[str, Any], alone: bool
+        self, key: KeyRow | None, model: str, url: str, body: dict[str, Any], alone: bool
     ) -> tuple[EngineAnswer, Sent]:
         """Raises LineReturned."""
-        sent = Sent(URL, body, len(orjson.dumps(body)), time.monotonic())
+        sent = Sent(url, body, len(orjson.dumps(body)), time.monotonic())
         self._flying[model] += 1
         try:
-            return await self._context.batch_engines.send(model, URL, body, new_id("req_"), alone=alone), sent
+            return await self._context.batch_engines.send(model, url, body, new_id("req_"), alone=alone), sent
         except asyncio.CancelledError:
             # Whoever gives up pays for what was computed meanwhile.
             self._metering.pay(self._metering.left(key.id if key else "", model, [sent]))

@@ -30,7 +30,7 @@ class RolloutGrading:
         not grade has None; one that the grader failed at has 0. An answer that is not JSON where JSON is read is no
         error, but what the model has to learn. {"failed"}, in words, where the job cannot go on."""
         samples = question["samples"]
-        row, found = jobs.find(self._db, job_id), job_records.find_grader(self._db, job_id)
+        row, found = jobs.find(self._db, job_id), job_records.find_judge(self._db, job_id)
         if row is None or found is None:
             return {"failed": "the grader of the job was deleted"}
         if keys.is_revoked(self._db, row.key_id):
@@ -38,7 +38,7 @@ class RolloutGrading:
         asked = [(Sample(one["text"]), one["item"]) for one in samples]
         ask = partial(self._answers.ask, row.key_id, within_s=ANSWER_WITHIN_S)
         try:
-            told = await all_graded_with_answers(self._hosts, row.owner, parse(found.grader), asked, ask)
+            told = await all_graded_with_answers(self._hosts, row.owner, parse(found.judge["grader"]), asked, ask)
         except WorkerBroke as error:
             return {"rewards": [None] * len(samples), "errors": [str(error)] * len(samples)}
         return {

@@ -15,7 +15,7 @@ from appliance.controller.batches.metering import BYTES_PER_TOKEN, Metering, Sen
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.ports import SAMPLING, LineReturned
 from appliance.store.ids import new_id
-from appliance.store.objects import jobs
+from appliance.store.objects import job_records, jobs
 from appliance.store.records import keys
 from serve.core import sampling
 
@@ -74,9 +74,10 @@ class RolloutSampling:
         self._deaths: Counter[str] = Counter()  # of engines, by job
 
     async def look(self) -> None:
-        """Models whose rollouts are to be sampled may be woken, for as long as their jobs run; called every
-        `WANTS_EVERY_S`."""
-        self._engines.wants(jobs.models_sampled(self._db), SAMPLING)
+        """Models whose rollouts are to be sampled, and those that teach, may be woken, for as long as their jobs run;
+        called every `WANTS_EVERY_S`."""
+        wanted = [*jobs.models_sampled(self._db), *job_records.teachers_of_running(self._db)]
+        self._engines.wants(list(dict.fromkeys(wanted)), SAMPLING)
         for job_id in self._gave_up | self._deaths.keys():
             row = jobs.find(self._db, job_id)
             if row is not None and row.finished:

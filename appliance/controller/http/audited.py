@@ -37,6 +37,7 @@ NOT_AUDITED: Mapping[Route, str] = {
     ("POST", "/admin/v1/plan"): "says what would fit; nothing is changed",
     ("POST", "/admin/v1/session-keys"): "a key of one command on the box itself, which needs none; inference alone",
     ("DELETE", "/admin/v1/session-keys/{key_id}"): "the end of such a command",
+    ("POST", "/admin/v1/sessions/{session_id}/touch"): "its person is still at the page",
 }
 
 
@@ -65,6 +66,8 @@ CHANGES: Mapping[Route, Change] = {
     ("POST", "/v1/fine_tuning/checkpoints/{name:path}/permissions"): Change("permission.create", ("first_id",)),
     ("DELETE", "/v1/fine_tuning/checkpoints/{name:path}/permissions/{permission_id}"): Change("permission.delete"),
     ("POST", "/admin/v1/forget"): Change("owner.forget"),
+    ("POST", "/admin/v1/sessions"): Change("session.create", ("key", "agent")),
+    ("DELETE", "/admin/v1/sessions/{session_id}"): Change("session.end"),
     ("DELETE", "/v1/responses/{response_id}"): Change("response.delete"),
     ("POST", "/v1/responses/{response_id}/cancel"): Change("response.cancel", ("status",)),
 }

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from appliance.controller.access.naming import Resolved
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.rows import (
-    BatchRow,
     CheckpointRow,
-    EvalRow,
-    EvalRunRow,
     FileRow,
     JobEventRow,
     JobRow,
     PermissionRow,
-    UploadRow,
 )
 from train.methods.methods import DEFAULT, METHODS
 
@@ -34,7 +30,12 @@ _OPENAI_HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
 _WORKED_OUT = ("n_epochs", "batch_size")
 
 
-def whose(row: FileRow | JobRow | BatchRow | UploadRow | EvalRow | EvalRunRow, caller: Principal) -> dict[str, Any]:
+class Owned(Protocol):
+    @property
+    def owner(self) -> str: ...
+
+
+def whose(row: Owned, caller: Principal) -> dict[str, Any]:
     """For an admin, who sees all owners' objects: `owner`, null for the box itself; empty for others."""
     return {"owner": row.owner or None} if caller.is_admin else {}
 
@@ -94,9 +95,9 @@ def hyperparameters(row: JobRow) -> dict[str, Any]:
 
 
 def job_object(
-    row: JobRow, organization: str, caller: Principal, grader: dict[str, Any] | None = None
+    row: JobRow, organization: str, caller: Principal, judge: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """grader: of a job that has one."""
+    """judge: of a job that has one."""
     succeeded = row.phase == "succeeded"
     return {
         "id": row.id,
@@ -120,7 +121,7 @@ def job_object(
         "metadata": row.metadata,
         "method": {
             "type": row.method,
-            row.method: ({} if grader is None else {"grader": grader}) | {"hyperparameters": hyperparameters(row)},
+            row.method: (judge or {}) | {"hyperparameters": hyperparameters(row)},
         },
     } | whose(row, caller)
 

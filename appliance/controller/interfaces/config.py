@@ -67,6 +67,8 @@ class RetentionSettings(BaseModel):
     jobs_per_owner: int = Field(2_000, ge=1)
     """Jobs that have ended, of all keys of one owner; beyond it the oldest are deleted, with their folders, events and
     steps. A job stays as long as a model that it made, or as usage records of its devices."""
+    graders_per_owner: int = Field(100, ge=1)
+    """Graders of jobs that have ended, up to 2 MiB each, of all keys of one owner; beyond it the oldest are deleted."""
     job_data_days: float | None = Field(30.0, gt=0)
     """The folders of ended jobs: events, TensorBoard files. The copy of the training data is deleted at once."""
     job_events_days: float | None = Field(None, gt=0)

@@ -13,6 +13,7 @@ ApiError (an HTTPException)
 ├── NotFound          404
 ├── Conflict          409, never to be retried
 ├── BodyTooLarge      413
+├── LimitReached      429
 └── Unavailable       503 or 507
 
 The `openai` client retries 408, 409, 429 and 5xx unless the answer has `x-should-retry: false`.
@@ -112,6 +113,13 @@ class KeyRevoked(ApiError):
         super().__init__(401, "The API key of this request was revoked while it ran.", code="invalid_api_key")
 
 
+class SessionEnded(ApiError):
+    """Said as the gateways say it (`gateway.core.errors.session_ended`)."""
+
+    def __init__(self) -> None:
+        super().__init__(401, "This login of the page has ended. Log in again.", code="session_ended")
+
+
 class Forbidden(ApiError):
     def __init__(self, needed: str):
         super().__init__(
@@ -141,6 +149,14 @@ class BodyTooLarge(ApiError):
             param=param,
             code="request_too_large",
         )
+
+
+class LimitReached(ApiError):
+    """An owner has as much as he may. retry: less by itself, after a while."""
+
+    def __init__(self, message: str, *, param: str | None = None, retry: bool = False):
+        headers = {"retry-after": "30"} if retry else dict(NEVER_RETRY)
+        super().__init__(429, message, kind="insufficient_quota", param=param, code="limit_reached", headers=headers)
 
 
 class Unavailable(ApiError):

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
 
-from appliance.controller.interfaces.errors import Forbidden, KeyRevoked, Unauthorized
+from appliance.controller.interfaces.errors import Forbidden, KeyRevoked, SessionEnded, Unauthorized
 from appliance.controller.interfaces.identity import ADMIN, GATEWAY, Identity
-from appliance.store.records import keys
+from appliance.store.records import keys, page_sessions
 
 FINE_TUNING, INFERENCE, READ, METRICS = "fine_tuning", "inference", "read", "metrics"
 _SCRAPE, _USAGE, _ME = "/admin/v1/metrics", "/admin/v1/usage", "/admin/v1/me"
+SESSIONS = "/admin/v1/sessions"
+_EVENTS = "/admin/v1/events"
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
     """key_id None: a process of the box itself (its socket is 0600), which may do everything.
 
-    owner: owns what this request creates; empty for the box itself.
+    owner: owns what this request creates; empty for the box itself. session: the login of the page that it came by.
     """
 
     key_id: str | None
     scopes: frozenset[str]
     request_id: str
     owner: str
+    session: str | None = None
 
     def may(self, *scopes: str) -> bool:
         return ADMIN in self.scopes or not self.scopes.isdisjoint(scopes)
@@ -52,11 +56,15 @@ def named_principal(request: Request) -> Principal:
 
 
 async def read_principal(request: Request) -> Principal:
-    """Who asks. Raises KeyRevoked for a key that was revoked before the whole request was here: gateways learn that a
-    moment later than the store, or not at all while they cannot read a table, and pass on what has come until then."""
+    """Who asks. Raises KeyRevoked for a key that was revoked before the whole request was here, SessionEnded for a
+    login that ended: gateways learn that a moment later than the store, or not at all while they cannot read a table,
+    and pass on what has come until then."""
     principal, revoked = _standing(request)
     if revoked:
         raise KeyRevoked
+    session, key_id, db = principal.session, principal.key_id, request.app.state.context.db
+    if session is not None and (key_id is None or not page_sessions.is_live(db, session, key_id, time.time())):
+        raise SessionEnded
     return principal
 
 
@@ -69,7 +77,7 @@ def _standing(request: Request) -> tuple[Principal, bool]:
     key_id, owner, revoked = identity.key_id, "", False
     if key_id is not None:
         owner, revoked = keys.standing(request.app.state.context.db, key_id)
-    return Principal(key_id, identity.scopes, state["request_id"], owner), revoked
+    return Principal(key_id, identity.scopes, state["request_id"], owner, identity.session), revoked
 
 
 Caller = Annotated[Principal, Depends(read_principal)]
@@ -87,16 +95,18 @@ def needs(*scopes: str) -> Callable[[Principal], Awaitable[None]]:
 
 async def of_admin_routes(request: Request, caller: Caller) -> None:
     """A dependency of /admin/v1: `read` allows every GET, `metrics` only the scrape, and `inference` and `fine_tuning`
-    the usage of their owner; any key may ask what it is itself. None of them changes anything.
+    the usage of their owner and the stream of events, of which each hears what it may see; any key may ask what it is
+    itself, and begin, see and end its owner's logins of the page. None of them changes anything else.
 
     Routes that even `read` must not see also use `needs(ADMIN)`.
     """
     scopes = [READ] if request.method == "GET" else []
     if request.url.path == _SCRAPE:
         scopes.append(METRICS)
-    if request.url.path == _USAGE and scopes:
+    if request.url.path in (_USAGE, _EVENTS) and scopes:
         scopes += [INFERENCE, FINE_TUNING]
-    if request.url.path == _ME and scopes:
-        scopes += [INFERENCE, FINE_TUNING, METRICS]
+    path = request.url.path
+    if (path == _ME and scopes) or path == SESSIONS or path.startswith(f"{SESSIONS}/"):
+        scopes = [READ, INFERENCE, FINE_TUNING, METRICS]
     if not caller.may(*scopes):
         raise Forbidden(" or ".join([ADMIN, *scopes]))

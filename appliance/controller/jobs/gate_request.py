@@ -11,23 +11,32 @@ from appliance.controller.http.strict_body import StrictBody
 MAX_SUITES = 16
 Share = Annotated[float, Field(ge=0, le=1)]
 Margin = Annotated[float, Field(ge=-1e6, le=1e6)]
+Measure = Literal["pass_rate", "mean_reward"]
 
 
-class GateSuite(StrictBody):
-    """An evaluation that exists, the data it is run on, and what is asked of the version.
+class GateRules(StrictBody):
+    """What is asked of a version: see gates.verdict.Rules."""
 
-    data_source: as a run of an evaluation has it, without `model`; None: that of the evaluation's newest run in which a
-    model answered items of a file. criterion: the grader that counts; None: all, and the mean of their rewards. The
-    rules: see gates.verdict.Rules."""
-
-    eval_id: Annotated[str, Field(min_length=1, max_length=256)]
-    data_source: dict[str, Any] | None = None
-    criterion: Annotated[str, Field(max_length=512)] | None = None
     pass_rate_at_least: Share | None = None
     mean_reward_at_least: Margin | None = None
     not_worse_by: Annotated[float, Field(ge=0, le=1e6)] | None = None
     better_by: Margin | None = None
-    measure: Literal["pass_rate", "mean_reward"] = "pass_rate"
+    measure: Measure | None = None
+
+
+RULES = tuple(GateRules.model_fields)
+
+
+class GateSuite(GateRules):
+    """An evaluation that exists, the data it is run on, and what is asked of the version.
+
+    data_source: as a run of an evaluation has it, without `model`; None: that of the evaluation's newest run in which a
+    model answered items of a file. criterion: the grader that counts; None: all, and the mean of their rewards."""
+
+    eval_id: Annotated[str, Field(min_length=1, max_length=256)]
+    data_source: dict[str, Any] | None = None
+    criterion: Annotated[str, Field(max_length=512)] | None = None
+    measure: Measure = "pass_rate"
 
     @model_validator(mode="after")
     def _shares(self) -> GateSuite:

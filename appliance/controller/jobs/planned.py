@@ -33,7 +33,7 @@ MEMORY_BYTES = {
     "rtx-3090": 24_576 * MIB,
     "rtx-4090": 24_564 * MIB,
 }
-"""Of one device, as NVIDIA's driver reports it."""
+"""Of one device, as nvidia-smi shows it; the driver keeps some hundreds of MB of it (`runtime.devices.cuda`)."""
 _CONFIG_BYTES = 4 * MIB
 _CHOSEN = (
     "full",

@@ -189,6 +189,20 @@ def method(request: JobCreate) -> Method:
     return METHODS[request.method.type] if request.method else DEFAULT
 
 
+def job_in(train: dict[str, Any]) -> JobCreate:
+    """The request that `train` in the file of a pipeline or a sweep stands for. Raises BadRequest."""
+    try:
+        return JobCreate.model_validate(train)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise wrong(f"train.{'.'.join(map(str, first['loc']))}", f"is wrong: {first['msg']}") from None
+
+
+def wrong(param: str, why: str) -> BadRequest:
+    """In such a file."""
+    return BadRequest(f"'{param}' {why}.", param=param, code="invalid_value")
+
+
 def refused(error: InvalidHyperparameter, where: str) -> BadRequest:
     return BadRequest(
         f"Invalid value for '{where}.{error.param}': {shown(error.given)} was given, expected {error.expected}.",

@@ -63,6 +63,7 @@ class EngineSizes:
             dtype=settings.dtype,
             kv_cache_dtype=settings.kv_cache_dtype,
             batched_tokens=settings.batched_tokens,
+            draft_tokens=settings.draft_tokens,
         )
 
     def spec_fields(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int) -> dict[str, Any]:

@@ -35,8 +35,8 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
     db, organization = context.db, context.config.organization
 
     def shown_job(row: JobRow, caller: Principal) -> dict[str, Any]:
-        found = job_records.find_grader(db, row.id) if METHODS[row.method].rolls_out else None
-        return views.job_object(row, organization, caller, found.grader if found else None)
+        found = job_records.find_judge(db, row.id) if METHODS[row.method].judged_by else None
+        return views.job_object(row, organization, caller, found.judge if found else None)
 
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from appliance.controller.interfaces.errors import (
     ApiError,
     BadRequest,
     Forbidden,
+    KeyRevoked,
     shown,
 )
 from appliance.controller.interfaces.model_states import ModelStates
@@ -30,6 +31,7 @@ from appliance.controller.jobs.pauses import pause_jobs_without_model
 from appliance.controller.models.removal import doomed, known_model, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
+from appliance.store.records import keys
 from appliance.store.rows import ModelRow
 
 log = logging.getLogger(__name__)
@@ -79,43 +81,12 @@ def routes(context: ControllerContext) -> APIRouter:
     async def share(name: str, body: Share, caller: Caller) -> dict[str, Any]:
         """Share a model with other owners, with all its versions and checkpoints, or stop sharing it, which pauses
         their jobs that train it. What these have made stays theirs."""
-        found = usable_model(context, name, caller)
-        model = found.model
-        if found.checkpoint or found.pinned:
-            raise BadRequest(
-                f"{shown(name)} is a version of {model.id}; a model is shared as a whole.",
-                param="model",
-                code="invalid_value",
-            )
-        _refuse_unless_own(model, caller, "share")
-        if not body.owners and not body.everybody:
-            raise BadRequest("Give 'owners', or 'everybody': true.", param="owners", code="missing_required_parameter")
-        if not body.stop:
-            context.quotas.check_names(caller)
-        change = models.unshare if body.stop else models.share
-        with db.transaction():
-            for owner in [*body.owners, *([models.EVERYBODY] if body.everybody else [])]:
-                change(db, model.id, owner)
-            if not body.stop and len(models.shared_with(db, model.id)) > MAX_SHARED_WITH and not caller.is_admin:
-                raise BadRequest(
-                    f"{shown(model.id)} would be shared with more than {MAX_SHARED_WITH} owners; share it "
-                    "with everybody, or with fewer.",
-                    param="owners",
-                    code="too_many_owners",
-                )
-            paused = pause_jobs_without_model(context) if body.stop else []
-            record(
-                context,
-                caller,
-                "model.unshare" if body.stop else "model.share",
-                model.id,
-                owners=body.owners,
-                everybody=body.everybody,
-                **({"jobs": paused} if paused else {}),
-            )
-        context.models_shared()
-        if paused:
-            context.scheduler.nudge(f"the sharing of {model.id} ended")
+        # Each change is a new table for every gateway, which reads it while its streams wait.
+        async with context.new_tables.turn(caller.viewer):
+            if keys.is_revoked(db, caller.key_id):  # while it waited
+                raise KeyRevoked
+            model = _share(context, name, body, caller)
+            await context.key_sink.caught_up()
         return {"id": model.id, "object": "model", **_audience(db, model)}
 
     return router
@@ -127,6 +98,49 @@ class Share(StrictBody):
     owners: Annotated[list[OwnerName], Field(max_length=100)] = Field(default_factory=list)
     everybody: bool = False
     stop: bool = False
+
+
+def _share(context: ControllerContext, name: str, body: Share, caller: Principal) -> ModelRow:
+    """Raises ApiError."""
+    db = context.db
+    found = usable_model(context, name, caller)
+    model = found.model
+    if found.checkpoint or found.pinned:
+        raise BadRequest(
+            f"{shown(name)} is a version of {model.id}; a model is shared as a whole.",
+            param="model",
+            code="invalid_value",
+        )
+    _refuse_unless_own(model, caller, "share")
+    if not body.owners and not body.everybody:
+        raise BadRequest("Give 'owners', or 'everybody': true.", param="owners", code="missing_required_parameter")
+    if not body.stop:
+        context.quotas.check_names(caller)
+    change = models.unshare if body.stop else models.share
+    with db.transaction():
+        for owner in [*body.owners, *([models.EVERYBODY] if body.everybody else [])]:
+            change(db, model.id, owner)
+        if not body.stop and len(models.shared_with(db, model.id)) > MAX_SHARED_WITH and not caller.is_admin:
+            raise BadRequest(
+                f"{shown(model.id)} would be shared with more than {MAX_SHARED_WITH} owners; share it "
+                "with everybody, or with fewer.",
+                param="owners",
+                code="too_many_owners",
+            )
+        paused = pause_jobs_without_model(context) if body.stop else []
+        record(
+            context,
+            caller,
+            "model.unshare" if body.stop else "model.share",
+            model.id,
+            owners=body.owners,
+            everybody=body.everybody,
+            **({"jobs": paused} if paused else {}),
+        )
+    context.models_shared()
+    if paused:
+        context.scheduler.nudge(f"the sharing of {model.id} ended")
+    return model
 
 
 def _audience(db: Database, model: ModelRow) -> dict[str, Any]:

@@ -6,12 +6,12 @@ import secrets
 import time
 from typing import Any
 
-from appliance.controller.access.model_access import absent_model, caller_may_use
-from appliance.controller.access.naming import resolve
+from appliance.controller.access.model_access import base_for
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
 from appliance.controller.gates.terms import new_gate
 from appliance.controller.grading.given import grader_of
+from appliance.controller.grading.teachers import teacher_of
 from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs import claims, data, devices, requests, settings, stable_names
@@ -19,7 +19,7 @@ from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import JobCreate
 from appliance.store.ids import new_id
 from appliance.store.objects import files, gates, job_records, jobs
-from appliance.store.rows import FileRow, JobGraderRow, JobRow
+from appliance.store.rows import FileRow, JobJudgeRow, JobRow
 from train.data.check import DataReport
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
@@ -31,13 +31,13 @@ def insert_job(context: ControllerContext, body: JobCreate, caller: Principal) -
     db = context.db
     context.quotas.check_job(caller)
     claims.check(db, body, caller)
-    row = _new_job(context, body, caller)
-    grader = _grader(context, body, caller)
+    row, resolved = _new_job(context, body, caller)
+    judge = _judge(context, body, resolved, caller)
     gate = new_gate(context, body.gate, row, caller) if body.gate is not None else None
     data.check(context, row, caller)
     jobs.insert(db, row)
-    if grader is not None:
-        job_records.insert_grader(db, JobGraderRow(row.id, grader))
+    if judge is not None:
+        job_records.insert_judge(db, JobJudgeRow(row.id, judge))
     if gate is not None:
         gates.insert(db, gate)
     add_message(db, row.id, f"Created fine-tuning job: {row.id}")
@@ -59,12 +59,11 @@ def _of_wandb(mode: str | None) -> str:
     )
 
 
-def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> JobRow:
-    """Raises BadRequest and NotFound for all errors detectable before the data is converted."""
+def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> tuple[JobRow, dict[str, Any]]:
+    """With its settings as far as they are known. Raises BadRequest and NotFound for all errors detectable before the
+    data is converted."""
     requests.check(body)
-    base = resolve(context.db, body.model) if caller_may_use(context.db, caller, body.model) else None
-    if base is None:
-        raise absent_model(body.model)
+    base = base_for(context.db, caller, body.model)
     if base.model.task != "generate":
         raise BadRequest(
             f"The model {shown(body.model)} makes embeddings; only text-generating models can be tuned.",
@@ -97,7 +96,7 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     devices.check_sizes(wish, chosen.resolved, nodes)
     makes_adapter = not chosen.resolved["full"] and chosen.resolved["lora_publish"] == "adapter"
     output_model = stable_names.output_of(context, body, base, caller, makes_adapter=makes_adapter)
-    return JobRow(
+    row = JobRow(
         id=new_id("ftjob-"),
         key_id=caller.key_id,
         model=body.model,
@@ -123,14 +122,24 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
         created_s=time.time(),
         reason="the training file is being validated",
     )
+    return row, chosen.resolved
 
 
-def _grader(context: ControllerContext, body: JobCreate, caller: Principal) -> dict[str, Any] | None:
-    """That of a method which learns from rewards. Raises BadRequest and NotFound."""
+_MISSING = {
+    "grader": "which gives an answer its reward",
+    "teacher": "the model of the box that says how likely it finds an answer",
+}
+
+
+def _judge(
+    context: ControllerContext, body: JobCreate, resolved: dict[str, Any], caller: Principal
+) -> dict[str, Any] | None:
+    """Of a method that learns from the model's own answers, who judges them. Raises ApiError."""
     method = requests.method(body)
-    if not method.rolls_out:
+    if not method.judged_by:
         return None
     said, where = requests.beside_hyperparameters(body), f"method.{method.name}"
+    param = f"{where}.{method.judged_by}"
     if said.get("response_format") not in (None, {"type": "text"}):
         raise BadRequest(
             f"'{where}.response_format' must be {{'type': 'text'}}: answers are sampled without a grammar while a "
@@ -138,13 +147,17 @@ def _grader(context: ControllerContext, body: JobCreate, caller: Principal) -> d
             param=f"{where}.response_format",
             code="unsupported_value",
         )
-    if "grader" not in said:
+    if method.judged_by not in said:
         raise BadRequest(
-            f"Missing required parameter: '{where}.grader', which gives an answer its reward.",
-            param=f"{where}.grader",
+            f"Missing required parameter: '{param}', {_MISSING[method.judged_by]}.",
+            param=param,
             code="missing_required_parameter",
         )
-    return grader_of(context, said["grader"], caller, f"{where}.grader").model_dump(mode="json", exclude_unset=True)
+    given = said[method.judged_by]
+    if method.judged_by == "grader":
+        return {"grader": grader_of(context, given, caller, param).model_dump(mode="json", exclude_unset=True)}
+    student = base_for(context.db, caller, body.model)
+    return {"teacher": teacher_of(context, given, student, resolved["max_length"], caller, param)}
 
 
 def _seen(file: FileRow) -> auto.DatasetStats:

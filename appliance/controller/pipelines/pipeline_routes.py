@@ -12,7 +12,8 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import ApiError, Conflict, NotFound, shown
+from appliance.controller.http.views import whose
+from appliance.controller.interfaces.errors import Conflict, LimitReached, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.pipelines.runner import PipelineRunner
 from appliance.controller.pipelines.spec import PipelineSpec, check_spec
@@ -60,12 +61,7 @@ def _pipelines(context: ControllerContext, runner: PipelineRunner) -> APIRouter:
             row = pipelines.of_owner(db, caller.owner, body.spec.name)
             if row is None:
                 if pipelines.number_of(db, caller.owner) >= MAX_PIPELINES and not caller.is_admin:
-                    raise ApiError(
-                        429,
-                        f"You have {MAX_PIPELINES} pipelines; delete one first.",
-                        kind="insufficient_quota",
-                        code="limit_reached",
-                    )
+                    raise LimitReached(f"You have {MAX_PIPELINES} pipelines; delete one first.")
                 row = PipelineRow(new_id("pipe_"), body.spec.name, time.time(), caller.key_id, caller.owner, spec=spec)
                 pipelines.insert(db, row)
             else:
@@ -147,7 +143,7 @@ def pipeline_object(row: PipelineRow, caller: Principal) -> dict[str, Any]:
         "scheduled": bool(row.scheduled),
         "next_at": None if row.next_s is None else int(row.next_s),
         "note": row.note or None,
-    } | ({"owner": row.owner or None} if caller.is_admin else {})
+    } | whose(row, caller)
 
 
 def run_object(context: ControllerContext, row: PipelineRunRow, caller: Principal) -> dict[str, Any]:
@@ -169,4 +165,4 @@ def run_object(context: ControllerContext, row: PipelineRunRow, caller: Principa
         "job_id": row.job_id,
         "gate_id": None if gate is None else gate.id,
         "ended_at": None if row.ended_s is None else int(row.ended_s),
-    } | ({"owner": row.owner or None} if caller.is_admin else {})
+    } | whose(row, caller)

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from appliance.controller.access.model_access import absent_model, caller_may_use
-from appliance.controller.access.naming import resolve
+from appliance.controller.access.model_access import base_for
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.data_checks.asked import Bounds, Changes
 from appliance.controller.files import storage
@@ -15,8 +14,8 @@ from appliance.controller.gates.terms import checked
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Forbidden
 from appliance.controller.interfaces.principal import ADMIN, Principal
-from appliance.controller.jobs.gate_request import GateCanary, GateRequest
-from appliance.controller.jobs.requests import JobCreate
+from appliance.controller.jobs.gate_request import GateCanary, GateRequest, GateRules
+from appliance.controller.jobs.requests import JobCreate, job_in, wrong
 from scheduler.core.errors import InvalidSchedule
 from scheduler.loop.mode_schedule import check_cron, check_zone
 from train.data_checks.options import CHECKS, CheckName
@@ -52,28 +51,18 @@ class Prepare(Changes, Bounds):
     """split: share of the examples that the job is validated on."""
 
 
-class Evaluate(StrictBody):
-    """One suite. `eval`: an evaluation that exists. The rest, and the rules, as a gate's suite has them; rules that are
-    given here go before those of `gate`."""
+class Evaluate(GateRules):
+    """One suite. `eval`: an evaluation that exists. The rest as a gate's suite has it; rules that are given here go
+    before those of `gate`."""
 
     eval: Annotated[str, Field(min_length=1, max_length=256)]
     data_source: dict[str, Any] | None = None
     criterion: str | None = None
-    pass_rate_at_least: float | None = None
-    mean_reward_at_least: float | None = None
-    not_worse_by: float | None = None
-    better_by: float | None = None
-    measure: Literal["pass_rate", "mean_reward"] | None = None
 
 
-class Gate(StrictBody):
+class Gate(GateRules):
     """The rules of every suite, and the level of their tests."""
 
-    pass_rate_at_least: float | None = None
-    mean_reward_at_least: float | None = None
-    not_worse_by: float | None = None
-    better_by: float | None = None
-    measure: Literal["pass_rate", "mean_reward"] | None = None
     level: float | None = None
 
 
@@ -111,13 +100,12 @@ def check_spec(context: ControllerContext, spec: PipelineSpec, caller: Principal
     if spec.schedule is not None:
         _check_schedule(spec)
     if spec.prepare is not None and spec.prepare.split is not None and "validation_file" in spec.train:
-        raise _wrong("train.validation_file", "is given, and 'prepare.split' makes another")
+        raise wrong("train.validation_file", "is given, and 'prepare.split' makes another")
     body = job_of(spec, spec.data.file or _NO_FILE)
-    if not caller_may_use(context.db, caller, body.model) or resolve(context.db, body.model) is None:
-        raise absent_model(body.model)
+    base_for(context.db, caller, body.model)
     if body.gate is not None:
         if body.publish_as is None:
-            raise _wrong("train.publish_as", "is missing: a gate is for a name that goes on whatever comes of a run")
+            raise wrong("train.publish_as", "is missing: a gate is for a name that goes on whatever comes of a run")
         checked(context, body.gate, caller, "gate")
 
 
@@ -125,18 +113,13 @@ def job_of(spec: PipelineSpec, file_id: str, validation: str | None = None) -> J
     """The request for a run's job. validation: a file that the run has made. Raises BadRequest."""
     for name in _OF_THE_RUN:
         if name in spec.train:
-            raise _wrong(f"train.{name}", "is given by the run; see 'data', 'gate' and 'promote'")
+            raise wrong(f"train.{name}", "is given by the run; see 'data', 'gate' and 'promote'")
     fields = {**spec.train, "training_file": file_id} | ({"validation_file": validation} if validation else {})
     if (gate := gate_of(spec)) is not None:
         fields["gate"] = gate.model_dump(exclude_none=True)
     elif not spec.promote:
         fields["activate"] = False
-    try:
-        return JobCreate.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise _wrong(f"train.{where}", f"is wrong: {first['msg']}") from None
+    return job_in(fields)
 
 
 def gate_of(spec: PipelineSpec) -> GateRequest | None:
@@ -144,10 +127,10 @@ def gate_of(spec: PipelineSpec) -> GateRequest | None:
     if spec.evaluate is None:
         for name in ("gate", "canary"):
             if getattr(spec, name) is not None:
-                raise _wrong("evaluate", f"is missing: '{name}' goes by what an evaluation finds")
+                raise wrong("evaluate", f"is missing: '{name}' goes by what an evaluation finds")
         return None
     if spec.canary is not None and not spec.promote:
-        raise _wrong("promote", "is false, and a canary is promoted by itself: leave 'canary' out")
+        raise wrong("promote", "is false, and a canary is promoted by itself: leave 'canary' out")
     rules = spec.gate.model_dump(exclude_none=True) if spec.gate is not None else {}
     level = {"level": rules.pop("level")} if "level" in rules else {}
     suites = []
@@ -160,7 +143,7 @@ def gate_of(spec: PipelineSpec) -> GateRequest | None:
         return GateRequest.model_validate({"suites": suites, "then": then, **level, **canary})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise _wrong(".".join(["gate", *map(str, first["loc"][2:] or first["loc"])]), first["msg"]) from None
+        raise wrong(".".join(["gate", *map(str, first["loc"][2:] or first["loc"])]), first["msg"]) from None
 
 
 def skipped(spec: PipelineSpec) -> set[str]:
@@ -172,7 +155,7 @@ def skipped(spec: PipelineSpec) -> set[str]:
 
 def _check_data(context: ControllerContext, data: Data, caller: Principal) -> None:
     if sum(one is not None for one in (data.file, data.uploads, data.folder)) != 1:
-        raise _wrong("data", "says where the data is by one of 'file', 'uploads' and 'folder'")
+        raise wrong("data", "says where the data is by one of 'file', 'uploads' and 'folder'")
     if data.folder is not None and not caller.is_admin:
         raise Forbidden(ADMIN)  # the controller reads every file of the box
     if data.file is not None:
@@ -183,16 +166,12 @@ def _check_schedule(spec: PipelineSpec) -> None:
     schedule = spec.schedule
     assert schedule is not None
     if (schedule.cron is None) is not schedule.on_new_data:
-        raise _wrong("schedule", "says when by one of 'cron' and 'on_new_data = true'")
+        raise wrong("schedule", "says when by one of 'cron' and 'on_new_data = true'")
     if schedule.on_new_data and spec.data.file is not None:
-        raise _wrong("schedule.on_new_data", "is for 'data.folder' and 'data.uploads'; a file does not change")
+        raise wrong("schedule.on_new_data", "is for 'data.folder' and 'data.uploads'; a file does not change")
     try:
         check_zone(schedule.tz)
         if schedule.cron is not None:
             check_cron(schedule.cron, "cron")
     except InvalidSchedule as error:
         raise BadRequest(f"{error}.", param=f"schedule.{error.param}", code="invalid_schedule") from error
-
-
-def _wrong(param: str, why: str) -> BadRequest:
-    return BadRequest(f"'{param}' {why}.", param=param, code="invalid_value")

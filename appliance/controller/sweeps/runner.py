@@ -27,7 +27,7 @@ from appliance.controller.sweeps.spec import SweepSpec, job_of, trials_of
 from appliance.store.ids import new_id
 from appliance.store.objects import files, jobs, models, sweeps
 from appliance.store.records import keys, usage
-from appliance.store.rows import PipelineRunState, SweepRow
+from appliance.store.rows import RunState, SweepRow
 from train.data.part import NoPart, write_apart
 
 log = logging.getLogger("appliance.controller")
@@ -189,7 +189,7 @@ class SweepRunner:
             if job is not None and not job.finished:
                 ask(self._context, job.id, "cancel", caller)
 
-    async def _end(self, row: SweepRow, spec: SweepSpec, state: PipelineRunState, reason: str) -> None:
+    async def _end(self, row: SweepRow, spec: SweepSpec, state: RunState, reason: str) -> None:
         """The best is that of the latest round in which a trial came to a loss."""
         self._stop_jobs(row)
         found: list[int] = []

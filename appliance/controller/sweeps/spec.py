@@ -6,16 +6,14 @@ import math
 from typing import Annotated, Any
 
 import orjson
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from appliance.controller.access.model_access import absent_model, caller_may_use
-from appliance.controller.access.naming import resolve
+from appliance.controller.access.model_access import base_for
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import Principal
-from appliance.controller.jobs.requests import JobCreate
+from appliance.controller.jobs.requests import JobCreate, job_in, wrong
 from appliance.controller.sweeps import halving
 
 MAX_TRIALS = 64
@@ -68,11 +66,11 @@ class SweepSpec(StrictBody):
 def trials_of(spec: SweepSpec) -> list[dict[str, Any]]:
     """Raises BadRequest."""
     if (spec.grid is None) is (spec.random is None):
-        raise _wrong("grid", "or 'random' says what is tried; give one of them")
+        raise wrong("grid", "or 'random' says what is tried; give one of them")
     if spec.grid is not None:
         number = math.prod(map(len, spec.grid.values()))
         if not 2 <= number <= MAX_TRIALS:
-            raise _wrong("grid", f"has {number} combinations; expected 2 to {MAX_TRIALS}")
+            raise wrong("grid", f"has {number} combinations; expected 2 to {MAX_TRIALS}")
         return halving.grid(spec.grid)
     assert spec.random is not None
     among = {name: one.model_dump() if isinstance(one, Range) else one for name, one in spec.random.parameters.items()}
@@ -83,21 +81,20 @@ def check_spec(context: ControllerContext, spec: SweepSpec, caller: Principal) -
     """Raises ApiError."""
     trials = trials_of(spec)
     if (size := len(orjson.dumps(trials))) > MAX_TRIALS_BYTES:
-        raise _wrong("grid" if spec.grid else "random", f"makes trials of {size} bytes; at most {MAX_TRIALS_BYTES}")
+        raise wrong("grid" if spec.grid else "random", f"makes trials of {size} bytes; at most {MAX_TRIALS_BYTES}")
     body = job_of(spec, trials[0], str(spec.train.get("training_file", "")))
     if body.validation_file is None:
-        raise _wrong("train.validation_file", "is missing: trials are compared by their loss on it")
+        raise wrong("train.validation_file", "is missing: trials are compared by their loss on it")
     for name in ("training_file", "validation_file"):
         storage.known_file(context, getattr(body, name), caller, f"train.{name}")
-    if not caller_may_use(context.db, caller, body.model) or resolve(context.db, body.model) is None:
-        raise absent_model(body.model)
+    base_for(context.db, caller, body.model)
 
 
 def job_of(spec: SweepSpec, parameters: dict[str, Any], training_file: str) -> JobCreate:
     """The request for a trial's job. Raises BadRequest."""
     for name in _OF_THE_SWEEP:
         if name in spec.train:
-            raise _wrong(f"train.{name}", "is not for a sweep: its models are tries, and all but the best are deleted")
+            raise wrong(f"train.{name}", "is not for a sweep: its models are tries, and all but the best are deleted")
     fields = {**spec.train, "training_file": training_file}
     method = fields.get("method")
     if isinstance(method, dict) and isinstance(kind := method.get("type"), str):
@@ -106,16 +103,8 @@ def job_of(spec: SweepSpec, parameters: dict[str, Any], training_file: str) -> J
         fields["method"] = {**method, kind: {**block, "hyperparameters": {**known, **parameters}}}
     else:
         fields["hyperparameters"] = {**(fields.get("hyperparameters") or {}), **parameters}
-    try:
-        return JobCreate.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise _wrong(f"train.{'.'.join(map(str, first['loc']))}", f"is wrong: {first['msg']}") from None
+    return job_in(fields)
 
 
 class SweepCreate(StrictBody):
     spec: SweepSpec
-
-
-def _wrong(param: str, why: str) -> BadRequest:
-    return BadRequest(f"'{param}' {why}.", param=param, code="invalid_value")

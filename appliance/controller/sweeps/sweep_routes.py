@@ -12,7 +12,8 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import idempotency
 from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.errors import ApiError, NotFound, shown
+from appliance.controller.http.views import whose
+from appliance.controller.interfaces.errors import LimitReached, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.sweeps import halving
 from appliance.controller.sweeps.runner import SweepRunner, begun
@@ -42,13 +43,8 @@ def routes(context: ControllerContext, runner: SweepRunner) -> APIRouter:
 
         def make() -> SweepRow:
             if len(sweeps.running(db, caller.owner)) >= MAX_RUNNING and not caller.is_admin:
-                raise ApiError(
-                    429,
-                    f"{MAX_RUNNING} of your sweeps go on; wait for the end of one or cancel it.",
-                    kind="insufficient_quota",
-                    code="limit_reached",
-                    headers={"retry-after": "30"},
-                )
+                text = f"{MAX_RUNNING} of your sweeps go on; wait for the end of one or cancel it."
+                raise LimitReached(text, retry=True)
             row = SweepRow(
                 new_id("sweep_"),
                 body.spec.name,
@@ -105,7 +101,7 @@ def sweep_object(context: ControllerContext, row: SweepRow, caller: Principal) -
         "best": _best(context, row),
         "device_hours": row.spent_s / 3600,
         "ended_at": None if row.ended_s is None else int(row.ended_s),
-    } | ({"owner": row.owner or None} if caller.is_admin else {})
+    } | whose(row, caller)
 
 
 def _best(context: ControllerContext, row: SweepRow) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
+from appliance.gateway.access.page_login import PAGE_HEADER
 from appliance.gateway.access.request import Headers, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
@@ -18,7 +19,8 @@ _WITH_BODY: Final = frozenset({b"POST", b"PUT", b"PATCH"})
 
 
 def key_digest(headers: Headers) -> str:
-    """Return the SHA-256 of the request's key, as in the table. Raises HttpError 401 without a key."""
+    """Return the SHA-256 of the request's key, as in the table; empty if it brings none, but the header of the page
+    (page_login.py). Raises HttpError 401 without either."""
     value = headers.get(b"authorization")
     if value is not None:
         scheme, _, key = value.partition(b" ")
@@ -26,6 +28,8 @@ def key_digest(headers: Headers) -> str:
     else:
         key = headers.get(b"x-api-key", b"")
     if not key:
+        if value is None and PAGE_HEADER in headers:
+            return ""
         raise errors.missing_key()
     return hashlib.sha256(key).hexdigest()
 

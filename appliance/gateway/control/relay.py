@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from appliance.gateway.access.page_login import cookies
 from appliance.gateway.access.request import Request
 from appliance.gateway.control.controller_call import ControllerCall
 from appliance.gateway.core import errors
@@ -147,6 +148,7 @@ class Relay(ControllerCall):
         extra = wire.controller_response_headers(conn.headers)
         extra.append((b"x-content-type-options", b"nosniff"))
         extra += request.more_headers
+        extra += cookies(conn.headers, self.state.config.tls_cert_path is not None)
         no_body = bodyless or request.head_only
         client.write(
             wire.response_head(

@@ -115,6 +115,20 @@ def key_revoked() -> HttpError:
     return HttpError(401, "The API key of this request was revoked while it ran.", code="invalid_api_key", close=True)
 
 
+def session_ended() -> HttpError:
+    return HttpError(401, "This login of the page has ended. Log in again.", code="session_ended")
+
+
+def not_for_logins() -> HttpError:
+    return HttpError(
+        403, "A login of the page does not do for this URL: it takes an API key.", code="insufficient_permissions"
+    )
+
+
+def other_page() -> HttpError:
+    return HttpError(403, "A login of the page does only for what the page itself asks.", code="cross_site_request")
+
+
 def missing_scope(needed: str) -> HttpError:
     return HttpError(
         403,

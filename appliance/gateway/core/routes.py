@@ -39,7 +39,8 @@ class Route:
 
     The `path` of a CONTROL or PAGE route includes all URLs below it. posts_to: only URLs with this ending accept POST,
     others do not exist. narrower: rows that replace this one if their method and URL match; `ending` and `below` (never
-    the path itself) select the URLs.
+    the path itself) select the URLs. page: the box's own page uses it, so that a login of the page does in place of a
+    key.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Route:
     ending: bytes = b""
     below: bool = False
     converses: bool = False
+    page: bool = False
 
 
 _POST = frozenset({b"POST"})
@@ -69,8 +71,18 @@ _DONE = b"data: [DONE]\n\n"
 def _inference(path: str, name: str, task: str, stream_end: bytes | None, engine_path: str = "") -> Route:
     asked = (engine_path or path).encode()
     converses = task == "generate" and name != "completions"
+    page = name == "chat.completions"
     return Route(
-        name, Kind.INFERENCE, _POST, _INF, path.encode(), task, stream_end, engine_path=asked, converses=converses
+        name,
+        Kind.INFERENCE,
+        _POST,
+        _INF,
+        path.encode(),
+        task,
+        stream_end,
+        engine_path=asked,
+        converses=converses,
+        page=page,
     )
 
 
@@ -102,7 +114,8 @@ def is_anthropic(path: bytes) -> bool:
     return path.startswith(_ANTHROPIC) and path[len(_ANTHROPIC) : len(_ANTHROPIC) + 1] in (b"", b"/")
 
 
-_USAGE, _ME = b"/admin/v1/usage", b"/admin/v1/me"
+_USAGE, _ME, _EVENTS = b"/admin/v1/usage", b"/admin/v1/me", b"/admin/v1/events"
+_ANY = frozenset({ADMIN, READ, METRICS, INFERENCE, FINE_TUNING})
 
 
 def _control(
@@ -116,6 +129,7 @@ def _control(
     narrower: tuple[Route, ...] = (),
     ending: bytes = b"",
     below: bool = False,
+    page: bool = True,
 ) -> Route:
     taken = frozenset(method.encode() for method in methods.split())
     shown = name or path.rpartition("/")[2]
@@ -130,12 +144,14 @@ def _control(
         narrower=narrower,
         ending=ending,
         below=below,
+        page=page,
     )
 
 
+SESSIONS = _control("/admin/v1/sessions", "GET POST DELETE", _ANY)
 CONTROL: tuple[Route, ...] = (
     _control("/v1/files", "GET POST DELETE", _TUNE, upload=True),
-    _control("/v1/uploads", "GET POST DELETE", _TUNE, upload=True),
+    _control("/v1/uploads", "GET POST DELETE", _TUNE, upload=True, page=False),
     _control("/v1/fine_tuning", "GET POST DELETE", _TUNE),
     _control("/v1/batches", "GET POST", _INF),
     _control("/v1/evals", "GET POST DELETE", _TUNE),
@@ -143,7 +159,7 @@ CONTROL: tuple[Route, ...] = (
     _control("/v1/pipelines", "GET POST DELETE", _TUNE),
     _control("/v1/sweeps", "GET POST", _TUNE),
     _control("/v1/pipeline_runs", "GET POST", _TUNE, posts_to=b"/cancel"),
-    _control("/v1/responses", "GET POST DELETE", _INF, name="stored responses", posts_to=b"/cancel"),
+    _control("/v1/responses", "GET POST DELETE", _INF, name="stored responses", posts_to=b"/cancel", page=False),
     _control(
         "/v1/models",
         "GET",
@@ -153,6 +169,7 @@ CONTROL: tuple[Route, ...] = (
             _control("/v1/models", "POST", _TUNE, ending=b"/share"),
         ),
     ),
+    SESSIONS,
     _control(
         "/admin/v1",
         "GET POST PUT PATCH DELETE",
@@ -164,10 +181,11 @@ CONTROL: tuple[Route, ...] = (
 
 _ROOTS: tuple[Route, ...] = (*CONTROL, PAGE)
 
-# By its whole URL: a model may be called `usage`, and what is below /admin/v1 stays as it is. Whose usage a key sees is
-# the controller's to say.
+# By its whole URL: a model may be called `usage`, and what is below /admin/v1 stays as it is. Whose usage a key sees,
+# and what it hears of, is the controller's to say.
 EXACT[_USAGE] = _control(_USAGE.decode(), "GET", frozenset({ADMIN, READ, INFERENCE, FINE_TUNING}))
-EXACT[_ME] = _control(_ME.decode(), "GET", frozenset({ADMIN, READ, METRICS, INFERENCE, FINE_TUNING}))
+EXACT[_EVENTS] = _control(_EVENTS.decode(), "GET", frozenset({ADMIN, READ, INFERENCE, FINE_TUNING}))
+EXACT[_ME] = _control(_ME.decode(), "GET", _ANY)
 
 # No dot segments, no empty segments, no backslash, neither plain nor percent-encoded, and no fragment, which the
 # controller's parser cuts off: the path that is checked here must be the path that the controller routes.

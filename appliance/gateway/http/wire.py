@@ -132,7 +132,8 @@ def controller_head(request: Request, token: bytes) -> bytes:
 def _identity(request: Request, token: bytes) -> bytes:
     caller = request.caller
     assert caller is not None, "the controller is asked only after authentication"
-    return _identity_lines(request.request_id, caller.id.encode(), caller.scopes_header, token)
+    lines = _identity_lines(request.request_id, caller.id.encode(), caller.scopes_header, token)
+    return b"x-appliance-session: %b\r\n%b" % (request.session.encode(), lines) if request.session else lines
 
 
 def _identity_lines(request_id: bytes, key_id: bytes, scopes: bytes, token: bytes) -> bytes:

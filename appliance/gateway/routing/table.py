@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from appliance.gateway.core.errors import TableInvalid
@@ -51,14 +51,24 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
+class Session:
+    """A login of the page. caller: of its key. until_s: Unix time of its end."""
+
+    id: str
+    caller: Caller
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """One generation of the routing table. keys: SHA-256 of the key (lower-case hex) -> its owner. refused: errors of
-    rows, or parts of rows, left out."""
+    rows, or parts of rows, left out. sessions: SHA-256 of a login's token -> the login."""
 
     generation: int
     models: tuple[Model, ...]
     keys: Mapping[str, Caller]
     refused: tuple[str, ...] = ()
+    sessions: Mapping[str, Session] = field(default_factory=dict)
 
 
 def parse_table(data: Mapping[str, Any], *, default_hold_s: float) -> Table:
@@ -79,9 +89,11 @@ def parse_table(data: Mapping[str, Any], *, default_hold_s: float) -> Table:
         except TableInvalid as error:
             refused.append(_shown(error))
     callers: dict[str, Caller] = {}
+    sessions: dict[str, Session] = {}
     for digest, row in keys.items():
         try:
-            callers[digest] = _caller(digest, row)
+            callers[digest] = caller = _caller(digest, row)
+            sessions |= _sessions(f"keys.{digest[:8]}….sessions", row.get("sessions"), caller)
         except TableInvalid as error:
             refused.append(_shown(error))
     return Table(
@@ -89,6 +101,7 @@ def parse_table(data: Mapping[str, Any], *, default_hold_s: float) -> Table:
         tuple(rows),
         callers,
         tuple(refused),
+        sessions,
     )
 
 
@@ -237,6 +250,17 @@ def _caller(digest: str, row: Any) -> Caller:
         salt,
         salt_field(salt),
     )
+
+
+def _sessions(where: str, rows: Any, caller: Caller) -> dict[str, Session]:
+    found: dict[str, Session] = {}
+    for digest, row in _object({} if rows is None else rows, where).items():
+        row = _object(row, where)
+        id, until_s = row.get("id"), _moment(row.get("until_s"), f"{where}.until_s")
+        if not _SHA256.match(digest) or not isinstance(id, str) or not _KEY_ID.match(id) or until_s is None:
+            raise TableInvalid(f"{where}: {id!r} given, expected an id and its end by the SHA-256 of its token")
+        found[digest] = Session(id, caller, float(until_s))
+    return found
 
 
 def cache_salt(owner: str, own: str = "") -> str:

@@ -18,7 +18,7 @@ from appliance.gateway.access.admission import body_limit, check_scopes
 from appliance.gateway.access.request import Pairs, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import PREFLIGHT, Kind, plain_target, resolve
+from appliance.gateway.core.routes import PREFLIGHT, SESSIONS, Kind, plain_target, resolve
 from appliance.gateway.http import wire
 from appliance.gateway.http.answer_headers import answer_headers, is_preflight, preflight_headers
 from appliance.gateway.http.error_shapes import error_response
@@ -486,10 +486,10 @@ class ClientConnection(Receiver):
         """
         for waiting in self._waiting:
             if isinstance(waiting, Request):
-                waiting.refusal = waiting.refusal or _judged_anew(waiting, callers)
+                waiting.refusal = waiting.refusal or self._judged_anew(waiting, callers)
         request, parsing = self.active_request, self.parsing
         if parsing is not None and parsing is not request and parsing.refusal is None:
-            refusal = _judged_anew(parsing, callers)
+            refusal = self._judged_anew(parsing, callers)
             if refusal is not None:
                 self._state.metrics.events["revoked_in_flight"] += 1
                 if self.active is None:
@@ -499,11 +499,33 @@ class ClientConnection(Receiver):
         # Last, because the request behind it begins at once.
         if self.active is not None and request is not None and request.caller is not None:
             caller = callers.get(request.caller.id)
-            if caller is not None:
-                request.caller = caller  # it may be held, or its earlier turns be fetched, and is judged again then
-            else:
+            if caller is None or self._has_ended(request):
                 self._state.metrics.events["revoked_in_flight"] += 1
-                self.active.cancel(errors.key_revoked())
+                self.active.cancel(errors.key_revoked() if caller is None else errors.session_ended())
+            else:
+                request.caller = caller  # it may be held, or its earlier turns be fetched, and is judged again then
+
+    def _has_ended(self, request: Request) -> bool:
+        """Whether the login of the page that it came by is no more. Who ends it is answered."""
+        session = request.session
+        return bool(session) and session not in self._state.session_ids and request.route is not SESSIONS
+
+    def _judged_anew(self, request: Request, callers: Mapping[str, Caller]) -> HttpError | None:
+        """Why an admitted request is no longer allowed; None if it still is."""
+        if request.caller is None or request.route is None:
+            return None
+        caller = callers.get(request.caller.id)
+        if caller is None or self._has_ended(request):
+            error = errors.key_revoked() if caller is None else errors.session_ended()
+            error.close = True
+            return error
+        request.caller = caller
+        try:
+            check_scopes(request.route, caller)
+        except HttpError as refusal:
+            refusal.close = True
+            return refusal
+        return None
 
     def stop(self) -> None:
         """Shut down: close idle connections now, others after their answer."""
@@ -518,19 +540,3 @@ def _keep(chunks: list[bytes], data: bytes) -> None:
         chunks[-1] = b"%b%b" % (chunks[-1], data)
     else:
         chunks.append(data)
-
-
-def _judged_anew(request: Request, callers: Mapping[str, Caller]) -> HttpError | None:
-    """Why an admitted request is no longer allowed; None if it still is."""
-    if request.caller is None or request.route is None:
-        return None
-    caller = callers.get(request.caller.id)
-    if caller is None:
-        return errors.key_revoked()
-    request.caller = caller
-    try:
-        check_scopes(request.route, caller)
-    except HttpError as error:
-        error.close = True
-        return error
-    return None

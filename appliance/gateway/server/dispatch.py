@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import orjson
 
 from appliance.gateway.access.admission import check_head, check_scopes, key_digest
+from appliance.gateway.access.page_login import login_digest
 from appliance.gateway.access.request import Request
 from appliance.gateway.control.previous_response import PreviousResponse
 from appliance.gateway.control.relay import Relay, WholeRelay
@@ -17,6 +20,7 @@ from appliance.gateway.http.handler import Handler
 from appliance.gateway.inference.handler import InferenceHandler
 from appliance.gateway.inference.response_copies import ResponseCopies
 from appliance.gateway.payload.request_check import Checked, check_object, parsed_body
+from appliance.gateway.routing.table import Caller
 from appliance.gateway.state.state import State
 from appliance.ui.site import SiteAnswer, site
 from appliance.ui.site import answer as answer_file
@@ -38,9 +42,10 @@ class Dispatch:
                 raise errors.unknown_url(request.method.decode(), request.path.decode("ascii", "replace"), "")
         elif route.kind is not Kind.HEALTH and route.kind is not Kind.PREFLIGHT:
             digest = key_digest(request.headers)
+            login = "" if digest else login_digest(request)
             if state.generation < 0:
                 raise errors.unavailable("The gateway has no routing table yet. Please retry.", "starting", 2)
-            caller = state.keys.get(digest)
+            caller = state.keys.get(digest) if digest else self._of_login(request, login)
             if caller is None:
                 state.metrics.events["bad_key"] += 1
                 raise errors.invalid_key()
@@ -48,6 +53,14 @@ class Dispatch:
             request.use = state.spending.use_of(caller)
             check_scopes(route, caller)
         check_head(request, state.limits)
+
+    def _of_login(self, request: Request, digest: str) -> Caller:
+        """Whose login of the page it is. Raises HttpError 401."""
+        session = self._state.sessions.get(digest)
+        if session is None or session.until_s <= time.time():
+            raise errors.session_ended()
+        request.session = session.id
+        return session.caller
 
     def handler(self, client: Client, request: Request) -> Handler:
         """Return the handler of this request. Raises HttpError for an unacceptable body."""

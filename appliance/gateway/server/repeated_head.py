@@ -47,8 +47,8 @@ def repeated_head(data: bytes, request: Request, table: int) -> RepeatedHead | N
     route = request.route
     if route is None or route.kind is not Kind.INFERENCE or request.refusal is not None or request.caller is None:
         return None
-    if request.more_headers:
-        return None  # they name the request
+    if request.more_headers or request.session:
+        return None  # they name the request; a login ends by the clock
     if request.content_length is None or b"expect" in request.headers or b"x-request-id" in request.headers:
         return None
     end = data.find(b"\r\n\r\n") + 4

@@ -27,7 +27,7 @@ from appliance.gateway.observe.metrics import Metrics
 from appliance.gateway.routing.canary_comparison import Comparison
 from appliance.gateway.routing.holds import Bounds, Holds
 from appliance.gateway.routing.router import Choice, Model, Router
-from appliance.gateway.routing.table import Caller
+from appliance.gateway.routing.table import Caller, Session
 from appliance.gateway.state.placeable import Placeable
 from runtime.background_tasks import BackgroundTasks
 
@@ -45,7 +45,7 @@ class State:
 
     limits: the configured ones with the table's overrides. generation: of the current table, -1 before the first;
     tables_applied: their number. buffered_bytes: of request bodies in memory. token: proves to the controller that a
-    request came through this gateway.
+    request came through this gateway. session_ids: of `sessions`, the logins of the page by their tokens' SHA-256.
     """
 
     def __init__(self, config: GatewayConfig, on_change: Callable[[bool], None] | None = None) -> None:
@@ -65,6 +65,8 @@ class State:
         self.tracing = None if config.otlp_endpoint is None else _tracing(config.otlp_endpoint, config.name)
         self.token = b"" if config.token_path is None else _token(config.token_path)
         self.keys: dict[str, Caller] = {}
+        self.sessions: dict[str, Session] = {}
+        self.session_ids: frozenset[str] = frozenset()
         self.spending = Spending(self.metrics.events, config.workers)
         self.generation = -1
         self.tables_applied = 0

@@ -1,4 +1,4 @@
-"""What belongs to a job: its grader, events, metrics, checkpoints, and who may use a checkpoint."""
+"""What belongs to a job: its judge, events, metrics, checkpoints, and who may use a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,18 +8,28 @@ from appliance.store.rows import (
     CheckpointNameRow,
     CheckpointRow,
     JobEventRow,
-    JobGraderRow,
+    JobJudgeRow,
     JobMetricRow,
     PermissionRow,
 )
 
 
-def insert_grader(db: Database, row: JobGraderRow) -> None:
-    db.insert("job_graders", row, name=row.job_id)
+def insert_judge(db: Database, row: JobJudgeRow) -> None:
+    db.insert("job_judges", row, name=row.job_id)
 
 
-def find_grader(db: Database, job_id: str) -> JobGraderRow | None:
-    return db.one(JobGraderRow, "SELECT * FROM job_graders WHERE job_id = ?", [job_id])
+def find_judge(db: Database, job_id: str) -> JobJudgeRow | None:
+    return db.one(JobJudgeRow, "SELECT * FROM job_judges WHERE job_id = ?", [job_id])
+
+
+def teachers_of_running(db: Database) -> list[str]:
+    """Models that teach running jobs."""
+    # The few jobs that run come first: graders of others may have megabytes.
+    rows = db.execute(
+        "SELECT judge ->> '$.teacher' AS teacher FROM jobs CROSS JOIN job_judges ON job_id = jobs.id "
+        "WHERE phase = 'running' AND teacher IS NOT NULL GROUP BY teacher ORDER BY min(seq)"
+    )
+    return [row[0] for row in rows.fetchall()]
 
 
 def insert_event(db: Database, row: JobEventRow) -> None:

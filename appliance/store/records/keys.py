@@ -10,6 +10,7 @@ from typing import Any
 from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
 from appliance.store.ids import new_id
+from appliance.store.records import page_sessions
 from appliance.store.rows import KeyRow
 
 KEY_PREFIX = "sk-appl-"
@@ -92,12 +93,14 @@ def list_live(db: Database) -> list[KeyRow]:
 
 
 def revoke(db: Database, id_or_name: str) -> KeyRow:
-    """Idempotent: the time of the first revocation stays. Raises RowNotFound."""
+    """Ends its logins of the page too. Idempotent: the time of the first revocation stays. Raises RowNotFound."""
     row = find(db, id_or_name)
     if row is None:
         raise RowNotFound("keys", id_or_name)
     if row.revoked_s is None:
-        db.execute("UPDATE keys SET revoked_s = ? WHERE id = ?", [time.time(), row.id])
+        with db.transaction():
+            db.execute("UPDATE keys SET revoked_s = ? WHERE id = ?", [time.time(), row.id])
+            page_sessions.end_of_key(db, row.id)
     found = find(db, row.id)
     assert found is not None
     return found

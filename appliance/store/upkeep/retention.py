@@ -95,6 +95,15 @@ def jobs_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
     return [row["id"] for row in rows]
 
 
+def graders_past(db: Database, owner: str, keep: int, limit: int) -> int:
+    """Graders of an owner's ended jobs beyond the newest `keep`: the jobs may stay, with a model or what they cost."""
+    return db.execute(
+        "DELETE FROM job_graders WHERE job_id IN (SELECT jobs.id FROM job_graders CROSS JOIN jobs ON jobs.id = job_id"
+        f" WHERE owner = ?1 AND phase IN ({_FINISHED}) ORDER BY jobs.seq DESC LIMIT ?3 OFFSET ?2)",
+        [owner, keep, limit],
+    ).rowcount
+
+
 def delete_some_of_job(db: Database, job_id: str) -> bool:
     """Delete a few of what belongs to an ended job (events, steps, checkpoints, who may use these), then the job; False
     when it is gone. A job may have 100,000 of each, which one statement would take along by their references."""
@@ -109,10 +118,10 @@ def delete_some_of_job(db: Database, job_id: str) -> bool:
 
 
 def delete_some_texts_of_job(db: Database, job_id: str) -> bool:
-    """Delete a few of a job's events, then its grader and its gate; False when it has none of them."""
+    """Delete a few of a job's events, then its judge and its gate; False when it has none of them."""
     return (
         chunks.delete_some(db, "job_events", "job_id = ?", [job_id], "length(message) + coalesce(length(data), 0)")
-        or db.execute("DELETE FROM job_graders WHERE job_id = ?", [job_id]).rowcount > 0
+        or db.execute("DELETE FROM job_judges WHERE job_id = ?", [job_id]).rowcount > 0
         or db.execute("DELETE FROM gates WHERE job_id = ?", [job_id]).rowcount > 0
     )
 

@@ -1,7 +1,8 @@
-// Speaks to the box: /admin/v1 and /v1, with the key as a bearer. The key is in this module's memory and nowhere else:
-// a reload forgets it, and no other page, tab or extension storage has it.
+// Speaks to the box: /admin/v1 and /v1, by a login that a key was exchanged for. One half of its token is a cookie that
+// no script reads; the other is kept by this origin and goes with each request as a header. The key itself is kept nowhere.
 
-let key = "";
+const KEPT = "appliance-login";
+let login = kept();
 let onRefused = () => {};
 
 /** An error in the box's words. status: 0 where no answer came. retryAfter: seconds, 0 if none was given. */
@@ -12,32 +13,73 @@ export class BoxError extends Error {
   }
 }
 
-/** refused: called once the box no longer takes the key. */
-export function useKey(value, refused) {
-  key = value;
+function kept() {
+  try {
+    return localStorage.getItem(KEPT) || "";
+  } catch {
+    return ""; // a browser that keeps nothing: a reload ends the login
+  }
+}
+
+function keep(value) {
+  login = value;
+  try {
+    if (value) localStorage.setItem(KEPT, value);
+    else localStorage.removeItem(KEPT);
+  } catch {
+    // as above
+  }
+}
+
+export const isLoggedIn = () => Boolean(login);
+export const loginId = () => login.split(".")[0];
+
+/** refused: called once the box no longer takes the login, or another tab has ended it. */
+export function whenRefused(refused) {
   onRefused = refused;
 }
 
-export const forgetKey = () => useKey("", () => {});
+addEventListener("storage", (event) => {
+  if (event.key === KEPT && !event.newValue && event.oldValue === login && login) onRefused();
+});
+
+/** Exchanges a key for a login. Throws BoxError. */
+export async function logIn(key) {
+  keep("");
+  const headers = { authorization: `Bearer ${key}` };
+  const made = await (await send("POST", "/admin/v1/sessions", { body: { secure: location.protocol === "https:" }, headers })).json();
+  keep(`${made.id}.${made.page}`);
+}
+
+/** Ends the login, here at once and at the box when it hears of it. */
+export function logOut() {
+  if (login) call("DELETE", `/admin/v1/sessions/${loginId()}`).catch(() => {});
+  forgetLogin();
+}
+
+export function forgetLogin() {
+  onRefused = () => {};
+  keep("");
+}
 
 async function send(method, path, { body, signal, headers = {} } = {}) {
-  const sent = { ...headers, authorization: `Bearer ${key}` };
+  const sent = login ? { ...headers, "x-appliance-page": login } : { ...headers };
   let content = body;
   if (body !== undefined && !(body instanceof FormData)) {
     sent["content-type"] = "application/json";
     content = JSON.stringify(body);
   }
-  const used = key;
+  const used = login;
   let answer;
   try {
-    answer = await fetch(path, { method, headers: sent, body: content, signal, credentials: "omit", cache: "no-store", redirect: "error" });
+    answer = await fetch(path, { method, headers: sent, body: content, signal, credentials: "same-origin", cache: "no-store", redirect: "error" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new BoxError(0, "");
   }
   if (!answer.ok) {
     const error = await errorOf(answer);
-    if (answer.status === 401 && used === key && key) onRefused(error);
+    if (answer.status === 401 && used === login && login) onRefused();
     throw error;
   }
   return answer;
@@ -76,6 +118,21 @@ export async function* streamChat(body, signal) {
   const asked = { ...body, stream: true, stream_options: { include_usage: true } };
   const answer = await send("POST", "/v1/chat/completions", { body: asked, signal });
   yield { head: { version: answer.headers.get("x-appliance-model-version") } };
+  for await (const event of eventsOf(answer)) yield* told(event);
+}
+
+/** What changes at the box, from behind the event `last`: {id, kind, data}. Throws BoxError. */
+export async function* changes(last, signal) {
+  const answer = await send("GET", "/admin/v1/events?stream=true", { signal, headers: last ? { "last-event-id": last } : {} });
+  yield { id: "", kind: "open", data: {} };
+  for await (const event of eventsOf(answer)) {
+    const lines = Object.fromEntries(event.split("\n").map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 2)]));
+    if (lines.event) yield { id: lines.id, kind: lines.event, data: JSON.parse(lines.data) };
+  }
+}
+
+/** The texts of an answer's Server-Sent Events, comments too. Throws BoxError. */
+async function* eventsOf(answer) {
   const reader = answer.body.getReader();
   const decoder = new TextDecoder();
   let buffered = "";
@@ -92,7 +149,7 @@ export async function* streamChat(body, signal) {
     buffered += part.value ? decoder.decode(part.value, { stream: true }) : "";
     const events = buffered.split("\n\n");
     buffered = events.pop();
-    for (const event of events) yield* told(event);
+    yield* events;
   }
 }
 

@@ -1,14 +1,18 @@
 // Begins the page: the language, who is there, the navigation, and the page that the address names.
-import { BoxError, forgetKey, get, useKey } from "./api.js";
+import { BoxError, forgetLogin, get, isLoggedIn, logIn, logOut, loginId, post, whenRefused } from "./api.js";
+import { forget } from "./live.js";
 import { LANGUAGES, language, loadLanguage, t } from "./i18n.js";
 import { Component, NeedsScope, Who, html, render, sentence, useEffect, useRef, useState } from "./ui.js";
 import { Audit } from "./pages/audit.js";
 import { Box } from "./pages/box.js";
 import { Chat } from "./pages/chat.js";
+import { Data } from "./pages/data.js";
+import { Evals } from "./pages/evals.js";
 import { Health } from "./pages/health.js";
 import { Jobs } from "./pages/jobs.js";
 import { Keys } from "./pages/keys.js";
 import { Models } from "./pages/models.js";
+import { Pipelines } from "./pages/pipelines.js";
 import { Queue } from "./pages/queue.js";
 import { Timeline } from "./pages/timeline.js";
 
@@ -16,6 +20,9 @@ import { Timeline } from "./pages/timeline.js";
 const PAGES = [
   { id: "box", scopes: ["read"], page: Box },
   { id: "jobs", scopes: ["fine_tuning", "read"], page: Jobs },
+  { id: "data", scopes: ["fine_tuning"], page: Data },
+  { id: "pipelines", scopes: ["fine_tuning"], page: Pipelines },
+  { id: "evals", scopes: ["fine_tuning"], page: Evals },
   { id: "chat", scopes: ["inference"], page: Chat },
   { id: "models", scopes: ["read"], page: Models },
   { id: "timeline", scopes: ["read"], page: Timeline },
@@ -25,7 +32,8 @@ const PAGES = [
   { id: "audit", scopes: ["admin"], page: Audit },
 ];
 
-const IDLE_MS = 8 * 3600 * 1000;
+const TOUCH_MS = 10 * 60 * 1000;
+const ASKED_AGAIN = 15; // times, of a box that starts
 
 /** The page's id and what follows it, of an address like #/jobs/ID. */
 function placeOf(hash) {
@@ -58,7 +66,7 @@ function Login({ told, onIn }) {
   const [busy, setBusy] = useState(false);
   const field = useRef(null);
   useEffect(() => field.current.focus(), []);
-  const enter = async (event) => {
+  const enter = (event) => {
     event.preventDefault();
     const key = field.current.value.trim();
     if (!/^[\x21-\x7e]+$/.test(key)) {
@@ -66,16 +74,13 @@ function Login({ told, onIn }) {
       return;
     }
     setBusy(true);
-    useKey(key, () => {});
-    try {
-      const who = await get("/admin/v1/me");
-      onIn(key, who);
-    } catch (failure) {
-      forgetKey();
+    const refused = (word) => (failure) => {
+      forgetLogin();
       setBusy(false);
-      setError(failure instanceof BoxError && failure.status === 401 ? t("login.refused") : sentence(failure));
+      setError(failure instanceof BoxError && failure.status === 401 ? t(word) : sentence(failure));
       field.current.focus();
-    }
+    };
+    logIn(key).then(() => get("/admin/v1/me").then(onIn, refused("login.no_cookies")), refused("login.refused"));
   };
   return html`<main class="login" id="main">
     <form class="card" onSubmit=${enter}>
@@ -119,19 +124,16 @@ function Shell({ who, onOut }) {
   const page = PAGES.find((one) => one.id === place.id) || shown[0] || PAGES[0];
   const first = useRef(true);
   useEffect(() => {
-    // A key in a page that was left open is a key for whoever comes by.
-    let timer = 0;
+    // A page that was left open is a login for whoever comes by: the box ends it unless somebody touches the page.
+    let told = 0;
     const seen = () => {
-      clearTimeout(timer);
-      timer = setTimeout(() => onOut(t("login.idle")), IDLE_MS);
+      if (Date.now() - told < TOUCH_MS) return;
+      told = Date.now();
+      post(`/admin/v1/sessions/${loginId()}/touch`).catch(() => {});
     };
     const signs = ["pointerdown", "keydown", "wheel"];
     signs.forEach((sign) => addEventListener(sign, seen, { passive: true }));
-    seen();
-    return () => {
-      clearTimeout(timer);
-      signs.forEach((sign) => removeEventListener(sign, seen));
-    };
+    return () => signs.forEach((sign) => removeEventListener(sign, seen));
   }, []);
   useEffect(() => {
     document.title = `${t(`nav.${page.id}`)} · appliance`;
@@ -150,7 +152,7 @@ function Shell({ who, onOut }) {
       </nav>
       <div class="who">
         <span title=${t("who.scopes", { scopes: who.scopes.join(", ") })}>${who.name}</span>
-        <button type="button" class="plain" onClick=${() => onOut("")}>${t("logout")}</button>
+        <button type="button" class="plain" onClick=${onOut}>${t("logout")}</button>
         <${Language} />
       </div>
     </aside>
@@ -163,28 +165,45 @@ function Shell({ who, onOut }) {
   </${Who.Provider}>`;
 }
 
-function App() {
-  const [who, setWho] = useState(null);
-  const [told, setTold] = useState("");
+function App({ known, failed }) {
+  const [who, setWho] = useState(known);
+  const [told, setTold] = useState(failed);
   const leave = (why) => {
-    forgetKey();
+    forget();
     setTold(why);
     setWho(null);
   };
-  const enter = (key, found) => {
-    useKey(key, () => leave(t("login.ended")));
-    setTold("");
-    setWho(found);
-  };
-  return who ? html`<${Shell} who=${who} onOut=${leave} />` : html`<${Login} told=${told} onIn=${enter} />`;
+  useEffect(() => {
+    if (who) whenRefused(() => { forgetLogin(); leave(t("login.ended")); });
+  }, [who]);
+  return who ? html`<${Shell} who=${who} onOut=${() => { logOut(); leave(""); }} />` : html`<${Login} told=${told} onIn=${(found) => { setTold(""); setWho(found); }} />`;
+}
+
+/** Who is logged in since before a reload: {known} or {failed}, a sentence. */
+async function whoIsThere() {
+  if (!isLoggedIn()) return { known: null, failed: "" };
+  for (let tried = 1; ; tried += 1) {
+    try {
+      return { known: await get("/admin/v1/me"), failed: "" };
+    } catch (error) {
+      if (error.status === 401) {
+        forgetLogin();
+        return { known: null, failed: t("login.ended") };
+      }
+      if (tried === ASKED_AGAIN) return { known: null, failed: sentence(error) }; // the login stays, for when the box answers
+      root.textContent = sentence(error);
+      await new Promise((later) => setTimeout(later, 2000));
+    }
+  }
 }
 
 const root = document.getElementById("app");
 
 function redraw() {
-  render(html`<${App} key="app" turn=${language} />`, root);
+  render(html`<${App} key="app" turn=${language} ...${there} />`, root);
 }
 
 await loadLanguage();
+const there = await whoIsThere();
 root.textContent = "";
 redraw();

@@ -3,6 +3,7 @@ import { Component, h, html, render, createContext, useCallback, useContext, use
 import { BoxError } from "./api.js";
 import { ago, number } from "./format.js";
 import { t } from "./i18n.js";
+import { follow, isOpen } from "./live.js";
 
 export { Component, h, html, render, createContext, useCallback, useContext, useEffect, useLayoutEffect, useMemo, useRef, useState };
 
@@ -15,21 +16,28 @@ export function useMay(...scopes) {
   return who.scopes.includes("admin") || scopes.some((scope) => who.scopes.includes(scope));
 }
 
-/** `ask(signal)` now and then every `seconds`, while the tab is seen. The last answer stays when one fails.
- *  Returns {data, error, reload}; asks anew at once when `inputs` change. */
-export function useLive(ask, seconds, inputs = []) {
+const STREAMED_S = 15; // beside the event stream, which tells of no readings: heat, power, times
+const APART_MS = 1000;
+
+/** `ask(signal)` now and then, while the tab is seen: whenever the event stream tells of one of `topics` ("jobs/ID" for
+ *  one of them), without a stream or topics every `seconds`. The last answer stays when one fails. Returns
+ *  {data, error, reload}; asks anew at once when `inputs` change. */
+export function useLive(ask, seconds, inputs = [], topics = []) {
   const [state, setState] = useState({ data: null, error: null });
   const again = useRef(() => {});
   useEffect(() => {
     let timer = 0;
     let asking = null;
     let over = false;
+    let asked = 0;
+    const pause = () => 1000 * (topics.length && isOpen() ? Math.max(seconds, STREAMED_S) : seconds);
     setState({ data: null, error: null });
     const look = async () => {
       clearTimeout(timer);
       if (asking) asking.abort();
       const mine = new AbortController();
       asking = mine;
+      asked = Date.now();
       try {
         const data = await ask(mine.signal);
         if (!over && asking === mine) setState({ data, error: null });
@@ -38,14 +46,22 @@ export function useLive(ask, seconds, inputs = []) {
         setState((before) => ({ data: before.data, error }));
       }
       asking = null;
-      if (!over && !document.hidden) timer = setTimeout(look, 1000 * seconds);
+      if (!over && !document.hidden) timer = setTimeout(look, pause());
     };
+    // Not more often than once a second, nor before the last answer is here.
+    const told = () => {
+      if (document.hidden) return;
+      clearTimeout(timer);
+      timer = setTimeout(() => (asking ? told() : look()), Math.max(asking ? APART_MS : 0, asked + APART_MS - Date.now()));
+    };
+    const leave = topics.length ? follow(topics, told) : () => {};
     const seen = () => (document.hidden ? clearTimeout(timer) : look());
     again.current = look;
     document.addEventListener("visibilitychange", seen);
     look();
     return () => {
       over = true;
+      leave();
       clearTimeout(timer);
       if (asking) asking.abort();
       document.removeEventListener("visibilitychange", seen);

@@ -210,7 +210,7 @@ def test_what_cannot_be_done_is_refused_by_name(paths, place, tmp_path):
         restore(place, "newer", tmp_path / "back")
     other = BoxPaths.of(tmp_path / "other", tmp_path / "shm")
     other.create()
-    with pytest.raises(BackupError, match="no data directory"):
+    with pytest.raises(BackupError, match="not a data directory"):
         take(other, place)
     Database(other.database).close()
     with pytest.raises(NotThisBox, match=made.box_id):

@@ -139,7 +139,7 @@ def test_one_that_was_cut_short_says_so_itself(made, tmp_path):
             Bundle(cut)
         assert "was cut short" in run("sh", cut, "verify", code=1).stderr
     (tmp_path / "other").write_bytes(b"something else")
-    with pytest.raises(Unusable, match="no bundle"):
+    with pytest.raises(Unusable, match="not a bundle"):
         Bundle(tmp_path / "other")
     with pytest.raises(Unusable, match="cannot be read"):
         Bundle(tmp_path / "absent")

@@ -89,9 +89,9 @@ def test_a_key_goes_to_its_files_and_comes_back(tmp_path):
 @pytest.mark.parametrize("text", ["", "one line\n", "a comment\nbm90IGEga2V5\n", "untrusted comment: x\n%%%\n"])
 def test_what_is_no_key_is_said_to_be_none(tmp_path, text):
     (tmp_path / "k").write_text(text)
-    with pytest.raises(Unusable, match="no secret key"):
+    with pytest.raises(Unusable, match="not a secret key"):
         signing.SecretKey.read(tmp_path / "k")
-    with pytest.raises(Unusable, match="no public key"):
+    with pytest.raises(Unusable, match="not a public key"):
         PublicKey.given(str(tmp_path / "k"))
 
 

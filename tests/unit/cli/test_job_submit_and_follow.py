@@ -133,6 +133,29 @@ def test_a_request_that_is_refused_leaves_no_file_behind(prepared, tmp_path, of,
     assert bool(prepared.sent("DELETE", "/v1/files/file-1")) != stays
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("--method reinforcement", "--method reinforcement needs --grader, a file with a grader as JSON"),
+        ("--method distillation", "--method distillation needs --teacher, a model of the box"),
+        ("--method distillation --teacher t --grader g.json", "--grader belongs to --method reinforcement"),
+        ("--teacher t", "--teacher belongs to --method distillation; --method is supervised"),
+    ],
+)
+def test_who_judges_belongs_to_the_method(prepared, given, says):
+    refused = prepared.run("job", "submit", "--model", "starter", "--file", "file-9", *given.split())
+    assert refused.exit_code == 2 and says in refused.stderr and not prepared.requests
+
+
+def test_a_teacher_is_sent_beside_the_hyperparameters(prepared):
+    prepared.prepare("POST", "/v1/fine_tuning/jobs", (200, {"id": "ftjob-1"}))
+    asked = "--method distillation --teacher fraud@champion --samples 2 --set rollouts=engine"
+    assert prepared.run("job", "submit", "--model", "s", "--file", "file-9", *asked.split()).exit_code == 0
+    (request,) = prepared.sent("POST", "/v1/fine_tuning/jobs")
+    block = {"hyperparameters": {"samples": 2, "rollouts": "engine"}, "teacher": "fraud@champion"}
+    assert json.loads(request["content"])["method"] == {"type": "distillation", "distillation": block}
+
+
 def test_a_file_that_was_there_before_stays_when_the_job_is_refused(prepared):
     prepared.prepare("POST", "/v1/fine_tuning/jobs", (400, openai_error("not so", None)))
     assert prepared.run("job", "submit", "--model", "starter", "--file", "file-9").exit_code == 2

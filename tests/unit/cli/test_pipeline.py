@@ -65,7 +65,7 @@ def _sent(box: ControlledBox, path: Path) -> str:
 
 
 def test_what_is_no_file_is_said(box: ControlledBox, tmp_path: Path):
-    assert "no file on this machine" in box.run("pipeline", "run", str(tmp_path / "none.toml")).stderr
+    assert "not a file on this machine" in box.run("pipeline", "run", str(tmp_path / "none.toml")).stderr
     broken = tmp_path / "broken.toml"
     broken.write_text("name = ")
     assert "not TOML" in box.run("pipeline", "run", str(broken)).stderr

@@ -14,7 +14,7 @@ from tests.unit.cli.conftest import run
 from train.methods.methods import METHODS
 
 # A method brings its options into the tree: the promise is that all of them are there.
-METHOD = ["--method", *(f"--{option.name}".replace("_", "-") for m in METHODS.values() for option in m.options)]
+METHOD = ["--method", *{f"--{option.name}".replace("_", "-") for m in METHODS.values() for option in m.options}]
 BOX = ["--api-key", "--data-dir", "--help", "--output", "--url"]
 FROZEN = {
     "up": ["--config", "--data-dir", "--detach", "--devices", "--help", "--host", "--output", "--port"],
@@ -149,6 +149,7 @@ FROZEN = {
         "--set",
         "--sizes",
         "--suffix",
+        "--teacher",
         "--tensor-parallel",
         "--validation-file",
         "--wait",
@@ -198,6 +199,18 @@ FROZEN = {
         "--tensor-parallel",
         "--zero-stage",
     ],
+    "distill make": [
+        *BOX,
+        "--keep-system",
+        "--max-tokens",
+        "--n",
+        "--out",
+        "--system",
+        "--teacher",
+        "--temperature",
+        "--timeout",
+        "PROMPTS",
+    ],
     "eval run": [
         *BOX,
         "--eval",
@@ -208,6 +221,18 @@ FROZEN = {
         "--temperature",
         "--timeout",
         "--wait",
+        "MODELS",
+    ],
+    "eval harness": [
+        *BOX,
+        "--chat-template",
+        "--examples",
+        "--hub",
+        "--limit",
+        "--max-tokens",
+        "--seed",
+        "--tasks",
+        "--tasks-path",
         "MODELS",
     ],
     "eval list": BOX,

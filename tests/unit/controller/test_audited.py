@@ -12,7 +12,7 @@ from appliance.controller.http.audited import CHANGES, NOT_AUDITED, READS, audit
 from appliance.controller.http.peers import FromBox
 from appliance.controller.http.strict_json import StrictRoute
 from appliance.store.records import audit, keys, usage
-from appliance.store.rows import AuditRow
+from appliance.store.rows import AuditRow, KeyRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, chat_lines, insert_model
 
 LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "starter"}}\n'
@@ -117,6 +117,11 @@ async def test_every_route_leaves_its_row(control: Control):
     await ask("POST /v1/responses/{response_id}/cancel", f"/v1/responses/{asked['id']}/cancel", SCOPES)
     await ask("DELETE /v1/responses/{response_id}", f"/v1/responses/{asked['id']}", SCOPES)
 
+    keys.insert(control.db, KeyRow("key_admin", "boss", "a" * 64, "sk-appl-", 0.0, scopes=["admin"]))
+    login = (await ask("POST /admin/v1/sessions", json={}))["id"]
+    touch = f"/admin/v1/sessions/{login}/touch"
+    await ask("POST /admin/v1/sessions/{session_id}/touch", touch, ADMIN | {"x-appliance-session": login})
+    await ask("DELETE /admin/v1/sessions/{session_id}", f"/admin/v1/sessions/{login}")
     await ask("POST /admin/v1/keys", json={"name": "ann"})
     await ask("PATCH /admin/v1/keys/{id_or_name}", "/admin/v1/keys/ann", json={"requests_per_minute": 5})
     await ask("DELETE /admin/v1/keys/{id_or_name}", "/admin/v1/keys/ann")

@@ -22,7 +22,7 @@ from appliance.store.rows import (
     EvalRunRow,
     IdempotencyRow,
     JobEventRow,
-    JobGraderRow,
+    JobJudgeRow,
     JobMetricRow,
     JobRow,
     PermissionRow,
@@ -73,7 +73,7 @@ def test_no_step_of_deleting_a_job_deletes_more_than_so_many_rows(tmp_path: Path
     tables = ("job_events", "job_metrics", "checkpoints", "permissions")
     with Database(tmp_path / "a.db") as db:
         jobs.insert(db, JobRow("ftjob-1", "m", "supervised", "file-1", 1, "out", 0.0, phase="succeeded"))
-        job_records.insert_grader(db, JobGraderRow("ftjob-1", {"type": "string_check"}))
+        job_records.insert_judge(db, JobJudgeRow("ftjob-1", {"teacher": "starter"}))
         with db.transaction():
             for number in range(chunks.CHUNK_ROWS * 2 + 1):
                 job_records.insert_event(db, JobEventRow(f"e-{number}", "ftjob-1", "info", "message", "x", 0.0))
@@ -87,7 +87,7 @@ def test_no_step_of_deleting_a_job_deletes_more_than_so_many_rows(tmp_path: Path
             now = sum(rows(db, table) for table in tables)
             assert left - now <= chunks.CHUNK_ROWS
             left = now
-        assert [rows(db, table) for table in (*tables, "job_graders", "jobs")] == [0] * 6
+        assert [rows(db, table) for table in (*tables, "job_judges", "jobs")] == [0] * 6
 
 
 def test_no_step_of_forgetting_uploads_or_requests_deletes_more_than_so_many_rows(tmp_path: Path):
@@ -116,6 +116,7 @@ FEW = {
     "model_settings": "what is more than a model keeps",
     "models": "its versions have gone",
     "model_shares": "one of an owner",
+    "page_sessions": "sixteen of a key at most",
     "reserve": "a few rows, which are there to be deleted",
     "standby": "one of a model",
     "tier_removals": "one of a version",

@@ -35,7 +35,7 @@ async def test_an_owners_files_take_turns_and_others_do_not_wait_for_them():
     assert len(running) == 1
     go_on.set()
     assert await asyncio.gather(*hers) == list(range(60))
-    assert not files._turns and not files._waiting
+    assert not files._turns
 
 
 @pytest.mark.parametrize("data", [chat_lines(), b"{}\n" * 3, b""])

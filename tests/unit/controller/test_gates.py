@@ -276,7 +276,7 @@ async def test_what_cannot_be_a_gate_is_refused_in_words(control: Control, event
         ({"gate": {"suites": [good]}}, "publish_as"),
         ({"publish_as": "fraud", "gate": {"suites": []}}, "suites"),
         ({"publish_as": "fraud", "gate": {"suites": [{**good, "eval_id": "eval_x"}]}}, "No eval found"),
-        ({"publish_as": "fraud", "gate": {"suites": [{**good, "criterion": "x"}]}}, "no grader"),
+        ({"publish_as": "fraud", "gate": {"suites": [{**good, "criterion": "x"}]}}, "not a grader"),
         ({"publish_as": "fraud", "gate": {"suites": [{**good, "better_by": 2}]}}, "share"),
         ({"publish_as": "fraud", "gate": {"suites": [run_first]}}, "no run yet"),
         ({"publish_as": "fraud", "gate": {"suites": [good], "canary": {}}}, "canary"),

@@ -127,6 +127,7 @@ BOUNDS: dict[str, dict[str, int] | str] = {
     "/internal/responses": "bounds.responses and responses_bytes, past which the oldest go: test_responses.py",
     "/admin/v1/mode/schedule": "MAX_WINDOWS of the box; only admins ask: test_admin_mode.py",
     "/admin/v1/session-keys": "MAX_LIVE of the box; only on the machine itself: session_keys.py",
+    "/admin/v1/sessions": "MOST_OF_A_KEY, past which the oldest ends: test_page_sessions.py",
 }
 """POSTs that leave something behind: what bounds it for each owner; a test below where a bound of keys does."""
 CHANGES_ONLY = {

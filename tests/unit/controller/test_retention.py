@@ -19,6 +19,7 @@ from appliance.store.rows import (
     HandoverRow,
     HandoverStepRow,
     JobEventRow,
+    JobGraderRow,
     JobMetricRow,
     JobRow,
     KeyRow,
@@ -222,6 +223,21 @@ async def test_of_what_has_ended_each_owner_keeps_the_newest(tmp_path: Path, db:
     assert left("audit") == {f"a{n}" for n in range(203, 1203)} | {f"b{n}" for n in range(1203)}
 
 
+async def test_of_graders_of_ended_jobs_each_owner_keeps_the_newest(tmp_path: Path, db: Database):
+    """Two MiB each, and a job stays as long as what it cost is told: they counted for nobody."""
+    for owner, phase in (("ann", "failed"), ("bob", "failed"), ("ann", "running")):
+        for number in range(9):
+            job(db, f"{owner}-{phase}-{number}", phase=phase, owner=owner)
+            job_records.insert_grader(db, JobGraderRow(f"{owner}-{phase}-{number}", {"type": "x"}))
+    bob = [f"bob-failed-{number}" for number in range(2, 9)]
+    db.execute("DELETE FROM job_graders WHERE job_id IN (?, ?)", ["bob-failed-0", "bob-failed-1"])
+    await retention.keep_house(simulated_context(tmp_path, db, retention={"graders_per_owner": 7}), NOW_S)
+    left = {row[0] for row in db.execute("SELECT job_id FROM job_graders")}
+    running = {f"ann-running-{number}" for number in range(9)}
+    assert left == {f"ann-failed-{number}" for number in range(2, 9)} | set(bob) | running
+    assert db.execute("SELECT count(*) FROM jobs").fetchone()[0] == 27
+
+
 def test_a_look_costs_the_same_however_much_is_kept(db: Database):
     """Nothing is scanned that is not old: the first rows say whether anything is."""
     with db.transaction():
@@ -246,6 +262,7 @@ def test_by_default_only_copies_and_reports_of_long_work_go():
         "operations_days",
         "events_per_job",
         "jobs_per_owner",
+        "graders_per_owner",
         "batches_per_owner",
         "eval_runs_per_owner",
         "audit_rows_per_key",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import pynvml
 import pytest
 
@@ -143,6 +146,30 @@ def test_a_gpu_that_is_let_go_is_not_held_open_and_no_xid_of_the_others_is_misse
     assert readings.read(frozenset({"n0/3"}))[5].faults == (fault_of(79),)
     assert machine.opened == {0, 1, 2, 4, 5, 6, 7}
     assert len(readings.read()) == 8 and machine.opened == set(range(8))
+
+
+async def test_a_driver_that_hangs_takes_one_thread_however_often_it_is_asked(monkeypatch):
+    machine = eight_h100().install(monkeypatch)
+    readings = DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(8)))
+    assert len(await readings.look()) == 8
+    monkeypatch.setattr("scheduler.devices.readings.PATIENCE_S", 0.01)
+    hung, answer, asked, ask = threading.Event(), threading.Event(), [], pynvml.nvmlDeviceGetRemappedRows
+
+    def hangs(handle):
+        asked.append(handle)
+        hung.set()
+        assert answer.wait(60)
+        return ask(handle)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetRemappedRows", hangs)
+    machine.xids = [(5, 79)]
+    assert await readings.look() == () and await asyncio.to_thread(hung.wait, 60)
+    assert [await readings.look() for _ in range(5)] == [()] * 5 and len(asked) == 1
+    monkeypatch.setattr("scheduler.devices.readings.PATIENCE_S", 60)
+    answer.set()
+    late = {reading.device_id: reading for reading in await readings.look({"n0/3"})}
+    assert late["n0/5"].faults == (fault_of(79),), "the driver tells it once"
+    assert late.keys() == {f"n0/{n}" for n in (0, 1, 2, 4, 5, 6, 7)}
 
 
 def test_logical_devices_have_no_driver_to_ask():

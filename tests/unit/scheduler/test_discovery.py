@@ -46,6 +46,27 @@ def test_four_4090_are_no_peers_and_report_less(monkeypatch):
     ] * 4
 
 
+def test_plans_do_not_count_on_what_the_driver_keeps_of_a_gpus_memory(monkeypatch):
+    four_4090().install(monkeypatch)
+    assert {device.memory_bytes for device in discovery.discover_devices("auto")} == {24_217 * 2**20}
+    ask = pynvml.nvmlDeviceGetMemoryInfo
+
+    def without_version_2(handle, version=None):
+        if version is not None:
+            raise pynvml.NVMLError_NotSupported()
+        return ask(handle)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", without_version_2)
+    assert {device.memory_bytes for device in discovery.discover_devices("auto")} == {24_564 * 2**20}
+
+
+def test_gpus_of_wsl2_which_no_process_takes_for_such_are_refused(monkeypatch):
+    machine = replace(four_4090(), control=False).install(monkeypatch)
+    with pytest.raises(DevicesRefused, match=r"4 NVIDIA GPUs \(NVIDIA GeForce RTX 4090\).*WSL2.*\[box\] devices"):
+        discovery.discover_devices("auto")
+    assert kinds.present() is kinds.HOST and machine.users == 0
+
+
 @pytest.mark.parametrize("where", ["handle_error", "error"])
 @pytest.mark.parametrize("error", [pynvml.NVMLError_GpuIsLost(), pynvml.NVMLError_Unknown()], ids=["lost", "unknown"])
 def test_a_gpu_that_does_not_answer_takes_no_other_with_it(monkeypatch, where, error):

@@ -11,8 +11,12 @@ import pytest
 import torch
 import xgrammar
 from vllm.v1.structured_output import backend_guidance
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from serve.api import form_backends
+from tests.train_support.tiny import tokenizer
+
+_PLAIN = {"disable_any_whitespace": False, "disable_additional_properties": False}
 
 
 class Backend:
@@ -133,10 +137,31 @@ def test_both_write_masks_of_one_shape(tokens: int) -> None:
     assert of_one.shape == of_other.shape and of_one.dtype == of_other.dtype
 
 
+@pytest.mark.parametrize("known", [320, 325, 352, 384])
+def test_masks_are_as_long_as_the_model_though_its_tokenizer_is_longer_or_shorter(known: int) -> None:
+    """Of a vocabulary of 320 tokens a mask has 10 words, and a tokenizer of 326 makes one of 11."""
+    words = tokenizer()
+    words.add_special_tokens({"additional_special_tokens": ["<picture>"]})
+    grammars = type("Own", (backend_guidance.GuidanceGrammar,), {})
+    form_backends.masks_of_the_model(grammars)
+    of_model = type("Own", (backend_guidance.GuidanceBackend,), {})
+    form_backends.lock_no_masks(of_model)
+    backend = of_model(SimpleNamespace(structured_outputs_config=SimpleNamespace(**_PLAIN)), words, known)
+    made = backend.compile_grammar(StructuredOutputOptions.JSON, '{"type": "integer"}')
+    one = grammars(made.ll_matcher, made.ll_tokenizer, known)
+    masks = backend.allocate_token_bitmask(2)
+    assert masks.shape == (2, -(-known // 32))
+    one.fill_bitmask(masks, 1)
+    allowed = [token for token in range(known) if masks[1, token // 32] >> (token % 32) & 1]
+    assert sorted(words.decode([token]) for token in allowed)[:2] == ["-", "0"]
+    assert set(masks[0].tolist()) == {-1}, "another request's"
+
+
 def test_no_mask_is_page_locked_in_a_core_that_may_have_no_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(backend_guidance.GuidanceBackend):
         def __init__(self) -> None:
             self.ll_tokenizer = SimpleNamespace(vocab_size=33)
+            self.vocab_size = 33
 
     locked: list[bool] = []
     full = torch.full

@@ -65,6 +65,17 @@ def test_a_gpu_engine_gets_what_all_else_leaves():
     assert settings(config, tensor_parallel=2)["kv_cache_bytes"] == int(72 * GIB) - 8 * GIB - reserve
 
 
+def test_what_guesses_take_of_a_gpu_is_not_given_to_the_kv_cache():
+    """vLLM keeps the tokens of all requests there, to look guesses up in them: 1,024 x 131,072 x 4 bytes."""
+    shape = ServedShape(16 * GIB, context=131_072, vocab=151_936)
+    plain, guessing = size(shape=shape), size(shape=shape, draft_tokens=4)
+    rows, texts = 1024 * 4 * 151_936 * 4, 1024 * 131_072 * 4
+    assert plain.memory.kv_cache_bytes - guessing.memory.kv_cache_bytes == rows + texts
+    many = size(shape=shape, draft_tokens=32)
+    assert guessing.memory.kv_cache_bytes - many.memory.kv_cache_bytes == (8192 - 4096) * 151_936 * 4, "a batch's rows"
+    assert size(shape=shape, draft_tokens=4, task="embed").memory == size(shape=shape, task="embed").memory
+
+
 def test_a_model_that_leaves_no_room_is_refused_with_the_remedy():
     with pytest.raises(ModelTooLarge, match="raise the deployment's tensor_parallel"):
         settings(shape=ServedShape(70 * GIB))

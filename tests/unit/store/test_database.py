@@ -22,7 +22,7 @@ from appliance.store.errors import (
     UnknownCursor,
 )
 from appliance.store.migrator import migrations
-from appliance.store.objects import files, jobs, models
+from appliance.store.objects import files, job_records, jobs, models
 from appliance.store.records import box, deployments
 from appliance.store.rows import FileRow, JobRow, ModelRow
 
@@ -106,6 +106,18 @@ def test_an_operators_idle_time_survives_its_move(tmp_path: Path, monkeypatch: p
                 )
     with Database(path) as opened:
         assert [row.idle for row in deployments.list_all(opened)] == [{"idle_sleep_s": 600.0}, {}]
+
+
+def test_the_grader_of_a_job_becomes_its_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, older = tmp_path / "old.db", {number: script for number, script in migrations().items() if number < 70}
+    with monkeypatch.context() as patched:
+        patched.setattr(migrator, "migrations", lambda: older)
+        with Database(path) as old:
+            jobs.insert(old, job(1))
+            old.execute("""INSERT INTO job_graders VALUES ('ftjob-1', '{"type": "string_check", "name": "é"}')""")
+    with Database(path) as opened:
+        judge = job_records.find_judge(opened, "ftjob-1")
+        assert judge is not None and judge.judge == {"grader": {"type": "string_check", "name": "é"}}
 
 
 def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

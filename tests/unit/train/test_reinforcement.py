@@ -22,15 +22,16 @@ from train.data.formats import BadRecord
 from train.data.packing import RolloutRow, build_row
 from train.methods.methods import convert, method_of
 from train.methods.packed_objective import PackedObjective
-from train.methods.reinforcement import GROUP, RATE_SHARE
+from train.methods.reinforcement import GROUP
 from train.methods.reinforcement import METHOD as REINFORCEMENT
 from train.methods.reinforcement_objective import CLIP_HIGH, CLIP_LOW, TRUNCATED_AT, ReinforcementObjective, to_batch
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter, InvalidTrainingData, NothingGraded
 from train.plan.spec import TrainSpec
-from train.rollouts import rollouts, sampler
-from train.rollouts.rollouts import ASKED_AT_ONCE, FILE, advantages
+from train.rollouts import grader, rollouts, sampler
+from train.rollouts.grader import advantages
+from train.rollouts.rollouts import ASKED_AT_ONCE, FILE
 from train.rollouts.sampler import Answers, sample
 from train.run.prepare import prepare
 from weights.memory.store import WeightStore
@@ -53,7 +54,7 @@ def test_its_hyperparameters_are_openais():
     assert fields["max_length"] == 64 + 256 and REINFORCEMENT.data_length(320, fields["options"]) == 64
     assert made.group / made.rows * fields["max_length"] <= 1024
     plain = auto.resolve({"batch_size": 4, "n_epochs": 2, "packing": False, "max_length": 320}, DATASET, MODEL, 2)
-    assert fields["learning_rate"] == pytest.approx(3 * RATE_SHARE * plain["learning_rate"], rel=0.2)
+    assert fields["learning_rate"] == pytest.approx(3 * REINFORCEMENT.rate_share * plain["learning_rate"], rel=0.2)
     assert json.loads(json.dumps(fields["options"])) == fields["options"]
 
 
@@ -200,9 +201,10 @@ def rollout_row(vocabulary=384, sequences=5, seed=0):
         ids = draw.integers(3, vocabulary, prompt + answer)
         made.append((ids, np.arange(len(ids)) >= prompt))
     row = build_row([made], 0, 0, packing=False)
-    return made, RolloutRow(
+    advantages = draw.normal(size=sequences).astype(np.float32)
+    return zip(made, advantages, strict=True), RolloutRow(
         **{name: getattr(row, name) for name in row.__dataclass_fields__},
-        advantages=draw.normal(size=sequences).astype(np.float32),
+        advantages=advantages.repeat(row.sequence_sizes),
         sampled=draw.uniform(-7, -5, sum(row.sequence_sizes)).astype(np.float32),
     )
 
@@ -219,7 +221,7 @@ def test_loss_and_gradients_are_those_of_a_plain_computation(tmp_path, monkeypat
     plain = load_model(spec)
     plain.set_attn_implementation("eager")
     total, place = torch.zeros(()), 0
-    for (ids, learnt), advantage in zip(made, row.advantages, strict=True):
+    for (ids, learnt), advantage in made:
         log_probs = plain(input_ids=torch.tensor(ids)[None]).logits[0].float().log_softmax(-1)
         at = np.flatnonzero(learnt)
         now = log_probs[at - 1, torch.tensor(ids[at])]
@@ -250,7 +252,7 @@ def test_tokens_of_an_engine_are_weighed_by_how_likely_they_are_to_the_trainer(t
     plain = load_model(spec)
     plain.set_attn_implementation("eager")
     total, place, ratios = torch.zeros(()), 0, []
-    for (ids, learnt), advantage in zip(made, row.advantages, strict=True):
+    for (ids, learnt), advantage in made:
         log_probs = plain(input_ids=torch.tensor(ids)[None]).logits[0].float().log_softmax(-1)
         at = np.flatnonzero(learnt)
         now = log_probs[at - 1, torch.tensor(ids[at])]
@@ -309,7 +311,7 @@ def test_sampled_log_probabilities_are_those_that_the_loss_computes(tmp_path, mo
     log_probs = np.concatenate([made.log_probs[n, : made.sizes[n]].numpy() for n in range(6)])
     found = RolloutRow(
         **{name: getattr(row, name) for name in row.__dataclass_fields__},
-        advantages=np.ones(6, np.float32),
+        advantages=np.ones(len(log_probs), np.float32),
         sampled=log_probs,
     )
     assert objective.log_probs(to_batch(found, 1.0, "cpu")).detach().numpy() == pytest.approx(log_probs, abs=1e-4)
@@ -438,7 +440,7 @@ def test_a_run_learns_what_is_rewarded(tmp_path):
 
 def test_no_question_to_the_grader_has_more_bytes_than_one_may(tmp_path, monkeypatch):
     def texts(run, most):
-        monkeypatch.setattr(rollouts, "ASKED_BYTES", most)
+        monkeypatch.setattr(grader, "ASKED_BYTES", most)
         box = Box(letters)
         spec = run_spec(tmp_path, run_dir=str(tmp_path / run), shm_root=str(tmp_path / run / "store"), n_epochs=1)
         assert box.run(spec)["outcome"] == "succeeded"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field, StringConstraints
 
@@ -24,6 +24,7 @@ from appliance.controller.context.operations import Operations
 from appliance.controller.gates import views as gate_views
 from appliance.controller.http import idempotency
 from appliance.controller.http.idempotency import Attempt, Carried, Deed
+from appliance.controller.http.paging import LongLists
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, OperationFailed, SwapFailed, shown
 from appliance.controller.interfaces.model_states import ModelStates
@@ -67,7 +68,7 @@ def routes(
     context: ControllerContext, router: APIRouter, running: Operations, compared: Canaries, activations: Activations
 ) -> None:
     """Add the routes to the admin router."""
-    db = context.db
+    db, lists = context.db, LongLists()
 
     def begun(attempt: Attempt, operation_id: str) -> OperationRow | None:
         """By an earlier attempt. One that failed is no answer to a mere retry: it may be that of an earlier request."""
@@ -102,12 +103,13 @@ def routes(
             record(context, caller, action, target, **told)
         return _accepted(row)
 
-    @router.get("/models")
-    async def list_models() -> dict[str, Any]:
+    @router.get("/models", response_model=dict[str, Any])
+    async def list_models() -> Response:
         status = context.scheduler.status()
         states = ModelStates(db, status)
-        data = [views.model(db, row, status, states, context.tiers, context.sizes) for row in models.list_all(db)]
-        return {"object": "list", "data": data}
+        return await lists.answer(
+            models.list_all(db), lambda row: views.model(db, row, status, states, context.tiers, context.sizes)
+        )
 
     @router.post("/models/import", status_code=202)
     async def import_model(body: Import, request: Request, caller: Caller) -> JSONResponse:

@@ -5,7 +5,7 @@ import { t } from "../i18n.js";
 import { Badge, Card, Failure, Field, Live, Table, html, useAct, useLive, useState } from "../ui.js";
 
 export function Audit() {
-  const newest = useLive((signal) => get("/admin/v1/audit?limit=100", signal), 5);
+  const newest = useLive((signal) => get("/admin/v1/audit?limit=100", signal), 5, [], ["audit"]);
   const [older, setOlder] = useState([]);
   const [left, setLeft] = useState(null);
   const [text, setText] = useState("");

@@ -24,7 +24,7 @@ async function callable(signal, versions) {
 
 export function Chat({ rest }) {
   const reads = useMay("read");
-  const models = useLive((signal) => callable(signal, reads), 15);
+  const models = useLive((signal) => callable(signal, reads), 15, [], reads ? ["models"] : []);
   return html`<${Live} of=${models}>${(names) => names.length ? html`<${Talk} names=${names} first=${rest[0]} />` : html`<p class="empty">${t("chat.no_models")}</p>`}</${Live}>`;
 }
 

@@ -31,7 +31,7 @@ function ofOpenAI(job) {
 
 function List() {
   const all = useMay("read");
-  const jobs = useLive(async (signal) => (all ? (await get("/admin/v1/jobs?limit=200", signal)).data : (await get("/v1/fine_tuning/jobs?limit=100", signal)).data.map(ofOpenAI)), 3);
+  const jobs = useLive(async (signal) => (all ? (await get("/admin/v1/jobs?limit=200", signal)).data : (await get("/v1/fine_tuning/jobs?limit=100", signal)).data.map(ofOpenAI)), 3, [], ["jobs"]);
   return html`<${Live} of=${jobs}>${(rows) => html`<${Card}>
     <${Table} label=${t("nav.jobs")} rows=${rows} rowKey=${(row) => row.id} empty=${t("jobs.none")} columns=${[
       [t("job"), (row) => html`<a href=${`#/jobs/${row.id}`}>${row.fine_tuned_model || row.output_model || row.id}</a><br /><span class="dim">${row.model}</span>`],
@@ -48,7 +48,7 @@ function List() {
 function Job({ id }) {
   const all = useMay("read");
   const tunes = useMay("fine_tuning");
-  const job = useLive(async (signal) => (all ? get(`/admin/v1/jobs/${id}`, signal) : ofOpenAI(await get(`/v1/fine_tuning/jobs/${id}`, signal))), 2, [id]);
+  const job = useLive(async (signal) => (all ? get(`/admin/v1/jobs/${id}`, signal) : ofOpenAI(await get(`/v1/fine_tuning/jobs/${id}`, signal))), 2, [id], [`jobs/${id}`]);
   const events = useEvents(id, tunes);
   const rows = useMetrics(id, all);
   return html`<p class="back"><a href="#/jobs">← ${t("jobs.all")}</a></p>
@@ -76,7 +76,7 @@ function useEvents(id, may) {
     }
     known.current = [...fresh, ...known.current];
     return known.current;
-  }, 2, [id, may]);
+  }, 2, [id, may], [`jobs/${id}`]);
 }
 
 /** All metrics of the job by step; each look asks again for the last steps, which a resume may have done anew. */
@@ -92,7 +92,7 @@ function useMetrics(id, may) {
       after = answer.data[answer.data.length - 1].step;
     }
     return [...known.current.values()].sort((a, b) => a.step - b.step);
-  }, 2, [id, may]);
+  }, 2, [id, may], [`jobs/${id}`]);
 }
 
 function About({ job, may, onChange }) {
@@ -189,7 +189,7 @@ function Curves({ job, metrics, events }) {
 }
 
 function Checkpoints({ id, phase }) {
-  const found = useLive(async (signal) => (await get(`/v1/fine_tuning/jobs/${id}/checkpoints?limit=50`, signal)).data, 10, [id, phase]);
+  const found = useLive(async (signal) => (await get(`/v1/fine_tuning/jobs/${id}/checkpoints?limit=50`, signal)).data, 10, [id, phase], [`jobs/${id}`]);
   if (!found.data || !found.data.length) return null;
   return html`<${Card} title=${t("job.checkpoints")}>
     <${Table} label=${t("job.checkpoints")} rows=${found.data} rowKey=${(row) => row.id} empty="" columns=${[

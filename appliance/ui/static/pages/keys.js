@@ -1,5 +1,5 @@
 // Keys and usage: who spent what, for an administrator also the keys themselves.
-import { call, get, post } from "../api.js";
+import { call, get, loginId, post } from "../api.js";
 import { ago, moment, number } from "../format.js";
 import { t } from "../i18n.js";
 import { Badge, Card, Copy, Dialog, Facts, Failure, Field, Live, Sure, Table, Who, html, useAct, useContext, useLive, useMay, useState } from "../ui.js";
@@ -10,7 +10,7 @@ const SCOPES = ["inference", "fine_tuning", "read", "metrics", "admin"];
 
 export function Keys() {
   const may = useMay("admin");
-  return html`<${Own} /><${Usage} />${may ? html`<${List} />` : null}`;
+  return html`<${Own} /><${Logins} all=${may} /><${Usage} />${may ? html`<${List} />` : null}`;
 }
 
 function Own() {
@@ -22,6 +22,26 @@ function Own() {
     [t("keys.limits"), limitsOf(who)],
     [t("created"), who.created_s ? moment(who.created_s) : null],
   ]} /></${Card}>`;
+}
+
+function Logins({ all }) {
+  const logins = useLive(async (signal) => (await get("/admin/v1/sessions", signal)).data, 15);
+  const [end, { busy, error }] = useAct(async (row) => {
+    await call("DELETE", `/admin/v1/sessions/${row.id}`);
+    logins.reload();
+  });
+  const columns = [
+    [t("keys.login"), (row) => html`<span class="wrap">${row.agent || "–"}</span>`],
+    [t("keys.key"), (row) => row.key],
+    [t("created"), (row) => ago(row.created_s), "nowrap"],
+    [t("keys.login.touched"), (row) => ago(row.seen_s), "nowrap"],
+    [t("keys.login.until"), (row) => moment(row.until_s), "nowrap"],
+    ["", (row) => row.id === loginId() ? html`<${Badge} state="running">${t("keys.login.this")}</${Badge}>` : html`<button type="button" class="small" disabled=${busy} onClick=${() => end(row)}>${t("keys.login.end")}</button>`],
+  ];
+  return html`<${Card} title=${all ? t("keys.logins.all") : t("keys.logins")}>
+    <${Failure} error=${error} />
+    <${Live} of=${logins}>${(rows) => html`<${Table} label=${t("keys.logins")} rows=${rows} rowKey=${(row) => row.id} empty="" columns=${columns} />`}</${Live}>
+  </${Card}>`;
 }
 
 function limitsOf(key) {
@@ -53,7 +73,7 @@ function Usage() {
 }
 
 function List() {
-  const keys = useLive(async (signal) => (await get("/admin/v1/keys", signal)).data, 10);
+  const keys = useLive(async (signal) => (await get("/admin/v1/keys", signal)).data, 10, [], ["keys"]);
   const [making, setMaking] = useState(false);
   const [made, setMade] = useState(null);
   const [revoke, { busy, error }] = useAct(async (row) => {

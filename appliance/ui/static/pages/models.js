@@ -12,7 +12,7 @@ export function Models({ rest }) {
 }
 
 function List() {
-  const models = useLive(async (signal) => (await get("/admin/v1/models", signal)).data, 5);
+  const models = useLive(async (signal) => (await get("/admin/v1/models", signal)).data, 5, [], ["models", "gates"]);
   return html`<${Live} of=${models}>${(rows) => html`<${Card}><${Table} label=${t("nav.models")} rows=${rows} rowKey=${(row) => row.name} empty=${t("models.none")} columns=${[
     [t("name"), (row) => html`<a href=${`#/models/${encodeURIComponent(row.name)}`}>${row.name}</a>${row.base ? html`<br /><span class="dim">${row.base}</span>` : null}`],
     [t("state"), (row) => html`<${Badge} state=${row.state} />${row.message ? html`<br /><span class="dim">${row.message}</span>` : null}`],
@@ -31,7 +31,7 @@ function sized(params) {
 }
 
 function Model({ name }) {
-  const model = useLive((signal) => get(`/admin/v1/models/${inPath(name)}`, signal), 3, [name]);
+  const model = useLive((signal) => get(`/admin/v1/models/${inPath(name)}`, signal), 3, [name], ["models", "gates", "box"]);
   return html`<p class="back"><a href="#/models">← ${t("models.all")}</a></p>
     <${Live} of=${model}>${(one) => html`
       <${About} one=${one} />
@@ -43,11 +43,12 @@ function Model({ name }) {
 
 /** What decided whether versions answer, the newest first. */
 function Gates({ rows }) {
+  const tunes = useMay("fine_tuning");
   return html`<${Card} title=${t("gates")}>
     <${Table} label=${t("gates")} rows=${rows} rowKey=${(row) => row.id} empty="" columns=${[
-      [t("models.version"), (row) => html`<b>${row.version || "–"}</b>`],
+      [t("models.version"), (row) => (tunes ? html`<a href=${`#/evals/gate/${row.id}`}>${row.version || "–"}</a>` : html`<b>${row.version || "–"}</b>`)],
       [t("gate.against"), (row) => row.before || "–"],
-      [t("gate.verdict"), (row) => html`<${Badge} state=${row.verdict === "passed" ? "ok" : row.verdict ? "warn" : "running"}>${row.verdict || row.state}</${Badge}>`],
+      [t("gate.verdict"), (row) => html`<${Badge} state=${row.verdict === "passed" ? "ok" : row.verdict ? "warn" : "running"}>${t(`gate.is.${row.verdict || row.state}`)}</${Badge}>`],
       [t("gate.reason"), (row) => row.reason],
     ]} />
   </${Card}>`;

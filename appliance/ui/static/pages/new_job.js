@@ -19,7 +19,7 @@ export function NewJob() {
 
 /** A file: one that the box has, or one from this machine, which is checked as soon as it is there. */
 function Data({ label, hint, file, onFile, optional }) {
-  const files = useLive(async (signal) => (await get("/v1/files?purpose=fine-tune&limit=100", signal)).data, 30);
+  const files = useLive(async (signal) => (await get("/v1/files?purpose=fine-tune&limit=100", signal)).data, 30, [], ["files"]);
   const [send, { busy, error }] = useAct(upload);
   const pick = async (event) => {
     const chosen = event.target.files[0];
@@ -44,7 +44,7 @@ function Data({ label, hint, file, onFile, optional }) {
     </div>
     ${busy ? html`<p class="loading" role="status">${t("new.checking")}</p>` : null}
     <${Failure} error=${error} />
-    ${file ? html`<${Faults} key=${file.id} file=${file} />` : null}
+    ${file ? html`<${Faults} key=${file.id} file=${file} /><p><a href=${`#/data/${file.id}`}>${t("new.report")}</a></p>` : null}
   </div>`;
 }
 

@@ -15,7 +15,7 @@ export function Queue() {
 
 function Waiting() {
   const may = useMay("admin");
-  const queue = useLive((signal) => get("/admin/v1/queue", signal), 3);
+  const queue = useLive((signal) => get("/admin/v1/queue", signal), 3, [], ["jobs", "box"]);
   const [act, { busy, error }] = useAct(async (row, change) => {
     if (change === "hold" || change === "release") await post(`/admin/v1/jobs/${row.id}/${change}`);
     else await call("PATCH", `/admin/v1/jobs/${row.id}`, { priority: row.priority + change });
@@ -49,7 +49,7 @@ function Waiting() {
 }
 
 function Batches() {
-  const batches = useLive(async (signal) => (await get("/v1/batches?limit=50", signal)).data, 3);
+  const batches = useLive(async (signal) => (await get("/v1/batches?limit=50", signal)).data, 3, [], ["batches"]);
   const [cancel, { busy, error }] = useAct(async (row) => {
     await post(`/v1/batches/${row.id}/cancel`);
     batches.reload();

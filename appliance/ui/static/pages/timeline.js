@@ -17,7 +17,7 @@ export function Timeline() {
       get("/admin/v1/jobs?limit=200", signal),
     ]);
     return { handovers: handovers.data, status: { ...status, jobs: jobs.data } };
-  }, 5);
+  }, 5, [], ["handovers", "jobs", "box"]);
   return html`<${Live} of=${shown}>${({ handovers, status }) => html`
     <${Card} title=${t("timeline.devices")} aside=${html`<div class="buttons" role="group" aria-label=${t("timeline.span")}>
         ${Object.entries(SPANS).map(([seconds, name]) => html`<button type="button" class="small" aria-pressed=${span === Number(seconds)} onClick=${() => setSpan(Number(seconds))}>${name}</button>`)}

@@ -1,0 +1,238 @@
+"""`appliance distill make`: a teacher's answers to prompts, as training data for another model.
+
+What it makes depends on the prompts and the options alone, whose digest the batch carries: a command that is run again
+goes on with the batch of the first one, and finds what it has made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import paths
+from appliance.cli.command import Session, box_command, given, group
+from appliance.cli.complete import models as complete_models
+from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.jobs import file_data
+from appliance.cli.jobs.batch import refuse_unfinished, wait_for_end
+from appliance.cli.jobs.file import kept_if_taken, send
+from appliance.cli.operations import TIMEOUT
+
+app = group("Distillation: a teacher's answers to prompts, as training data (docs/distillation.md).")
+METADATA = "distill"
+_ENDPOINT = "/v1/chat/completions"
+_LEFT_OUT = ("failed", "refused", "cut off", "without an answer", "duplicates")
+
+
+@box_command(
+    app,
+    "appliance distill make prompts.jsonl --teacher large",
+    "appliance distill make prompts.jsonl --teacher large@v2 --n 4 --temperature 1 --max-tokens 512 --out train.jsonl",
+    "appliance distill make prompts.jsonl --teacher large --system 'Answer in one sentence.'",
+    "appliance job submit --model small --file prompts.answers.jsonl             then the student learns from it",
+    "",
+    'A line of prompts.jsonl: {"messages": [..., {"role": "user", "content": "..."}]} or {"prompt": "..."}; of a',
+    "conversation that was answered already, the last answer is left away.",
+    "Beside the file stands its lineage (.lineage.json): teacher, prompts, and every line that was left out, and why.",
+)
+def make(
+    session: Session,
+    prompts: Annotated[Path, typer.Argument(metavar="PROMPTS", exists=True, dir_okay=False, readable=True)],
+    teacher: Annotated[
+        str,
+        typer.Option(
+            "--teacher", metavar="MODEL[@VERSION]", help="The model that answers.", autocompletion=complete_models
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where the file goes. Default: PROMPTS.answers.jsonl, beside it.")
+    ] = None,
+    n: Annotated[int, typer.Option("--n", min=1, max=128, help="Answers to each prompt.")] = 1,
+    temperature: Annotated[float | None, typer.Option("--temperature", min=0, max=2)] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Of an answer; longer ones are left out.")
+    ] = 1024,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="What the teacher is told before each prompt.")
+    ] = None,
+    keep_system: Annotated[
+        bool,
+        typer.Option("--keep-system", help="Put it into the file too: the student will be told it as well."),
+    ] = False,
+    timeout: TIMEOUT = None,
+) -> None:
+    """Have a teacher answer prompts while engines are idle, and make a training file of its answers. Refusals, answers
+    that were cut off and repeated ones are left out and counted."""
+    target = out or prompts.with_name(f"{prompts.stem}.answers.jsonl")
+    asked = given(temperature=temperature) | {"n": n, "max_completion_tokens": max_tokens}
+    lessons = _lessons(prompts, system)
+    source = hashlib.sha256(prompts.read_bytes()).hexdigest()
+    key = hashlib.sha256(json.dumps([source, teacher, asked, system], sort_keys=True).encode()).hexdigest()
+    lineage_path = target.with_name(f"{target.stem}.lineage.json")
+    lineage = _made_before(target, lineage_path, [key, keep_system])
+    if lineage is None:
+        batch = _batch_of(session, key) or _begin(session, lessons, teacher, asked, key)
+        batch = wait_for_end(session, batch, timeout)
+        refuse_unfinished(batch)
+        examples, left_out = _examples(session, batch, lessons, bool(system) and not keep_system)
+        content = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in examples).encode()
+        lineage = {
+            "made": [
+                {
+                    "file": str(target),
+                    "sha256": hashlib.sha256(content).hexdigest(),
+                    "examples": len(examples),
+                    "bytes": len(content),
+                }
+            ],
+            "from": [{"file": str(prompts), "sha256": source}],
+            "read_examples": len(lessons),
+            "dropped": dict.fromkeys(_LEFT_OUT, 0) | Counter(why for _, why in left_out),
+            "dropped_lines": [[line, why] for line, why in left_out],
+            "masked": {},
+            "teacher": teacher,
+            "batch": batch["id"],
+            "asked": asked | given(system=system),
+            "of": [key, keep_system],
+        }
+        if not examples:
+            raise CommandFailed(f"the teacher {teacher} gave no answer to learn from: {_counted(lineage['dropped'])}")
+        _write(target, content)
+        _write(lineage_path, json.dumps(lineage, indent=1).encode())
+    session.show(lineage, file_data.made)
+
+
+def _lessons(path: Path, system: str | None) -> dict[int, dict[str, Any]]:
+    """What the teacher is asked, by line: {"messages", "tools"?}. Raises BadUsage."""
+    found: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            messages, tools = _prompt(json.loads(line))
+        except ValueError as error:
+            why = "is not valid JSON" if isinstance(error, json.JSONDecodeError) else error
+            raise BadUsage(f"line {number} of {path} {why}") from None
+        before = [{"role": "system", "content": system}] if system else []
+        found[number] = {"messages": [*before, *messages], **tools}
+    if not found:
+        raise BadUsage(f"{path} has no prompts")
+    return found
+
+
+def _prompt(record: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Messages up to the last of the user, and {"tools"} if there are any; the box checks what is in them. Raises
+    ValueError, in words."""
+    if isinstance(record, dict) and isinstance(record.get("prompt"), str):
+        return [{"role": "user", "content": record["prompt"]}], {}
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        raise ValueError("has neither 'messages' nor a 'prompt'")
+    while messages and messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    if not messages or messages[-1].get("role") != "user":
+        raise ValueError("has no message of the user that could be answered")
+    kept = [{name: value for name, value in one.items() if name != "weight"} for one in messages]
+    return kept, {"tools": record["tools"]} if record.get("tools") else {}
+
+
+def _made_before(target: Path, lineage: Path, of: list[Any]) -> dict[str, Any] | None:
+    """The lineage of what an earlier command has made of the same. Raises BadUsage if something else is there."""
+    if not target.exists():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(lineage.read_bytes())
+        if found["of"] == of and found["made"][0]["sha256"] == hashlib.sha256(target.read_bytes()).hexdigest():
+            return found
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise BadUsage(f"{target} is there, made of something else or changed since; --out names another file")
+
+
+def _batch_of(session: Session, key: str) -> dict[str, Any] | None:
+    """The batch that an earlier command has begun for the same, unless it came to nothing."""
+    for batch in session.client.listed("/v1/batches")["data"]:
+        good = batch["status"] in ("validating", "in_progress", "finalizing", "completed")
+        if good and (batch.get("metadata") or {}).get(METADATA) == key:
+            return batch
+    return None
+
+
+def _begin(
+    session: Session, lessons: dict[int, dict[str, Any]], teacher: str, asked: dict[str, Any], key: str
+) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, kept_if_taken(session) as uploaded:
+        path = Path(folder, "questions.jsonl")
+        with open(path, "w") as file:
+            for number, lesson in lessons.items():
+                body = {"model": teacher, **lesson, **asked}
+                row = {"custom_id": str(number), "method": "POST", "url": _ENDPOINT, "body": body}
+                file.write(json.dumps(row) + "\n")
+        uploaded.append(send(session, path, "batch")["id"])
+        body = {
+            "input_file_id": uploaded[0],
+            "endpoint": _ENDPOINT,
+            "completion_window": "24h",
+            "metadata": {METADATA: key},
+        }
+        return session.client.post("/v1/batches", body)
+
+
+def _examples(
+    session: Session, batch: dict[str, Any], lessons: dict[int, dict[str, Any]], without_system: bool
+) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
+    """What is learnt from, in the order of the prompts, and (line, why) of what is not."""
+    answers = dict[int, list[dict[str, Any]]]()
+    if batch.get("output_file_id"):
+        with tempfile.TemporaryFile() as file:
+            session.client.download(f"{paths.file(batch['output_file_id'])}/content", file)
+            file.seek(0)
+            for line in file:
+                row = json.loads(line)
+                answers[int(row["custom_id"])] = row["response"]["body"]["choices"]
+    examples, left_out = list[dict[str, Any]](), list[tuple[int, str]]()
+    for number, lesson in lessons.items():
+        if number not in answers:
+            left_out.append((number, "failed"))
+        seen = set[str]()
+        for choice in answers.get(number, ()):
+            text = choice["message"].get("content") or ""
+            if why := _why_not(choice, text, seen):
+                left_out.append((number, why))
+                continue
+            seen.add(text)
+            messages = lesson["messages"][1:] if without_system else lesson["messages"]
+            examples.append({**lesson, "messages": [*messages, {"role": "assistant", "content": text}]})
+    return examples, left_out
+
+
+def _why_not(choice: dict[str, Any], text: str, seen: set[str]) -> str:
+    """Why nothing is learnt from an answer, "" if something is."""
+    message = choice["message"]
+    if message.get("refusal"):
+        return "refused"
+    if choice.get("finish_reason") != "stop":
+        return "cut off" if choice.get("finish_reason") == "length" else "without an answer"
+    if not text.strip():
+        return "without an answer"
+    return "duplicates" if text in seen else ""
+
+
+def _counted(dropped: dict[str, int]) -> str:
+    return ", ".join(f"{n:,} {why}" for why, n in dropped.items() if n)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Raises BadUsage."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        raise BadUsage(f"cannot write {path}: {error.strerror}") from error

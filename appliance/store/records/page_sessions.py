@@ -1,0 +1,76 @@
+"""Logins of the page: a key, exchanged for a token of two halves, of which only the SHA-256 of both is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import NamedTuple
+
+from appliance.store.database import Database
+from appliance.store.ids import new_id
+from appliance.store.rows import PageSessionRow
+
+
+class Halves(NamedTuple):
+    """Of a session's token: the browser's cookie, and what the page's own origin keeps. Neither is of use alone."""
+
+    cookie: str
+    page: str
+
+
+def create(
+    db: Database, key_id: str, *, agent: str, now_s: float, until_s: float, most: int
+) -> tuple[PageSessionRow, Halves]:
+    """A new session of this key; past `most` of one key, those that were seen longest ago end."""
+    halves = Halves(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
+    row = PageSessionRow(new_id("session_", 16), fingerprint(halves), key_id, now_s, now_s, until_s, agent)
+    with db.transaction():
+        db.insert("page_sessions", row, name=row.id)
+        db.execute(
+            "DELETE FROM page_sessions WHERE key_id = ?1 AND seq NOT IN"
+            " (SELECT seq FROM page_sessions WHERE key_id = ?1 ORDER BY seen_s DESC, seq DESC LIMIT ?2)",
+            [key_id, most],
+        )
+    return row, halves
+
+
+def fingerprint(halves: Halves) -> str:
+    """SHA-256 in hex, as the gateway computes it from the cookie and the page's header."""
+    return hashlib.sha256(f"{halves.cookie}.{halves.page}".encode()).hexdigest()
+
+
+def find(db: Database, session_id: str) -> PageSessionRow | None:
+    return db.one(PageSessionRow, "SELECT * FROM page_sessions WHERE id = ?", [session_id])
+
+
+def is_live(db: Database, session_id: str, key_id: str, now_s: float) -> bool:
+    query = "SELECT 1 FROM page_sessions WHERE id = ? AND key_id = ? AND until_s > ?"
+    return db.execute(query, [session_id, key_id, now_s]).fetchone() is not None
+
+
+def list_live(db: Database, now_s: float, owner: str | None = None) -> list[PageSessionRow]:
+    """Of an owner's keys, None: of all; oldest first."""
+    return db.all(
+        PageSessionRow,
+        "SELECT page_sessions.* FROM page_sessions JOIN keys ON keys.id = key_id"
+        " WHERE until_s > ?1 AND revoked_s IS NULL AND (?2 IS NULL OR owner = ?2) ORDER BY page_sessions.seq",
+        [now_s, owner],
+    )
+
+
+def seen(db: Database, session_id: str, now_s: float, until_s: float) -> None:
+    """Raises RowNotFound."""
+    db.update("page_sessions", PageSessionRow, {"id": session_id}, {"seen_s": now_s, "until_s": until_s})
+
+
+def end(db: Database, session_id: str) -> None:
+    db.execute("DELETE FROM page_sessions WHERE id = ?", [session_id])
+
+
+def end_of_key(db: Database, key_id: str) -> None:
+    db.execute("DELETE FROM page_sessions WHERE key_id = ?", [key_id])
+
+
+def forget_ended(db: Database, now_s: float) -> int:
+    """Deletes those whose time is over; returns how many."""
+    return db.execute("DELETE FROM page_sessions WHERE until_s <= ?", [now_s]).rowcount

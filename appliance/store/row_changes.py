@@ -1,0 +1,45 @@
+"""Tells of each row that this connection writes, by triggers that live as long as it does: nobody who writes has to
+remember to say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from appliance.store.database import Database
+
+Told = Callable[[str, str | None, str | None], None]
+_EVENTS = (("INSERT", "NEW"), ("UPDATE", "NEW"), ("DELETE", "OLD"))
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What is told of a row of a table. id, owner: SQL in which ROW is the row; NULL where there is none."""
+
+    id: str = "NULL"
+    owner: str = "NULL"
+
+
+def watch(db: Database, tables: Mapping[str, Watched], told: Told) -> None:
+    """From now on `told(table, id, owner)` is called within each statement that writes rows of these tables, also one
+    whose transaction is rolled back after. It must not raise, nor use the database: a later turn of the loop may."""
+
+    def tell(table: str, row_id: str | None, owner: str | None) -> int:
+        told(table, row_id, owner)
+        return 0
+
+    unwatch(db, tables)  # of an app that had this connection before
+    db.define("told_of_row", 3, tell)
+    for table, watched in tables.items():
+        for event, row in _EVENTS:
+            values = ", ".join(expression.replace("ROW.", f"{row}.") for expression in (watched.id, watched.owner))
+            db.execute(
+                f"CREATE TEMP TRIGGER told_{table}_{event} AFTER {event} ON main.{table}"
+                f" BEGIN SELECT told_of_row('{table}', {values}); END"
+            )
+
+
+def unwatch(db: Database, tables: Mapping[str, Watched]) -> None:
+    for table in tables:
+        for event, _ in _EVENTS:
+            db.execute(f"DROP TRIGGER IF EXISTS temp.told_{table}_{event}")

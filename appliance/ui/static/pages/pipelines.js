@@ -1,0 +1,140 @@
+// Pipelines and sweeps: from data to a version that answers, step by step; searches of hyperparameters, by round.
+import { get, post } from "../api.js";
+import { ago, duration, measure, moment, number, percent } from "../format.js";
+import { t } from "../i18n.js";
+import { Badge, Card, Facts, Failure, Live, Sure, Table, html, useAct, useLive } from "../ui.js";
+
+export function Pipelines({ rest }) {
+  const [kind, id] = rest;
+  if (kind === "sweep" && id) return html`<${Sweep} key=${id} id=${id} />`;
+  if (kind && kind !== "sweep") return html`<${Pipeline} key=${kind} name=${kind} />`;
+  return html`<${List} /><${Sweeps} />`;
+}
+
+const outcome = (run) => html`<${Badge} state=${run.outcome && run.outcome !== "answers" ? "queued" : run.state}>${run.outcome ? t(`pipeline.outcome.${run.outcome}`) : undefined}</${Badge}>`;
+
+function List() {
+  const pipelines = useLive(async (signal) => (await get("/v1/pipelines?limit=100", signal)).data, 5, [], ["pipelines"]);
+  return html`<${Live} of=${pipelines}>${(rows) => html`<${Card} title=${t("pipelines")}>
+    <${Table} label=${t("pipelines")} rows=${rows} rowKey=${(row) => row.id} empty=${t("pipelines.none")} columns=${[
+      [t("name"), (row) => html`<a href=${`#/pipelines/${encodeURIComponent(row.name)}`}>${row.name}</a>`],
+      [t("pipeline.last"), (row) => (row.last_run ? outcome(row.last_run) : "–")],
+      [t("pipeline.now"), (row) => stepOf(row.last_run)],
+      [t("pipeline.next"), (row) => (row.scheduled && row.next_at ? moment(row.next_at) : t("pipeline.asked")), "nowrap"],
+      [t("owner"), (row) => row.owner || "–"],
+    ]} />
+  </${Card}>`}</${Live}>`;
+}
+
+/** The step that a run is at, or what it ended with. */
+function stepOf(run) {
+  if (!run) return "–";
+  const step = run.state === "running" ? run.steps.find((one) => one.state === "running") : null;
+  return step ? `${stepWord(step.name)}${step.says ? `: ${step.says}` : ""}` : run.reason || "–";
+}
+
+const STEPS = ["data", "check", "prepare", "train", "evaluate", "gate", "canary", "promote"];
+const stepWord = (name) => (STEPS.includes(name) ? t(`step.${name}`) : name);
+
+function Pipeline({ name }) {
+  const path = `/v1/pipelines/${encodeURIComponent(name)}`;
+  const pipeline = useLive((signal) => get(path, signal), 5, [name], ["pipelines"]);
+  const runs = useLive(async (signal) => (await get(`${path}/runs?limit=20`, signal)).data, 4, [name], ["pipelines"]);
+  const [act, { busy, error }] = useAct(async (url, body) => {
+    await post(url, body);
+    pipeline.reload();
+    runs.reload();
+  });
+  return html`<p class="back"><a href="#/pipelines">← ${t("pipelines.all")}</a></p>
+    <${Live} of=${pipeline}>${(one) => html`<${Card} title=${one.name}>
+      ${one.note ? html`<p class="alert warm">${one.note}</p>` : null}
+      <${Facts} pairs=${[
+        [t("model"), (one.spec.train || {}).model],
+        [t("pipeline.next"), one.scheduled && one.next_at ? moment(one.next_at) : t("pipeline.asked")],
+        [t("owner"), one.owner],
+      ]} />
+      <div class="buttons">
+        <button type="button" class="main" disabled=${busy || (one.last_run && one.last_run.state === "running")} onClick=${() => act(`${path}/runs`)}>${t("pipeline.run")}</button>
+        ${one.spec.schedule ? html`<button type="button" disabled=${busy} onClick=${() => act(`${path}/schedule`, { on: !one.scheduled })}>${t(one.scheduled ? "pipeline.unschedule" : "pipeline.schedule")}</button>` : null}
+      </div>
+      <${Failure} error=${error} />
+      <details><summary>${t("pipeline.spec")}</summary><pre tabindex="0"><code>${JSON.stringify(one.spec, null, 2)}</code></pre></details>
+    </${Card}>`}</${Live}>
+    <${Live} of=${runs}>${(rows) => (rows.length
+      ? rows.map((run) => html`<${Run} key=${run.id} run=${run} busy=${busy} onCancel=${() => act(`/v1/pipeline_runs/${run.id}/cancel`)} />`)
+      : html`<p class="empty">${t("pipeline.no_runs")}</p>`)}</${Live}>`;
+}
+
+function Run({ run, busy, onCancel }) {
+  return html`<${Card} title=${t("pipeline.run_of", { when: moment(run.created_at) })} aside=${outcome(run)}>
+    ${run.reason ? html`<p class="alert quiet">${run.reason}</p>` : null}
+    <${Table} label=${t("pipeline.steps")} rows=${run.steps} rowKey=${(step) => step.name} empty="" columns=${[
+      [t("pipeline.step"), (step) => stepWord(step.name)],
+      [t("state"), (step) => html`<${Badge} state=${step.state === "skipped" ? "skip" : step.state === "waiting" ? "queued" : step.state} />`],
+      [t("pipeline.took"), (step) => (step.began_s ? duration((step.ended_s || Date.now() / 1000) - step.began_s) : "–"), "right"],
+      [t("data.what"), (step) => step.says || "–"],
+    ]} />
+    <${Facts} pairs=${[
+      [t("pipeline.data"), t("pipeline.data_of", { files: number(run.data.files), bytes: number(run.data.bytes) })],
+      [t("job"), run.job_id ? html`<a href=${`#/jobs/${run.job_id}`}>${run.job_id}</a>` : null],
+      [t("data.file"), run.file_id ? html`<a href=${`#/data/${run.file_id}`}>${run.file_id}</a>` : null],
+      [t("gate"), run.gate_id ? html`<a href=${`#/evals/gate/${run.gate_id}`}>${run.gate_id}</a>` : null],
+    ]} />
+    ${run.state === "running" ? html`<div class="buttons"><${Sure} class="bad" label=${t("pipeline.cancel")} question=${t("pipeline.cancel.sure")} busy=${busy} onYes=${onCancel} /></div>` : null}
+  </${Card}>`;
+}
+
+function Sweeps() {
+  const sweeps = useLive(async (signal) => (await get("/v1/sweeps?limit=50", signal)).data, 5, [], ["sweeps"]);
+  return html`<${Live} of=${sweeps}>${(rows) => html`<${Card} title=${t("sweeps")}>
+    <${Table} label=${t("sweeps")} rows=${rows} rowKey=${(row) => row.id} empty=${t("sweeps.none")} columns=${[
+      [t("name"), (row) => html`<a href=${`#/pipelines/sweep/${row.id}`}>${row.name}</a>`],
+      [t("state"), (row) => html`<${Badge} state=${row.state} />`],
+      [t("sweep.round"), (row) => t("of", { a: number(Math.min(row.round + 1, row.rounds.length)), b: number(row.rounds.length) }), "right"],
+      [t("sweep.trials"), (row) => number(row.trials.length), "right"],
+      [t("sweep.best"), (row) => (row.best ? `${parameters(row.best.parameters)} (${measure(row.best.loss)})` : "–")],
+      [t("usage.device_hours"), (row) => number(row.device_hours, 2), "right"],
+      [t("created"), (row) => ago(row.created_at), "nowrap"],
+    ]} />
+  </${Card}>`}</${Live}>`;
+}
+
+const parameters = (of) => Object.entries(of).map(([name, value]) => `${name} ${typeof value === "number" ? measure(value) : value}`).join(", ");
+
+function Sweep({ id }) {
+  const sweep = useLive((signal) => get(`/v1/sweeps/${id}`, signal), 4, [id], [`sweeps/${id}`]);
+  const [cancel, { busy, error }] = useAct(async () => {
+    await post(`/v1/sweeps/${id}/cancel`);
+    sweep.reload();
+  });
+  return html`<p class="back"><a href="#/pipelines">← ${t("pipelines.all")}</a></p>
+    <${Live} of=${sweep}>${(one) => html`
+      <${Card} title=${one.name} aside=${html`<${Badge} state=${one.state} />`}>
+        ${one.reason ? html`<p class="alert quiet">${one.reason}</p>` : null}
+        <${Facts} pairs=${[
+          [t("sweep.round"), t("of", { a: number(Math.min(one.round + 1, one.rounds.length)), b: number(one.rounds.length) })],
+          [t("sweep.best"), one.best ? `${parameters(one.best.parameters)} (${measure(one.best.loss)})` : null],
+          [t("model"), one.best && one.best.model ? html`<a href=${`#/models/${encodeURIComponent(one.best.model)}`}>${one.best.model}</a>` : null],
+          [t("usage.device_hours"), number(one.device_hours, 2)],
+        ]} />
+        <p class="dim">${one.rounds.map((round) => t("sweep.round_of", { trials: number(round.trials), share: percent(round.share) })).join(" → ")}</p>
+        ${one.state === "running" ? html`<div class="buttons"><${Sure} class="bad" label=${t("sweep.cancel")} question=${t("sweep.cancel.sure")} busy=${busy} onYes=${cancel} /></div>` : null}
+        <${Failure} error=${error} />
+      </${Card}>
+      <${Card} title=${t("sweep.trials")}><${Table} label=${t("sweep.trials")} rows=${ranked(one.trials)} rowKey=${(row) => row.place} empty="" columns=${[
+        [t("sweep.parameters"), (row) => html`${parameters(row.trial.parameters)} ${one.best && one.best.trial === row.place ? html`<${Badge} state="ok">${t("sweep.best")}</${Badge}>` : null}`],
+        [t("sweep.rounds"), (row) => number(row.trial.jobs.length), "right"],
+        [t("job.valid_loss"), (row) => measure(row.loss), "right"],
+        [t("job"), (row) => (row.last ? html`<a href=${`#/jobs/${row.last.job_id}`}>${row.last.job_id}</a>` : "–")],
+      ]} /></${Card}>`}</${Live}>`;
+}
+
+/** The trials, those that went furthest first, then by their loss. */
+function ranked(trials) {
+  const rows = trials.map((trial, place) => {
+    const last = trial.jobs[trial.jobs.length - 1];
+    const known = [...trial.jobs].reverse().find((one) => one.loss !== null && one.loss !== undefined);
+    return { trial, place, last, loss: known ? known.loss : null };
+  });
+  return rows.sort((a, b) => b.trial.jobs.length - a.trial.jobs.length || (a.loss ?? Infinity) - (b.loss ?? Infinity));
+}

@@ -1,0 +1,138 @@
+"""A student comes nearer to a teacher that an engine serves: the reverse KL divergence on prompts held out, by seed.
+
+    python benchmarks/distillation.py [--model DIRECTORY] [--seeds N] [--steps N] [--rollouts engine] [--json FILE]
+
+Two CPU devices in mode `split`, one for the ranks and one for the engine. The teacher is an adapter of the model that
+has learnt the demo's 64 questions about who it is (supervised, LoRA of rank 16, three epochs); each student begins from
+the model itself, with LoRA of rank 16, eight answers in a step to some of 52 questions; twelve are held out, with two
+answers each. Without a model a starter is made, which learns as much of less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks._claims import record, stated  # noqa: E402 - the path comes first
+from tests.e2e.box_support import DEMO_DATA, whole_box  # noqa: E402
+
+HELD_OUT = 12
+
+
+def questions() -> list[dict]:
+    lines = (DEMO_DATA / "identity.jsonl").read_text().splitlines()
+    return [{"messages": json.loads(line)["messages"][:-1]} for line in lines]
+
+
+def jsonl(rows: list[dict]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def ended(box, client, job_id: str):
+    box.run("job", "wait", job_id, "--timeout", "3600", timeout_s=3700)
+    return client.fine_tuning.jobs.retrieve(job_id)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--model", type=Path)
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--steps", type=int, default=26)
+    options.add_argument("--batch", type=int, default=2, help="questions of a step, which has eight answers")
+    options.add_argument("--rollouts", default="ranks")
+    options.add_argument("--rate", type=float, default=2e-4)
+    options.add_argument("--json", type=Path)
+    asked = options.parse_args()
+    found: dict[int, dict] = {}
+    with tempfile.TemporaryDirectory() as folder, whole_box(Path(folder), "[box]\ndevices = 2\n") as box:
+        if asked.model:
+            box.run("model", "import", str(asked.model), "--name", "base", timeout_s=600)
+            model = "base"
+        else:
+            box.ask("model", "starter", "--minutes", "0.5")
+            model = "starter"
+        box.run("mode", "set", "split", "--train", "1", "--wait")
+        client = box.client(max_retries=5)
+        lesson = box.upload((DEMO_DATA / "identity.jsonl").read_bytes())
+        taught = {"n_epochs": 3, "lora_rank": 16, "general_questions": False}
+        job = client.fine_tuning.jobs.create(
+            model=model,
+            training_file=lesson,
+            seed=1,
+            method={"type": "supervised", "supervised": {"hyperparameters": taught}},
+        )
+        teacher = ended(box, client, job.id).fine_tuned_model
+        asked_of = questions()
+        train, valid = (
+            box.upload(jsonl(rows), name)
+            for rows, name in ((asked_of[HELD_OUT:], "train.jsonl"), (asked_of[:HELD_OUT], "valid.jsonl"))
+        )
+        batch = asked.batch
+        for seed in range(1, asked.seeds + 1):
+            began_s = time.monotonic()
+            hyperparameters = {
+                "n_epochs": max(1, asked.steps * batch // len(asked_of[HELD_OUT:])),
+                "batch_size": batch,
+                "samples": 8 // batch,
+                "eval_samples": 2,
+                "eval_interval": max(1, asked.steps // 4),
+                "max_completion_tokens": 32,
+                "lora_rank": 16,
+                "learning_rate": asked.rate,
+                "rollouts": asked.rollouts,
+                "general_questions": False,
+            }
+            job = client.fine_tuning.jobs.create(
+                model=model,
+                training_file=train,
+                validation_file=valid,
+                seed=seed,
+                method={
+                    "type": "distillation",
+                    "distillation": {"teacher": teacher, "hyperparameters": hyperparameters},
+                },
+            )
+            done = ended(box, client, job.id)
+            events = [e.data for e in client.fine_tuning.jobs.list_events(job.id, limit=100) if e.type == "metrics"]
+            steps = {data["step"]: data for data in events if "reverse_kl" in data}
+            held_out = {data["step"]: data for data in events if "valid_reverse_kl" in data}
+            took = [data["timing"]["step"] for data in steps.values()]
+            parts = {part: round(statistics.median(one[part] for one in took), 2) for part in took[0]}
+            print(f"seed {seed}: {done.status} in {time.monotonic() - began_s:.0f} s, a step {parts}")
+            for name, rows, key in (
+                ("KL of the step", steps, "reverse_kl"),
+                ("entropy of the step", steps, "entropy"),
+                ("KL held out", held_out, "valid_reverse_kl"),
+                ("entropy held out", held_out, "valid_entropy"),
+            ):
+                print(f"  {name:20}", {step: round(rows[step][key], 3) for step in sorted(rows)}, flush=True)
+            found[seed] = {"steps": steps, "held_out": held_out}
+        for name, one in (("before", model), ("teacher", teacher), ("student", done.fine_tuned_model)):
+            answer = client.chat.completions.create(
+                model=one, messages=asked_of[0]["messages"], max_tokens=32, temperature=0
+            )
+            print(f"{name}: {answer.choices[0].message.content!r}")
+    size = f"{'SmolLM2-135M' if asked.model else 'starter'}, LoRA of rank 16, {asked.steps} steps"
+    first, last = (
+        [one["held_out"][pick(one["held_out"])]["valid_reverse_kl"] for one in found.values()] for pick in (min, max)
+    )
+    rows = []
+    for name, values in (("before", first), ("after", last)):
+        rows.append(stated(f"reverse KL held out, {name}: mean", size, statistics.mean(values), "nats a token"))
+        if len(values) > 1:
+            rows.append(stated(f"the same, {name}: deviation", size, statistics.stdev(values), "nats a token"))
+    record(__file__, rows)
+    if asked.json:
+        asked.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

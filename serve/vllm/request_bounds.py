@@ -1,0 +1,79 @@
+"""Refuses what vLLM's frontend lets through and a step cannot take: its error there ends the engine and every request.
+
+The runner for GPUs has a row of fixed length for what a request forbids, and raises where it is too short
+(vllm/v1/worker/gpu/sample): 64 texts of 256 letters, which the gateway lets through, may be 16,000 tokens. Of several
+answers with a seed each has the next number, which after the largest is none of 64 bits. These are refused, or made to
+fit, on every device alike.
+
+A token that the tokenizer has and the model does not, such as a picture's placeholder with a model of text alone,
+passes vLLM's check, which goes by the larger of the two. The embedding has no row for it, on no device, and on a GPU
+the error names some later kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from vllm import envs
+from vllm.exceptions import VLLMValidationError
+
+# Of ids that end an answer: MAX_NUM_STOP_TOKEN_IDS of vllm/v1/worker/gpu/sample/logit_bias.py.
+STOP_IDS = 128
+
+
+def bound_forbidden(parameters: Any) -> None:
+    """parameters: vllm.sampling_params.SamplingParams, whose `update_from_tokenizer` is the last to add to them, in the
+    frontend."""
+    update = parameters.update_from_tokenizer
+
+    @functools.wraps(update)
+    def update_from_tokenizer(self: Any, tokenizer: Any) -> None:
+        update(self, tokenizer)
+        most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+        if (tokens := sum(map(len, self.bad_words_token_ids or ()))) > most:
+            raise VLLMValidationError(
+                f"The texts of bad_words are {tokens} tokens long together, with and without a space before them; at "
+                f"most {most} are allowed.",
+                parameter="bad_words",
+            )
+        if self.min_tokens > 0 and len(self.all_stop_token_ids) > STOP_IDS:
+            raise VLLMValidationError(
+                f"With min_tokens at most {STOP_IDS} tokens may end an answer, those of the model among them; these "
+                f"are {len(self.all_stop_token_ids)}.",
+                parameter="stop_token_ids",
+            )
+
+    parameters.update_from_tokenizer = update_from_tokenizer
+
+
+def bound_tokens(renderer: Any) -> None:
+    """renderer: vllm.renderers.base.BaseRenderer. Models that read pictures put these in the places of such tokens."""
+    validate = renderer.validate_token_ids
+
+    @functools.wraps(validate)
+    def validate_token_ids(self: Any, token_ids: Sequence[int], *, parameter: str | None = None) -> None:
+        validate(self, token_ids, parameter=parameter)
+        known = self.model_config.get_vocab_size()
+        if token_ids and max(token_ids) >= known and not self.model_config.is_multimodal_model:
+            raise VLLMValidationError(
+                f"The prompt has the token {max(token_ids)}, which the model's tokenizer has and the model does not.",
+                parameter=parameter,
+            )
+
+    renderer.validate_token_ids = validate_token_ids
+
+
+def keep_seeds(parent: Any) -> None:
+    """parent: vllm.v1.engine.parallel_sampling.ParentRequest, which counts on from the seed for each further answer."""
+    of_child = parent._get_child_sampling_params
+
+    @functools.wraps(of_child)
+    def _get_child_sampling_params(self: Any, index: int) -> Any:
+        found = of_child(self, index)
+        if found.seed is not None and found.seed >= 1 << 63:
+            found.seed -= 1 << 64  # the same bits
+        return found
+
+    parent._get_child_sampling_params = _get_child_sampling_params

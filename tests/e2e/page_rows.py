@@ -1,0 +1,133 @@
+"""Pipelines, a sweep and gates as they are when some of it has ended: rows for the page to show."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from appliance.store.database import Database
+from appliance.store.objects import gates, pipelines, sweeps
+from appliance.store.rows import GateRow, PipelineRow, PipelineRunRow, SweepRow
+
+REFUSED = "prompts: pass rate -8 points on 100 items: shown to be worse by more than 2 points (p 0.004)"
+
+
+def insert(db: Database, key_id: str, owner: str) -> None:
+    now_s = time.time()
+    _gates(db, key_id, owner, now_s)
+    _pipeline(db, key_id, owner, now_s)
+    _sweep(db, key_id, owner, now_s)
+
+
+def _gates(db: Database, key_id: str, owner: str, now_s: float) -> None:
+    rule = {"rule": "not_worse_by", "wanted": 0.02, "found": -0.08, "ok": False, "says": REFUSED.partition(": ")[2]}
+    suite: dict[str, Any] = {
+        "name": "prompts",
+        "items": 100,
+        "rules": [rule],
+        "candidate": {"judged": 100, "pass_rate": 0.61, "mean_reward": 0.61},
+        "incumbent": {"judged": 99, "pass_rate": 0.69, "mean_reward": 0.69},
+        "compared": {
+            "measure": "pass_rate",
+            "pairs": 99,
+            "difference": -0.08,
+            "low": -0.13,
+            "high": -0.03,
+            "gained": 2,
+            "lost": 10,
+        },
+        "ok": False,
+        "verdict": "refused",
+    }
+    gates.insert(
+        db,
+        GateRow(
+            "gate_refused",
+            now_s,
+            "ftjob-gone",
+            "starter",
+            key_id,
+            owner,
+            terms={"then": "activate", "suites": []},
+            version="v2",
+            before="v1",
+            state="ended",
+            verdict="refused",
+            reason=REFUSED,
+            told=[suite],
+            decided_s=now_s,
+            ended_s=now_s,
+        ),
+    )
+
+
+def _pipeline(db: Database, key_id: str, owner: str, now_s: float) -> None:
+    spec = {"name": "nightly", "train": {"model": "starter"}, "schedule": {"cron": "0 2 * * *"}}
+    pipelines.insert(db, PipelineRow("pipe_1", "nightly", now_s, key_id, owner, spec))
+    says = {
+        "data": ("done", "2 files, 4,096 bytes"),
+        "check": ("done", "24 examples, 3 duplicates"),
+        "prepare": ("skipped", ""),
+        "train": ("done", "ftjob-gone: 4 steps, loss 1.2345"),
+        "evaluate": ("done", "prompts: 61.0% of 100 passed, 69.0% before"),
+        "gate": ("done", "gate_refused refused"),
+        "canary": ("skipped", ""),
+        "promote": ("skipped", "v1 goes on answering"),
+    }
+    steps = [
+        {
+            "name": name,
+            "state": state,
+            "says": said,
+            "began_s": None if state == "skipped" else now_s - 90,
+            "ended_s": None if state == "skipped" else now_s - 30,
+        }
+        for name, (state, said) in says.items()
+    ]
+    pipelines.insert_run(
+        db,
+        PipelineRunRow(
+            "run_1",
+            "pipe_1",
+            now_s,
+            "request",
+            key_id,
+            owner,
+            spec={"name": "nightly"},
+            state="succeeded",
+            outcome="left",
+            reason=REFUSED,
+            steps=steps,
+            data_files=2,
+            data_bytes=4096,
+            ended_s=now_s,
+        ),
+    )
+
+
+def _sweep(db: Database, key_id: str, owner: str, now_s: float) -> None:
+    trials = [
+        {
+            "parameters": {"learning_rate_multiplier": rate},
+            "jobs": [{"job_id": f"ftjob-{place}{at}", "state": "succeeded", "loss": 2.0 - rate + 0.1 * at}]
+            * (2 if rate == 1 else 1),
+        }
+        for at, (place, rate) in enumerate((("a", 0.3), ("b", 1), ("c", 0.5)))
+    ]
+    sweeps.insert(
+        db,
+        SweepRow(
+            "sweep_1",
+            "rates",
+            now_s,
+            key_id,
+            owner,
+            spec={"name": "rates", "first": 0.1, "keep_one_in": 3},
+            state="succeeded",
+            round=1,
+            trials=trials,
+            spent_s=900.0,
+            best=1,
+            ended_s=now_s,
+        ),
+    )

@@ -1,0 +1,144 @@
+"""`appliance eval harness`, without the library: batches of the real control app, and a stand-in for what the library
+brings (its base class). tests/e2e/test_harness_soak.py has the library itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from appliance.cli.client import Address, Client
+from appliance.cli.errors import CommandFailed
+from appliance.controller.interfaces.ports import BatchCapacity, EngineAnswer
+from appliance.harness.batches import Batches
+from appliance.harness.errors import Unsupported
+from appliance.harness.main import figures
+from tests.unit.cli.conftest import ControlledBox
+
+
+class Box:
+    """Answers each request with what it was asked last; counts."""
+
+    def __init__(self, box: ControlledBox, choice=None):
+        self.asked: list[dict] = []
+        self.choice = choice or (lambda body: {"message": {"content": body["messages"][-1]["content"].upper()}})
+        box.context.batch_engines.rule = self.answer
+        self.batches = Batches(Client(Address(socket_path=str(box.data_dir / "controller.sock"))), look_every_s=0.01)
+
+    async def answer(self, body):
+        self.asked.append(body)
+        found = self.choice(body)
+        if isinstance(found, EngineAnswer):
+            return found
+        return EngineAnswer(200, {"choices": [{"index": 0, **found}], "usage": {}}, "v1")
+
+
+@pytest.fixture
+def library(monkeypatch):
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.instance", "lm_eval.api.model"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["lm_eval.api.instance"].Instance = SimpleNamespace
+    sys.modules["lm_eval.api.model"].LM = object
+    monkeypatch.delitem(sys.modules, "appliance.harness.box_model", raising=False)
+    yield
+    monkeypatch.delitem(sys.modules, "appliance.harness.box_model", raising=False)
+
+
+def model(batches, chat=True):
+    from appliance.harness.box_model import BoxModel
+
+    return BoxModel(batches, "starter", chat=chat, max_tokens=16, seed=None)
+
+
+def question(*args):
+    return SimpleNamespace(args=args, task_name="capitals")
+
+
+def bodies(name, *texts):
+    return [{"model": name, "messages": [{"role": "user", "content": text}]} for text in texts]
+
+
+@pytest.mark.parametrize("name, again", [("starter@v2", 0), ("starter", 3)])
+def test_answers_come_in_the_order_of_the_questions(box: ControlledBox, name: str, again: int):
+    """What a version was asked is not asked again by the same command, run anew; a name may be another version now."""
+    asked = Box(box)
+    for _ in range(2):
+        found = asked.batches.answers("/v1/chat/completions", bodies(name, "a", "b", "c"), "letters")
+        assert [one["choices"][0]["message"]["content"] for one in found] == ["A", "B", "C"]
+    assert len(asked.asked) == 3 + again
+    asked.batches.answers("/v1/chat/completions", bodies(name, "a", "b"), "letters")
+    assert len(asked.asked) == 3 + again + 2
+
+
+def test_a_command_that_was_ended_goes_on_where_it_was(box: ControlledBox):
+    asked, going = Box(box), threading.Event()
+    box.context.batch_engines.room = lambda model: BatchCapacity(4 if going.is_set() else 0, "its engines are busy")
+    first = threading.Thread(target=asked.batches.answers, args=("/v1/chat/completions", bodies("starter", "a"), ""))
+    first.start()
+    while not (made := box.json("batch", "list")["data"]) or made[0]["status"] != "in_progress":
+        pass
+    going.set()
+    asked.batches.answers("/v1/chat/completions", bodies("starter", "a"), "")
+    first.join()
+    assert len(box.json("batch", "list")["data"]) == 1
+
+
+def test_what_is_not_answered_is_said(box: ControlledBox):
+    refusal = {"error": {"message": "too long", "type": "invalid_request_error", "param": None, "code": None}}
+    asked = Box(box, lambda body: EngineAnswer(400, refusal, "v1"))
+    with pytest.raises(CommandFailed, match="2 of 2 requests of batch_.* the first: too long"):
+        asked.batches.answers("/v1/chat/completions", bodies("starter", "a", "b"), "letters")
+
+
+def test_a_text_is_asked_for_as_messages_and_cut_at_every_stop(box: ControlledBox, library):
+    asked = Box(box, lambda body: {"message": {"content": "Paris. Or so?"}})
+    until = ["1", "2", "3", "4", "?", " Or"]
+    context = json.dumps([{"role": "user", "content": "The capital of France?"}])
+    found = model(asked.batches).generate_until([question(context, {"until": until, "max_gen_toks": 8})])
+    assert found == ["Paris."]
+    (body,) = asked.asked
+    assert body["stop"] == until[:4] and body["max_completion_tokens"] == 8 and body["temperature"] == 0
+    assert body["messages"][0]["content"] == "The capital of France?"
+
+
+def test_a_choice_scores_the_tokens_behind_its_question(box: ControlledBox, library):
+    def scored(body):
+        told = {
+            "tokens": ["The", " sky", " is", " bl", "ue"],
+            "text_offset": [0, 3, 7, 10, 13],
+            "token_logprobs": [None, -1.0, -2.0, -0.5, -0.25],
+            "top_logprobs": [None, {"x": -0.1}, {"y": -0.1}, {" bl": -0.5}, {"ue": -0.25}],
+        }
+        if body["prompt"].endswith("red"):
+            told = {name: values[:3] + values[4:] for name, values in told.items()}
+            told["tokens"][-1], told["text_offset"][-1], told["token_logprobs"][-1] = " red", 10, -4.0
+        return {"text": body["prompt"], "logprobs": told}
+
+    asked = Box(box, scored)
+    # The blank at the end of the second context belongs to the continuation: the token that has it does too.
+    found = model(asked.batches).loglikelihood([question("The sky is", " blue"), question("The sky is ", "red")])
+    assert found == [(-0.75, True), (-4.0, False)]
+    assert asked.asked[0]["echo"] and asked.asked[0]["max_tokens"] == 0
+    with pytest.raises(Unsupported, match="capitals scores texts that follow nothing"):
+        model(asked.batches).loglikelihood([question("", "Paris")])
+
+
+def test_the_librarys_figures_have_intervals():
+    told = {"alias": "capitals", "acc,none": 0.5, "acc_stderr,none": 0.1, "f1,strict": 1.0, "f1_stderr,strict": "N/A"}
+    rows = figures("starter", {"results": {"capitals": told}, "n-samples": {"capitals": {"effective": 25}}})
+    assert [(row["metric"], row["value"], row["questions"]) for row in rows] == [
+        ("acc", 0.5, 25),
+        ("f1 (strict)", 1.0, 25),
+    ]
+    assert rows[0]["low"] == pytest.approx(0.304, abs=1e-3) and rows[0]["high"] == pytest.approx(0.696, abs=1e-3)
+    assert rows[1]["low"] is None
+
+
+def test_without_the_library_the_command_says_how_to_get_it(box: ControlledBox, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refused = box.run("eval", "harness", "starter", "--tasks", "capitals")
+    assert refused.exit_code == 2 and "pip install 'lm-eval[api]'" in refused.output

@@ -1,0 +1,227 @@
+"""Jobs that learn from a teacher: who may be one, and what it says of a job's answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from appliance.controller.batches.metering import Metering
+from appliance.controller.grading.model_answers import ModelAnswers
+from appliance.controller.grading.sampling import RolloutSampling
+from appliance.controller.grading.teaching import Teaching
+from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
+from appliance.store.objects import jobs, models
+from appliance.store.records import keys
+from serve.core import scoring
+from tests.simulator.control_plane import SimulatedEngines
+from tests.train_support.tiny import tokenizer
+from tests.unit.controller.conftest import Control, insert_model
+from tests.unit.controller.test_batch_metering import spent
+from tests.unit.controller.test_jobs import prompts
+
+
+def with_tokenizer(control: Control, folder: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> None:
+    at = folder / name
+    tokenizer().save_pretrained(at)
+    made = json.loads((at / "tokenizer.json").read_text())
+    change(made)
+    (at / "tokenizer.json").write_text(json.dumps(made))
+    models.update_version(control.db, name, "v1", disk_path=str(at))
+
+
+def swapped(made: dict[str, Any]) -> None:
+    tokens = made["model"]["vocab"]
+    first, second = (next(text for text, number in tokens.items() if number == one) for one in (100, 101))
+    tokens[first], tokens[second] = 101, 100
+
+
+@pytest.fixture
+def taught(control: Control, tmp_path: Path) -> Control:
+    """`starter` and its teacher have the same tokens, not the same file; `stranger` has others."""
+    for name in ("teacher", "stranger", "embedder"):
+        insert_model(control.db, name, task="embed" if name == "embedder" else "generate")
+    insert_model(control.db, "anns", kind="fine-tuned", owner="ann")
+    with_tokenizer(control, tmp_path, "starter", lambda made: None)
+    with_tokenizer(control, tmp_path, "teacher", lambda made: made.update(version="1.0 as another made it"))
+    with_tokenizer(control, tmp_path, "stranger", swapped)
+    return control
+
+
+def engines(control: Control) -> SimulatedEngines:
+    assert isinstance(control.context.batch_engines, SimulatedEngines)
+    return control.context.batch_engines
+
+
+def method(teacher: Any = "teacher", **hyperparameters: Any) -> Any:
+    block = {"hyperparameters": {"max_completion_tokens": 16, **hyperparameters}}
+    return {"type": "distillation", "distillation": block if teacher is None else {"teacher": teacher, **block}}
+
+
+async def asked(control: Control, chosen: Any = None, **more: Any) -> httpx.Response:
+    """Not by the SDK, which checks its answers strictly here: the method is none of OpenAI's."""
+    file_id = more.pop("training_file", None) or await control.upload(prompts())
+    body = {"model": "starter", "training_file": file_id, "method": chosen or method(), **more}
+    answer = await control.http.post("/v1/fine_tuning/jobs", json=body)
+    await control.settle()
+    return answer
+
+
+async def made(control: Control, chosen: Any = None, **more: Any) -> str:
+    answer = await asked(control, chosen, **more)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["id"]
+
+
+async def test_a_job_of_a_teacher_is_validated_and_shows_it(taught: Control):
+    job_id = await made(taught, validation_file=await taught.upload(prompts(3)))
+    row = jobs.get(taught.db, job_id)
+    assert row.phase == "queued" and row.resolved and row.resolved["options"]["group"] == 4, row.reason
+    shown = (await taught.http.get(f"/v1/fine_tuning/jobs/{job_id}")).json()["method"]["distillation"]
+    assert shown["teacher"] == "teacher" and shown["hyperparameters"]["samples"] == 4
+    pinned = await made(taught, method("teacher@v1"))
+    assert jobs.get(taught.db, pinned).phase == "queued"
+
+
+@pytest.mark.parametrize(
+    ("teacher", "fields", "param", "says"),
+    [
+        (None, {}, "method.distillation.teacher", "Missing required parameter: 'method.distillation.teacher'"),
+        (["teacher"], {}, "method.distillation.teacher", "expected the name of a model"),
+        ("nobody", {}, "model", "'nobody' does not exist"),
+        ("teacher@v9", {}, "model", "'teacher@v9' does not exist"),
+        ("anns", {}, "model", "does not exist or you do not have access"),
+        ("embedder", {}, "method.distillation.teacher", "makes embeddings"),
+        (
+            "stranger",
+            {},
+            "method.distillation.teacher",
+            "cannot teach 'starter': .* their tokenizers differ: 100 is '.' to the student and '.' to it",
+        ),
+        ("teacher", {"max_length": 2048}, "method.distillation.teacher", "at most 1,023 tokens .* is 2,048"),
+        ("teacher", {"samples": 65}, "method.distillation.hyperparameters.samples", "samples"),
+    ],
+)
+async def test_who_cannot_teach_is_refused_in_words(
+    taught: Control, teacher: Any, fields: dict[str, Any], param: str, says: str
+):
+    models.update(taught.db, "teacher", max_model_len=1024)
+    refused = await asked(taught, method(teacher, **fields))
+    error = refused.json()["error"]
+    assert refused.status_code in (400, 404) and error["param"] == param and re.search(says, error["message"]), error
+    assert jobs.list_unfinished(taught.db) == []
+
+
+async def test_a_key_that_may_not_ask_models_has_no_teacher(taught: Control):
+    file_id = await taught.upload(prompts())
+    taught.http.headers["x-appliance-scopes"] = "fine_tuning"
+    refused = await asked(taught, training_file=file_id)
+    assert refused.status_code == 403 and "inference" in refused.text
+
+
+async def test_tokens_that_nobody_can_see_are_not_taken_for_the_same(taught: Control):
+    models.update_version(taught.db, "teacher", "v1", disk_path=None)
+    assert "files of teacher are neither on disk nor in shared memory" in (await asked(taught)).text
+
+
+# --- what it says
+
+
+async def scored(body: dict[str, Any]) -> EngineAnswer:
+    """As vLLM answers: nothing of the first token, then -token / 10 of each."""
+    assert (body["model"], body["max_tokens"], body["prompt_logprobs"]) == ("teacher", 1, 0)
+    places = [{str(one): {"logprob": -one / 10, "rank": 1, "decoded_token": "x"}} for one in body["prompt"]]
+    used = {"prompt_tokens": len(places), "completion_tokens": 1, "total_tokens": len(places) + 1}
+    return EngineAnswer(200, {"choices": [{"prompt_logprobs": [None, *places[1:]]}], "usage": used}, "v1")
+
+
+def question(*answers: list[int]) -> dict[str, Any]:
+    return {"kind": "teach", "samples": [{"tokens": [7, 8, *one], "answer": len(one)} for one in answers]}
+
+
+async def test_the_teacher_is_asked_for_the_jobs_key_which_pays(taught: Control):
+    key_id = taught.as_key("ann", owner="ann")
+    job_id, teach = await made(taught), taught.app.state.rollouts["teach"]
+    engines(taught).rule = scored
+    told = await teach(job_id, question([3, 4], [2]))
+    assert told == {"log_probs": [[-0.3, -0.4], [-0.2]], "errors": ["", ""]}
+    assert spent(taught)["ann"].prompt_tokens == 4 + 3
+    models.delete(taught.db, "teacher")
+    refused = await teach(job_id, question([3]))
+    assert refused["log_probs"] == [None] and "does not exist or you do not have access" in refused["errors"][0]
+    keys.revoke(taught.db, key_id)
+    assert "revoked" in (await teach(job_id, question([3])))["failed"]
+    assert "not known any more" in (await teach("ftjob-none", question([3])))["failed"]
+
+
+async def test_a_teacher_that_fails_is_told_of_in_words_and_once(taught: Control):
+    job_id = await made(taught)
+    left: list[Any] = [
+        EngineAnswer(400, {"error": {"message": "This model's maximum context length is 8 tokens"}}),
+        LineReturned("EngineCore died", yielded=False),
+        LineReturned("EngineCore died", yielded=False),
+    ]
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer:
+        given = left.pop(0)
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    engines(taught).rule = rule
+    teach = taught.app.state.rollouts["teach"]
+    assert "maximum context length is 8" in (await teach(job_id, question([3])))["errors"][0]
+    ended = await teach(job_id, question([3]))
+    assert "cannot be shown to its teacher teacher" in ended["failed"] and "EngineCore died" in ended["failed"]
+    assert len(engines(taught).sent_alone) == 1 and not left
+    for value in (math.nan, -math.inf, None, -9999.0, "x"):
+        place = {"3": {"logprob": value}}
+        left.append(EngineAnswer(200, {"choices": [{"prompt_logprobs": [None, {}, place]}], "usage": {}}))
+        (error,) = (await teach(job_id, question([3])))["errors"]
+        assert error == f"the teacher gave {value} as the log-probability of token 3"
+    left += [EngineAnswer(200, {"choices": [{"text": "?"}], "usage": {}})] * 2
+    for _ in range(2):
+        assert (await teach(job_id, question([3])))["errors"] == [
+            "the teacher gave an answer without 'prompt_logprobs'"
+        ]
+    said = [text for text in await taught.messages(job_id) if "nothing is learnt of some answers" in text]
+    assert len(said) == 7 and "maximum context length is 8" in said[0], "the same words once"
+
+
+async def test_a_job_says_that_it_waits_for_its_teacher(taught: Control):
+    job_id = await made(taught)
+    engines(taught).lines, engines(taught).rule = 0, scored
+    context = taught.context
+    answers = ModelAnswers(context, Metering(taught.db, context.publish_keys))
+    asking = asyncio.create_task(Teaching(context, answers, say_after_s=0.01).teach(job_id, question([3])))
+    async with asyncio.timeout(10):
+        while not any("waits for its teacher" in text for text in await taught.messages(job_id)):
+            await asyncio.sleep(0)
+    (said,) = [text for text in await taught.messages(job_id) if "waits for its teacher" in text]
+    assert said.endswith("waits for its teacher teacher, up to 60 minutes: no engine of the model is awake")
+    engines(taught).lines = 4
+    assert (await asking)["log_probs"] == [[-0.3]]
+
+
+async def test_a_teacher_is_kept_awake_while_its_job_runs(taught: Control):
+    job_id = await made(taught)
+    sampling = RolloutSampling(taught.context, Metering(taught.db, taught.context.publish_keys))
+    for phase, expected in (("running", ["teacher"]), ("suspended", [])):
+        jobs.set_phase(taught.db, job_id, phase)
+        await sampling.look()
+        assert engines(taught).sampled == expected
+
+
+def test_an_answer_has_a_number_for_each_of_its_tokens():
+    places = [None, {"8": {"logprob": -1.5}}, {"3": {"logprob": 0}}]
+    assert scoring.read({"choices": [{"prompt_logprobs": places}]}, [7, 8, 3], 2) == [-1.5, 0.0]
+    for broken in ({}, {"choices": []}, {"choices": [{"prompt_logprobs": places[:2]}]}, {"choices": [{}]}):
+        with pytest.raises(ValueError, match="log-prob|without|choices|unpack"):
+            scoring.read(broken, [7, 8, 3], 2)

@@ -1,0 +1,180 @@
+"""Logins of the page: made of a key, listed and ended by its owner, moved on by a touch, over with the key."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from appliance.backup.take import end_logins
+from appliance.controller.admin.owners import page_sessions
+from appliance.controller.admin.owners.page_sessions import IDLE_S, LONGEST_S, MOST_OF_A_KEY, MOVED_BY_S
+from appliance.store.copies import copy_database
+from appliance.store.records import audit, keys
+from appliance.store.records import page_sessions as rows
+
+from .conftest import ADMIN, Control
+
+SESSIONS = "/admin/v1/sessions"
+
+
+async def begin(control: Control, **body: Any) -> dict[str, Any]:
+    answer = await control.http.post(SESSIONS, json=body, headers={"user-agent": "a browser"})
+    assert answer.status_code == 201
+    return answer.json() | {"cookie": answer.headers["x-appliance-cookie"]}
+
+
+def by(session: dict[str, Any]) -> dict[str, str]:
+    return {"x-appliance-session": session["id"]}
+
+
+def sent(control: Control, key_id: str) -> dict[str, Any]:
+    """The logins of a key that gateways know."""
+    (row,) = [row for row in control.gateway_keys.values() if row["id"] == key_id]
+    return row.get("sessions", {})
+
+
+def at(monkeypatch: pytest.MonkeyPatch, now_s: float) -> None:
+    monkeypatch.setattr(time, "time", lambda: now_s)
+
+
+async def test_gateways_know_the_hash_of_both_halves_and_nobody_the_token(control: Control) -> None:
+    key_id = control.as_key("ann", scopes=["read"])
+    made = await begin(control)
+    name, _, rest = made["cookie"].partition("=")
+    half, _, more = rest.partition("; ")
+    assert name == made["id"] and more == f"Max-Age={LONGEST_S:.0f}"
+    digest = hashlib.sha256(f"{half}.{made['page']}".encode()).hexdigest()
+    assert sent(control, key_id) == {digest: {"id": made["id"], "until_s": made["until_s"]}}
+    stored = [tuple(row) for row in control.db.execute("SELECT * FROM page_sessions")]
+    told = audit.page(control.db, after=None, limit=5).data
+    assert [row.action for row in told] == ["session.create"]
+    assert half not in repr([stored, told]) and made["page"] not in repr([stored, told])
+    assert (await begin(control, secure=True))["cookie"].endswith("; Secure")
+
+
+@pytest.mark.parametrize("scopes", [["inference"], ["fine_tuning"], ["read"], ["metrics"], ["admin"]])
+async def test_any_key_may_begin_see_and_end_its_own(control: Control, scopes: list[str]) -> None:
+    control.as_key("ann", scopes=scopes)
+    made = await begin(control)
+    assert (await control.http.get("/admin/v1/me", headers=by(made))).status_code == 200
+    (listed,) = (await control.http.get(SESSIONS, headers=by(made))).json()["data"]
+    assert listed["id"] == made["id"] and listed["agent"] == "a browser" and "page" not in listed
+    ended = await control.http.delete(f"{SESSIONS}/{made['id']}", headers=by(made))
+    assert ended.status_code == 200 and ended.headers["x-appliance-cookie"] == f"{made['id']}=; Max-Age=0"
+    assert (await control.http.get("/admin/v1/me", headers=by(made))).json()["error"]["code"] == "session_ended"
+
+
+async def test_a_login_begins_no_other_and_the_box_itself_has_none(control: Control) -> None:
+    control.as_key("ann", scopes=["admin"])
+    made = await begin(control)
+    assert (await control.http.post(SESSIONS, json={}, headers=by(made))).status_code == 403
+    bare = {name: value for name, value in control.http.headers.items() if not name.startswith("x-appliance")}
+    async with httpx.AsyncClient(transport=control.http._transport, base_url="http://box", headers=bare) as box:
+        assert (await box.post(SESSIONS, json={})).status_code == 403
+
+
+async def test_others_logins_do_not_exist_but_for_an_admin(control: Control) -> None:
+    control.as_key("ann", owner="ann")
+    hers = await begin(control)
+    control.as_key("bob", owner="bob")
+    assert (await control.http.get(SESSIONS)).json()["data"] == []
+    assert (await control.http.delete(f"{SESSIONS}/{hers['id']}")).status_code == 404
+    his = await begin(control)
+    assert (await control.http.post(f"{SESSIONS}/{hers['id']}/touch", headers=by(his))).status_code == 404
+    control.as_key("ann's other", owner="ann")
+    assert [row["id"] for row in (await control.http.get(SESSIONS)).json()["data"]] == [hers["id"]]
+    everybodys = (await control.http.get(SESSIONS, headers=ADMIN)).json()["data"]
+    assert [row["id"] for row in everybodys] == [hers["id"], his["id"]]
+    assert (await control.http.delete(f"{SESSIONS}/{his['id']}", headers=ADMIN)).status_code == 200
+    assert (await control.http.delete(f"{SESSIONS}/{hers['id']}")).status_code == 200
+
+
+async def test_a_login_of_another_key_is_none(control: Control) -> None:
+    control.as_key("ann")
+    made = await begin(control)
+    control.as_key("bob")
+    assert (await control.http.get("/admin/v1/me", headers=by(made))).status_code == 401
+
+
+async def test_it_ends_with_its_key_at_once(control: Control) -> None:
+    key_id = control.as_key("ann")
+    made = await begin(control)
+    assert (await control.http.delete(f"/admin/v1/keys/{key_id}", headers=ADMIN)).status_code == 200
+    assert rows.find(control.db, made["id"]) is None
+    assert key_id not in {row["id"] for row in control.gateway_keys.values()}
+
+
+async def test_a_touch_moves_its_end_as_far_as_its_longest(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    key_id = control.as_key("ann")
+    begun_s = time.time()
+    at(monkeypatch, begun_s)
+    made = await begin(control)
+    assert made["until_s"] == begun_s + IDLE_S and made["ends_s"] == begun_s + LONGEST_S
+
+    async def touched(now_s: float) -> float:
+        at(monkeypatch, now_s)
+        answer = await control.http.post(f"{SESSIONS}/{made['id']}/touch", headers=by(made))
+        assert answer.status_code == 200
+        (known,) = sent(control, key_id).values()
+        assert known["until_s"] == answer.json()["until_s"]
+        return answer.json()["until_s"]
+
+    assert await touched(begun_s + 60) == begun_s + IDLE_S, "not worth a new table"
+    now_s = begun_s
+    while now_s + IDLE_S < begun_s + LONGEST_S:
+        now_s += IDLE_S - 1
+        until_s = await touched(now_s)
+        assert until_s == pytest.approx(min(now_s + IDLE_S, begun_s + LONGEST_S), abs=MOVED_BY_S)
+    assert until_s <= begun_s + LONGEST_S
+    at(monkeypatch, until_s + 1)
+    assert (await control.http.post(f"{SESSIONS}/{made['id']}/touch", headers=by(made))).status_code == 401
+    page_sessions.keep_house(control.context, until_s + 1)
+    assert rows.find(control.db, made["id"]) is None and sent(control, key_id) == {}
+
+
+async def test_a_key_has_so_many_and_the_one_touched_longest_ago_gives_its_place(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.time()
+    control.as_key("ann")
+    made = []
+    for number in range(MOST_OF_A_KEY):
+        at(monkeypatch, now_s + number)
+        made.append(await begin(control))
+    at(monkeypatch, now_s + 3600)
+    await control.http.post(f"{SESSIONS}/{made[0]['id']}/touch", headers=by(made[0]))
+    made.append(await begin(control))
+    left = {row["id"] for row in (await control.http.get(SESSIONS)).json()["data"]}
+    assert left == {row["id"] for row in made} - {made[1]["id"]}
+
+
+async def test_a_copy_of_the_database_has_none(control: Control) -> None:
+    """One that was ended since must not come back with a backup, or with the release before."""
+    control.as_key("ann")
+    await begin(control)
+    copied = control.db.path.with_name("copied.db")
+    copy_database(control.db.path, copied)
+    end_logins(copied)
+    with type(control.db)(copied) as other:
+        assert other.execute("SELECT count(*) FROM page_sessions").fetchone()[0] == 0
+        assert other.execute("SELECT count(*) FROM keys").fetchone()[0] == 1
+
+
+async def test_an_owner_begins_one_at_a_time_and_one_that_waited_ends_with_its_key(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a new table for every gateway (controller/context/paced.py): any key could have twenty a second made."""
+    key_id = control.as_key("ann", scopes=["inference"])
+    held = asyncio.Event()
+    monkeypatch.setattr(control.context.key_sink, "caught_up", held.wait)
+    first, second = (asyncio.create_task(control.http.post(SESSIONS, json={})) for _ in range(2))
+    while not rows.list_live(control.db, time.time()):
+        await asyncio.sleep(0)
+    keys.revoke(control.db, key_id)
+    held.set()
+    assert [(await one).status_code for one in (first, second)] == [201, 401]

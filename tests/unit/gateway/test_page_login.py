@@ -1,0 +1,257 @@
+"""A login of the page: what the page asks is answered as for its key, and nothing that any other page could ask."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.routes import resolve
+from appliance.gateway.routing.table import parse_table
+from appliance.ui.site import STATIC
+
+from .conftest import Box, Start, Wire, chat, request_bytes
+from .upstreams import Reply, UpstreamRequest
+
+KEY, LOGIN = "sk-test-read", "session_a"
+COOKIE, HALF = "c" * 43, "p" * 43
+SENT = f"Cookie: other=1; {LOGIN}={COOKIE}\r\n"
+TOLD = f"X-Appliance-Page: {LOGIN}.{HALF}\r\n"
+SAME = "Sec-Fetch-Site: same-origin\r\n"
+BY_PAGE = SENT + TOLD + SAME
+
+
+def begin(box: Box, key: str = KEY, *, for_s: float = 60.0) -> None:
+    """A login of this key is in the table."""
+    digest = hashlib.sha256(f"{COOKIE}.{HALF}".encode()).hexdigest()
+    box.limit(key, sessions={digest: {"id": LOGIN, "until_s": time.time() + for_s}})
+
+
+async def told(request: UpstreamRequest, reply: Reply) -> None:
+    await reply.json({"object": "list", "data": []})
+
+
+@pytest.fixture
+async def read_box(start_box: Start) -> Box:
+    box = await start_box()
+    await box.control(told)
+    begin(box)
+    return box
+
+
+async def test_it_is_its_key_with_the_keys_scopes(read_box: Box) -> None:
+    answer = await read_box.ask("GET", "/admin/v1/status", key=None, headers=BY_PAGE)
+    assert answer.status == 200 and read_box.controller is not None
+    seen = read_box.controller.requests[0].headers
+    assert seen["x-appliance-key-id"] == "key_read" and seen["x-appliance-scopes"] == "read"
+    assert seen["x-appliance-session"] == LOGIN
+    assert not {"cookie", "x-appliance-page"} & set(seen)
+    refused = await read_box.ask("POST", "/admin/v1/mode", {}, key=None, headers=BY_PAGE)
+    assert refused.status == 403 and refused.error["code"] == "insufficient_permissions"
+
+
+async def test_a_chat_of_the_page_is_the_keys(start_box: Start) -> None:
+    box = await start_box()
+    await box.engine("e0")
+    box.serve("m", "e0")
+    begin(box, "sk-test-inference")
+    answer = await box.ask("POST", "/v1/chat/completions", chat(), key=None, headers=BY_PAGE)
+    assert answer.status == 200
+    assert [row["key"] for row in box.state.spending.meter.take()] == ["key_inference"]
+
+
+# What a browser sends of its own for other pages, with the cookie, which it sends to every port of the host.
+FORGED = {
+    "a form of another site": ("POST", SENT + "Sec-Fetch-Site: cross-site\r\nOrigin: https://evil.example\r\n"),
+    "a form of another port": ("POST", SENT + "Sec-Fetch-Site: same-site\r\nOrigin: http://box:99\r\n"),
+    "a fetch without credentials' header": ("GET", SENT + "Sec-Fetch-Site: cross-site\r\n"),
+    "an image": ("GET", SENT + "Sec-Fetch-Site: cross-site\r\nSec-Fetch-Dest: image\r\nAccept: image/*\r\n"),
+    "a link": ("GET", SENT + "Sec-Fetch-Site: none\r\nSec-Fetch-Mode: navigate\r\n"),
+    "a link of the page's own origin": ("GET", SENT + SAME + "Sec-Fetch-Mode: navigate\r\n"),
+    "a form of the page's own origin": ("POST", SENT + SAME),
+    "the page's header, guessed": ("GET", SENT + SAME + f"X-Appliance-Page: {LOGIN}.{'q' * 43}\r\n"),
+    "the page's header without its half": ("GET", SENT + SAME + f"X-Appliance-Page: {LOGIN}\r\n"),
+    "the page's header without the cookie": ("GET", TOLD + SAME),
+    "another's cookie": ("GET", TOLD + SAME + f"Cookie: {LOGIN}={'x' * 43}\r\n"),
+    "both halves, from another site": ("GET", SENT + TOLD + "Sec-Fetch-Site: cross-site\r\n"),
+    "both halves, from another port": ("GET", SENT + TOLD + "Sec-Fetch-Site: same-site\r\n"),
+    "both halves, by a link": ("GET", SENT + TOLD + "Sec-Fetch-Site: none\r\n"),
+    "both halves, of another origin": ("POST", SENT + TOLD + "Origin: http://box:99\r\n"),
+    "both halves, of an origin that is none": ("POST", SENT + TOLD + "Origin: null\r\n"),
+    "a change that nobody says whence": ("POST", SENT + TOLD),
+    "the token as a key": ("GET", f"Authorization: Bearer {COOKIE}.{HALF}\r\n"),
+    "a key that is none, beside a login": ("GET", BY_PAGE + "Authorization: Bearer nobody\r\n"),
+    "an empty key beside a login": ("GET", BY_PAGE + "Authorization: Bearer\r\n"),
+}
+
+
+@pytest.mark.parametrize(("method", "headers"), FORGED.values(), ids=list(FORGED))
+@pytest.mark.parametrize("target", ["/admin/v1/keys", "/v1/files", "/v1/chat/completions"])
+async def test_nobody_else_acts_with_it(start_box: Start, method: str, headers: str, target: str) -> None:
+    box = await start_box()
+    controller, engine = await box.control(told), await box.engine("e0")
+    box.serve("m", "e0")
+    begin(box, "sk-test-all")
+    if target.endswith("completions"):
+        method = "POST"
+    body = chat() if method == "POST" else None
+    answer = await box.ask(method, target, body, key=None, headers=headers)
+    assert answer.status in (401, 403), answer.error
+    assert not controller.requests and not engine.requests
+    assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("headers", [SAME, "Origin: http://box\r\n", SAME + "Origin: http://box\r\n"])
+async def test_the_page_itself_may_change_things(start_box: Start, headers: str) -> None:
+    """A browser that speaks to another machine over plain HTTP tells the origin alone."""
+    box = await start_box()
+    await box.control(told)
+    begin(box, "sk-test-admin")
+    answer = await box.ask("POST", "/admin/v1/mode", {}, key=None, headers=SENT + TOLD + headers)
+    assert answer.status == 200
+    assert (await box.ask("GET", "/admin/v1/keys", key=None, headers=SENT + TOLD)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "target"),
+    [
+        ("GET", "/metrics"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/responses"),
+        ("POST", "/v1/messages"),
+        ("POST", "/v1/embeddings"),
+        ("GET", "/v1/responses/resp_1"),
+        ("POST", "/v1/uploads"),
+    ],
+)
+async def test_it_does_only_for_the_pages_routes(start_box: Start, method: str, target: str) -> None:
+    box = await start_box()
+    begin(box, "sk-test-all")
+    body = {"model": "m"} if method == "POST" else None
+    answer = await box.ask(method, target, body, key=None, headers=BY_PAGE)
+    assert answer.status == 403 and b"takes an API key" in answer.body
+
+
+def test_the_pages_routes_are_those_that_its_scripts_name() -> None:
+    named = {
+        path.group(1).rstrip("/")
+        for script in Path(STATIC).rglob("*.js")
+        for path in re.finditer(r"[\"'`](/(?:admin/)?v1/[a-z_/]*)", script.read_text())
+    }
+    assert len(named) > 15
+    for path in named:
+        found = []
+        for method in (b"GET", b"POST", b"DELETE"):
+            try:
+                found.append(resolve(method, path.encode()))
+            except HttpError:
+                continue
+        assert found and all(route.page for route in found), path
+
+
+async def test_its_end_comes_by_the_clock_and_with_its_key(read_box: Box) -> None:
+    async def status() -> int:
+        return (await read_box.ask("GET", "/admin/v1/status", key=None, headers=BY_PAGE)).status
+
+    begin(read_box, for_s=-1)
+    assert await status() == 401
+    begin(read_box)
+    assert await status() == 200
+    del read_box.keys[hashlib.sha256(KEY.encode()).hexdigest()]
+    read_box.apply()
+    answer = await read_box.ask("GET", "/admin/v1/status", key=None, headers=BY_PAGE)
+    assert answer.status == 401 and answer.error["code"] == "session_ended"
+
+
+async def test_a_chat_whose_login_ended_by_the_clock_is_refused_on_a_connection_that_knows_its_head(
+    start_box: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = await start_box()
+    await box.engine("e0")
+    box.serve("m", "e0")
+    begin(box, "sk-test-inference")
+    wire = await box.connect()
+    asked = request_bytes("POST", "/v1/chat/completions", chat(), key=None, headers=BY_PAGE)
+    for _ in range(3):
+        await wire.send(asked)
+        assert (await wire.response()).status == 200
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 61)
+    await wire.send(asked)
+    assert (await wire.response()).status == 401
+
+
+@pytest.mark.parametrize("whose", ["login", "key", "another's login"])
+async def test_what_it_has_asked_ends_with_it(start_box: Start, whose: str) -> None:
+    box = await start_box()
+    begun = asyncio.Event()
+
+    async def endless(request: UpstreamRequest, reply: Reply) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    await box.control(endless)
+    begin(box)
+    wire: Wire = await box.connect()
+    await wire.send(request_bytes("GET", "/admin/v1/status", key=None, headers=BY_PAGE))
+    await asyncio.wait_for(begun.wait(), 10)
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    if whose == "another's login":
+        box.limit("sk-test-all", sessions={"a" * 64: {"id": "session_b", "until_s": time.time() + 60}})
+        assert box.state.metrics.events["revoked_in_flight"] == 0
+    if whose == "key":
+        del box.keys[digest]
+    else:
+        del box.keys[digest]["sessions"]
+    box.apply()
+    assert (await wire.response()).status == 401
+    assert box.state.metrics.events["revoked_in_flight"] == 1
+
+
+async def test_who_ends_it_is_answered(start_box: Start) -> None:
+    """The controller answers once the gateways know, and they cut off what was asked by a login that has ended."""
+    box = await start_box()
+
+    async def ends(request: UpstreamRequest, reply: Reply) -> None:
+        del box.keys[hashlib.sha256(KEY.encode()).hexdigest()]["sessions"]
+        box.apply()
+        await reply.json({"deleted": True}, headers=f"x-appliance-cookie: {LOGIN}=; Max-Age=0\r\n")
+
+    await box.control(ends)
+    begin(box)
+    wire = await box.connect()
+    await wire.send(request_bytes("DELETE", f"/admin/v1/sessions/{LOGIN}", key=None, headers=BY_PAGE))
+    head = (await wire.reader.readuntil(b"\r\n\r\n")).decode()
+    assert head.startswith("HTTP/1.1 200 ") and head.count(f"set-cookie: {LOGIN}=; Max-Age=0;") == 2
+
+
+async def test_the_controllers_half_becomes_cookies_of_the_pages_paths(start_box: Start) -> None:
+    box = await start_box()
+
+    async def begins(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json(
+            {"id": LOGIN}, headers=f"x-appliance-cookie: {LOGIN}={COOKIE}; Max-Age=60\r\nset-cookie: a=b\r\n"
+        )
+
+    await box.control(begins)
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/admin/v1/sessions", {}))
+    head = (await wire.reader.readuntil(b"\r\n\r\n")).decode()
+    lines = [line for line in head.split("\r\n") if "ookie" in line]
+    assert lines == [
+        f"set-cookie: {LOGIN}={COOKIE}; Max-Age=60; HttpOnly; SameSite=Strict; Path={path}"
+        for path in ("/admin/v1", "/v1")
+    ]
+
+
+def test_a_login_that_cannot_be_read_costs_no_key() -> None:
+    row = {"id": "k", "scopes": ["read"]}
+    for odd in ({"x": {}}, {"a" * 64: {"id": "a\r\nb", "until_s": 1}}, {"a" * 64: {"id": "a"}}, [], {"a" * 64: 1}):
+        keys = {"b" * 64: {**row, "sessions": odd}}
+        table = parse_table({"generation": 1, "keys": keys}, default_hold_s=1)
+        assert set(table.keys) == {"b" * 64} and not table.sessions and len(table.refused) == 1

@@ -1,0 +1,248 @@
+"""Distillation: its schema, its loss against the divergence itself, and runs that come nearer to a teacher."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train_support.tiny import make_model_dir, write_prompt_file
+from tests.train_support.world import METHODS
+from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
+from tests.unit.train.test_reinforcement import Box, Impatient, run_spec
+from train.data.formats import BadRecord
+from train.data.packing import RolloutRow, build_row
+from train.methods.distillation import METHOD as DISTILLATION
+from train.methods.reinforcement_objective import to_batch
+from train.model.model import load_model
+from train.plan import auto, estimate
+from train.plan.errors import InvalidHyperparameter, NothingGraded
+from train.plan.estimate import ModelShape
+from train.plan.spec import TrainSpec
+from train.rollouts import teacher
+from train.rollouts.rollouts import FILE
+from train.rollouts.teacher import Teacher
+
+DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512)
+
+
+# --- the schema
+
+
+def test_it_has_the_hyperparameters_of_answers_and_how_many_there_are():
+    given = {"samples": 3, "eval_samples": 2, "max_completion_tokens": 40, "batch_size": 4, "n_epochs": 2}
+    fields = DISTILLATION.resolve(given, DATASET, MODEL, 2)
+    made = DISTILLATION.samples(fields["options"])
+    assert (made.group, made.valid, made.room, fields["packing"]) == (3, 2, 40, False)
+    assert DISTILLATION.samples(DISTILLATION.resolve({"samples": 1}, DATASET, MODEL, 2)["options"]).group == 1
+    for name, value in (("compute_multiplier", 1), ("reasoning_effort", "default"), ("samples", 0), ("packing", True)):
+        with pytest.raises(InvalidHyperparameter, match=name):
+            DISTILLATION.resolve({name: value}, DATASET, MODEL, 2)
+
+
+def test_it_takes_prompts_with_or_without_further_fields():
+    asked = {"messages": [{"role": "user", "content": "2 and 2?"}]}
+    assert DISTILLATION.convert(asked, "prompt") == {**asked, "item": {}}
+    assert DISTILLATION.convert({**asked, "answer": "4"}, "prompt")["item"] == {"answer": "4"}
+    assert "conversations that end with the user" in DISTILLATION.refuses("chat")
+    with pytest.raises(BadRecord, match="last message"):
+        DISTILLATION.convert({"messages": [{"role": "assistant", "content": "4"}]}, "prompt")
+
+
+def test_memory_counts_what_the_teacher_says_of_every_token():
+    shape = ModelShape.from_config({"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2}, 10**6)
+    fields = DISTILLATION.resolve({"batch_size": 4}, DATASET, MODEL, 2)
+    more = {**fields, "batch_size": 8}
+    plain = {**fields, "max_length": fields["options"]["group"] // fields["options"]["rows"] * fields["max_length"]}
+    held = [
+        DISTILLATION.rank_memory(shape, one, 1).buffers_bytes - estimate.rank_memory(shape, plain, 1).buffers_bytes
+        for one in (fields, more)
+    ]
+    tokens = 4 * fields["options"]["group"] * fields["options"]["max_completion_tokens"]
+    assert held[1] - held[0] >= 16 * tokens
+
+
+# --- the loss
+
+
+def plain_model(tmp_path):
+    folder = tmp_path / "b"
+    base = str(folder if folder.exists() else make_model_dir(folder, dtype=torch.float32))
+    return load_model(TrainSpec("j", base, "", "", "", "o", precision="fp32"))
+
+
+def learnt_row(prompt, answers, advantages, sampled):
+    sequences = [(np.concatenate([prompt, one]), np.arange(len(prompt) + len(one)) >= len(prompt)) for one in answers]
+    row = build_row([sequences], 0, 0, packing=False)
+    return RolloutRow(
+        **{name: getattr(row, name) for name in row.__dataclass_fields__},
+        advantages=np.concatenate(advantages).astype(np.float32),
+        sampled=np.concatenate(sampled).astype(np.float32),
+    )
+
+
+def next_token(model, prompt):
+    model.set_attn_implementation("eager")
+    return model(input_ids=torch.tensor(prompt)[None]).logits[0, -1].float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("by", ["ranks", "engine"])
+def test_over_all_answers_the_gradient_is_that_of_the_reverse_divergence(tmp_path, by):
+    """Every token of the vocabulary as an answer of one token, weighed by how likely the model is to write it: what is
+    left of the estimate is the divergence itself, as plain torch computes it from all logits."""
+    prompt = np.array([5, 9, 200, 31])
+    theirs = torch.randn(384, generator=torch.Generator().manual_seed(1)).mul(2).log_softmax(-1)
+    plain = plain_model(tmp_path)
+    ours = next_token(plain, prompt)
+    divergence = (ours.exp() * (ours - theirs)).sum()
+    divergence.backward()
+
+    share, sampled = ours.detach().exp().numpy(), ours.detach().numpy()
+    verdict = {"log_probs": [[one] for one in theirs.tolist()], "errors": [""] * 384}
+    advantages = Teacher().advantages(verdict, [sampled[i : i + 1] for i in range(384)], 1)
+    row = learnt_row(
+        prompt,
+        [np.array([token]) for token in range(384)],
+        [one * share[token] for token, one in enumerate(advantages)],
+        [sampled[token : token + 1] for token in range(384)],
+    )
+    objective = DISTILLATION.objective(plain_model(tmp_path), {"rollouts": by})
+    loss = objective(to_batch(row, 1.0, "cpu"))
+    loss.backward()
+    assert loss.item() == pytest.approx(divergence.item(), rel=1e-5)
+    worst = max(
+        (ours.grad - theirs.grad).abs().max().item()
+        for ours, theirs in zip(objective.model.parameters(), plain.parameters(), strict=True)
+    )
+    assert worst < 1e-5
+
+
+def test_the_loss_of_a_row_is_the_log_ratio_of_its_tokens(tmp_path):
+    draw = np.random.default_rng(3)
+    prompt, answers = draw.integers(3, 384, 6), [draw.integers(3, 384, size) for size in (5, 1, 7)]
+    plain = plain_model(tmp_path)
+    plain.set_attn_implementation("eager")
+    theirs = [draw.uniform(-8, -1, len(one)) for one in answers]
+    total, sampled = torch.zeros(()), []
+    for answer, said in zip(answers, theirs, strict=True):
+        ids = np.concatenate([prompt, answer])
+        log_probs = plain(input_ids=torch.tensor(ids)[None]).logits[0].float().log_softmax(-1)
+        own = log_probs[np.arange(len(prompt) - 1, len(ids) - 1), torch.tensor(answer)]
+        sampled.append(own.detach().numpy())
+        total = total + ((own.detach() - torch.tensor(said)).float() * own).sum()
+    (total / 13).backward()
+    verdict = {"log_probs": [one.tolist() for one in theirs], "errors": [""] * 3}
+    row = learnt_row(prompt, answers, Teacher().advantages(verdict, sampled, 3), sampled)
+    objective = DISTILLATION.objective(plain_model(tmp_path), {})
+    loss = objective(to_batch(row, 1 / 13, "cpu"))
+    loss.backward()
+    expected = np.mean(np.concatenate(sampled) - np.concatenate(theirs))
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    told = Teacher().told(verdict, sampled, 3)
+    assert told == {
+        "reverse_kl": pytest.approx(expected, rel=1e-6),
+        "entropy": pytest.approx(-np.concatenate(sampled).mean()),
+        "teacher_errors": 0,
+    }
+    for (name, own), other in zip(objective.model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(own.grad, other.grad, atol=1e-5), name
+
+
+# --- runs
+
+
+class Taught(Box):
+    """Its teacher is a model of another seed. `fails`: from the number of an answer to why it says nothing of it."""
+
+    def __init__(self, folder, fails=lambda number: ""):
+        super().__init__(None)
+        self.teacher, self.fails, self.answered = load_model(TrainSpec("j", str(folder), "", "", "", "o")), fails, 0
+        self.teacher.set_attn_implementation("eager")
+
+    def __call__(self, event, **data):
+        if event != "ask":
+            self.told.append({"event": event, **data})
+            return
+        assert data["kind"] == "teach"
+        self.questions.append((data["question"], data["samples"]))
+        self.answer(data)
+
+    def answer(self, data):
+        log_probs, errors = [], []
+        for sample in data["samples"]:
+            errors.append(self.fails(self.answered))
+            log_probs.append(None if errors[-1] else self.of_answer(**sample))
+            self.answered += 1
+        self.signals.answer(data["question"], {"log_probs": log_probs, "errors": errors})
+
+    @torch.no_grad()
+    def of_answer(self, tokens, answer):
+        ids = torch.tensor(tokens)
+        found = self.teacher(input_ids=ids[None]).logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        return found[-answer:].tolist()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_model_dir(tmp_path / "teacher", dtype=torch.float32, seed=7)
+
+
+def taught_spec(tmp_path, **fields):
+    return run_spec(tmp_path, **{"method": "distillation", "options": METHODS["distillation"][1]} | fields)
+
+
+def test_a_run_comes_nearer_to_its_teacher(tmp_path, folder):
+    box = Taught(folder)
+    valid = str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1))
+    assert box.run(taught_spec(tmp_path, valid_path=valid, n_epochs=6))["outcome"] == "succeeded"
+    steps, held_out = box.of("metrics"), box.of("validation")
+    assert [step["step"] for step in steps] == list(range(1, 37))
+    divergences = [step["reverse_kl"] for step in steps]
+    assert np.mean(divergences[-4:]) < 0.7 * np.mean(divergences[:4]), divergences
+    assert held_out[-1]["reverse_kl"] < 0.8 * held_out[0]["reverse_kl"]
+    assert all(one["loss"] == one["reverse_kl"] and one["entropy"] > 0 for one in held_out)
+    # Synchronous: the loss is the divergence at the tokens that were sampled.
+    assert all(step["loss"] == pytest.approx(step["reverse_kl"], abs=1e-4) for step in steps)
+    assert all(step["teacher_errors"] == 0 and step["clipped"] == 0 for step in steps)
+
+
+def test_what_a_teacher_says_nothing_of_is_left_out_and_nothing_at_all_ends_the_job(tmp_path, folder):
+    half = Taught(folder, lambda number: "the teacher gave nan" if number % 2 else "")
+    assert half.run(taught_spec(tmp_path))["outcome"] == "succeeded"
+    assert all(step["teacher_errors"] == 0.5 and np.isfinite(step["loss"]) for step in half.of("metrics"))
+    silent = Taught(folder, lambda number: "no answer within 3600 s: no engine of the model is awake")
+    with pytest.raises(NothingGraded, match="no log-probabilities of any of 32 answers: no answer within 3600 s"):
+        silent.run(taught_spec(tmp_path, run_dir=str(tmp_path / "silent")))
+
+
+def test_no_question_has_more_tokens_than_one_may(tmp_path, folder, monkeypatch):
+    def asked(name, most):
+        monkeypatch.setattr(teacher, "ASKED_TOKENS", most)
+        box, spec = Taught(folder), taught_spec(tmp_path, run_dir=str(tmp_path / name), job_id=name)
+        assert box.run(spec)["outcome"] == "succeeded"
+        assert len({name for name, _ in box.questions}) == len(box.questions)
+        return [one for _, part in box.questions for one in part], max(len(part) for _, part in box.questions)
+
+    whole, most = asked("whole", 1 << 17)
+    assert most == 32 and asked("parts", 1) == (whole, 1), "one alone is asked for whatever it has"
+
+
+class ImpatientTaught(Impatient, Taught):
+    """Wants the devices when it is asked about the third step."""
+
+
+def test_a_step_that_is_broken_off_goes_on_with_the_same_samples(tmp_path, folder):
+    spec = taught_spec(tmp_path)
+    whole = Taught(folder)
+    whole.run(spec)
+    spec = replace(spec, run_dir=str(tmp_path / "other"), job_id="k")
+    first, second = ImpatientTaught(folder), Taught(folder)
+    outcome = first.run(spec)
+    assert (outcome["outcome"], outcome["step"]) == ("suspended", 2) and (tmp_path / "other" / FILE).exists()
+    assert second.run(spec, outcome["snapshot_path"])["outcome"] == "succeeded"
+    assert first.questions[-1] == second.questions[0], "sampled once, judged when somebody answers"
+    assert [*first.questions[:-1], *second.questions] == whole.questions
+    losses = [step["loss"] for box in (first, second) for step in box.of("metrics")]
+    assert losses == [step["loss"] for step in whole.of("metrics")]

@@ -1,0 +1,90 @@
+"""A grader as a judge: one reward for each answer, which is compared with the other answers to its prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.data.token_set import TokenSet
+from train.rollouts.judge import Judge, Verdict
+
+ASKED_BYTES = 4 << 20
+"""Of the items and the answers of one question, if one alone is not larger: it is one line of JSON."""
+_SAME = 1e-8
+"""Rewards that differ by no more are the same."""
+
+
+class Grader(Judge):
+    """It reads the text of an answer, and the item that the prompt came with. tokenizer: made when it is first needed.
+    ends: tokens that end an answer."""
+
+    kind, values = "grade", "rewards"
+
+    def __init__(self, tokenizer: Callable[[], Any], ends: Callable[[], Collection[int]]):
+        self._tokenizer, self._ends = tokenizer, ends
+        self._lines: dict[str, list[bytes]] = {}
+
+    def samples(
+        self, path: str, tokens: TokenSet, packs: np.ndarray, answers: Iterable[list[int]]
+    ) -> list[dict[str, Any]]:
+        if path not in self._lines:
+            self._lines[path] = Path(path).read_bytes().splitlines()
+        lines, samples, room = self._lines[path], list[dict[str, Any]](), ASKED_BYTES
+        tokenizer, ends = self._tokenizer(), self._ends()
+        for pack, ids in zip(packs, answers, strict=False):
+            text = tokenizer.decode(ids[:-1] if ids[-1] in ends else ids, skip_special_tokens=True)
+            room -= len(lines[pack]) + len(text.encode())
+            if samples and room < 0:
+                break
+            record = json.loads(lines[pack])
+            samples.append({"text": text, "item": {**record["item"], "messages": record["messages"]}})
+        return samples
+
+    def why_nothing(self, verdict: Verdict) -> str:
+        rewards, errors = verdict["rewards"], verdict["errors"]
+        if all(errors) and not any(rewards):
+            return f"the grader gave no reward for any of {len(rewards)} answers: {errors[0]}"
+        return ""
+
+    def advantages(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> list[np.ndarray | None]:
+        return [np.array([one]) if one else None for one in advantages(verdict["rewards"], group)]
+
+    def counted(self, advantages: Sequence[np.ndarray | None], group: int) -> np.ndarray:
+        """Of prompts whose answers differ in reward."""
+        learnt = np.array([one is not None for one in advantages])
+        return learnt.reshape(-1, group).any(axis=1).repeat(group)
+
+    def told(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> dict[str, float]:
+        rewards = verdict["rewards"]
+        groups = advantages(rewards, group).reshape(-1, group)
+        return {
+            "train_mean_reward": _mean(rewards),
+            "mean_unresponsive_rewards": rewards.count(None) / len(rewards),
+            "equal_rewards": float((~groups.any(axis=1)).mean()),
+            "grader_errors": self.errors(verdict),
+        }
+
+    def validated(self, verdict: Verdict, sampled: Sequence[np.ndarray]) -> dict[str, float]:
+        return {"mean_reward": _mean(verdict["rewards"])}
+
+
+def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:
+    """(n,) float32: each reward less the mean of its group, whose members follow each other. 0 for a sample without a
+    reward, which does not count in the mean, and for a group whose rewards are all the same."""
+    found = np.zeros(len(rewards), np.float32)
+    for start in range(0, len(rewards), group):
+        scored = [place for place in range(start, start + group) if rewards[place] is not None]
+        values = np.array([rewards[place] for place in scored], np.float64)
+        if len(scored) > 1 and np.ptp(values) > _SAME:
+            found[scored] = values - values.mean()
+    return found
+
+
+def _mean(rewards: Sequence[float | None]) -> float:
+    """Of the samples that have one; 0 if none has."""
+    scored = [reward for reward in rewards if reward is not None]
+    return float(np.mean(scored)) if scored else 0.0
