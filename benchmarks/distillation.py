@@ -111,6 +111,7 @@ def main() -> None:
                 ("KL of the step", steps, "reverse_kl"),
                 ("entropy of the step", steps, "entropy"),
                 ("KL held out", held_out, "valid_reverse_kl"),
+                ("of an answer", held_out, "valid_answer_reverse_kl"),
                 ("entropy held out", held_out, "valid_entropy"),
             ):
                 print(f"  {name:20}", {step: round(rows[step][key], 3) for step in sorted(rows)}, flush=True)
@@ -121,14 +122,13 @@ def main() -> None:
             )
             print(f"{name}: {answer.choices[0].message.content!r}")
     size = f"{'SmolLM2-135M' if asked.model else 'starter'}, LoRA of rank 16, {asked.steps} steps"
-    first, last = (
-        [one["held_out"][pick(one["held_out"])]["valid_reverse_kl"] for one in found.values()] for pick in (min, max)
-    )
     rows = []
-    for name, values in (("before", first), ("after", last)):
-        rows.append(stated(f"reverse KL held out, {name}: mean", size, statistics.mean(values), "nats a token"))
-        if len(values) > 1:
-            rows.append(stated(f"the same, {name}: deviation", size, statistics.stdev(values), "nats a token"))
+    for key, unit in (("valid_reverse_kl", "nats a token"), ("valid_answer_reverse_kl", "nats an answer")):
+        for name, pick in (("before", min), ("after", max)):
+            values = [one["held_out"][pick(one["held_out"])][key] for one in found.values()]
+            rows.append(stated(f"reverse KL held out, {name}: mean", size, statistics.mean(values), unit))
+            if len(values) > 1:
+                rows.append(stated(f"the same, {name}: deviation", size, statistics.stdev(values), unit))
     record(__file__, rows)
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1))

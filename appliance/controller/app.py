@@ -131,6 +131,7 @@ def create_app(context: ControllerContext) -> FastAPI:
             await running.tasks.stop()
             await runner.tasks.stop()
             await background.stop()
+            await stored.tasks.stop()
             await evaluations.tasks.stop()
             await graders.stop()
 

@@ -27,7 +27,7 @@ from appliance.store.upkeep import retention
 
 DAY_S = 86400.0
 CHUNK = 200
-_FEW_GRADERS = 4  # of 2 MiB each
+_FEW_LONG = 4  # graders of 2 MiB, terms of half a one
 # Per round: the rest is deleted in the next one.
 MAX_CHUNKS = 200
 
@@ -66,9 +66,13 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
             left -= 1
             await asyncio.sleep(0)
     for owner in retention.owners(db, "jobs"):
-        while left and retention.graders_past(db, owner, kept.graders_per_owner, _FEW_GRADERS) == _FEW_GRADERS:
-            left -= 1
-            await asyncio.sleep(0)
+        for drop, keep in (
+            (retention.graders_past, kept.graders_per_owner),
+            (retention.gate_terms_past, kept.gate_terms_per_owner),
+        ):
+            while left and drop(db, owner, keep, _FEW_LONG) == _FEW_LONG:
+                left -= 1
+                await asyncio.sleep(0)
         for job_id in retention.jobs_past(db, owner, kept.jobs_per_owner, CHUNK):
             # The folder first: after a crash in between, the row leads here again.
             await to_thread.run_sync(partial(shutil.rmtree, context.jobs_dir / job_id, ignore_errors=True))

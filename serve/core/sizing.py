@@ -74,7 +74,7 @@ CPU_MAX_NUM_SEQS = 64
 # vLLM 0.32's defaults for its server by bytes of the device (EngineArgs.get_batch_defaults): from so many bytes on, so
 # many requests at once and tokens in a batch. It takes the last row for an A100 of any size.
 GPU_BATCHES = ((160 * 2**30, 1024, 16384), (70 * 2**30, 1024, 8192), (0, 256, 2048))
-CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 128, 16
+BLOCK_TOKENS = 128  # on a CPU; on GPUs 16, 64 or 128, as the kernel of the attention wants (latent, FP8, heads of 256)
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -170,10 +170,9 @@ def engine_size(
     room = room_bytes(config, device_kind, device_memory_bytes, asleep_per_device)
     kv_element = 1 if (kv_cache_dtype or "").startswith("fp8") else ELEMENT_BYTES[dtype]
     block_bytes = shape.kv_elements_per_token(tensor_parallel) * kv_element
-    block_tokens = CPU_BLOCK_TOKENS if kind.on_host else GPU_BLOCK_TOKENS
-    block_bytes *= block_tokens
+    block_bytes *= BLOCK_TOKENS
     # One block more than a sequence fills: vLLM keeps one that no request gets.
-    whole = (-(-wanted // block_tokens) + 1) * block_bytes if wanted else 0
+    whole = (-(-wanted // BLOCK_TOKENS) + 1) * block_bytes if wanted else 0
 
     not_computed = problem = _not_computed(kind, shape)
     if config.kv_cache_bytes is not None:
@@ -191,7 +190,7 @@ def engine_size(
                 "are needed: raise the deployment's tensor_parallel, or lower [scheduler] max_asleep_per_device"
             )
             kv = LEAST_KV_BYTES
-    kv_tokens = (kv // block_bytes - 1) * block_tokens if block_bytes else None
+    kv_tokens = (kv // block_bytes - 1) * BLOCK_TOKENS if block_bytes else None
     shortened, length = "", wanted
     if wanted and kv_tokens is not None and kv_tokens < wanted:
         length = kv_tokens
@@ -199,7 +198,7 @@ def engine_size(
             f"its KV cache of {kv / 1e6:,.0f} MB holds {max(0, kv_tokens):,} of {wanted:,} tokens, "
             f"{whole / 1e6:,.0f} MB would hold all"
         )
-        if length < block_tokens:
+        if length < BLOCK_TOKENS:
             problem = problem or f"{shortened}: raise kv_cache_bytes or the number of devices"
             length = None
     sized = EngineMemory(**{**asdict(memory), "kv_cache_bytes": kv})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -22,10 +23,22 @@ from weights.format.tool_template import with_tools
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-class ChatEncoder:
-    """Encodes chat examples (as `formats.to_chat` makes them) for one tokenizer."""
+def vocabulary_of(model: str | Path) -> int | None:
+    """How many tokens the model in this directory has embeddings for; its tokenizer may have more. None if its
+    config.json does not say."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_bytes())
+        found = config.get("text_config", config).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, int) and found > 0 else None
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+
+class ChatEncoder:
+    """Encodes chat examples (as `formats.to_chat` makes them) for one tokenizer, and for a model that has embeddings
+    for the first `vocabulary` of its tokens; None: for all."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None):
         template = tokenizer.chat_template
         if not template:
             raise UnsupportedModel(
@@ -36,13 +49,14 @@ class ChatEncoder:
             raise UnsupportedModel(
                 "the model has no fast tokenizer (tokenizer.json), which is needed to tell which tokens are whose"
             )
-        self.tokenizer = tokenizer
+        self.tokenizer, self._vocabulary = tokenizer, vocabulary
         # The same that engines render requests with: a call that a template left out would be learnt from silently.
         self._template = with_tools(template) if isinstance(template, str) else None
         self._marks = _GENERATION.search(str(template)) is not None
 
     def encode(self, example: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids (n,) int32, learnt (n,) bool). Raises BadRecord if the template refuses the example."""
+        """(token ids (n,) int32, learnt (n,) bool). Raises BadRecord if the template refuses the example, or the model
+        does not know a token of it: on a GPU the rank would fail in words about some kernel."""
         text, spans = self.spans(example)
         encoded = self._tokenise(text)
         starts = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
@@ -123,7 +137,14 @@ class ChatEncoder:
         return spans
 
     def _tokenise(self, text: str) -> Any:
-        return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        highest = max(encoded["input_ids"], default=0)
+        if self._vocabulary is not None and highest >= self._vocabulary:
+            raise BadRecord(
+                f"has the token {self.tokenizer.convert_ids_to_tokens(highest)!r} ({highest}), which the model's "
+                f"tokenizer has and the model, with {self._vocabulary} of them, does not"
+            )
+        return encoded
 
     def _try_render(self, messages: list[dict], tools: Any, **options: Any) -> str | None:
         try:

@@ -119,11 +119,12 @@ def counter(method: Method, tokenizer: str, cut_at: int | None) -> Count | None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     from transformers import AutoTokenizer
 
-    from train.data.chat import ChatEncoder
+    from train.data.chat import ChatEncoder, vocabulary_of
     from train.plan.errors import UnsupportedModel
 
     try:
-        encoder = ChatEncoder(AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False))
+        loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
+        encoder = ChatEncoder(loaded, vocabulary_of(tokenizer))
     except (OSError, ValueError, UnsupportedModel):
         return None
 

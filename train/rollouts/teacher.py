@@ -58,9 +58,14 @@ class Teacher(Judge):
         return {"loss": found["reverse_kl"], **found}
 
     def _measured(self, verdict: Verdict, sampled: Sequence[np.ndarray]) -> dict[str, float]:
-        """Per token, as estimated from the tokens that were sampled: the reverse KL divergence, and the entropy of the
-        model."""
+        """As estimated from the tokens that were sampled: the reverse KL divergence per token and of a whole answer,
+        and the entropy of the model per token."""
         pairs = zip(verdict["log_probs"], sampled, strict=True)
         judged = [(np.array(theirs), ours) for theirs, ours in pairs if theirs is not None]
         theirs, ours = (np.concatenate(part) for part in zip(*judged, strict=True))
-        return {"reverse_kl": float((ours - theirs).mean()), "entropy": float(-ours.mean())}
+        apart = ours - theirs
+        return {
+            "reverse_kl": float(apart.mean()),
+            "answer_reverse_kl": float(apart.sum() / len(judged)),
+            "entropy": float(-ours.mean()),
+        }

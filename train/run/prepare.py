@@ -11,7 +11,7 @@ from pathlib import Path
 from deepspeed import comm
 
 from train.control.progress import ControlSignals, Events, Progress
-from train.data.chat import ChatEncoder
+from train.data.chat import ChatEncoder, vocabulary_of
 from train.data.token_set import TokenSet, open_token_set
 from train.methods.methods import method_of
 from train.model.model import load_model, load_tokenizer
@@ -47,7 +47,7 @@ def prepare(
     store = WeightStore(Path(spec.shm_root), budget_bytes=spec.shm_budget_bytes)
     progress.enter("tokenising")
     method = method_of(spec.method)
-    encoder = cache(lambda: ChatEncoder(load_tokenizer(spec.base_path)))
+    encoder = cache(lambda: ChatEncoder(load_tokenizer(spec.base_path), vocabulary_of(spec.base_path)))
     sets = [
         open_token_set(
             path,

@@ -19,6 +19,8 @@ _MEASURED = (
     ("train_mean_reward", "reward", ".4f"),
     ("valid_mean_reward", "validation reward", ".4f"),
     ("reverse_kl", "reverse KL", ".4f"),
+    ("answer_reverse_kl", "of an answer", ".2f"),
+    ("valid_answer_reverse_kl", "of an answer", ".2f"),
     ("entropy", "entropy", ".3f"),
     ("valid_entropy", "validation entropy", ".3f"),
     ("equal_rewards", "prompts with equal rewards", ".0%"),

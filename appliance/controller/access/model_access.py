@@ -32,6 +32,20 @@ def absent_model(name: str) -> NotFound:
     )
 
 
+def known_model(db: Database, name: str) -> Resolved:
+    """Raises NotFound."""
+    if (found := resolve(db, name)) is None:
+        raise unknown_model(name)
+    return found
+
+
+def usable_model(db: Database, caller: Principal, name: str) -> Resolved:
+    """One that the caller's key may not use counts as absent. Raises NotFound."""
+    if not caller_may_use(db, caller, name):
+        raise unknown_model(name)
+    return known_model(db, name)
+
+
 def base_for(db: Database, caller: Principal, name: str) -> Resolved:
     """What a job of this caller's would train. Raises NotFound."""
     base = resolve(db, name) if caller_may_use(db, caller, name) else None

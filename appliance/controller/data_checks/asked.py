@@ -15,8 +15,8 @@ Share = Annotated[float, Field(gt=0, le=1)]
 MOST_FILES, MOST_LISTED = 16, 8_000
 
 
-class Bounds(StrictBody):
-    """What examples are held against. against: id of a validation file. like: as train.data_checks.options has it."""
+class HeldAgainst(StrictBody):
+    """What examples are compared with. against: id of a validation file. like: as train.data_checks.options has it."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     against: Name | None = None
@@ -33,7 +33,7 @@ class Changes(StrictBody):
     seed: Annotated[int, Field(ge=0, le=2**31)] = 0
 
 
-class CheckAsked(Bounds):
+class CheckAsked(HeldAgainst):
     """words: a list of one's own."""
 
     model: Name | None = None

@@ -12,8 +12,7 @@ from typing import Any
 
 from anyio import to_thread
 
-from appliance.controller.access.model_access import caller_may_use, unknown_model
-from appliance.controller.access.naming import resolve
+from appliance.controller.access.model_access import usable_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.data_checks.asked import CheckAsked, PrepareAsked
 from appliance.controller.data_checks.data_work import DataWork, check_request
@@ -129,9 +128,7 @@ async def _options(context: ControllerContext, body: CheckAsked, caller: Princip
     """Options of a check as its process takes them. Raises BadRequest, NotFound."""
     options: dict[str, Any] = body.model_dump(include={"max_tokens", "like", "leave_out", "method"}, exclude_none=True)
     if body.model is not None:
-        base = resolve(context.db, body.model)
-        if base is None or not caller_may_use(context.db, caller, body.model):
-            raise unknown_model(body.model)
+        base = usable_model(context.db, caller, body.model)
         directory = settings.tokenizer_of(context, base)
         if directory is None:
             raise BadRequest(

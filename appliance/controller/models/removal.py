@@ -6,8 +6,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from appliance.controller.access.model_access import base_of, unknown_model
-from appliance.controller.access.naming import Resolved, resolve
+from appliance.controller.access.model_access import base_of, known_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, OperationFailed
 from appliance.controller.interfaces.ports import VersionPaths
@@ -34,16 +33,8 @@ def doomed(context: ControllerContext, name: str) -> Doomed:
     model = models.find(context.db, name)
     if model is not None:
         return Doomed(name, model, None)
-    found = known_model(context, name)
+    found = known_model(context.db, name)
     return Doomed(name, found.model, found.version)
-
-
-def known_model(context: ControllerContext, name: str) -> Resolved:
-    """Raises NotFound."""
-    found = resolve(context.db, name)
-    if found is None:
-        raise unknown_model(name)
-    return found
 
 
 def paths_of(row: VersionRow) -> VersionPaths:

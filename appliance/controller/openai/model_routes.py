@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 from pydantic import Field
 
-from appliance.controller.access.model_access import caller_may_use, unknown_model, usable_models
+from appliance.controller.access.model_access import caller_may_use, unknown_model, usable_model, usable_models
 from appliance.controller.access.naming import OwnerName, Resolved, resolve
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
@@ -28,7 +28,7 @@ from appliance.controller.interfaces.errors import (
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal, needs
 from appliance.controller.jobs.pauses import pause_jobs_without_model
-from appliance.controller.models.removal import doomed, known_model, remove
+from appliance.controller.models.removal import doomed, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys
@@ -61,7 +61,7 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.get("/{name:path}", dependencies=[Depends(needs(INFERENCE, FINE_TUNING, READ))])
     async def retrieve(name: str, caller: Caller) -> dict[str, Any]:
-        found = usable_model(context, name, caller)
+        found = usable_model(context.db, caller, name)
         return _shown(context, found, caller, ModelStates(db, context.scheduler.status()))
 
     @router.delete("/{name:path}", dependencies=[Depends(needs(FINE_TUNING))])
@@ -103,7 +103,7 @@ class Share(StrictBody):
 def _share(context: ControllerContext, name: str, body: Share, caller: Principal) -> ModelRow:
     """Raises ApiError."""
     db = context.db
-    found = usable_model(context, name, caller)
+    found = usable_model(context.db, caller, name)
     model = found.model
     if found.checkpoint or found.pinned:
         raise BadRequest(
@@ -168,10 +168,3 @@ def _refuse_unless_own(model: ModelRow, caller: Principal, verb: str) -> None:
             param="model",
             code="insufficient_permissions",
         )
-
-
-def usable_model(context: ControllerContext, name: str, caller: Principal) -> Resolved:
-    """Like `known_model`; a model that the caller's key may not use counts as absent. Raises NotFound."""
-    if not caller_may_use(context.db, caller, name):
-        raise unknown_model(name)
-    return known_model(context, name)

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 
 from appliance.controller.access.model_access import base_for
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.data_checks.asked import Bounds, Changes
+from appliance.controller.data_checks.asked import Changes, HeldAgainst
 from appliance.controller.files import storage
 from appliance.controller.gates.terms import checked
 from appliance.controller.http.strict_body import StrictBody
@@ -39,7 +39,7 @@ class Data(StrictBody):
     take: Literal["new", "all"] = "new"
 
 
-class Check(Bounds):
+class Check(HeldAgainst):
     """at_most: share of the examples by name of a check of train.data_checks; more fail the run. leave_out: checks that
     are not made."""
 
@@ -47,7 +47,7 @@ class Check(Bounds):
     leave_out: Annotated[list[CheckName], Field(max_length=len(CHECKS))] = Field(default_factory=list)
 
 
-class Prepare(Changes, Bounds):
+class Prepare(Changes, HeldAgainst):
     """split: share of the examples that the job is validated on."""
 
 

@@ -24,6 +24,7 @@ from appliance.store.objects import responses
 from appliance.store.records import keys
 from appliance.store.rows import ResponseRow
 from appliance.store.upkeep import holdings
+from runtime.background_tasks import RunningTasks
 
 log = logging.getLogger("appliance.controller")
 
@@ -41,7 +42,8 @@ _MOST_EXPECTED = 100
 
 
 class StoredResponses:
-    """Responses of all owners. `viewer`: the calling owner, who sees only its own; None: an admin or the box."""
+    """Responses of all owners. `viewer`: the calling owner, who sees only its own; None: an admin or the box. tasks:
+    what goes on behind an answer."""
 
     def __init__(self, context: ControllerContext):
         self._db, self._config, self._quotas = context.db, context.config, context.quotas
@@ -49,6 +51,9 @@ class StoredResponses:
         self._bytes = responses.totals(context.db)[1]
         self._asked: dict[str, list[asyncio.Future[None]]] = {}
         self._expected: Counter[str | None] = Counter()  # by viewer
+        self._continued: dict[str, tuple[str, float]] = {}  # id -> owner, when: what leads to it is still to be touched
+        self._background, self.tasks = context.background, RunningTasks()
+        self._touching: asyncio.Task[None] | None = None
 
     # --- in
 
@@ -76,21 +81,32 @@ class StoredResponses:
                 new += 1
                 self._bytes += row.bytes
                 self._unchecked[row.key_id] += row.bytes + _ROW_BYTES
-                if row.previous_id is not None:
-                    responses.touch(
-                        self._db,
-                        row.previous_id,
-                        row.owner,
-                        max_turns=MAX_TURNS,
-                        now_s=row.used_s,
-                        older_than_s=row.used_s - _TOUCH_EVERY_S,
-                    )
-        for key_id in {row.key_id for row in rows if self._unchecked[row.key_id] > _LOOK_AFTER_BYTES}:
-            self._keep_bounds(key_id)
-        self._shrink()
+                if row.previous_id is not None and self._touched_some(row.previous_id, row.owner, row.used_s):
+                    self._continued[row.previous_id] = row.owner, row.used_s
+        if not self._continued:
+            for key_id in {row.key_id for row in rows if self._unchecked[row.key_id] > _LOOK_AFTER_BYTES}:
+                self._keep_bounds(key_id)
+            self._shrink()
+        elif self._touching is None or self._touching.done():
+            # First, or what makes room would take turns that are gone on from; the next one that comes makes room.
+            touch = self._background.keep("conversations that go on", self._touch_continued)
+            self._touching = self.tasks.add(touch)
         for row in rows:
             self.tell(row.id)
         return new
+
+    async def _touch_continued(self) -> None:
+        """What was gone on from is kept as long as what goes on from it: of a long one a few turns at a time."""
+        while self._continued:
+            response_id, (owner, at_s) = next(iter(self._continued.items()))
+            await little_by_little(partial(self._touched_some, response_id, owner, at_s))
+            self._continued.pop(response_id, None)
+
+    def _touched_some(self, response_id: str, owner: str, at_s: float) -> bool:
+        older_than_s = at_s - _TOUCH_EVERY_S
+        return responses.touch_some(
+            self._db, response_id, owner, max_turns=MAX_TURNS, now_s=at_s, older_than_s=older_than_s
+        )
 
     def grew(self, key_id: str, more: int) -> None:
         """A response in background was answered: it has so many bytes more. The next one that comes, or housekeeping,

@@ -9,12 +9,15 @@ from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow
 
+# By an index that has all that is asked, and that SQLite would not choose: a row has it behind its texts.
 _CHAIN = """
-    WITH RECURSIVE chain (id, previous_id, depth) AS (
-        SELECT id, previous_id, 0 FROM responses WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)
+    WITH RECURSIVE chain (id, previous_id, bytes, depth) AS (
+        SELECT id, previous_id, bytes, 0 FROM responses INDEXED BY responses_chain
+        WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)
         UNION ALL
-        SELECT earlier.id, earlier.previous_id, depth + 1
-        FROM chain JOIN responses AS earlier ON earlier.id = chain.previous_id AND (?2 IS NULL OR earlier.owner = ?2)
+        SELECT earlier.id, earlier.previous_id, earlier.bytes, depth + 1
+        FROM chain JOIN responses AS earlier INDEXED BY responses_chain
+        ON earlier.id = chain.previous_id AND (?2 IS NULL OR earlier.owner = ?2)
         WHERE depth < ?3
     )
 """
@@ -53,7 +56,7 @@ def chain_bytes(db: Database, response_id: str, viewer: str | None, *, max_turns
     """Bytes of this response and of those that lead to it, as far back as max_turns: of this owner's, or of all for
     None."""
     parameters = [response_id, viewer, max_turns - 1]
-    (size,) = db.execute(f"{_CHAIN} SELECT SUM(bytes) FROM chain JOIN responses USING (id)", parameters).fetchone()
+    (size,) = db.execute(f"{_CHAIN} SELECT SUM(bytes) FROM chain", parameters).fetchone()
     return size or 0
 
 
@@ -64,15 +67,24 @@ def chain_ids(db: Database, response_id: str, viewer: str | None, *, max_turns: 
     return [row["id"] for row in db.execute(f"{_CHAIN} SELECT id FROM chain ORDER BY depth DESC", parameters)]
 
 
-def touch(
+def touch_some(
     db: Database, response_id: str, viewer: str | None, *, max_turns: int, now_s: float, older_than_s: float
-) -> None:
-    """Notes that this response and those that lead to it were continued: each is kept as long as the newest that needs
-    it. It leaves rows that were touched lately, because an update writes all pages of a row anew, with its texts."""
-    db.execute(
-        f"{_CHAIN} UPDATE responses SET used_s = ?4 WHERE used_s < ?5 AND id IN (SELECT id FROM chain)",
-        [response_id, viewer, max_turns - 1, now_s, older_than_s],
+) -> bool:
+    """Notes that this response and those that lead to it were continued, of a few of them: each is kept as long as the
+    newest that needs it. False: none was left. It leaves rows that were touched lately, because an update writes all
+    pages of a row anew, with its texts: 64 MiB of a long conversation took 0.5 s."""
+    found = db.execute(
+        f"{_CHAIN} SELECT seq, chain.bytes FROM chain JOIN responses USING (id) WHERE used_s < ?4",
+        [response_id, viewer, max_turns - 1, older_than_s],
     )
+    chosen, held = list[tuple[float, int]](), 0
+    for row in found:
+        chosen.append((now_s, row["seq"]))
+        if (held := held + row["bytes"]) >= chunks.CHUNK_BYTES or len(chosen) >= chunks.CHUNK_ROWS:
+            break
+    found.close()  # it may have more to give, and would keep its snapshot of the store
+    db.many("UPDATE responses SET used_s = ? WHERE seq = ?", chosen)
+    return bool(chosen)
 
 
 def delete(db: Database, response_id: str) -> None:
@@ -105,9 +117,10 @@ def delete_unused(db: Database, before_s: float) -> bool:
 
 def delete_of_revoked_keys(db: Database) -> bool:
     """Deletes a few of those whose owner has no live key left. False: none was left."""
+    # By their keys alone: a row has its owner behind its texts, and those of a key that was changed for another stay.
     where = (
-        "key_id IN (SELECT id FROM keys WHERE revoked_s IS NOT NULL)"
-        " AND owner NOT IN (SELECT owner FROM keys WHERE revoked_s IS NULL)"
+        "key_id IN (SELECT id FROM keys WHERE revoked_s IS NOT NULL"
+        " AND owner NOT IN (SELECT owner FROM keys WHERE revoked_s IS NULL))"
     )
     return chunks.delete_some(db, "responses", where, [], "bytes")
 

@@ -98,8 +98,17 @@ def jobs_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
 def graders_past(db: Database, owner: str, keep: int, limit: int) -> int:
     """Graders of an owner's ended jobs beyond the newest `keep`: the jobs may stay, with a model or what they cost."""
     return db.execute(
-        "DELETE FROM job_graders WHERE job_id IN (SELECT jobs.id FROM job_graders CROSS JOIN jobs ON jobs.id = job_id"
+        "DELETE FROM job_judges WHERE job_id IN (SELECT jobs.id FROM job_judges CROSS JOIN jobs ON jobs.id = job_id"
         f" WHERE owner = ?1 AND phase IN ({_FINISHED}) ORDER BY jobs.seq DESC LIMIT ?3 OFFSET ?2)",
+        [owner, keep, limit],
+    ).rowcount
+
+
+def gate_terms_past(db: Database, owner: str, keep: int, limit: int) -> int:
+    """Empties the terms of an owner's ended gates beyond the newest `keep`."""
+    return db.execute(
+        "UPDATE gates SET terms = '{}' WHERE seq IN (SELECT seq FROM gates"
+        " WHERE owner = ?1 AND state = 'ended' AND has_terms = 1 ORDER BY seq DESC LIMIT ?3 OFFSET ?2)",
         [owner, keep, limit],
     ).rowcount
 

@@ -296,6 +296,42 @@ async def test_what_is_gone_on_from_is_kept_as_long_as_what_needs_it(control: Co
     assert responses.totals(control.db) == (0, 0)
 
 
+async def test_a_long_conversation_is_kept_a_few_turns_at_a_time(control: Control):
+    """Its 64 MiB were written anew in one go: the loop stood for 0.5 s."""
+    stored = control.app.state.responses
+    await send(control, copy(1, "x" * 100_000), *(copy(n, "x" * 100_000, previous=n - 1) for n in range(2, 9)))
+    await stored.tasks.idle()
+    control.db.execute("UPDATE responses SET used_s = 1.0")
+    changed: list[int] = []
+    many = control.db.many
+
+    def counted(sql: str, parameters: Any) -> None:
+        changed.append(len(rows := list(parameters)))
+        many(sql, rows)
+
+    control.db.many = counted  # type: ignore[method-assign]
+    await send(control, copy(9, previous=8))
+    await stored.tasks.idle()
+    assert sum(changed) == 8 and max(changed) <= 3
+    assert control.db.execute("SELECT count(*) FROM responses WHERE used_s = 1.0").fetchone()[0] == 0
+
+
+def test_a_conversation_is_followed_by_an_index_alone(db: Database):
+    """A row has what it goes on from behind its texts: of 2,000 turns of 32 KB that took 0.1 s for each request."""
+    plans: list[str] = []
+    execute = Database.execute
+
+    class Planned:
+        def execute(self, sql: str, parameters: Any = ()) -> Any:
+            plans.extend(row["detail"] for row in execute(db, f"EXPLAIN QUERY PLAN {sql}", parameters))
+            return execute(db, sql, parameters)
+
+    for look in (responses.chain_bytes, responses.chain_ids):
+        look(Planned(), "resp_1", "ann", max_turns=2000)  # type: ignore[arg-type]
+    looks = [plan for plan in plans if "responses" in plan or "earlier" in plan]
+    assert len(looks) == 4 and all("COVERING INDEX responses_chain (id=?" in plan for plan in looks), plans
+
+
 async def test_responses_of_a_revoked_key_go(control: Control):
     row, _ = keys.create(control.db, "laptop", ["inference"])
     await send(control, copy(1, key=row.id), copy(2))

@@ -38,12 +38,12 @@ def bounded_parameters(**given: Any) -> SamplingParams:
 
 
 def test_more_than_a_gpus_runner_has_room_for_is_refused_before_it_ends_the_engine() -> None:
-    states = object.__new__(bad_words.BadWordsState)  # its rows are on a GPU
+    states: Any = object.__new__(bad_words.BadWordsState)  # its rows are on a GPU
     states.num_bad_words = SimpleNamespace(np=[0])
     states.bad_word_token_ids = states.bad_word_offsets = SimpleNamespace(stage_write=lambda *_: None)
     room = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
     assert logit_bias.MAX_NUM_STOP_TOKEN_IDS == request_bounds.STOP_IDS
-    fits = bounded_parameters(bad_words=["x" * 256, "y" * (room - 256)])
+    fits: Any = bounded_parameters(bad_words=["x" * 256, "y" * (room - 256)])
     assert states.add_request(0, fits)
     with pytest.raises(VLLMValidationError, match=f"1025 tokens long together.*at most {room}") as refused:
         bounded_parameters(bad_words=["x" * 256, "y" * (room - 255)])
@@ -64,7 +64,7 @@ def test_a_token_that_the_embedding_has_no_row_for_is_refused() -> None:
     """vLLM's own check goes by what the tokenizer knows, if that is more."""
     bounded = type("Bounded", (HfRenderer,), {})
     request_bounds.bound_tokens(bounded)
-    renderer = object.__new__(bounded)
+    renderer: Any = object.__new__(bounded)
     renderer.tokenizer = SimpleNamespace(max_token_id=262_144)
     for pictures in (False, True):
         renderer.model_config = SimpleNamespace(get_vocab_size=lambda: 262_144, is_multimodal_model=pictures)

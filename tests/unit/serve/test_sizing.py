@@ -114,6 +114,19 @@ def test_a_context_that_does_not_fit_is_shortened_and_said():
     assert "raise kv_cache_bytes" in nothing.problem
 
 
+@pytest.mark.parametrize("device_bytes", [23 * GIB + n * 2**20 for n in (0, 1, 2, 3, 5, 8)])
+def test_a_shortened_context_fits_on_a_gpu_whatever_the_kernels_blocks_are(device_bytes):
+    """vLLM refuses to start an engine whose KV cache does not hold one context in whole blocks; its kernels for latent
+    attention, for one, take none of 16 tokens."""
+    latent = ServedShape(14 * GIB, context=1_048_576, layers=27, latent=576, hidden=2048, ffn=10944, vocab=102_400)
+    found = size(shape=latent, device_memory_bytes=device_bytes)
+    token_bytes = 27 * 576 * 2
+    assert found.shortened and found.max_model_len
+    for block in (16, 64, 128):
+        whole_blocks = -(-found.max_model_len // block) + 1  # one that no request gets
+        assert whole_blocks <= found.memory.kv_cache_bytes // (block * token_bytes)
+
+
 def test_what_a_head_tied_to_the_embedding_packs_counts_and_quantised_weights_count_as_stored():
     tied, plain = on_cpu(dtype="float32"), on_cpu(shape=smol(tie_word_embeddings=False), dtype="float32")
     assert plain.memory.weights_bytes == 4 * SMOL_PARAMETERS, "stored in bfloat16, computed in float32"

@@ -1,9 +1,11 @@
 """Which tokens of a conversation are learnt."""
 
+import json
+
 import pytest
 
 from tests.train_support.tiny import CHATML, tokenizer
-from train.data.chat import ChatEncoder
+from train.data.chat import ChatEncoder, vocabulary_of
 from train.data.formats import BadRecord, check_chat
 from train.plan.errors import UnsupportedModel
 
@@ -145,3 +147,20 @@ def test_rows_in_the_older_form_of_calls_become_tool_calls():
 def test_an_example_has_so_many_messages():
     with pytest.raises(BadRecord, match="has 8193 messages, at most 8192"):
         check_chat({"messages": [{"role": "user", "content": "a"}] * 8193})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_token_that_the_model_has_no_embedding_for_is_refused(tmp_path, nested):
+    words = tokenizer()
+    known = len(words)
+    words.add_special_tokens({"additional_special_tokens": ["<picture>"]})
+    config = {"vocab_size": known}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config} if nested else config))
+    encoder = ChatEncoder(words, vocabulary_of(tmp_path))
+    shown = [{"role": "user", "content": "What is on <picture>?"}, {"role": "assistant", "content": "a fox"}]
+    for encode in (encoder.encode, encoder.prompt):
+        encode({"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a fox"}]})
+        with pytest.raises(BadRecord, match=rf"token '<picture>' \({known}\).*the model, with {known} of them"):
+            encode({"messages": shown})
+    ChatEncoder(words).encode({"messages": shown})
+    assert vocabulary_of(tmp_path / "none") is None

@@ -143,6 +143,7 @@ def test_the_loss_of_a_row_is_the_log_ratio_of_its_tokens(tmp_path):
     told = Teacher().told(verdict, sampled, 3)
     assert told == {
         "reverse_kl": pytest.approx(expected, rel=1e-6),
+        "answer_reverse_kl": pytest.approx(expected * 13 / 3, rel=1e-6),
         "entropy": pytest.approx(-np.concatenate(sampled).mean()),
         "teacher_errors": 0,
     }
@@ -196,11 +197,11 @@ def taught_spec(tmp_path, **fields):
 def test_a_run_comes_nearer_to_its_teacher(tmp_path, folder):
     box = Taught(folder)
     valid = str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1))
-    assert box.run(taught_spec(tmp_path, valid_path=valid, n_epochs=6))["outcome"] == "succeeded"
+    assert box.run(taught_spec(tmp_path, valid_path=valid, n_epochs=4))["outcome"] == "succeeded"
     steps, held_out = box.of("metrics"), box.of("validation")
-    assert [step["step"] for step in steps] == list(range(1, 37))
+    assert [step["step"] for step in steps] == list(range(1, 25))
     divergences = [step["reverse_kl"] for step in steps]
-    assert np.mean(divergences[-4:]) < 0.7 * np.mean(divergences[:4]), divergences
+    assert np.mean(divergences[-4:]) < 0.8 * np.mean(divergences[:4]), divergences
     assert held_out[-1]["reverse_kl"] < 0.8 * held_out[0]["reverse_kl"]
     assert all(one["loss"] == one["reverse_kl"] and one["entropy"] > 0 for one in held_out)
     # Synchronous: the loss is the divergence at the tokens that were sampled.

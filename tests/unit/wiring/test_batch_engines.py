@@ -120,7 +120,12 @@ def test_rollouts_wake_a_model_only_on_devices_that_training_does_not_get(policy
 async def test_the_wish_of_rollouts(tmp_path):
     bus = Bus(tmp_path / "bus.sock", ControllerConfig(), first_generation=1, on_table=lambda: None)
     now = Circumstances("auto", True, 0, floor=1)
-    made = SocketEngines(bus, ControllerConfig(), Limits(), lambda name: name, lambda: now, lambda: None)
+    hosts = {"adapter": "starter"}
+    made = SocketEngines(
+        bus, ControllerConfig(), Limits(), lambda name: hosts.get(name, name), lambda: now, lambda: None
+    )
+    made.wants(["adapter"], SAMPLING)
+    assert made.demand("starter", Demand()).held == 1, "a teacher that is an adapter, by its base's engines"
     made.wants(["starter"], SAMPLING)
     assert made.demand("starter", Demand()).held == 1 and made.demand("other", Demand()) == Demand()
     assert made.demand("starter", Demand(inflight=3)) == Demand(inflight=3), "users speak for themselves"
