@@ -30,6 +30,10 @@ class Kind(enum.Enum):
     LOGIN = "login"
 
 
+# All others need a key, or a login of the page.
+KEYLESS = frozenset({Kind.HEALTH, Kind.PREFLIGHT, Kind.PAGE, Kind.LOGIN})
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """One row of the allowlist.
