@@ -102,6 +102,8 @@ def _shape(annotation: Any) -> str:
         return " or ".join(_shape(option) for option in typing.get_args(annotation) if option is not type(None))
     if origin is list:
         return f"list of {_shape(typing.get_args(annotation)[0])}s"
+    if origin is dict:
+        return "table"
     return {str: "text", int: "whole number", float: "number", bool: "true, false"}[annotation]
 
 

@@ -47,6 +47,8 @@ from appliance.controller.live import routes as live
 from appliance.controller.live.hub import Hub
 from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
+from appliance.controller.oidc import routes as oidc_routes
+from appliance.controller.oidc.provider import Provider
 from appliance.controller.openai import batch_routes, checkpoint_permissions, job_routes, model_routes, response_routes
 from appliance.controller.pipelines import pipeline_routes
 from appliance.controller.pipelines.runner import LOOK_EVERY_S as PIPELINES_EVERY_S
@@ -62,8 +64,8 @@ from appliance.store.records import keys as keys_of_store
 from train.graders.hosts import GraderHosts
 
 
-def create_app(context: ControllerContext) -> FastAPI:
-    """The app; everything it touches is in `context`.
+def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> FastAPI:
+    """The app; everything it touches is in `context`. oidc: in place of the login provider of the settings, in tests.
 
     Its lifespan deletes leftovers of a crash, resumes validations, publishes the keys and runs housekeeping; run it
     with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
@@ -190,6 +192,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         sweep_routes.routes(context, sweeping),
         checkpoint_permissions.routes(context),
         model_routes.routes(context),
+        oidc_routes.routes(context, oidc),
         admin,
     ):
         app.router.routes.extend(router.routes)

@@ -45,6 +45,19 @@ class Page(Generic[Row]):
     has_more: bool
 
 
+class Room:
+    """What one page has for its texts, and for the JSON among them."""
+
+    def __init__(self) -> None:
+        self._bytes, self._weight = PAGE_BYTES, PAGE_WEIGHT
+
+    def take(self, texts: Iterable[str], written: Iterable[str | None]) -> bool:
+        """Whether there was enough. written: those that are JSON."""
+        self._bytes -= sum(map(len, texts))
+        self._weight -= sum(map(_weight, written))
+        return self._bytes >= 0 and self._weight >= 0
+
+
 @dataclasses.dataclass
 class Changes:
     """How many rows were changed and kept; those of a transaction that was rolled back are not counted."""
@@ -247,12 +260,10 @@ class Database:
         )
         rows: list[Row] = []
         written = [name for name, is_json in _columns(kind) if is_json]
-        size, weight, has_more = 0, 0, False
+        room, has_more = Room(), False
         for row in cursor:
-            size += sum(len(value) for value in row if isinstance(value, str))
-            weight += sum(_weight(row[name]) for name in written)
-            full = size > PAGE_BYTES or weight > PAGE_WEIGHT
-            if has_more := len(rows) == limit or (bool(rows) and full):
+            fits = room.take((value for value in row if isinstance(value, str)), (row[name] for name in written))
+            if has_more := len(rows) == limit or (bool(rows) and not fits):
                 break
             rows.append(_decode(kind, row))
         cursor.close()  # it may have more to give, and would keep its snapshot of the store

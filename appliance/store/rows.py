@@ -22,6 +22,7 @@ class KeyRow:
     names that it may use, None for all. The limits: None where none binds; days and months are those of UTC.
     max_priority: of its jobs. max_non_preemptible, max_deadlines, max_held: how many of its unfinished jobs may be so.
     bounds: of what the owner may keep, where they are not the box's own. session: of one command on the box itself.
+    subject: SHA-256 of who has it by an OpenID provider, empty for one that was made by hand.
     """
 
     id: str
@@ -43,6 +44,7 @@ class KeyRow:
     max_held: int = 16
     bounds: dict[str, int] | None = json_column(default=None)
     session: int = 0
+    subject: str = ""
 
 
 @dataclass(frozen=True, slots=True)

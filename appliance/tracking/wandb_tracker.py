@@ -53,13 +53,13 @@ class WandbTracker:
             for point in points:
                 if point.seq >= run.step:  # another run of the same job may know less
                     row = {_STEP[point.kind]: point.step, **point.values, "_timestamp": point.at_s}
-                    self._asked(run.log, row, step=point.seq)
+                    self._asked(job, run.log, row, step=point.seq)
 
     def end(self, job: Job) -> None:
         told = {"state": job.phase, "error": job.error, "model": job.output_model, "version": job.version}
         for run in self._runs[job.id]:
-            self._asked(run.summary.update, {f"appliance.{name}": text for name, text in told.items() if text})
-            self._asked(run.finish, exit_code=0 if job.phase == "succeeded" else 1)
+            self._asked(job, run.summary.update, {f"appliance.{name}": text for name, text in told.items() if text})
+            self._asked(job, run.finish, exit_code=0 if job.phase == "succeeded" else 1)
         del self._runs[job.id]
 
     def _where(self, runs: list[Any]) -> str:
@@ -91,7 +91,7 @@ class WandbTracker:
             project=asked["project"],
             entity=asked.get("entity"),
             name=asked.get("name") or job.name,
-            tags=[*(asked.get("tags") or ()), job.id],
+            tags=[*filter(None, asked.get("tags") or ()), job.id],
             config=job.params,
             id=run_id,
             resume="allow" if online else None,
@@ -105,10 +105,11 @@ class WandbTracker:
             run.define_metric(f"{kind}/*", step_metric=step)
         return run
 
-    def _asked(self, ask: Any, *arguments: Any, **named: Any) -> None:
+    def _asked(self, job: Job, ask: Any, *arguments: Any, **named: Any) -> None:
         try:
             ask(*arguments, **named)
         except wandb.Error as error:
+            del self._runs[job.id]  # what W&B has of them in this process is of no more use: `begin` makes them anew
             raise _failed(error) from error
 
 

@@ -1,8 +1,9 @@
 """vLLM's own server in this process, with all that it does to a request but the model's own computing.
 
 Its routes, request models, conversions, chat templates, checks and its grammars are the engine's, with this project's
-changes to them. In the core's place each request is packed as for the core, its grammar is compiled by vLLM's manager,
-and a few of the tokens that it allows are the answer. So what an engine makes of a request takes milliseconds to see.
+changes to them. In the core's place each request is packed as for the core, taken in as by the model runner for GPUs,
+its grammar is compiled by vLLM's manager, and a few of the tokens that it allows are the answer. So what an engine
+makes of a request takes milliseconds to see.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class NoCore:
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
         from vllm.v1.structured_output import StructuredOutputManager
 
+        from tests.e2e.gpu_runner import GpuRunner
+
         self.resources = SimpleNamespace(engine_dead=False)
         self._tasks = tasks
         self._config = config
@@ -38,6 +41,7 @@ class NoCore:
         self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
         self._manager = StructuredOutputManager(config)
         self._outputs: asyncio.Queue[Any] = asyncio.Queue()
+        self._runner = GpuRunner(config)
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         return self._tasks
@@ -72,6 +76,7 @@ class NoCore:
 
             made = EngineCoreOutput(taken.request_id, [], pooling_output=torch.ones(8), finish_reason=FinishReason.STOP)
         else:
+            self._take(taken)
             tokens, follows = await asyncio.to_thread(self._answer, taken)
             asked = taken.sampling_params
             made = EngineCoreOutput(
@@ -82,6 +87,12 @@ class NoCore:
                 finish_reason=FinishReason.LENGTH if follows else FinishReason.ERROR,
             )
         self._outputs.put_nowait(EngineCoreOutputs(outputs=[made], finished_requests={taken.request_id}))
+
+    def _take(self, request: Any) -> None:
+        try:
+            self._runner.take(request)
+        except Exception as error:
+            raise RuntimeError(f"this request ends an engine on GPUs: {error!r}") from error
 
     def _answer(self, request: Any) -> tuple[list[int], bool]:
         """The tokens of an answer; False where an engine would end the request with an error after the last of them."""

@@ -259,6 +259,7 @@ REQUESTS["/v1/messages/count_tokens"] = REQUESTS["/v1/messages"][:2]
 LIST_OF_NOTHING = {"type": "array", "items": {"$ref": "#/$defs/p"}, "minItems": 1, "uniqueItems": True}
 CYCLE = {"$ref": "#/$defs/p", "$defs": {"p": {"$ref": "#/$defs/q"}, "q": {"anyOf": [{"$ref": "#/$defs/p"}]}}}
 KNOWN: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/completions", {"prompt": "a", "bad_words": [chr(n) * 250 for n in range(0x4E00, 0x4E08)]}),
     *(
         (
             "/v1/messages",
@@ -323,6 +324,7 @@ ODD: tuple[Any, ...] = (
     -1,
     1.5,
     1 << 62,
+    (1 << 63) - 1,
     "",
     "x",
     'a\x00\ud7ff\U0001f600"\n</tool_call>',

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from appliance.controller.jobs.events import JobEvents
@@ -21,7 +24,7 @@ from appliance.store.rows import DeploymentRow
 from appliance.ui.site import site
 from tests.e2e import page_rows
 from tests.e2e.box_support import gsm8k, whole_box
-from tests.front.box import MODEL, Front, running_front
+from tests.front.box import MODEL, Front, free_port, running_front
 from tests.unit.controller.conftest import insert_model
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright here (pip install playwright)")
@@ -80,8 +83,13 @@ def test_an_address_that_was_cut_short_names_a_page_all_the_same(visit: Visit) -
     page.get_by_role("heading", level=1, name="Jobs").wait_for()
 
 
-def test_a_reload_keeps_a_login_and_log_out_ends_it(visit: Visit, front: Front) -> None:
-    page = visit()
+def test_a_reload_keeps_a_login_and_log_out_ends_it(browser: Any, front: Front) -> None:
+    """What the other tab asks as it ends is 401, of which its console may tell."""
+    page = browser.new_context(locale="en-US").new_page()
+    page.set_default_timeout(WAIT_MS)
+    page.goto(f"{front.url}/ui")
+    page.get_by_label("API key").fill(front.key)
+    page.keyboard.press("Enter")
     page.get_by_text("n0/7").wait_for()
     cookies = page.context.cookies()
     assert {cookie["path"] for cookie in cookies} == {"/admin/v1", "/v1"}
@@ -98,6 +106,7 @@ def test_a_reload_keeps_a_login_and_log_out_ends_it(visit: Visit, front: Front) 
     with front.http() as http:
         front.wait(lambda: cookies[0]["name"] not in http.get("/admin/v1/sessions").text)
     front.wait(lambda: not page.context.cookies())
+    page.context.close()
 
 
 def test_changes_come_by_the_stream_and_by_asking_where_there_is_none(browser: Any, front: Front) -> None:
@@ -131,6 +140,66 @@ def test_changes_come_by_the_stream_and_by_asking_where_there_is_none(browser: A
     key_is_shown("by-asking", 25_000)
     assert streams.count(200) == 2
     context.close()
+
+
+@pytest.fixture
+def provider() -> Iterator[str]:
+    """A real OpenID provider's URL; ann of the group `ml` may log in there."""
+    pytest.importorskip("oidc_provider_mock", reason="no provider here (pip install oidc-provider-mock)")
+    port = free_port()
+    ann = json.dumps({"sub": "ann", "preferred_username": "ann", "groups": ["ml"]})
+    command = [sys.executable, "-m", "oidc_provider_mock", "--port", str(port), "--user-claims", ann]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        try:
+            return httpx.get(f"{url}/.well-known/openid-configuration").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        Front.wait(answers)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def test_a_person_logs_in_by_a_provider_with_the_scopes_of_their_group(
+    browser: Any, provider: str, tmp_path: Path
+) -> None:
+    port, secret = free_port(), tmp_path / "secret"
+    secret.write_text("between us\n")
+    settings = {"issuer": provider, "client_id": "box", "box_url": f"http://127.0.0.1:{port}", "name": "our directory"}
+    settings |= {"groups": {"ml": ["inference", "fine_tuning"]}, "client_secret_path": str(secret)}
+    with running_front(imports=False, workers=1, controller={"oidc": settings}, port=port) as front:
+        page = browser.new_context(locale="en-US").new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.goto(f"{front.url}/ui#/jobs")
+
+        def go(button: str) -> None:
+            page.get_by_role("button", name="Log in with our directory").click()
+            page.wait_for_url(f"{provider}/**", wait_until="commit")
+            page.get_by_role("button", name=button, exact=True).click()
+
+        go("Deny")
+        page.get_by_text("The login provider refused").wait_for()
+        go("ann")
+        page.get_by_role("navigation").wait_for()
+        assert page.evaluate("location.search") == ""
+        names = page.get_by_role("navigation").get_by_role("link").all_inner_texts()
+        assert "Jobs" in names and "Chat" in names and "Audit" not in names and "Box" not in names
+        page.reload()
+        page.get_by_role("navigation").wait_for()
+        with front.http() as http:
+            (row,) = [row for row in http.get("/admin/v1/keys").json()["data"] if row["name"].startswith("ann-")]
+            assert row["scopes"] == ["inference", "fine_tuning"]
+            http.delete(f"/admin/v1/keys/{row['id']}")
+        page.get_by_text("This login has ended").wait_for()
+        go("ann")
+        page.get_by_text("your access to this box was revoked").wait_for()
+        page.context.close()
 
 
 def test_a_login_goes_with_its_key_and_does_nothing_for_other_pages(browser: Any, front: Front) -> None:

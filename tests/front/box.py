@@ -163,15 +163,24 @@ class Front:
         }
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
 @contextlib.contextmanager
 def running_front(
-    *, workers: int = 2, controller: dict[str, Any] | None = None, imports: bool = True, **gateway: Any
+    *,
+    workers: int = 2,
+    controller: dict[str, Any] | None = None,
+    imports: bool = True,
+    port: int | None = None,
+    **gateway: Any,
 ) -> Iterator[Front]:
     """A front with the model `MODEL` open on one engine; `controller` and `gateway`: settings that differ from the
-    defaults. Everything has ended on return."""
+    defaults; `port`: a free one unless given. Everything has ended on return."""
     folder = Path(tempfile.mkdtemp(prefix="front-", dir="/tmp"))  # short: a Unix socket's path has 107 bytes
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = port or free_port()
     started: concurrent.futures.Future[Front] = concurrent.futures.Future()
     stopping = threading.Event()
 

@@ -49,6 +49,7 @@ SUBPACKAGES = (
     "appliance.memory",
     "appliance.tiers",
     "appliance.nodes",
+    "appliance.controller.oidc",
     "appliance.controller.admin.models",
     "appliance.controller.admin.owners",
     "appliance.controller.admin",

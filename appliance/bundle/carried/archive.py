@@ -132,8 +132,10 @@ class Bundle:
             if self._zip.comment != END and END.startswith(self._zip.comment):
                 raise zipfile.BadZipFile("the end is missing")
             self.names = [info.filename for info in self._zip.infolist()]
-            if self._zip.getinfo(MANIFEST).file_size > MOST_OF_MANIFEST:
-                raise Unusable(f"the manifest of {path} is larger than {MOST_OF_MANIFEST:,} bytes")
+            # What is read whole before anything is known to be true.
+            for name in {MANIFEST, SIGNATURE, SIGNER}.intersection(self.names):
+                if self._zip.getinfo(name).file_size > MOST_OF_MANIFEST:
+                    raise Unusable(f"{name} of {path} is larger than {MOST_OF_MANIFEST:,} bytes")
             # Read once: what is verified is what is believed, whatever somebody does to the file meanwhile.
             self._manifest_read = self._zip.read(MANIFEST)
             self.manifest = Manifest.decoded(self._manifest_read)

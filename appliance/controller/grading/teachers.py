@@ -1,12 +1,9 @@
-"""Teachers of jobs that distil: models of the box that the job's owner may ask, whose tokens are the student's."""
+"""Teachers of jobs that distil: models of the box that the job's owner may ask. Whether their tokens are the student's
+is seen while the job is validated, for that takes a second (jobs.validation)."""
 
 from __future__ import annotations
 
-import filecmp
-from pathlib import Path
 from typing import Any
-
-import orjson
 
 from appliance.controller.access.model_access import check_may_ask, unknown_model
 from appliance.controller.access.naming import Resolved, resolve
@@ -15,10 +12,6 @@ from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs.settings import tokenizer_of
 from serve.core import scoring
-
-_FILE = "tokenizer.json"
-_MOST_BYTES = 64 << 20
-"""Of a tokenizer that is read here; larger ones are compared byte by byte."""
 
 
 def teacher_of(
@@ -52,36 +45,10 @@ def _why_not(context: ControllerContext, teacher: Resolved, student: Resolved, l
             f"its engines say how likely texts of at most {room:,} tokens are, and max_length, a prompt with its "
             f"answer, is {longest:,}; choose a smaller one, or a teacher with a longer context"
         )
-    folders = [tokenizer_of(context, one) for one in (student, teacher)]
-    for folder, one in zip(folders, (student, teacher), strict=True):
-        if folder is None:
+    for one in (student, teacher):
+        if tokenizer_of(context, one) is None:
             return (
                 f"whether both have the same tokens cannot be seen while the files of {one.name} are neither on disk "
                 "nor in shared memory; ask it something, which brings them back"
             )
-    return _differ(*(folder / _FILE for folder in folders if folder is not None))
-
-
-def _differ(student: Path, teacher: Path) -> str:
-    """In what the tokens of two tokenizers differ; "" if every token means the same to both."""
-    if filecmp.cmp(student, teacher, shallow=False):
-        return ""
-    if max(path.stat().st_size for path in (student, teacher)) > _MOST_BYTES:
-        return "their tokenizers are not the same file, and too large to be compared token by token"
-    theirs, ours = _tokens(teacher), _tokens(student)
-    for number in sorted(ours.keys() | theirs.keys()):
-        if ours.get(number) != theirs.get(number):
-            here, there = (shown(one[number]) if number in one else "none" for one in (ours, theirs))
-            return f"it reads tokens, and their tokenizers differ: {number} is {here} to the student and {there} to it"
     return ""
-
-
-def _tokens(path: Path) -> dict[int, str]:
-    """By number."""
-    made = orjson.loads(path.read_bytes())
-    vocabulary = made["model"].get("vocab") or {}
-    if isinstance(vocabulary, list):  # of unigrams, each with its score
-        found = {number: str(one[0]) for number, one in enumerate(vocabulary)}
-    else:
-        found = {number: text for text, number in vocabulary.items()}
-    return found | {one["id"]: one["content"] for one in made.get("added_tokens") or ()}

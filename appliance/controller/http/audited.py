@@ -38,6 +38,7 @@ NOT_AUDITED: Mapping[Route, str] = {
     ("POST", "/admin/v1/session-keys"): "a key of one command on the box itself, which needs none; inference alone",
     ("DELETE", "/admin/v1/session-keys/{key_id}"): "the end of such a command",
     ("POST", "/admin/v1/sessions/{session_id}/touch"): "its person is still at the page",
+    ("POST", "/admin/v1/oidc/begin"): "somebody goes to the login provider; who comes back is known by finish",
 }
 
 

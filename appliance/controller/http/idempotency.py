@@ -57,6 +57,8 @@ NOT_ONCE: Mapping[str, str] = {
     "/admin/v1/session-keys": "of one command, which ends it, and for a day otherwise",
     "/admin/v1/sessions": "each has a token of its own, which is shown once; past MOST_OF_A_KEY the oldest ends",
     "/admin/v1/sessions/{session_id}/touch": _AGAIN_SAME,
+    "/admin/v1/oidc/begin": _NOTHING_MADE,
+    "/admin/v1/oidc/finish": "a code is good once; past MOST_OF_A_KEY the oldest login ends",
     "/admin/v1/mode/plan": _NOTHING_MADE,
     "/admin/v1/plan": _NOTHING_MADE,
     "/admin/v1/limits/measure": "what is measured replaces what was",

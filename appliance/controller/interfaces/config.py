@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Seconds = Annotated[float, Field(gt=0)]
 MIB, GIB = 2**20, 2**30
@@ -90,6 +90,46 @@ class RetentionSettings(BaseModel):
     """Imports, checks and other long operations that have ended."""
 
 
+Scope = Literal["inference", "fine_tuning", "read", "metrics", "admin"]
+
+
+class OidcSettings(BaseModel):
+    """Logins of the page by an OpenID provider (docs/ui.md). Unset `issuer`: there are none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    issuer: str = ""
+    """As the provider writes it, such as `https://login.example.org/realms/us`."""
+    client_id: str = ""
+    client_secret_path: str | None = None
+    """A file with the secret, for a provider that gives this box one."""
+    box_url: str = ""
+    """Of the box, as browsers see it; the provider has to allow `BOX_URL/ui` to be come back to."""
+    name: str = "single sign-on"
+    """What the page calls it."""
+    scopes: list[str] = ["openid", "profile", "email"]
+    """What the provider is asked for."""
+    name_claim: str = "preferred_username"
+    """A person's name; without it the email, and without that the subject."""
+    groups_claim: str = "groups"
+    groups: dict[str, list[Scope]] = {}
+    """What the members of each group may do here: `{ml-team = ["inference", "fine_tuning"]}`. Others may do nothing."""
+    ca_path: str | None = None
+    """Of the authority that the provider's certificate is from, unless this machine knows it."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> OidcSettings:
+        if not self.issuer:
+            return self
+        for name, url in (("issuer", self.issuer), ("box_url", self.box_url)):
+            here = url.startswith(("http://127.0.0.1", "http://localhost"))
+            if not url.startswith("https://") and not here:
+                raise ValueError(f"{name}: {url!r} given, expected a URL that begins with https://")
+        if not self.client_id or not self.groups:
+            raise ValueError("client_id and groups belong to an issuer")
+        return self
+
+
 class ControllerConfig(BaseModel):
     """Every limit and wait of the controller, with its unit in the name."""
 
@@ -110,6 +150,7 @@ class ControllerConfig(BaseModel):
     """An upload in parts that is not completed within this time is deleted."""
     bounds: OwnerBounds = Field(default_factory=OwnerBounds)
     retention: RetentionSettings = Field(default_factory=RetentionSettings)
+    oidc: OidcSettings = Field(default_factory=OidcSettings)
     disk_floor_bytes: int | None = Field(None, ge=0)
     """Free bytes on the data directory's volume below which nothing more is stored; unset: 2 % of it, at least 2 and at
     most 20 GiB, and never more than a tenth."""

@@ -24,6 +24,7 @@ from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
 
 DEFAULT_CONTEXT_TOKENS = 2048
+TOKENIZER = "tokenizer.json"
 _NEED_NO_VALIDATION = {"publish": ("end", "epoch"), "early_stopping_patience": (0,), "eval_interval": (0,)}
 
 
@@ -155,6 +156,6 @@ def tokenizer_of(context: ControllerContext, base: Resolved) -> Path | None:
             return None
         version = found
     for folder in (version.disk_path, version.shm_path):
-        if folder and Path(folder, "tokenizer.json").is_file():
+        if folder and Path(folder, TOKENIZER).is_file():
             return Path(folder)
     return None

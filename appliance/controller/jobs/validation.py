@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from appliance.controller.access.model_access import Resolved, base_of
+from appliance.controller.access.naming import resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.jobs import data, settings
 from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs.events import add_message, fail
 from appliance.store.objects import files as file_rows
-from appliance.store.objects import jobs
+from appliance.store.objects import job_records, jobs
 from appliance.store.rows import FileRow, JobEventRow, JobRow
 from runtime.background_tasks import RunningTasks
 from train.data.check import COUNTED_EXAMPLES, DataReport
+from train.data.same_tokens import differ_apart
 from train.methods.methods import method_of
 from train.plan.errors import InvalidHyperparameter
 
@@ -85,6 +87,9 @@ class JobValidation:
         except InvalidHyperparameter as error:
             if self._still_validating(job_id):
                 fail(db, job_id, "invalid_hyperparameter", str(error), error.param)
+        except _CannotTeach as error:
+            if self._still_validating(job_id):
+                fail(db, job_id, "invalid_teacher", str(error), f"method.{row.method}.teacher")
         except (OSError, _Gone) as error:
             if self._still_validating(job_id):
                 fail(db, job_id, "file_unreadable", f"The data of the job could not be read: {error}", "training_file")
@@ -108,6 +113,8 @@ class JobValidation:
         base = base_of(context.db, row)
         if base is None:
             raise _Gone(f"the model {row.model} was deleted, or is not shared with the job's owner any more")
+        if method_of(row.method).judged_by == "teacher":
+            await self._check_teacher(row, base)
         training = self._file(row.training_file)
         folder = context.jobs_dir / row.id
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,6 +128,22 @@ class JobValidation:
             told += _told(held_out, held_out_report)
         await self._check_cut(row, base, tokenizer, {"training_file": report, "validation_file": held_out_report})
         return report, told
+
+    async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
+        """Whether its tokens are the student's. Raises _CannotTeach."""
+        context, judge = self._context, job_records.find_judge(self._context.db, row.id)
+        name = judge.judge["teacher"] if judge is not None else ""
+        teacher = resolve(context.db, name)
+        if teacher is None:
+            raise _CannotTeach(f"the teacher {name} was deleted")
+        ours, theirs = (settings.tokenizer_of(context, one) for one in (student, teacher))
+        if ours is None or theirs is None:
+            why = "the files of one of them are neither on disk nor in shared memory any more"
+        else:
+            files = (folder / settings.TOKENIZER for folder in (ours, theirs))
+            why = await context.file_work.run(row.owner, differ_apart, *files)
+        if why:
+            raise _CannotTeach(f"{name} cannot teach {student.name}: {why}")
 
     async def _check_cut(
         self, row: JobRow, base: Resolved, tokenizer: Path | None, reports: dict[str, DataReport | None]
@@ -216,6 +239,10 @@ class JobValidation:
 def _told(file: FileRow, report: DataReport) -> list[tuple[str, str]]:
     by_level = (("warn", report.warnings), ("info", report.notes))
     return [(level, f"{file.filename}: {text}") for level, texts in by_level for text in texts]
+
+
+class _CannotTeach(Exception):
+    """The teacher of a job has other tokens than its student, in words."""
 
 
 class _Gone(Exception):

@@ -64,7 +64,7 @@ class Sources:
     def _state(self) -> list[Any]:
         context = self._context
         now, load = context.scheduler.status(), context.load()
-        shown = [now[name] for name in ("devices", "replicas", "handover", "queue", "troubles", "notes")]
+        shown = [now["devices"], now["replicas"], now["handover"], now["queue"], now["troubles"], now["notes"]]
         mode = mode_in_force(context.db, now["serving_floor"], time.time()).policy
         requests = {name: (one.inflight, one.held) for name, one in load.models.items() if one.inflight or one.held}
         return [shown, str(mode), requests, load.notes, [one["name"] for one in context.main_troubles()]]

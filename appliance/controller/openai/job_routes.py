@@ -22,21 +22,24 @@ from appliance.controller.jobs.validation import JobValidation, lines_of
 from appliance.controller.jobs.wanted import ask, known_job
 from appliance.controller.openai.new_job import insert_job
 from appliance.store.objects import job_records, jobs
-from appliance.store.rows import JobRow
+from appliance.store.rows import JobJudgeRow, JobRow
 from train.methods.methods import METHODS
 
 ROUTE = "fine_tuning.jobs"
 # A job whose data is refused ends there: its last events are the lines, at most as many as a report lists, and its end.
 _ERROR_EVENTS = 200
+_JUDGED = frozenset(name for name, method in METHODS.items() if method.judged_by)
 
 
 def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
     router = make_router("/v1/fine_tuning/jobs", FINE_TUNING)
     db, organization = context.db, context.config.organization
 
-    def shown_job(row: JobRow, caller: Principal) -> dict[str, Any]:
-        found = job_records.find_judge(db, row.id) if METHODS[row.method].judged_by else None
+    def shown_as(row: JobRow, caller: Principal, found: JobJudgeRow | None) -> dict[str, Any]:
         return views.job_object(row, organization, caller, found.judge if found else None)
+
+    def shown_job(row: JobRow, caller: Principal) -> dict[str, Any]:
+        return shown_as(row, caller, job_records.find_judge(db, row.id) if row.method in _JUDGED else None)
 
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
@@ -56,7 +59,8 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
         page = jobs.page(
             db, viewer=caller.viewer, after=after, limit=limit, metadata=metadata, null_metadata=null_metadata
         )
-        return list_object(page, lambda row: shown_job(row, caller))
+        page, judges = job_records.page_with_judges(db, page, _JUDGED)
+        return list_object(page, lambda row: shown_as(row, caller, judges.get(row.id)))
 
     @router.get("/{job_id}")
     async def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:

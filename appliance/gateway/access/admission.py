@@ -14,6 +14,7 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ADMIN, Kind, Route
 from appliance.gateway.routing.table import Caller
 
+LOGIN_BODY_BYTES: Final = 16 * 1024
 _JSON: Final = b"application/json"
 _WITH_BODY: Final = frozenset({b"POST", b"PUT", b"PATCH"})
 
@@ -73,6 +74,8 @@ def body_limit(route: Route | None, limits: Limits) -> int:
     """In bytes."""
     if route is None or route.kind is Kind.INFERENCE:
         return limits.inference_body_bytes
+    if route.kind is Kind.LOGIN:
+        return LOGIN_BODY_BYTES
     if route.kind is not Kind.CONTROL:
         return 0
     return limits.upload_body_bytes if route.upload else limits.control_body_bytes

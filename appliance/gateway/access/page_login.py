@@ -39,6 +39,12 @@ def login_digest(request: Request) -> str:
     return hashlib.sha256(b"%b.%b" % (cookie, half)).hexdigest()
 
 
+def check_asked_by_the_page(request: Request) -> None:
+    """Raises HttpError 403 for what another page has asked."""
+    if not _asked_by_the_page(request.method, request.headers):
+        raise errors.other_page()
+
+
 def _asked_by_the_page(method: bytes, headers: Headers) -> bool:
     """Browsers say where a request comes from (https://www.w3.org/TR/fetch-metadata/), but over plain HTTP only to this
     machine; elsewhere the origin says it, of all but reads."""

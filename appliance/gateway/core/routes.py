@@ -27,6 +27,11 @@ class Kind(enum.Enum):
     METRICS = "metrics"
     PREFLIGHT = "preflight"
     PAGE = "page"
+    LOGIN = "login"
+
+
+# All others need a key, or a login of the page.
+KEYLESS = frozenset({Kind.HEALTH, Kind.PREFLIGHT, Kind.PAGE, Kind.LOGIN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,16 @@ EXACT: dict[bytes, Route] = {
 
 # The box's own page and its files: the same for everybody, so without a key. What they ask for has one.
 PAGE = Route("page", Kind.PAGE, _GET, frozenset(), b"/ui")
+
+# The page's way to a login provider and back, before anybody has a key or a login.
+EXACT |= {
+    path: Route("login", Kind.LOGIN, methods, frozenset(), path, page=True)
+    for path, methods in (
+        (b"/admin/v1/oidc", _GET),
+        (b"/admin/v1/oidc/begin", _POST),
+        (b"/admin/v1/oidc/finish", _POST),
+    )
+}
 
 # What a browser asks before a page's request; any URL, since the request itself is checked when it comes.
 PREFLIGHT = Route("preflight", Kind.PREFLIGHT, frozenset({b"OPTIONS"}), frozenset())

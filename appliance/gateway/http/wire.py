@@ -12,6 +12,7 @@ from typing import Final
 
 from appliance.gateway.access.request import Headers, Pairs, Request
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.routes import Kind
 
 # An engine's answer says so too (serve/api/answer_version.py).
 VERSION = b"x-appliance-model-version"
@@ -131,7 +132,9 @@ def controller_head(request: Request, token: bytes) -> bytes:
 
 def _identity(request: Request, token: bytes) -> bytes:
     caller = request.caller
-    assert caller is not None, "the controller is asked only after authentication"
+    if caller is None:
+        assert request.route is not None and request.route.kind is Kind.LOGIN, "all others name a key"
+        return _identity_lines(request.request_id, b"gateway", b"gateway", token)
     lines = _identity_lines(request.request_id, caller.id.encode(), caller.scopes_header, token)
     return b"x-appliance-session: %b\r\n%b" % (request.session.encode(), lines) if request.session else lines
 

@@ -7,13 +7,13 @@ import time
 import orjson
 
 from appliance.gateway.access.admission import check_head, check_scopes, key_digest
-from appliance.gateway.access.page_login import login_digest
+from appliance.gateway.access.page_login import check_asked_by_the_page, login_digest
 from appliance.gateway.access.request import Request
 from appliance.gateway.control.previous_response import PreviousResponse
 from appliance.gateway.control.relay import Relay, WholeRelay
 from appliance.gateway.control.scrape import Scrape
 from appliance.gateway.core import errors
-from appliance.gateway.core.routes import Kind
+from appliance.gateway.core.routes import KEYLESS, Kind
 from appliance.gateway.http import wire
 from appliance.gateway.http.client import Client
 from appliance.gateway.http.handler import Handler
@@ -37,10 +37,8 @@ class Dispatch:
         """Check everything that a request's head determines. Raises HttpError."""
         state, route = self._state, request.route
         assert route is not None
-        if route.kind is Kind.PAGE:
-            if request.path not in site():
-                raise errors.unknown_url(request.method.decode(), request.path.decode("ascii", "replace"), "")
-        elif route.kind is not Kind.HEALTH and route.kind is not Kind.PREFLIGHT:
+        kind = route.kind
+        if kind is Kind.INFERENCE or kind not in KEYLESS:
             digest = key_digest(request.headers)
             login = "" if digest else login_digest(request)
             if state.generation < 0:
@@ -52,6 +50,12 @@ class Dispatch:
             request.caller = caller
             request.use = state.spending.use_of(caller)
             check_scopes(route, caller)
+        elif kind is Kind.PAGE:
+            if request.path not in site():
+                raise errors.unknown_url(request.method.decode(), request.path.decode("ascii", "replace"), "")
+        elif kind is Kind.LOGIN:
+            check_asked_by_the_page(request)
+            state.spending.admit_login()
         check_head(request, state.limits)
 
     def _of_login(self, request: Request, digest: str) -> Caller:
@@ -70,6 +74,8 @@ class Dispatch:
         if b"traceparent" in headers:
             request.trace = wire.accepted_trace(headers)
         caller, use = request.caller, request.use
+        if caller is None and route.kind is Kind.LOGIN:
+            return WholeRelay(state, client, request)
         assert caller is not None and use is not None
         if route.kind is not Kind.INFERENCE:
             state.spending.admit_control(caller, use, state.limits)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from appliance.store.database import Database, Page
+import json
+from collections.abc import Collection
+
+from appliance.store.database import Database, Page, Room
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import (
     CheckpointNameRow,
@@ -10,6 +13,7 @@ from appliance.store.rows import (
     JobEventRow,
     JobJudgeRow,
     JobMetricRow,
+    JobRow,
     PermissionRow,
 )
 
@@ -20,6 +24,23 @@ def insert_judge(db: Database, row: JobJudgeRow) -> None:
 
 def find_judge(db: Database, job_id: str) -> JobJudgeRow | None:
     return db.one(JobJudgeRow, "SELECT * FROM job_judges WHERE job_id = ?", [job_id])
+
+
+def page_with_judges(
+    db: Database, page: Page[JobRow], methods: Collection[str]
+) -> tuple[Page[JobRow], dict[str, JobJudgeRow]]:
+    """The page as far as it has room for the judges of jobs of these methods too, with one job at least, and these
+    judges by job: a hundred graders have 200 MiB."""
+    room, judges = Room(), dict[str, JobJudgeRow]()
+    for number, row in enumerate(page.data):
+        query = "SELECT judge FROM job_judges WHERE job_id = ?"
+        found = db.execute(query, [row.id]).fetchone() if row.method in methods else None
+        if found is None:
+            continue
+        if not room.take([found["judge"]], [found["judge"]]) and number:
+            return Page(page.data[:number], True), judges
+        judges[row.id] = JobJudgeRow(row.id, json.loads(found["judge"]))
+    return page, judges
 
 
 def teachers_of_running(db: Database) -> list[str]:

@@ -117,9 +117,10 @@ def delete_unused(db: Database, before_s: float) -> bool:
 
 def delete_of_revoked_keys(db: Database) -> bool:
     """Deletes a few of those whose owner has no live key left. False: none was left."""
+    # By their keys alone: a row has its owner behind its texts, and those of a key that was changed for another stay.
     where = (
-        "key_id IN (SELECT id FROM keys WHERE revoked_s IS NOT NULL)"
-        " AND owner NOT IN (SELECT owner FROM keys WHERE revoked_s IS NULL)"
+        "key_id IN (SELECT id FROM keys WHERE revoked_s IS NOT NULL"
+        " AND owner NOT IN (SELECT owner FROM keys WHERE revoked_s IS NULL))"
     )
     return chunks.delete_some(db, "responses", where, [], "bytes")
 

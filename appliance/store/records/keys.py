@@ -62,6 +62,11 @@ def find(db: Database, id_or_name: str) -> KeyRow | None:
     )
 
 
+def of_subject(db: Database, subject: str) -> KeyRow | None:
+    """The newest key of this person's, revoked or not."""
+    return db.one(KeyRow, "SELECT * FROM keys WHERE subject = ? AND subject != '' ORDER BY seq DESC LIMIT 1", [subject])
+
+
 def owner_of(db: Database, key_id: str) -> str:
     """The owner of what is made with this key. An unknown key shares with no other: its own id is the owner."""
     row = db.execute("SELECT owner FROM keys WHERE id = ?", [key_id]).fetchone()

@@ -2,6 +2,7 @@
 // no script reads; the other is kept by this origin and goes with each request as a header. The key itself is kept nowhere.
 
 const KEPT = "appliance-login";
+const GONE = "appliance-gone"; // to the login provider, and not back yet
 let login = kept();
 let onRefused = () => {};
 
@@ -48,6 +49,28 @@ export async function logIn(key) {
   keep("");
   const headers = { authorization: `Bearer ${key}` };
   const made = await (await send("POST", "/admin/v1/sessions", { body: { secure: location.protocol === "https:" }, headers })).json();
+  keep(`${made.id}.${made.page}`);
+}
+
+/** What the box calls its login provider, "" where there is none. */
+export const providerName = async () => (await call("GET", "/admin/v1/oidc")).name || "";
+
+/** Goes to the login provider. Throws BoxError. */
+export async function goToProvider() {
+  const { url, binder } = await call("POST", "/admin/v1/oidc/begin");
+  localStorage.setItem(GONE, binder);
+  location.assign(url);
+}
+
+/** Whether this browser went there and is not back yet. */
+export const isGone = () => Boolean(localStorage.getItem(GONE));
+export const stay = () => localStorage.removeItem(GONE);
+
+/** Comes back from the login provider with what it gave. Throws BoxError. */
+export async function comeBack(code, state) {
+  const binder = localStorage.getItem(GONE);
+  stay();
+  const made = await call("POST", "/admin/v1/oidc/finish", { code, state, binder, secure: location.protocol === "https:" });
   keep(`${made.id}.${made.page}`);
 }
 

@@ -1,5 +1,5 @@
 // Begins the page: the language, who is there, the navigation, and the page that the address names.
-import { BoxError, forgetLogin, get, isLoggedIn, logIn, logOut, loginId, post, whenRefused } from "./api.js";
+import { BoxError, comeBack, forgetLogin, get, goToProvider, isGone, isLoggedIn, logIn, logOut, loginId, post, providerName, stay, whenRefused } from "./api.js";
 import { forget } from "./live.js";
 import { LANGUAGES, language, loadLanguage, t } from "./i18n.js";
 import { Component, NeedsScope, Who, html, render, sentence, useEffect, useRef, useState } from "./ui.js";
@@ -64,8 +64,12 @@ const sees = (who, page) => who.scopes.includes("admin") || page.scopes.some((sc
 function Login({ told, onIn }) {
   const [error, setError] = useState(told);
   const [busy, setBusy] = useState(false);
+  const [provider, setProvider] = useState("");
   const field = useRef(null);
-  useEffect(() => field.current.focus(), []);
+  useEffect(() => {
+    field.current.focus();
+    providerName().then(setProvider, () => {}); // without one, or while the box is away, there is the key
+  }, []);
   const enter = (event) => {
     event.preventDefault();
     const key = field.current.value.trim();
@@ -92,6 +96,7 @@ function Login({ told, onIn }) {
       </label>
       <p id="login-error" class=${error ? "alert bad" : "visually-hidden"} role="alert">${error}</p>
       <button class="main" disabled=${busy}>${busy ? t("login.busy") : t("login.enter")}</button>
+      ${provider ? html`<button type="button" disabled=${busy} onClick=${() => goToProvider().catch((failure) => setError(sentence(failure)))}>${t("login.by", { provider })}</button>` : null}
       <small>${t("login.where")}</small>
       <${Language} />
     </form>
@@ -181,6 +186,20 @@ function App({ known, failed }) {
 
 /** Who is logged in since before a reload: {known} or {failed}, a sentence. */
 async function whoIsThere() {
+  const came = new URLSearchParams(location.search);
+  // What an address says counts only for who went to the provider: anybody may write one.
+  if ((came.has("code") || came.has("error")) && isGone()) {
+    history.replaceState(null, "", location.pathname);
+    if (!came.has("code")) {
+      stay();
+      return { known: null, failed: t("login.provider_refused", { why: came.get("error_description") || came.get("error") }) };
+    }
+    try {
+      await comeBack(came.get("code"), came.get("state") || "-");
+    } catch (error) {
+      return { known: null, failed: sentence(error) };
+    }
+  }
   if (!isLoggedIn()) return { known: null, failed: "" };
   for (let tried = 1; ; tried += 1) {
     try {

@@ -14,7 +14,7 @@ import pytest
 
 from appliance.bundle import main, signing, wheels
 from appliance.bundle.carried import machine
-from appliance.bundle.carried.archive import END, MANIFEST, SIGNATURE, Bundle
+from appliance.bundle.carried.archive import END, MANIFEST, MOST_OF_MANIFEST, SIGNATURE, SIGNER, Bundle
 from appliance.bundle.carried.errors import BadSignature, CutShort, NotWhole, Refused, Unusable
 from appliance.bundle.carried.releases import Release, Releases
 from tests.bundle_support import bundle, pip_wheel, run
@@ -129,6 +129,17 @@ def test_the_manifest_that_is_verified_is_the_one_that_is_believed(made, key, tm
         monkeypatch.setattr(found._zip, "read", lambda name: signed)
         with pytest.raises(BadSignature, match="changed: manifest.json"):
             found.verify([key.public])
+
+
+@pytest.mark.parametrize("name", [MANIFEST, SIGNATURE, SIGNER])
+def test_what_is_read_before_it_is_verified_is_bounded(tmp_path, name):
+    to = tmp_path / "b"
+    with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as archive:
+        for one in (MANIFEST, SIGNATURE, SIGNER):
+            archive.writestr(one, bytes(MOST_OF_MANIFEST + 1) if one == name else b"{}")
+        archive.comment = END
+    with pytest.raises(Unusable, match=f"{name} of .* is larger than"):
+        Bundle(to)
 
 
 def test_one_that_was_cut_short_says_so_itself(made, tmp_path):

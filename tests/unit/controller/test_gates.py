@@ -74,6 +74,14 @@ async def gated(control: Control, *suites: dict[str, Any], **terms: Any) -> tupl
     return job_id, row.id
 
 
+async def test_who_looks_at_a_job_reads_no_terms_of_its_gate(control: Control, answers: Answers):
+    """A page of a pipeline's two hundred runs parsed half a MiB of each, and so did each look at a run, every second:
+    an owner's hundred pipelines took the controller's loop 0.3 s of each."""
+    job_id, gate_id = await gated(control, await suite(control))
+    row = gates.of_job(control.db, job_id)
+    assert row is not None and (row.id, row.state, row.terms) == (gate_id, "waiting", {})
+
+
 async def looked(control: Control) -> None:
     """One look at all gates, and what it does."""
     await control.app.state.gates.look()

@@ -12,6 +12,7 @@ import pytest
 
 from appliance.controller.app import create_app
 from appliance.controller.jobs.events import JobEvents
+from appliance.store import database
 from appliance.store.objects import files, jobs, models
 from appliance.store.records import audit, keys
 from tests.train_support.tiny import tokenizer
@@ -517,7 +518,7 @@ async def test_a_running_job_is_profiled_and_its_events_say_where_its_time_goes(
     newest = (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=1)).data[0]
     assert newest.message == "Profiled 3 steps in 2.00 s: compute 60%, communication 20%, input 0%, idle 20%"
     found = newest.data["profile"]
-    assert (found["trace"], found["bytes"], found["share"]) == ("profile/trace-9.json.gz", 77, share)
+    assert (found["trace"], found["bytes"], found["share"]) == (f"jobs/{job_id}/profile/trace-9.json.gz", 77, share)
 
 
 GRADER: Any = {
@@ -624,3 +625,24 @@ async def test_the_events_of_a_job_of_rewards_say_them(control: Control):
     assert metrics.message == "Step 1/4: mean reward=0.2500" and metrics.data["timing"]["step"]["sampling"] == 1.0
     assert validation.message == "Step 1/4: validation mean reward=0.5000"
     assert validation.data["valid_mean_reward"] == 0.5 and metrics.data["train_mean_reward"] == 0.25
+
+
+async def test_a_list_ends_where_graders_are_too_much_for_a_page(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """A hundred of 2 MiB were read, and written, in one go: 2 s of the controller's loop."""
+    grader = {"type": "string_check", "name": "g", "operation": "eq", "input": "{{sample.output_text}}"}
+    method = {"hyperparameters": {"max_completion_tokens": 16}, "grader": grader | {"reference": "x" * 3000}}
+    asked = {"type": "reinforcement", "reinforcement": method}
+    file_id = await control.upload(prompts())
+    made = []
+    for _ in range(3):
+        body = {"model": "starter", "training_file": file_id, "method": asked}
+        made.append((await control.http.post("/v1/fine_tuning/jobs", json=body)).json()["id"])
+    plain = await control.job()
+    monkeypatch.setattr(database, "PAGE_BYTES", 8000)
+    first = (await control.http.get("/v1/fine_tuning/jobs")).json()
+    assert [one["id"] for one in first["data"]] == [plain, *made[:0:-1]] and first["has_more"]
+    assert first["data"][1]["method"]["reinforcement"]["grader"]["reference"] == "x" * 3000
+    rest = (await control.http.get("/v1/fine_tuning/jobs", params={"after": first["last_id"]})).json()
+    assert [one["id"] for one in rest["data"]] == made[:1] and not rest["has_more"]
+    monkeypatch.setattr(database, "PAGE_BYTES", 10)
+    assert len((await control.http.get("/v1/fine_tuning/jobs")).json()["data"]) == 1

@@ -12,7 +12,8 @@ import pytest
 
 from appliance.backup.take import end_logins
 from appliance.controller.admin.owners import page_sessions
-from appliance.controller.admin.owners.page_sessions import IDLE_S, LONGEST_S, MOST_OF_A_KEY, MOVED_BY_S
+from appliance.controller.admin.owners.logins import IDLE_S, LONGEST_S, MOST_OF_A_KEY
+from appliance.controller.admin.owners.page_sessions import MOVED_BY_S
 from appliance.store.copies import copy_database
 from appliance.store.records import audit, keys
 from appliance.store.records import page_sessions as rows

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.gateway.access.admission import LOGIN_BODY_BYTES
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.routing.table import parse_table
@@ -255,3 +256,65 @@ def test_a_login_that_cannot_be_read_costs_no_key() -> None:
         keys = {"b" * 64: {**row, "sessions": odd}}
         table = parse_table({"generation": 1, "keys": keys}, default_hold_s=1)
         assert set(table.keys) == {"b" * 64} and not table.sessions and len(table.refused) == 1
+
+
+# --- the way to a login provider and back, before anybody has a key
+
+
+async def test_the_way_to_a_login_provider_needs_no_key_and_is_nobodys(start_box: Start) -> None:
+    box = await start_box()
+    controller = await box.control(told)
+    forged = SAME + "X-Appliance-Key-Id: key_admin\r\nX-Appliance-Scopes: admin\r\n"
+    for method, target in (("GET", ""), ("POST", "/begin"), ("POST", "/finish")):
+        body = {"code": "c"} if method == "POST" else None
+        answer = await box.ask(method, f"/admin/v1/oidc{target}", body, key=None, headers=forged)
+        assert answer.status == 200
+    for seen in controller.requests:
+        assert seen.headers["x-appliance-key-id"] == seen.headers["x-appliance-scopes"] == "gateway"
+    assert controller.requests[-1].body == b'{"code": "c"}'
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "status"),
+    [
+        ("POST", "/admin/v1/oidc", 405),
+        ("GET", "/admin/v1/oidc/finish", 405),
+        ("DELETE", "/admin/v1/oidc/begin", 405),
+        ("POST", "/admin/v1/oidc/finish/x", 401),
+        ("GET", "/admin/v1/oidc/x", 401),
+        ("GET", "/admin/v1/oidcx", 401),
+        ("GET", "/admin/v1/keys", 401),
+        ("POST", "/admin/v1/sessions", 401),
+    ],
+)
+async def test_nothing_else_is_open(start_box: Start, method: str, target: str, status: int) -> None:
+    box = await start_box()
+    controller = await box.control(told)
+    body = {} if method == "POST" else None
+    assert (await box.ask(method, target, body, key=None, headers=SAME)).status == status
+    assert not controller.requests
+
+
+@pytest.mark.parametrize(
+    "headers", ["", "Origin: https://evil.example\r\n", "Sec-Fetch-Site: cross-site\r\n", "Sec-Fetch-Site: none\r\n"]
+)
+async def test_another_page_begins_and_finishes_no_login(start_box: Start, headers: str) -> None:
+    box = await start_box()
+    controller = await box.control(told)
+    for end in ("begin", "finish"):
+        answer = await box.ask("POST", f"/admin/v1/oidc/{end}", {}, key=None, headers=headers)
+        assert answer.status == 403 and answer.error["code"] == "cross_site_request"
+    assert not controller.requests
+
+
+async def test_what_needs_no_key_is_small_and_seldom(start_box: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    box = await start_box()
+    await box.control(told)
+    large = {"code": "c" * LOGIN_BODY_BYTES}
+    assert (await box.ask("POST", "/admin/v1/oidc/finish", large, key=None, headers=SAME)).status == 413
+    box.state.spending._logins.level = 1.0
+    monkeypatch.setattr(box.state.spending._logins, "limit", 1)
+    statuses = [(await box.ask("GET", "/admin/v1/oidc", key=None)).status for _ in range(3)]
+    assert statuses[-1] == 503 and box.state.metrics.events["login_limited"]
+    begin(box)
+    assert (await box.ask("GET", "/admin/v1/status", key=None, headers=BY_PAGE)).status == 200, "others go on"

@@ -42,15 +42,15 @@ def row(method):
     built = build_row([two], 64, 0, packing=True)
     if method == "dpo":
         return replace(built, reference=np.zeros(2, np.float32))
-    if method == "reinforcement":
+    if method in ("reinforcement", "distillation"):
         of_row = {field.name: getattr(built, field.name) for field in fields(built)}
-        sampled = np.zeros(len(built.labels), np.float32)
-        return RolloutRow(**of_row, advantages=np.ones(2, np.float32), sampled=sampled)
+        zeros = np.zeros(len(built.labels), np.float32)
+        return RolloutRow(**of_row, advantages=zeros + 1, sampled=zeros)
     return built
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("name", ["supervised", "dpo", "reinforcement"])
+@pytest.mark.parametrize("name", ["supervised", "dpo", "reinforcement", "distillation"])
 def test_a_step_stays_on_its_device_and_asks_nothing_back(monkeypatch, name, kind):
     attention.register()
     # transformers asks one number of each row: whether its positions begin anew.

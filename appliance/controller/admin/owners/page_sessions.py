@@ -8,23 +8,16 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from appliance.controller.admin.owners import logins
+from appliance.controller.admin.owners.logins import COOKIE, IDLE_S, LONGEST_S
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import ApiError, KeyRevoked, NotFound, shown
+from appliance.controller.interfaces.errors import ApiError, NotFound, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.store.records import keys, page_sessions
-from appliance.store.rows import PageSessionRow
 
-IDLE_S = 8 * 3600.0
-"""Without a touch of its person's."""
-LONGEST_S = 7 * 86400.0
-MOST_OF_A_KEY = 16
-"""Past it, the one that was touched longest ago ends."""
 MOVED_BY_S = 300.0
 """A smaller step of its end is not worth a table for all gateways."""
-COOKIE = "x-appliance-cookie"
-"""For the gateway, which makes a cookie of it (`gateway.access.page_login`); no client sees it."""
-_AGENT_CHARACTERS = 200
 
 
 class SessionBegin(StrictBody):
@@ -38,31 +31,22 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
     @router.post("/sessions", status_code=201)
-    async def begin(body: SessionBegin, request: Request, response: Response, caller: Caller) -> dict[str, Any]:
+    async def exchange(body: SessionBegin, request: Request, response: Response, caller: Caller) -> dict[str, Any]:
         """`page`: the half of its token that the page keeps and sends as `x-appliance-page: ID.HALF`; the other half is
         in a cookie. Neither is shown again."""
         if caller.key_id is None or caller.session is not None or keys.find(db, caller.key_id) is None:
             raise ApiError(
                 403, "A login of the page begins with an API key of its own.", code="insufficient_permissions"
             )
-        agent = request.headers.get("user-agent", "")[:_AGENT_CHARACTERS]
-        async with context.new_tables.turn(caller.viewer):
-            if keys.is_revoked(db, caller.key_id):  # while it waited
-                raise KeyRevoked
-            now_s = time.time()
-            row, halves = page_sessions.create(
-                db, caller.key_id, agent=agent, now_s=now_s, until_s=now_s + IDLE_S, most=MOST_OF_A_KEY
-            )
-            context.publish_keys()
-            await context.key_sink.caught_up()
-        secure = "; Secure" if body.secure else ""
-        response.headers[COOKIE] = f"{row.id}={halves.cookie}; Max-Age={LONGEST_S:.0f}{secure}"
-        return _view(context, row) | {"page": halves.page}
+        agent = request.headers.get("user-agent", "")
+        made = await logins.begin(context, caller.key_id, caller.viewer, agent=agent, secure=body.secure)
+        response.headers[COOKIE] = made.cookie
+        return made.shown
 
     @router.get("/sessions")
     async def list_sessions(caller: Caller) -> dict[str, Any]:
         rows = page_sessions.list_live(db, time.time(), caller.viewer)
-        return {"object": "list", "data": [_view(context, row) for row in rows]}
+        return {"object": "list", "data": [logins.shown(context, row) for row in rows]}
 
     @router.post("/sessions/{session_id}/touch")
     async def touch(session_id: str, caller: Caller) -> dict[str, Any]:
@@ -75,7 +59,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         if until_s - row.until_s >= MOVED_BY_S:
             page_sessions.seen(db, row.id, now_s, until_s)
             context.publish_keys()
-        return _view(context, page_sessions.find(db, row.id) or row)
+        return logins.shown(context, page_sessions.find(db, row.id) or row)
 
     @router.delete("/sessions/{session_id}")
     async def end(session_id: str, response: Response, caller: Caller) -> dict[str, Any]:
@@ -94,22 +78,6 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
     """Forget those whose time is over, also at gateways, which then cut off what they still ask."""
     if page_sessions.forget_ended(context.db, now_s):
         context.publish_keys()
-
-
-def _view(context: ControllerContext, row: PageSessionRow) -> dict[str, Any]:
-    key = keys.find(context.db, row.key_id)
-    return {
-        "id": row.id,
-        "object": "session",
-        "key_id": row.key_id,
-        "key": key.name if key else None,
-        "owner": keys.owner_of(context.db, row.key_id),
-        "agent": row.agent,
-        "created_s": row.created_s,
-        "seen_s": row.seen_s,
-        "until_s": row.until_s,
-        "ends_s": row.created_s + LONGEST_S,
-    }
 
 
 def _unknown(session_id: str) -> NotFound:

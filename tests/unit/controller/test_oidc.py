@@ -1,0 +1,288 @@
+"""Logins by an OpenID provider: the way there and back, what its token has to say, and what groups may do."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import jwt
+import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from appliance.controller.app import create_app
+from appliance.controller.http.peers import FromBox
+from appliance.controller.interfaces.config import OidcSettings
+from appliance.controller.oidc import provider as providers
+from appliance.controller.oidc import routes as oidc_routes
+from appliance.controller.oidc.provider import Provider
+from appliance.store.database import Database
+from appliance.store.records import audit, keys, page_sessions
+from tests.simulator.control_plane import RecordingKeySink, simulated_context
+
+ISSUER, BOX = "https://login.example.org", "https://box.example.org"
+GATEWAY = {"x-appliance-key-id": "gateway", "x-appliance-scopes": "gateway"}
+KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+OIDC = "/admin/v1/oidc"
+SETTINGS: dict[str, Any] = {
+    "issuer": ISSUER,
+    "client_id": "box",
+    "box_url": BOX,
+    "groups": {"ml": ["inference", "fine_tuning"], "ops": ["read"], "root": ["admin"]},
+}
+
+
+class FakeProvider:
+    """Its answers as `claims`, `sign` and `userinfo` say; it checks the code, the redirect and the verifier."""
+
+    def __init__(self) -> None:
+        self.claims: dict[str, Any] = {"sub": "7", "preferred_username": "ann", "groups": ["ml"]}
+        self.sign: Callable[[dict[str, Any]], str | None] = lambda claims: jwt.encode(
+            claims, KEY, "RS256", headers={"kid": "k1"}
+        )
+        self.userinfo: dict[str, Any] = {}
+        self.asked: list[str] = []
+        self.gone: dict[str, str] = {}
+        self.down = False
+
+    def visited(self, url: str) -> dict[str, str]:
+        """A person goes there and logs in: what the browser comes back with."""
+        parts = urlsplit(url)
+        assert f"{parts.scheme}://{parts.netloc}{parts.path}" == f"{ISSUER}/authorize"
+        self.gone = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        assert self.gone["redirect_uri"] == f"{BOX}/ui" and self.gone["code_challenge_method"] == "S256"
+        assert self.gone["response_type"] == "code" and "openid" in self.gone["scope"].split()
+        return {"code": "c0de", "state": self.gone["state"]}
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        self.asked.append(path)
+        if self.down:
+            return httpx.Response(503)
+        if path == "/.well-known/openid-configuration":
+            names = {"authorization_endpoint": "authorize", "token_endpoint": "token", "jwks_uri": "keys"}
+            more = {"userinfo_endpoint": "me"} if self.userinfo else {}
+            return httpx.Response(
+                200, json={"issuer": ISSUER} | {name: f"{ISSUER}/{end}" for name, end in (names | more).items()}
+            )
+        if path == "/keys":
+            row = jwt.algorithms.RSAAlgorithm.to_jwk(KEY.public_key(), as_dict=True)
+            return httpx.Response(200, json={"keys": [row | {"kid": "k1", "use": "sig"}]})
+        if path == "/me":
+            assert request.headers["authorization"] == "Bearer t0ken"
+            return httpx.Response(200, json=self.userinfo)
+        form = {name: values[0] for name, values in parse_qs(request.content.decode()).items()}
+        challenge = base64.urlsafe_b64encode(hashlib.sha256(form["code_verifier"].encode()).digest()).rstrip(b"=")
+        good = challenge.decode() == self.gone["code_challenge"] and form["redirect_uri"] == self.gone["redirect_uri"]
+        if path != "/token" or form["code"] != "c0de" or not good:
+            return httpx.Response(400, json={"error": "invalid_grant"})
+        now_s = int(time.time())
+        claims = {"iss": ISSUER, "aud": "box", "iat": now_s, "exp": now_s + 60, "nonce": self.gone["nonce"]}
+        token = self.sign({**claims, **self.claims})
+        return httpx.Response(200, json={"access_token": "t0ken", **({} if token is None else {"id_token": token})})
+
+
+class Way:
+    """A box with this provider, and a browser's way to it and back."""
+
+    def __init__(self, http: httpx.AsyncClient, db: Database, provider: FakeProvider, sink: RecordingKeySink) -> None:
+        self.http, self.db, self.provider, self.sink = http, db, provider, sink
+
+    async def back(self, **changes: str) -> httpx.Response:
+        begun = (await self.http.post(f"{OIDC}/begin")).raise_for_status().json()
+        body = {**self.provider.visited(begun["url"]), "binder": begun["binder"], **changes}
+        return await self.http.post(f"{OIDC}/finish", json=body)
+
+
+@pytest.fixture
+async def way(tmp_path: Path) -> AsyncIterator[Way]:
+    provider = FakeProvider()
+    with Database(tmp_path / "appliance.db") as db:
+        context = simulated_context(tmp_path, db, oidc=SETTINGS)
+        real = Provider(context.config.oidc, httpx.MockTransport(provider.answer))
+        app = create_app(context, oidc=real)
+        transport = httpx.ASGITransport(FromBox(app), raise_app_exceptions=False)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://box", headers=GATEWAY) as http,
+        ):
+            sink = context.key_sink
+            assert isinstance(sink, RecordingKeySink)
+            yield Way(http, db, provider, sink)
+
+
+async def test_who_comes_back_has_a_login_of_a_key_with_the_scopes_of_their_groups(way: Way) -> None:
+    assert (await way.http.get(OIDC)).json()["name"] == "single sign-on"
+    answer = await way.back()
+    assert answer.status_code == 201
+    made = answer.json()
+    assert answer.headers["x-appliance-cookie"].startswith(f"{made['id']}=") and made["page"]
+    (row,) = keys.list_all(way.db)
+    assert row.scopes == ["inference", "fine_tuning"] and row.owner == row.name and row.name.startswith("ann-")
+    (known,) = way.sink.keys.values()
+    assert [one["id"] for one in known["sessions"].values()] == [made["id"]]
+    (told,) = audit.page(way.db, after=None, limit=5).data
+    assert (told.action, told.key_id, told.outcome) == ("session.create", row.id, "done")
+
+
+async def test_the_same_person_has_the_same_key_and_the_groups_of_now(way: Way) -> None:
+    await way.back()
+    way.provider.claims |= {"preferred_username": "ann-marie", "groups": ["ops", "root", "other"]}
+    await way.back()
+    (row,) = keys.list_all(way.db)
+    assert row.scopes == ["read", "admin"] and row.name.startswith("ann-")
+    # Somebody else who is called the same has another one.
+    way.provider.claims |= {"sub": "8", "preferred_username": "ann"}
+    await way.back()
+    assert len({row.owner for row in keys.list_all(way.db)}) == 2
+
+
+@pytest.mark.parametrize("groups", [[], ["other"], None, 7, {"ml": 1}, [["ml"]], "ml"])
+async def test_who_is_in_no_group_that_may_anything_is_refused(way: Way, groups: Any) -> None:
+    way.provider.claims["groups"] = groups
+    answer = await way.back()
+    if groups == "ml":  # one group, as some providers write it
+        assert answer.status_code == 201
+        return
+    assert answer.status_code == 403 and answer.json()["error"]["code"] == "login_refused"
+    assert keys.list_all(way.db) == [] and page_sessions.list_live(way.db, time.time()) == []
+    (told,) = audit.page(way.db, after=None, limit=5).data
+    assert (told.outcome, told.key_id) == ("refused", "gateway")
+
+
+async def test_a_person_whose_key_was_revoked_does_not_come_back(way: Way) -> None:
+    await way.back()
+    keys.revoke(way.db, keys.list_all(way.db)[0].id)
+    answer = await way.back()
+    assert answer.status_code == 403 and "revoked" in answer.json()["error"]["message"]
+    assert len(keys.list_all(way.db)) == 1
+
+
+def signed(changes: dict[str, Any], key: Any = KEY, kind: str | None = "RS256", kid: str = "k1") -> Any:
+    def sign(claims: dict[str, Any]) -> str:
+        told = {name: value for name, value in {**claims, **changes}.items() if value is not None}
+        return jwt.encode(told, key, kind, headers={"kid": kid})
+
+    return sign
+
+
+OTHER = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+SECRET = hashlib.sha256(KEY.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest()
+BAD_TOKENS: dict[str, Any] = {
+    "none": lambda claims: None,
+    "no token": lambda claims: "x",
+    "another login's": signed({"nonce": "n"}),
+    "no login's": signed({"nonce": None}),
+    "another program's": signed({"aud": "other"}),
+    "several programs', ours not the one that asked": signed({"aud": ["box", "other"], "azp": "other"}),
+    "another provider's": signed({"iss": "https://evil.example.org"}),
+    "an old one": signed({"exp": int(time.time()) - 3600, "iat": int(time.time()) - 7200}),
+    "one that never ends": signed({"exp": None}),
+    "nobody's": signed({"sub": None}),
+    "unsigned": signed({}, None, None),
+    "signed by another key": signed({}, OTHER),
+    "signed by a key that is not published": signed({}, KEY, kid="k2"),
+    "signed with what everybody knows": signed({}, SECRET, "HS256"),
+}
+
+
+@pytest.mark.parametrize("sign", BAD_TOKENS.values(), ids=list(BAD_TOKENS))
+async def test_a_token_that_is_not_what_it_has_to_be_makes_no_login(way: Way, sign: Any) -> None:
+    way.provider.sign = sign
+    answer = await way.back()
+    assert answer.status_code == 403 and answer.json()["error"]["code"] == "login_refused", answer.text
+    assert "x-appliance-cookie" not in answer.headers and keys.list_all(way.db) == []
+
+
+async def test_a_token_that_names_no_key_is_held_against_the_one_that_there_is(way: Way) -> None:
+    way.provider.sign = lambda claims: jwt.encode(claims, KEY, "RS256")
+    assert (await way.back()).status_code == 201
+    way.provider.sign = lambda claims: jwt.encode(claims, OTHER, "RS256")
+    assert (await way.back()).status_code == 403
+
+
+async def test_unknown_keys_do_not_have_the_provider_asked_again_and_again(way: Way) -> None:
+    way.provider.sign = signed({}, KEY, kid="k2")
+    for _ in range(5):
+        await way.back()
+    assert way.provider.asked.count("/keys") == 1
+    assert way.provider.asked.count("/.well-known/openid-configuration") == 1
+
+
+@pytest.mark.parametrize("changes", [{"binder": "x"}, {"state": "x"}, {"code": "x"}])
+async def test_nobody_finishes_what_another_began(way: Way, changes: dict[str, str]) -> None:
+    answer = await way.back(**changes)
+    assert answer.status_code == 403 and keys.list_all(way.db) == []
+
+
+async def test_a_way_back_is_gone_once_and_not_for_ever(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = (await way.http.post(f"{OIDC}/begin")).json()
+    body = {**way.provider.visited(begun["url"]), "binder": begun["binder"]}
+    assert (await way.http.post(f"{OIDC}/finish", json=body)).status_code == 201
+    assert (await way.http.post(f"{OIDC}/finish", json=body)).status_code == 403
+    monkeypatch.setattr(oidc_routes, "WAITS_S", -1.0)
+    assert (await way.back()).status_code == 403
+
+
+async def test_so_many_are_on_their_way(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oidc_routes, "MOST_WAITING", 2)
+    begun = [(await way.http.post(f"{OIDC}/begin")).json() for _ in range(3)]
+    ends = []
+    for one in begun:
+        body = {**way.provider.visited(one["url"]), "binder": one["binder"]}
+        ends.append((await way.http.post(f"{OIDC}/finish", json=body)).status_code)
+    assert ends == [403, 201, 201]
+
+
+async def test_groups_that_stand_in_userinfo_alone_count_if_they_are_the_same_persons(way: Way) -> None:
+    del way.provider.claims["groups"]
+    way.provider.userinfo = {"sub": "7", "groups": ["ops"]}
+    assert (await way.back()).status_code == 201
+    assert keys.list_all(way.db)[0].scopes == ["read"]
+    way.provider.userinfo["sub"] = "8"
+    assert (await way.back()).status_code == 403
+
+
+async def test_a_provider_that_is_away_is_said_to_be(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    way.provider.down = True
+    answer = await way.http.post(f"{OIDC}/begin")
+    assert answer.status_code == 502 and answer.json()["error"]["code"] == "provider_away"
+    way.provider.down = False
+    monkeypatch.setattr(providers, "AWAY_S", 0.0)
+    assert (await way.back()).status_code == 201
+
+
+async def test_nobody_waits_for_a_provider_that_has_just_not_answered(way: Way) -> None:
+    """Each waited for its own time out, one after the other, and whoever has no key may ask five times a second."""
+    way.provider.down = True
+    for _ in range(3):
+        answer = await way.http.post(f"{OIDC}/begin")
+        assert answer.status_code == 502 and answer.json()["error"]["code"] == "provider_away"
+    assert len(way.provider.asked) == 1
+
+
+async def test_who_is_in_no_group_any_more_is_logged_out(way: Way) -> None:
+    assert (await way.back()).status_code == 201
+    way.provider.claims["groups"] = ["other"]
+    assert (await way.back()).status_code == 403
+    assert page_sessions.list_live(way.db, time.time()) == []
+    assert [row.get("sessions") for row in way.sink.keys.values()] == [None]
+
+
+async def test_without_a_provider_there_is_none(control: Any) -> None:
+    assert (await control.http.get(OIDC)).json()["name"] is None
+    assert (await control.http.post(f"{OIDC}/begin")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "changes", [{"issuer": "http://login.example.org"}, {"box_url": ""}, {"client_id": ""}, {"groups": {}}]
+)
+def test_half_of_the_settings_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"https|belong"):
+        OidcSettings(**{**SETTINGS, **changes})
