@@ -29,7 +29,7 @@ COMMANDS = {
     "model": ("models.model", "Models: base models, fine-tuned ones, and their versions."),
     "tier": ("box.tier", "Tiers: where the bytes of models and jobs are kept."),
     "job": ("jobs.job", "Fine-tuning jobs."),
-    "profile": ("models.profile", "Where does the time of a running job go?"),
+    "profile": ("models.profile", "Where does the time of a running job or engine go?"),
     "plan": ("models.plan", "Would it fit? An estimate before anything is started."),
     "batch": ("jobs.batch", "Batches: many requests from a file, answered while engines are idle."),
     "distill": ("models.distill", "Distillation: a teacher's answers to prompts, as training data."),

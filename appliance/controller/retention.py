@@ -66,11 +66,11 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
             left -= 1
             await asyncio.sleep(0)
     for owner in retention.owners(db, "jobs"):
-        for drop, keep in (
+        for shorten, keep in (
             (retention.graders_past, kept.graders_per_owner),
             (retention.gate_terms_past, kept.gate_terms_per_owner),
         ):
-            while left and drop(db, owner, keep, _FEW_LONG) == _FEW_LONG:
+            while left and shorten(db, owner, keep, _FEW_LONG) == _FEW_LONG:
                 left -= 1
                 await asyncio.sleep(0)
         for job_id in retention.jobs_past(db, owner, kept.jobs_per_owner, CHUNK):

@@ -13,6 +13,7 @@ from appliance.wiring.box_status import BoxStatus
 from appliance.wiring.handover_trigger import HandoverTrigger
 from appliance.wiring.journal import measured_swap, steps_of
 from appliance.wiring.routing_table import BusRouting
+from runtime.profile_shares import LIMIT_S
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy
 from scheduler.handover.journal import Journal
@@ -101,6 +102,17 @@ class LoopPort:
                 await self._effects.unload_adapter(name)
             except EffectFailed as error:
                 raise OperationFailed(str(error), code="adapter_in_use") from error
+
+    async def profile_engine(self, model: str, steps: int) -> dict[str, Any]:
+        awake = [
+            one["id"] for one in self._loop.status()["replicas"] if _serves(one, model) and one["state"] != "asleep"
+        ]
+        if not awake:
+            raise OperationFailed(f"no engine of {model} is awake; a request wakes one", code="not_running")
+        try:
+            return await self._effects.profile_replica(awake[0], steps, LIMIT_S)
+        except EffectFailed as error:
+            raise OperationFailed(error.reason, code="not_profiled") from error
 
     async def profile_job(self, job_id: str, steps: int) -> None:
         try:

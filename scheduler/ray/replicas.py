@@ -229,6 +229,10 @@ class Replicas:
         if failed is not None:
             raise failed
 
+    async def profile_replica(self, replica_id: str, steps: int, limit_s: float) -> dict[str, Any]:
+        """Where the time of an engine's next steps goes (EngineControl.profile). Raises EffectFailed."""
+        return await self._ask_replica("profile_replica", replica_id, "profile", steps, limit_s)
+
     async def _open(self, replica_id: str, model: str, version: str) -> None:
         socket_path = await self._nodes.local_socket(self._node_configs[replica_id], replica_id)
         self._avoid_or_not(replica_id)

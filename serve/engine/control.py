@@ -54,6 +54,7 @@ from weights.memory.locks import DirectoryLock
 
 logger = logging.getLogger(__name__)
 STAGE_POLL_S = 0.005
+PROFILE_POLL_S = 0.02  # each look is a call between two steps
 DRAIN_GRACE_S = 2.0
 
 
@@ -71,6 +72,7 @@ class EngineControl:
         # failed swap must find the old version unchanged.
         self._lease: DirectoryLock | None = lease(spec.version_path)
         self._lock = asyncio.Lock()
+        self._profiles = False
         self._finishing = FinishingStreams(llm, self._lock, limits["swap_finish_timeout_s"], memory_bytes)
         self._prompt = fingerprint_prompt(llm.model_config.get_vocab_size())
         self._pooling_task = "embed" if spec.task == "embed" else None
@@ -142,6 +144,24 @@ class EngineControl:
                 return await self._fingerprint("transfer")
             finally:
                 await self.llm.resume_generation()
+
+    async def profile(self, steps: int, limit_s: float, path: str) -> dict[str, Any]:
+        """Where the time of the engine's next steps goes, on its first worker; requests go on, somewhat slower. It ends
+        with fewer steps after `limit_s`. The trace goes to `path`."""
+        self._require("ready", "profile")
+        if self._profiles:
+            raise WrongState("the engine is being profiled already")
+        self._profiles, until_s = True, time.monotonic() + limit_s
+        try:
+            await self.llm.collective_rpc("shm_profile_begin")
+            try:
+                while (await self.llm.collective_rpc("shm_profile_steps"))[0] < steps and time.monotonic() < until_s:
+                    await asyncio.sleep(PROFILE_POLL_S)
+            finally:
+                found = (await self.llm.collective_rpc("shm_profile_end", args=(path,)))[0]
+            return {**found, "model": self.model, "version": self.version}
+        finally:
+            self._profiles = False
 
     async def swap(self, model: str, version: str, version_path: str, how: str = "auto") -> dict[str, Any]:
         """Serve another version of the same architecture under the name `model`.

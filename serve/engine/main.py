@@ -150,6 +150,7 @@ def _handlers(
         control.wake,
         control.fingerprint,
         control.unload_adapter,
+        control.profile,
         stop,
     )
     return {call.__name__: on_loop(call) for call in calls}

@@ -137,6 +137,19 @@ class Replica:
             return False
         return await self._call("unload_adapter", self._config.swap_timeout_s, name=name)
 
+    async def profile(self, steps: int, limit_s: float) -> dict[str, Any]:
+        """Where the time of the engine's next steps goes; the trace file, beside its log, is the newest of all engines
+        there."""
+        if self._child is None or not self._child.alive:
+            raise WrongState("profile: no engine runs")
+        folder = Path(self._child.log_path).parent
+        for left in folder.glob("*.trace.json.gz"):
+            left.unlink(missing_ok=True)
+        path = str(folder / f"{Path(self._child.log_path).stem}.trace.json.gz")
+        return await self._call(
+            "profile", limit_s + self._config.sleep_timeout_s, steps=steps, limit_s=limit_s, path=path
+        )
+
     async def fingerprint(self) -> dict[str, Any]:
         """Check the current weights against the recorded fingerprint; pauses the engine for one forward pass."""
         return await self._call("fingerprint", self._config.sleep_timeout_s)

@@ -9,6 +9,7 @@ import torch
 
 from runtime.devices.kinds import in_host_memory
 from serve.core.errors import VersionError, WrongState
+from serve.vllm.profiled_steps import ProfiledSteps
 from serve.vllm.shm_transfer import ShmWeightTransferEngine
 
 # Of vLLM's reasoning configuration and, by the same names, on the device.
@@ -83,6 +84,16 @@ class ShmWorkerExtension:
             for name in THINKING_IDS:
                 ids = getattr(budget, name)
                 ids.copy_(torch.tensor(getattr(reasoning, name), dtype=ids.dtype))
+
+    def shm_profile_begin(self) -> None:
+        self.__dict__["shm_profile"] = ProfiledSteps(self.model_runner)
+
+    def shm_profile_steps(self) -> int:
+        return self.__dict__["shm_profile"].done
+
+    def shm_profile_end(self, path: str | None) -> dict[str, Any]:
+        """What was measured; its trace goes to `path`, or nowhere."""
+        return self.__dict__.pop("shm_profile").end(path)
 
     def shm_adapters(self) -> dict[str, Any]:
         """Return how many LoRA adapters are loaded, and the number and seconds of loads since the start."""

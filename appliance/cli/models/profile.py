@@ -9,19 +9,22 @@ import typer
 from appliance.cli import formats, output, paths
 from appliance.cli.command import Session, box_command, group
 from appliance.cli.complete import jobs as complete_jobs
+from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import CommandFailed
 from appliance.cli.operations import Patience
 
 JOB = Annotated[str, typer.Argument(metavar="JOB_ID", autocompletion=complete_jobs)]
+MODEL = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)]
+_ENGINE_S = 150.0  # a minute for the steps, and what the profiler then takes
 _NEWEST = 100  # events: of so many a profile is one, once it is there
 _ENDED = ("succeeded", "failed", "cancelled")
 
-app = group("Where does the time of a running job go?")
+app = group("Where does the time of a running job or engine go?")
 
 
 @app.callback()
 def profile() -> None:
-    """Where does the time of a running job go?"""
+    """Where does the time of a running job or engine go?"""
 
 
 @box_command(
@@ -58,6 +61,24 @@ def job(
         patience.pause(f"{job_id} has not done the steps to be profiled after {patience.limit}; an event tells of them")
 
 
+@box_command(
+    app,
+    "appliance profile engine starter                    of an awake engine's next three steps",
+    "appliance profile engine starter --steps 20 -o json | jq .operators",
+)
+def engine(
+    session: Session,
+    model: MODEL,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, max=50, help="So many, within a minute.")] = 3,
+) -> None:
+    """Profile the next steps of an engine of this model, on its first worker, while it answers.
+
+    An engine that nobody asks makes no steps: after a minute the profile ends with those that there were.
+    """
+    path = f"{paths.model(model)}/profile"
+    session.show(session.client.send("POST", path, body={"steps": steps}, timeout_s=_ENGINE_S), _table)
+
+
 def _events(session: Session, job_id: str) -> list[dict[str, Any]]:
     return session.client.get(f"{paths.job(job_id)}/events", limit=_NEWEST)["data"]
 
@@ -66,7 +87,7 @@ def _table(found: dict[str, Any]) -> Any:
     seconds, steps = found["seconds"], found["steps"]
     shares = output.table(
         ("WHERE", ">SHARE", ">S/STEP"),
-        ((name, f"{took / seconds:.1%}", f"{took / steps:.4f}") for name, took in found["share"].items()),
+        ((name, f"{took / seconds:.1%}", f"{took / max(1, steps):.4f}") for name, took in found["share"].items()),
         empty="",
     )
     operators = output.table(
@@ -74,6 +95,8 @@ def _table(found: dict[str, Any]) -> Any:
         ((o["name"], o["kind"], f"{o['seconds'] / seconds:.1%}", o["count"]) for o in found["operators"]),
         empty="no operator was seen",
     )
-    trace = f"trace: {found['trace']} in the job's folder, {formats.size(found['bytes'])}" if found["trace"] else ""
+    where = " in the data directory" if "step" in found else ""
+    trace = f"trace: {found['trace']}{where}, {formats.size(found['bytes'])}" if found["trace"] else ""
     note = trace or "no trace file: it would be too long; ask for fewer steps"
-    return output.stack(f"{steps} steps in {seconds:.2f} s, up to step {found['step']}", shares, operators, note)
+    last = f", up to step {found['step']}" if "step" in found else f" of {found['model']}@{found['version']}"
+    return output.stack(f"{steps} steps{last}, in {seconds:.2f} s", shares, operators, note)

@@ -109,6 +109,10 @@ class SchedulerPort(Protocol):
         """The rows of these adapters ("NAME@VERSION") are gone: returns when no engine has them loaded. Raises
         OperationFailed if their requests run for too long."""
 
+    async def profile_engine(self, model: str, steps: int) -> dict[str, Any]:
+        """Where the time of the next steps of an engine of this model goes (EngineControl.profile), within a minute.
+        Raises OperationFailed if none is awake, or it fails."""
+
     async def profile_job(self, job_id: str, steps: int) -> None:
         """Have the job profile its next steps; an event of the job tells of it. Raises OperationFailed if it does not
         run."""

@@ -305,7 +305,7 @@ class JobEvents:
             "seconds": seconds,
             "share": share,
             "operators": event["operators"],
-            "trace": trace and f"profile/{trace}",
+            "trace": trace and f"jobs/{row.id}/profile/{trace}",
             "bytes": int(event.get("bytes") or 0),
         }
         text = f"Profiled {steps} step{'s' if steps != 1 else ''} in {seconds:.2f} s: {told}"

@@ -15,7 +15,7 @@ from appliance.controller.access.naming import OWNER_PATTERN
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.config import OidcSettings
 from appliance.controller.oidc.provider import refused
-from appliance.store.records import keys
+from appliance.store.records import keys, page_sessions
 from appliance.store.rows import KeyRow
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._@-]+")
@@ -25,13 +25,14 @@ SHOWN_CHARACTERS = 12
 
 
 def key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[str, Any]) -> KeyRow:
-    """The live key of who these claims are of, with the scopes of their groups. Raises ApiError 403 for who is in no
-    group that may anything, and for whose key was revoked."""
-    scopes = scopes_of(settings, claims)
-    if not scopes:
-        raise refused("none of your groups may do anything on this box")
-    db = context.db
+    """The live key of who these claims are of, with the scopes of their groups. Raises ApiError 403 for whose key was
+    revoked, and for who is in no group that may anything, or not any more: their earlier logins end."""
+    scopes, db = scopes_of(settings, claims), context.db
     subject = subject_of(settings, claims)
+    if not scopes:
+        if (left := keys.of_subject(db, subject)) is not None and page_sessions.end_of_key(db, left.id):
+            context.publish_keys()
+        raise refused("none of your groups may do anything on this box")
     with db.transaction():
         row = keys.of_subject(db, subject)
         if row is None:

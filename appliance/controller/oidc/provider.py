@@ -30,6 +30,8 @@ ANSWER_BYTES: Final = 1 << 20
 KEPT_S: Final = 3600.0
 AGAIN_S: Final = 30.0
 """Keys are not asked for more often, however many tokens name unknown ones."""
+AWAY_S: Final = 5.0
+"""After a provider was asked in vain, nobody waits for it: who asks has no key yet, and may ask without end."""
 _LEEWAY_S: Final = 60.0
 
 
@@ -51,7 +53,7 @@ class Provider:
         self._settings, self._transport = settings, transport
         self._endpoints: dict[str, Any] = {}
         self._keys: dict[str, jwt.PyJWK] = {}
-        self._known_s = self._keys_s = float("-inf")
+        self._known_s = self._keys_s = self._away_s = float("-inf")
         self._asking = asyncio.Lock()
 
     @property
@@ -153,16 +155,26 @@ class Provider:
 
     async def _known_here(self) -> dict[str, Any]:
         if time.monotonic() - self._known_s > KEPT_S:
-            issuer = self._settings.issuer
-            found = await self._ask("GET", f"{issuer.rstrip('/')}/.well-known/openid-configuration")
-            if found.get("issuer") != issuer:
-                raise away(f"it calls itself {found.get('issuer')!r}, the settings {issuer!r}")
-            for name in ("authorization_endpoint", "token_endpoint", "jwks_uri"):
-                url = urlsplit(str(found.get(name, "")))
-                if url.scheme != "https" and url.scheme != urlsplit(issuer).scheme:
-                    raise away(f"its {name} is no https URL")
-            self._endpoints, self._known_s = found, time.monotonic()
+            if time.monotonic() - self._away_s < AWAY_S:
+                raise away("it did not answer a moment ago")
+            try:
+                self._endpoints = await self._found()
+            except ApiError:
+                self._away_s = time.monotonic()
+                raise
+            self._known_s = time.monotonic()
         return self._endpoints
+
+    async def _found(self) -> dict[str, Any]:
+        issuer = self._settings.issuer
+        found = await self._ask("GET", f"{issuer.rstrip('/')}/.well-known/openid-configuration")
+        if found.get("issuer") != issuer:
+            raise away(f"it calls itself {found.get('issuer')!r}, the settings {issuer!r}")
+        for name in ("authorization_endpoint", "token_endpoint", "jwks_uri"):
+            url = urlsplit(str(found.get(name, "")))
+            if url.scheme != "https" and url.scheme != urlsplit(issuer).scheme:
+                raise away(f"its {name} is no https URL")
+        return found
 
     async def _ask(self, method: str, url: str, **more: Any) -> dict[str, Any]:
         verify: Any = True

@@ -67,8 +67,9 @@ def end(db: Database, session_id: str) -> None:
     db.execute("DELETE FROM page_sessions WHERE id = ?", [session_id])
 
 
-def end_of_key(db: Database, key_id: str) -> None:
-    db.execute("DELETE FROM page_sessions WHERE key_id = ?", [key_id])
+def end_of_key(db: Database, key_id: str) -> int:
+    """Returns how many there were."""
+    return db.execute("DELETE FROM page_sessions WHERE key_id = ?", [key_id]).rowcount
 
 
 def forget_ended(db: Database, now_s: float) -> int:

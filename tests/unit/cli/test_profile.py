@@ -35,7 +35,14 @@ def test_a_table_of_where_the_time_went(box: ControlledBox):
     job_id = running(box, TOLD | {"trace": "/x/trace-9.json.gz", "bytes": 2_000_000})
     shown = box.run("profile", "job", job_id, "--steps", "3")
     assert shown.exit_code == 0, shown.output
-    for word in ("3 steps in 2.00 s", "communication", "20.0%", "aten::mm", "50.0%", "profile/trace-9.json.gz"):
+    for word in (
+        "3 steps, up to step 9, in 2.00 s",
+        "communication",
+        "20.0%",
+        "aten::mm",
+        "50.0%",
+        "profile/trace-9.json.gz",
+    ):
         assert word in shown.output
     again = box.json("profile", "job", job_id)
     assert again["share"] == SHARE and json.dumps(again["operators"]) == json.dumps([OPERATOR])
@@ -52,3 +59,11 @@ def test_a_profiler_that_fails_is_said(box: ControlledBox):
     )
     result = box.run("profile", "job", job_id)
     assert result.exit_code == 1 and "could not be profiled" in result.output
+
+
+def test_an_engine_that_is_awake(box: ControlledBox):
+    shown = box.run("profile", "engine", "starter", "--steps", "4")
+    assert shown.exit_code == 0, shown.output
+    for word in ("4 steps of starter@v1, in 1.00 s", "compute", "60.0%", "aten::mm", "r1.trace.json.gz"):
+        assert word in shown.output
+    assert box.run("profile", "engine", "nobody").exit_code == 3

@@ -176,6 +176,7 @@ FROZEN = {
     "job resume": [*BOX, "JOB_ID"],
     "job cancel": [*BOX, "JOB_ID"],
     "job tensorboard": ["--data-dir", "--help", "--port", "JOB_IDS"],
+    "profile engine": [*BOX, "--steps", "MODEL"],
     "profile job": [*BOX, "--steps", "--timeout", "JOB_ID"],
     "plan serve": [*BOX, "--replicas", "--tensor-parallel", "MODEL"],
     "plan job": [

@@ -518,7 +518,7 @@ async def test_a_running_job_is_profiled_and_its_events_say_where_its_time_goes(
     newest = (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=1)).data[0]
     assert newest.message == "Profiled 3 steps in 2.00 s: compute 60%, communication 20%, input 0%, idle 20%"
     found = newest.data["profile"]
-    assert (found["trace"], found["bytes"], found["share"]) == ("profile/trace-9.json.gz", 77, share)
+    assert (found["trace"], found["bytes"], found["share"]) == (f"jobs/{job_id}/profile/trace-9.json.gz", 77, share)
 
 
 GRADER: Any = {

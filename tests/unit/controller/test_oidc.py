@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from appliance.controller.app import create_app
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.config import OidcSettings
+from appliance.controller.oidc import provider as providers
 from appliance.controller.oidc import routes as oidc_routes
 from appliance.controller.oidc.provider import Provider
 from appliance.store.database import Database
@@ -259,12 +260,30 @@ async def test_groups_that_stand_in_userinfo_alone_count_if_they_are_the_same_pe
     assert (await way.back()).status_code == 403
 
 
-async def test_a_provider_that_is_away_is_said_to_be(way: Way) -> None:
+async def test_a_provider_that_is_away_is_said_to_be(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     way.provider.down = True
     answer = await way.http.post(f"{OIDC}/begin")
     assert answer.status_code == 502 and answer.json()["error"]["code"] == "provider_away"
     way.provider.down = False
+    monkeypatch.setattr(providers, "AWAY_S", 0.0)
     assert (await way.back()).status_code == 201
+
+
+async def test_nobody_waits_for_a_provider_that_has_just_not_answered(way: Way) -> None:
+    """Each waited for its own time out, one after the other, and whoever has no key may ask five times a second."""
+    way.provider.down = True
+    for _ in range(3):
+        answer = await way.http.post(f"{OIDC}/begin")
+        assert answer.status_code == 502 and answer.json()["error"]["code"] == "provider_away"
+    assert len(way.provider.asked) == 1
+
+
+async def test_who_is_in_no_group_any_more_is_logged_out(way: Way) -> None:
+    assert (await way.back()).status_code == 201
+    way.provider.claims["groups"] = ["other"]
+    assert (await way.back()).status_code == 403
+    assert page_sessions.list_live(way.db, time.time()) == []
+    assert [row.get("sessions") for row in way.sink.keys.values()] == [None]
 
 
 async def test_without_a_provider_there_is_none(control: Any) -> None:

@@ -191,6 +191,7 @@ JUDGED: dict[tuple[str, str], Any] = {
             ("POST", "/admin/v1/jobs/{job_id}/release"),
             ("POST", "/admin/v1/jobs/{job_id}/tracked"),
             ("POST", "/admin/v1/jobs/{job_id}/profile"),
+            ("POST", "/admin/v1/models/{name:path}/profile"),
             ("POST", "/admin/v1/devices/{device_id:path}/drain"),
             ("POST", "/admin/v1/devices/{device_id:path}/undrain"),
             ("DELETE", "/admin/v1/nodes/{name}"),
