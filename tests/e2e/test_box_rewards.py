@@ -125,19 +125,25 @@ def policies(box, job_id: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("measure", "better", "box"),
+    ("measure", "better", "box", "fields"),
     [
-        pytest.param("train_mean_reward", 1, 2, id="reinforcement"),
+        pytest.param("train_mean_reward", 1, 2, {"learning_rate_multiplier": 30}, id="reinforcement"),
         # In the mode `train` the job takes two devices, and the teacher answers on the third.
-        pytest.param("reverse_kl", -1, 3, id="distillation"),
+        pytest.param(
+            "reverse_kl",
+            -1,
+            3,
+            {"learning_rate": 0.003, "lora_rank": 16, "samples": 8, "eval_samples": 8},
+            id="distillation",
+        ),
     ],
     indirect=["box"],
 )
-def test_a_starter_learns_the_form_of_an_answer(box, measure, better):
+def test_a_starter_learns_the_form_of_an_answer(box, measure, better, fields):
     client = box.client(max_retries=5)
     taught_by = teacher(box, client) if measure == "reverse_kl" else None
     held_out = box.upload(sums(60, 4), "valid.jsonl")
-    job = job_of(box, client, STEPS, held_out, taught_by, eval_interval=8, learning_rate_multiplier=30)
+    job = job_of(box, client, STEPS, held_out, taught_by, eval_interval=8, **fields)
     box.run("mode", "set", "train", "--wait")
     wait_for(lambda: len(box.losses(job.id)) >= 4, "four steps", 400)
     box.run("mode", "set", "split", "--train", "1", "--wait")

@@ -20,13 +20,15 @@ from appliance.store.rows import KeyRow
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._@-]+")
 _NAME_CHARACTERS = 48
+SHOWN_CHARACTERS = 12
+"""Of a subject's hash."""
 
 
 def key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[str, Any]) -> KeyRow:
     """The live key of who these claims are of, with the scopes of their groups. Raises ApiError 403 for whose key was
     revoked, and for who is in no group that may anything, or not any more: their earlier logins end."""
     scopes, db = scopes_of(settings, claims), context.db
-    subject = hashlib.sha256(f"{settings.issuer}\n{claims['sub']}".encode()).hexdigest()
+    subject = subject_of(settings, claims)
     if not scopes:
         if (left := keys.of_subject(db, subject)) is not None and page_sessions.end_of_key(db, left.id):
             context.publish_keys()
@@ -43,6 +45,11 @@ def key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[s
     return keys.find(db, row.id) or row
 
 
+def subject_of(settings: OidcSettings, claims: Mapping[str, Any]) -> str:
+    """SHA-256 of who it is there, in hex."""
+    return hashlib.sha256(f"{settings.issuer}\n{claims['sub']}".encode("utf-8", "surrogatepass")).hexdigest()
+
+
 def scopes_of(settings: OidcSettings, claims: Mapping[str, Any]) -> list[str]:
     told = claims.get(settings.groups_claim)
     listed = [told] if isinstance(told, str) else told if isinstance(told, list) else []
@@ -54,6 +61,6 @@ def scopes_of(settings: OidcSettings, claims: Mapping[str, Any]) -> list[str]:
 def _name(settings: OidcSettings, claims: Mapping[str, Any], subject: str) -> str:
     told = next((claims[name] for name in (settings.name_claim, "email", "sub") if claims.get(name)), "")
     name = _NOT_IN_NAMES.sub("-", str(told))[:_NAME_CHARACTERS].strip("-._@") or "person"
-    found = f"{name}-{subject[:12]}"
+    found = f"{name}-{subject[:SHOWN_CHARACTERS]}"
     assert re.match(OWNER_PATTERN, found), "made of what names may have"
     return found

@@ -95,7 +95,8 @@ def routes(context: ControllerContext, provider: Provider | None = None) -> APIR
         try:
             key = people.key_of(context, settings, claims)
         except ApiError as error:
-            _told(context, request, "", "refused", subject=str(claims["sub"])[:200], why=error.message)
+            subject = people.subject_of(settings, claims)[: people.SHOWN_CHARACTERS]
+            _told(context, request, "", "refused", subject=subject, why=error.message)
             raise
         viewer = None if ADMIN in key.scopes else key.owner
         agent = request.headers.get("user-agent", "")

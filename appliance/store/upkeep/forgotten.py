@@ -93,7 +93,7 @@ def pseudonymise(db: Database, owner: str, pseudonym: str) -> None:
         # What a request of an administrator has changed, kept in case it comes again, names models.
         db.execute("DELETE FROM idempotency WHERE instr(lower(resource_id), ?)", [owner.lower()])
         for number, key in enumerate(known, 1):
-            keys.update(db, key.id, name=f"{pseudonym}-{number}")
+            keys.update(db, key.id, name=f"{pseudonym}-{number}", subject="")
         for table in _with_column(db, "owner"):
             db.execute(f"UPDATE {table} SET owner = ?2 WHERE owner = ?1", [owner, pseudonym])
 

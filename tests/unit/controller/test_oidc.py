@@ -24,6 +24,7 @@ from appliance.controller.oidc import routes as oidc_routes
 from appliance.controller.oidc.provider import Provider
 from appliance.store.database import Database
 from appliance.store.records import audit, keys, page_sessions
+from appliance.store.upkeep import forgotten
 from tests.simulator.control_plane import RecordingKeySink, simulated_context
 
 ISSUER, BOX = "https://login.example.org", "https://box.example.org"
@@ -162,6 +163,16 @@ async def test_a_person_whose_key_was_revoked_does_not_come_back(way: Way) -> No
     answer = await way.back()
     assert answer.status_code == 403 and "revoked" in answer.json()["error"]["message"]
     assert len(keys.list_all(way.db)) == 1
+
+
+async def test_who_was_forgotten_is_somebody_new(way: Way) -> None:
+    await way.back()
+    (row,) = keys.list_all(way.db)
+    keys.revoke(way.db, row.id)
+    forgotten.pseudonymise(way.db, row.owner, "gone-1")
+    assert keys.of_subject(way.db, row.subject) is None
+    assert "ann" not in repr([tuple(one) for one in way.db.execute("SELECT * FROM keys")])
+    assert (await way.back()).status_code == 201
 
 
 def signed(changes: dict[str, Any], key: Any = KEY, kind: str | None = "RS256", kid: str = "k1") -> Any:
