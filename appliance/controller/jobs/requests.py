@@ -43,12 +43,15 @@ class MethodChoice(StrictBody):
 
 
 class Wandb(StrictBody):
-    """Same limits as W&B: names of 128 characters, tags of 64."""
+    """Same limits as W&B: names of 128 characters, without some in that of a project, tags of 64. What W&B refuses it
+    refuses again and again, and nothing would come of it."""
 
-    project: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    project: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^/\\#?%:]+$")]
     entity: Annotated[str, StringConstraints(max_length=128)] | None = None
     name: Annotated[str, StringConstraints(max_length=128)] | None = None
-    tags: Annotated[list[Annotated[str, StringConstraints(max_length=64)]], Field(max_length=32)] | None = None
+    tags: (
+        Annotated[list[Annotated[str, StringConstraints(min_length=1, max_length=64)]], Field(max_length=32)] | None
+    ) = None
 
 
 class Integration(StrictBody):

@@ -66,11 +66,14 @@ class Follower:
 
 
 def _heard(caller: Principal, topic: str, changed: set[tuple[str, str | None]] | None) -> set[str] | None:
-    """The ids that it may hear of, an empty set for anything; None: it hears nothing of this."""
+    """The ids that it may hear of, an empty set for anything; None: it hears nothing of this. Asked once for a topic,
+    not for each id: of all topics of 256 followers that took 0.2 s of each round."""
+    everybodys = hears(caller, topic, None)
+    if not everybodys and not hears(caller, topic, caller.owner):
+        return None
     if changed is None:
-        return set() if any(hears(caller, topic, owner) for owner in (caller.owner, None)) else None
-    ids = {row_id for row_id, owner in changed if hears(caller, topic, owner)}
-    return ids or None
+        return set()
+    return {row_id for row_id, owner in changed if everybodys or owner == caller.owner} or None
 
 
 class Hub:

@@ -46,6 +46,14 @@ def away(why: str) -> ApiError:
     )
 
 
+def _key_of(row: dict[str, Any]) -> jwt.PyJWK | None:
+    """None for one that nobody here can read: it keeps nobody from those that are signed by the others."""
+    try:
+        return jwt.PyJWK(row)
+    except (jwt.PyJWTError, TypeError, ValueError):
+        return None
+
+
 class Provider:
     """transport: in place of the network, in tests."""
 
@@ -142,7 +150,7 @@ class Provider:
                 self._keys_s = time.monotonic()
                 rows = [row for row in found.get("keys", []) if isinstance(row, dict)]
                 usable = [row for row in rows if row.get("kty") in KEY_KINDS and row.get("use", "sig") == "sig"]
-                self._keys = {str(row.get("kid", "")): jwt.PyJWK(row) for row in usable}
+                self._keys = {str(row.get("kid", "")): key for row in usable if (key := _key_of(row)) is not None}
         if kid is None and len(self._keys) == 1:
             return next(iter(self._keys.values()))
         if kid is None or kid not in self._keys:

@@ -38,8 +38,8 @@ def of_version(db: Database, model: str, version: str) -> GateRow | None:
 
 
 def of_model(db: Database, model: str, limit: int = 20) -> list[GateRow]:
-    """Newest first."""
-    return db.all(GateRow, "SELECT * FROM gates WHERE model = ? ORDER BY seq DESC LIMIT ?", [model, limit])
+    """Newest first, as `outline` has them: the terms of ten may be 5 MiB."""
+    return db.all(GateRow, f"SELECT {_OUTLINE} FROM gates WHERE model = ? ORDER BY seq DESC LIMIT ?", [model, limit])
 
 
 def unfinished(db: Database) -> list[str]:

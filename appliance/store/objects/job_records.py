@@ -45,10 +45,10 @@ def page_with_judges(
 
 def teachers_of_running(db: Database) -> list[str]:
     """Models that teach running jobs."""
-    # The few jobs that run come first: graders of others may have megabytes.
+    # The few jobs that run come first, and of these the ones with a teacher: graders may have megabytes.
     rows = db.execute(
         "SELECT judge ->> '$.teacher' AS teacher FROM jobs CROSS JOIN job_judges ON job_id = jobs.id "
-        "WHERE phase = 'running' AND teacher IS NOT NULL GROUP BY teacher ORDER BY min(seq)"
+        "WHERE phase = 'running' AND method = 'distillation' GROUP BY teacher ORDER BY min(seq)"
     )
     return [row[0] for row in rows.fetchall()]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import time
 from pathlib import Path
 
 import httpx
@@ -150,6 +151,9 @@ def test_what_the_page_says_is_taken_by_the_box(box, engines, prompts, tmp_path,
         found = {"client": openai.OpenAI(base_url="http://box/v1", api_key="ignored here", http_client=http)}
         exec(program, found)
     assert found["job"].method.distillation["teacher"] == "boxer"
+    deadline = time.monotonic() + 60
+    while any(one["status"] == "validating_files" for one in box.json("job", "list")["data"]):
+        assert time.monotonic() < deadline, "the files of the jobs are still being checked"
     made = box.do(
         lambda: [job_records.find_judge(box.context.db, one.id) for one in jobs.list_unfinished(box.context.db)]
     )

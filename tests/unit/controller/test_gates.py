@@ -80,6 +80,7 @@ async def test_who_looks_at_a_job_reads_no_terms_of_its_gate(control: Control, a
     job_id, gate_id = await gated(control, await suite(control))
     row = gates.of_job(control.db, job_id)
     assert row is not None and (row.id, row.state, row.terms) == (gate_id, "waiting", {})
+    assert [(one.id, one.terms) for one in gates.of_model(control.db, "fraud")] == [(gate_id, {})]
 
 
 async def looked(control: Control) -> None:

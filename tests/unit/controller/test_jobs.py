@@ -123,6 +123,16 @@ async def test_devices_that_share_a_model_come_in_groups(control: Control):
         ({"training_file": "../../etc/passwd"}, "training_file", "not a file on this box"),
         ({"validation_file": "file-none"}, "validation_file", "not a file on this box"),
         ({"integrations": [{"type": "mlflow"}]}, "integrations.0.type", "wandb"),
+        (
+            {"integrations": [{"type": "wandb", "wandb": {"project": "a/b"}}]},
+            "integrations.0.wandb.project",
+            "pattern",
+        ),
+        (
+            {"integrations": [{"type": "wandb", "wandb": {"project": "p", "tags": [""]}}]},
+            "integrations.0.wandb.tags.0",
+            "at least 1 character",
+        ),
         ({"max_devices": 0}, "max_devices", "greater than or equal to 1"),
         ({"min_devices": 4, "max_devices": 2}, "min_devices", "min <= max"),
         ({"colour": "red"}, "colour", "Unrecognized"),

@@ -50,6 +50,21 @@ async def hub(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hu
     made.close()
 
 
+async def test_what_a_follower_may_hear_of_is_asked_for_a_topic_and_not_for_each_id(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+):
+    """256 followers, most of whom heard nothing of it, held the loop for 0.2 s of each round of many changes."""
+    asked: list[str] = []
+    hears = hubs.hears
+    monkeypatch.setattr(hubs, "hears", lambda caller, topic, owner: asked.append(topic) or hears(caller, topic, owner))
+    events = hub.follow(caller("inference"), None)
+    told(hub, *((topic, f"{topic}-{n}", "ann") for topic in TOPICS for n in range(MOST_IDS - 1)))
+    assert len(asked) <= 2 * len(TOPICS)
+    (follower,) = hub._followers
+    assert follower.waiting == {"batches": {f"batches-{n}" for n in range(MOST_IDS - 1)}}
+    await events.aclose()
+
+
 def told(hub: Hub, *rows: tuple[str, str | None, str | None]) -> None:
     """These are a round."""
     for row in rows:

@@ -51,6 +51,7 @@ class FakeProvider:
         self.asked: list[str] = []
         self.gone: dict[str, str] = {}
         self.down = False
+        self.odd_keys: list[dict[str, Any]] = []
 
     def visited(self, url: str) -> dict[str, str]:
         """A person goes there and logs in: what the browser comes back with."""
@@ -74,7 +75,7 @@ class FakeProvider:
             )
         if path == "/keys":
             row = jwt.algorithms.RSAAlgorithm.to_jwk(KEY.public_key(), as_dict=True)
-            return httpx.Response(200, json={"keys": [row | {"kid": "k1", "use": "sig"}]})
+            return httpx.Response(200, json={"keys": [*self.odd_keys, row | {"kid": "k1", "use": "sig"}]})
         if path == "/me":
             assert request.headers["authorization"] == "Bearer t0ken"
             return httpx.Response(200, json=self.userinfo)
@@ -224,6 +225,15 @@ async def test_unknown_keys_do_not_have_the_provider_asked_again_and_again(way: 
         await way.back()
     assert way.provider.asked.count("/keys") == 1
     assert way.provider.asked.count("/.well-known/openid-configuration") == 1
+
+
+async def test_a_key_that_nobody_can_read_keeps_nobody_out(way: Way) -> None:
+    way.provider.odd_keys = [
+        {"kty": "OKP", "crv": "X9", "x": "AA", "kid": "k0"},
+        {"kty": "EC", "kid": "k3"},
+        {"kty": "RSA"},
+    ]
+    assert (await way.back()).status_code == 201
 
 
 @pytest.mark.parametrize("changes", [{"binder": "x"}, {"state": "x"}, {"code": "x"}])
