@@ -18,7 +18,7 @@ from appliance.controller.responses import stored
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.store.objects import gates, jobs, models, pipelines, sweeps
-from appliance.store.records import keys, usage
+from appliance.store.records import keys, page_sessions, usage
 from appliance.store.rows import GateRow, SweepRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_batches import begun, engines, line, until
@@ -56,7 +56,11 @@ _SWEEP = {
 }
 # What a gateway lets nobody through to: asked by processes of the box alone.
 CLOSED = {("GET", "/internal/responses/context"), ("POST", "/internal/responses")}
+# What it lets anybody through to: the way to a login provider and back (test_oidc.py, gateway/test_page_login.py).
+OPEN = {("GET", "/admin/v1/oidc"), ("POST", "/admin/v1/oidc/begin"), ("POST", "/admin/v1/oidc/finish")}
 LIST, NOTHING, ADMINS, READERS, SCRAPE, OWN, SELF = "list", "nothing", "admins", "readers", "scrape", "own", "self"
+# One's own logins, and what changes of what one may see: test_page_sessions.py, test_live.py.
+LOGINS, CHANGES = "logins", "changes"
 # Every route, and what it can name. One that is not here was judged by nobody. In this order they are asked for, so
 # what deletes comes last.
 JUDGED: dict[tuple[str, str], Any] = {
@@ -172,6 +176,14 @@ JUDGED: dict[tuple[str, str], Any] = {
     ),
     ("GET", "/admin/v1/usage"): OWN,
     ("GET", "/admin/v1/me"): SELF,
+    ("GET", "/admin/v1/events"): CHANGES,
+    ("GET", "/admin/v1/sessions"): LOGINS,
+    ("POST", "/admin/v1/sessions"): LOGINS,
+    ("POST", "/admin/v1/sessions/{session_id}/touch"): LOGINS,
+    ("DELETE", "/admin/v1/sessions/{session_id}"): Named({"session_id": "login"}),
+    ("GET", "/admin/v1/oidc"): NOTHING,
+    ("POST", "/admin/v1/oidc/begin"): NOTHING,
+    ("POST", "/admin/v1/oidc/finish"): NOTHING,
     ("GET", "/admin/v1/metrics"): SCRAPE,
     **dict.fromkeys(
         [
@@ -268,6 +280,8 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     asked = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
     objects["background response"] = asked.id
     objects |= await evaluated(control) | await piped(control, objects["file"], objects["job"], laptop.id)
+    login, _ = page_sessions.create(control.db, laptop.id, agent="", now_s=1.0, until_s=1e12, most=16)
+    objects["login"] = login.id
     made = await control.job(suffix="secret")
     told = JobEvents(control.db, control.context.files_dir, "local")
     told.ingest(made, {"event": "published", "step": 1, "version": "step-1", "bytes": 9, "path": "/shm/1"})
@@ -356,7 +370,7 @@ async def test_every_route_has_a_row_of_the_gateway_that_lets_its_scopes_through
         except HttpError:
             closed.add((method, path))
             continue
-        assert route.scopes, (method, path)
+        assert bool(route.scopes) != ((method, path) in OPEN), (method, path)
     assert closed == CLOSED
 
 
@@ -682,10 +696,10 @@ def filled(path: str) -> str:
 @pytest.mark.parametrize(
     ("scopes", "allowed"),
     [
-        ("read", (READERS, SCRAPE, OWN, SELF)),
-        ("metrics", (SCRAPE, SELF)),
-        ("inference", (OWN, SELF)),
-        ("fine_tuning", (OWN, SELF)),
+        ("read", (READERS, SCRAPE, OWN, SELF, LOGINS, CHANGES)),
+        ("metrics", (SCRAPE, SELF, LOGINS)),
+        ("inference", (OWN, SELF, LOGINS, CHANGES)),
+        ("fine_tuning", (OWN, SELF, LOGINS, CHANGES)),
         ("", ()),
     ],
 )
@@ -693,9 +707,10 @@ async def test_the_admin_routes_that_a_scope_opens(control: Control, scopes: str
     row, _ = keys.create(control.db, "looker", [scope for scope in scopes.split(",") if scope])
     as_ = {"x-appliance-key-id": row.id, "x-appliance-scopes": scopes}
     for (method, path), judged in JUDGED.items():
-        if path.startswith("/admin/v1"):
+        if path.startswith("/admin/v1") and (method, path) not in OPEN:
+            opens = (LOGINS if path.startswith("/admin/v1/sessions") else judged) in allowed
             answer = await call(control, as_, method, filled(path))
-            assert (answer.status_code != 403) == (judged in allowed), (scopes, method, path, answer.text)
+            assert (answer.status_code != 403) == opens, (scopes, method, path, answer.text)
 
 
 async def test_read_lists_models_and_changes_or_reads_nothing_else(control: Control, people: People):
