@@ -87,6 +87,7 @@ def mlflow_server(python: Path, folder: Path, port: int) -> Iterator[None]:
         str(folder / "artifacts"),
     ]
     clean = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    clean["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # its jobs have files in shared memory, which it leaves there
     with open(folder / "mlflow.log", "ab") as log:
         process = subprocess.Popen([*command, *where], stdout=log, stderr=log, env=clean, start_new_session=True)
     try:
