@@ -69,7 +69,8 @@ def told(hub: Hub, *rows: tuple[str, str | None, str | None]) -> None:
     """These are a round."""
     for row in rows:
         hub.tell(*row)
-    hub._due = None if hub._due is None else hub._due.cancel()
+    if hub._due is not None:
+        hub._due.cancel()
     hub._end_round()
 
 

@@ -7,6 +7,7 @@ import hashlib
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -252,7 +253,14 @@ async def test_the_controllers_half_becomes_cookies_of_the_pages_paths(start_box
 
 def test_a_login_that_cannot_be_read_costs_no_key() -> None:
     row = {"id": "k", "scopes": ["read"]}
-    for odd in ({"x": {}}, {"a" * 64: {"id": "a\r\nb", "until_s": 1}}, {"a" * 64: {"id": "a"}}, [], {"a" * 64: 1}):
+    some: list[Any] = [
+        {"x": {}},
+        {"a" * 64: {"id": "a\r\nb", "until_s": 1}},
+        {"a" * 64: {"id": "a"}},
+        [],
+        {"a" * 64: 1},
+    ]
+    for odd in some:
         keys = {"b" * 64: {**row, "sessions": odd}}
         table = parse_table({"generation": 1, "keys": keys}, default_hold_s=1)
         assert set(table.keys) == {"b" * 64} and not table.sessions and len(table.refused) == 1
@@ -290,7 +298,7 @@ async def test_the_way_to_a_login_provider_needs_no_key_and_is_nobodys(start_box
 async def test_nothing_else_is_open(start_box: Start, method: str, target: str, status: int) -> None:
     box = await start_box()
     controller = await box.control(told)
-    body = {} if method == "POST" else None
+    body: dict[str, Any] | None = {} if method == "POST" else None
     assert (await box.ask(method, target, body, key=None, headers=SAME)).status == status
     assert not controller.requests
 
