@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.cli.client import Address, Client
+from appliance.cli.command import Session
 from appliance.cli.errors import CliError
 from appliance.harness.batches import Batches
 from appliance.harness.errors import Unsupported
@@ -48,7 +49,8 @@ def run(wish: Wish) -> list[dict[str, Any]]:
     from appliance.harness.box_model import BoxModel
 
     manager = TaskManager(include_path=wish.folder) if wish.folder else TaskManager()
-    batches = Batches(Client(Address(**wish.address), wish.api_key))
+    client = Client(Address(**wish.address), wish.api_key)
+    batches = Batches(Session(client, "json", None, wish.api_key))
     rows = []
     for task in wish.tasks:
         kinds = {one.OUTPUT_TYPE for one in manager.load([task])["tasks"].values()}

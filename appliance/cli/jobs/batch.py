@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,6 +67,38 @@ def show(session: Session, batch_id: BATCH) -> None:
 def cancel(session: Session, batch_id: BATCH) -> None:
     """End a batch. What was answered until now is kept in its output file."""
     session.show(session.client.post(f"{paths.batch(batch_id)}/cancel"), _fields)
+
+
+def begun_before(session: Session, mark: str, key: str, done_too: bool = True) -> dict[str, Any] | None:
+    """The batch that an earlier command has begun for the same (`begin`), unless it came to nothing. done_too: also one
+    that is answered, else one that is on its way alone."""
+    good = ("validating", "in_progress", "finalizing", *(["completed"] if done_too else []))
+    for batch in session.client.listed("/v1/batches")["data"]:
+        if batch["status"] in good and (batch.get("metadata") or {}).get(mark) == key:
+            return dict(batch)
+    return None
+
+
+def begin(session: Session, endpoint: str, bodies: Iterable[tuple[str, Any]], mark: str, key: str) -> dict[str, Any]:
+    """A batch of requests, each with its custom id, that `begun_before` finds again by the mark and its key."""
+    with tempfile.TemporaryDirectory() as folder, kept_if_taken(session) as uploaded:
+        path = Path(folder, "questions.jsonl")
+        with open(path, "w") as file:
+            for custom_id, body in bodies:
+                row = {"custom_id": custom_id, "method": "POST", "url": endpoint, "body": body}
+                file.write(json.dumps(row) + "\n")
+        uploaded.append(send(session, path, "batch")["id"])
+        made = {"input_file_id": uploaded[0], "endpoint": endpoint, "completion_window": "24h", "metadata": {mark: key}}
+        return dict(session.client.post("/v1/batches", made))
+
+
+def rows(session: Session, file_id: str) -> Iterator[dict[str, Any]]:
+    """The lines of a batch's output or error file."""
+    with tempfile.TemporaryFile() as file:
+        session.client.download(f"{paths.file(file_id)}/content", file)
+        file.seek(0)
+        for line in file:
+            yield json.loads(line)
 
 
 def wait_for_end(session: Session, batch: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:

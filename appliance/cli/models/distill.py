@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from appliance.cli import paths
 from appliance.cli.command import Session, box_command, given, group
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.jobs import file_data
-from appliance.cli.jobs.batch import refuse_unfinished, wait_for_end
-from appliance.cli.jobs.file import kept_if_taken, send
+from appliance.cli.jobs.batch import begin, begun_before, refuse_unfinished, rows, wait_for_end
 from appliance.cli.operations import TIMEOUT
 
 app = group("Distillation: a teacher's answers to prompts, as training data (docs/distillation.md).")
@@ -77,7 +74,8 @@ def make(
     lineage_path = target.with_name(f"{target.stem}.lineage.json")
     lineage = _made_before(target, lineage_path, [key, keep_system])
     if lineage is None:
-        batch = _batch_of(session, key) or _begin(session, lessons, teacher, asked, key)
+        questions = ((str(line), {"model": teacher, **lesson, **asked}) for line, lesson in lessons.items())
+        batch = begun_before(session, METADATA, key) or begin(session, _ENDPOINT, questions, METADATA, key)
         batch = wait_for_end(session, batch, timeout)
         refuse_unfinished(batch)
         examples, left_out = _examples(session, batch, lessons, bool(system) and not keep_system)
@@ -155,47 +153,14 @@ def _made_before(target: Path, lineage: Path, of: list[Any]) -> dict[str, Any] |
     raise BadUsage(f"{target} is there, made of something else or changed since; --out names another file")
 
 
-def _batch_of(session: Session, key: str) -> dict[str, Any] | None:
-    """The batch that an earlier command has begun for the same, unless it came to nothing."""
-    for batch in session.client.listed("/v1/batches")["data"]:
-        good = batch["status"] in ("validating", "in_progress", "finalizing", "completed")
-        if good and (batch.get("metadata") or {}).get(METADATA) == key:
-            return batch
-    return None
-
-
-def _begin(
-    session: Session, lessons: dict[int, dict[str, Any]], teacher: str, asked: dict[str, Any], key: str
-) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, kept_if_taken(session) as uploaded:
-        path = Path(folder, "questions.jsonl")
-        with open(path, "w") as file:
-            for number, lesson in lessons.items():
-                body = {"model": teacher, **lesson, **asked}
-                row = {"custom_id": str(number), "method": "POST", "url": _ENDPOINT, "body": body}
-                file.write(json.dumps(row) + "\n")
-        uploaded.append(send(session, path, "batch")["id"])
-        body = {
-            "input_file_id": uploaded[0],
-            "endpoint": _ENDPOINT,
-            "completion_window": "24h",
-            "metadata": {METADATA: key},
-        }
-        return session.client.post("/v1/batches", body)
-
-
 def _examples(
     session: Session, batch: dict[str, Any], lessons: dict[int, dict[str, Any]], without_system: bool
 ) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
     """What is learnt from, in the order of the prompts, and (line, why) of what is not."""
     answers = dict[int, list[dict[str, Any]]]()
     if batch.get("output_file_id"):
-        with tempfile.TemporaryFile() as file:
-            session.client.download(f"{paths.file(batch['output_file_id'])}/content", file)
-            file.seek(0)
-            for line in file:
-                row = json.loads(line)
-                answers[int(row["custom_id"])] = row["response"]["body"]["choices"]
+        for row in rows(session, batch["output_file_id"]):
+            answers[int(row["custom_id"])] = row["response"]["body"]["choices"]
     examples, left_out = list[dict[str, Any]](), list[tuple[int, str]]()
     for number, lesson in lessons.items():
         if number not in answers:

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from appliance.cli.client import Address, Client
+from appliance.cli.command import Session
 from appliance.cli.errors import CommandFailed
 from appliance.controller.interfaces.ports import BatchCapacity, EngineAnswer
 from appliance.harness.batches import Batches
@@ -27,7 +28,8 @@ class Box:
         self.asked: list[dict] = []
         self.choice = choice or (lambda body: {"message": {"content": body["messages"][-1]["content"].upper()}})
         box.context.batch_engines.rule = self.answer
-        self.batches = Batches(Client(Address(socket_path=str(box.data_dir / "controller.sock"))), look_every_s=0.01)
+        client = Client(Address(socket_path=str(box.data_dir / "controller.sock")))
+        self.batches = Batches(Session(client, "json", None, None))
 
     async def answer(self, body):
         self.asked.append(body)
