@@ -12,11 +12,9 @@ from typing import Any
 from appliance.cli.client import Address, Client
 from appliance.cli.command import Session
 from appliance.cli.errors import CliError
+from appliance.cli.jobs.eval import Z_95
 from appliance.harness.batches import Batches
 from appliance.harness.errors import Unsupported
-
-_Z = 1.959964
-"""Standard deviations of a normal distribution that 95 % lie within."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,8 @@ def figures(model: str, found: dict[str, Any]) -> list[dict[str, Any]]:
                     "task": task,
                     "metric": metric if chosen == "none" else f"{metric} ({chosen})",
                     "value": value,
-                    "low": value - _Z * error if known else None,
-                    "high": value + _Z * error if known else None,
+                    "low": value - Z_95 * error if known else None,
+                    "high": value + Z_95 * error if known else None,
                     "questions": questions,
                 }
             )

@@ -24,7 +24,7 @@ from appliance.cli.operations import TIMEOUT, Patience
 
 app = group("Evaluations: how good models are at a suite of prompts, by graders (docs/evals.md).")
 FINISHED = frozenset({"completed", "failed", "canceled"})
-_Z = 1.959964
+Z_95 = 1.959964
 """Standard deviations of a normal distribution that 95 % lie within."""
 _RUNS_SHOWN = 100
 
@@ -231,9 +231,9 @@ def interval(passed: int, judged: int) -> tuple[float, float]:
     """Where the true share lies with 95 % confidence (Wilson's score interval)."""
     if not judged:
         return 0.0, 1.0
-    share, square = passed / judged, _Z * _Z
+    share, square = passed / judged, Z_95 * Z_95
     middle = share + square / (2 * judged)
-    half = _Z * math.sqrt(share * (1 - share) / judged + square / (4 * judged * judged))
+    half = Z_95 * math.sqrt(share * (1 - share) / judged + square / (4 * judged * judged))
     return (middle - half) / (1 + square / judged), (middle + half) / (1 + square / judged)
 
 
