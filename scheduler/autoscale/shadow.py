@@ -46,13 +46,14 @@ class Seen:
     """What happened since the last report.
 
     works_s: seconds that one replica needs for each prompt that arrived. load: replicas that the requests in flight
-    fill. late: requests found late that one replica alone could have served in time. awake: replicas that
-    answer now.
+    fill. late: requests found late that one replica alone could have served in time; hopeless: those that it could
+    not. awake: replicas that answer now.
     """
 
     works_s: Sequence[float] = ()
     load: float = 0.0
     late: int = 0
+    hopeless: int = 0
     awake: int = 0
 
 

@@ -120,7 +120,7 @@ class StandbyLearner:
         self._fade(fade, passed_s)
         self._requests += len(seen.works_s)
         self._seen_s += passed_s if self._requests else 0.0
-        self._hopeless += sum(work_s > self.target_s for work_s in seen.works_s)
+        self._hopeless += seen.hopeless
         self._late += seen.late
         unforeseen = max(seen.late - self._open, 0.0)
         self._open = max(self._open - seen.late, 0.0)
