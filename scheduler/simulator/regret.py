@@ -9,7 +9,8 @@ Hindsight knows what nobody can know beforehand, so the comparison has a start-u
 (docs/scheduler.md) and from what the splits did, never from what `auto` did:
 
 - `chance`: late requests, SURE standard deviations of their number. Requests are late in bursts, so a mean burst of `b`
-  makes of `n` requests `n / b` independent ones. A split whose late requests are within it of the allowance cannot be
+  makes of `n` requests `n / b` independent ones. What is late on all devices too is not counted, and where that is
+  surely more than is allowed the cost is none. A split whose late requests are within this of the allowance cannot be
   told from one that has too many, so training is compared with the best split of the others.
 - `trials_s`: device seconds of training that trials cost: five stops of the job on all devices that the split trains
   with, once for each time that the bars of `scheduler.autoscale.trials` double from the window's start to its end.
@@ -129,18 +130,25 @@ def window(
         ]
         return min(shares, default=1.0)
 
-    def bursts(figures: Figures) -> Iterator[tuple[int, int, float]]:
-        """Of each model: requests, late ones, and `burst`."""
+    def bursts(figures: Figures, besides: Figures | None = None) -> Iterator[tuple[int, int, float]]:
+        """Of each model: requests, late ones (that are not late in `besides` too), and `burst` of these."""
         for name, (first, last) in edges.items():
-            late_s = [traces[name].arrival_s[n] for n in range(first, last) if not figures.within[name][n]]
-            yield last - first, len(late_s), burst(late_s)
+            met, met_besides = figures.within[name], besides and besides.within[name]
+            late = [n for n in range(first, last) if not met[n] and (met_besides is None or met_besides[n])]
+            yield last - first, len(late), burst([traces[name].arrival_s[n] for n in late])
 
-    def surely(figures: Figures) -> bool:
-        return all(
-            late + SURE * deviation(requests, late / requests, size) <= (1 - IN_TIME) * requests
-            for requests, late, size in bursts(figures)
-            if requests
-        )
+    def surely(requests: int, late: int, size: float, sign: int = 1) -> bool:
+        """Whether no more are late than may be, by more than chance; with sign -1 whether no fewer are."""
+        margin = SURE * deviation(requests, late / max(requests, 1), size)
+        return sign * late + margin <= sign * (1 - IN_TIME) * requests
+
+    def chance() -> float:
+        """Of the model with most. Where more are surely late on all devices, none may be late beside them."""
+        found = [SURE * deviation(requests, 1 - IN_TIME, size) for requests, _, size in bursts(best, unavoidable)]
+        if unavoidable is not None:
+            over = [surely(*one, sign=-1) for one in bursts(unavoidable)]
+            found = [0.0 if known else one for one, known in zip(found, over, strict=True)]
+        return max(found)
 
     def least(suffices: Callable[[Figures], bool]) -> int | None:
         """Devices in serving: fewer are in time no more often, and train more."""
@@ -155,10 +163,11 @@ def window(
 
     serving = least(lambda figures: in_time(figures) >= IN_TIME)
     possible = min(in_time(split(devices if serving is None else serving)), IN_TIME)
+    unavoidable = None
     if serving is None:
-        serving = least(lambda figures: in_time(figures) >= possible)
+        unavoidable, serving = split(devices), least(lambda figures: in_time(figures) >= possible)
     best = split(devices if serving is None else serving)
-    sure = least(surely)
+    sure = least(lambda figures: all(surely(*one) for one in bursts(figures)))
     trials = 1 + math.log2(ends.stop / max(ends.start, FIRST_BAR_S)) if ends.stop > FIRST_BAR_S else 1.0
     return Window(
         requests=min(last - first for first, last in edges.values()),
@@ -168,7 +177,7 @@ def window(
         best_in_time=in_time(best),
         best_hours=trained_s(best) / 3600,
         sure_hours=0.0 if sure is None else trained_s(split(sure)) / 3600,
-        chance=max(SURE * deviation(requests, 1 - possible, size) for requests, _, size in bursts(best)),
+        chance=chance(),
         trials_s=STOPS_OF_A_TRIAL * pause_s * (devices - (devices if sure is None else sure)) * trials,
     )
 

@@ -58,3 +58,6 @@ def test_where_all_devices_are_late_too_only_lateness_counts() -> None:
     found = compared({1: 400, 2: 90, 3: 30, 4: 30}, apart_s=100.0, auto_late=32)
     assert found.best_serving == 3 and found.sure_hours == 0.0 and found.lost(start_up=True) == 0.0
     assert found.late(start_up=False) == pytest.approx(0.1), "two more than possible, one of them free"
+    assert found.late(start_up=True) == found.late(start_up=False), "30 of 1,000 are not ten by chance"
+    unsure = compared({1: 400, 2: 90, 3: 12, 4: 12}, apart_s=100.0, auto_late=15)
+    assert unsure.late(start_up=False) == pytest.approx(0.2) and unsure.late(start_up=True) == 0, "twelve may be"
