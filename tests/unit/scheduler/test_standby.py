@@ -51,6 +51,8 @@ def test_levels_are_every_number_up_to_eight_then_few() -> None:
     many = levels(1, 512)
     assert many[-1] == 512 and many == sorted(set(many)) and len(many) < 40
     assert levels(3, 0) == [0], "never more than there may be"
+    splits = levels(1, 1024, 64, 33 / 32)
+    assert splits[:64] == list(range(1, 65)) and len(splits) < 170, "every static split of a box of 64"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -285,3 +287,20 @@ def test_a_constant_that_has_spent_its_allowance_in_a_burst_gives_way_though_mov
         if not found.best.fixed:
             break
     assert not found.best.fixed, "and not two, then three, a hand-over each"
+
+
+def test_every_static_split_of_a_large_box_is_a_choice() -> None:
+    costs = standby_costs(CONFIG, 32)
+    found = StandbyLearner(costs, least=1, most=32, target_s=2.0, late_share=0.01)
+    constants = {shadow[0].split()[0] for shadow in found.state()["choices"] if shadow[0].endswith("fixed")}
+    assert constants == {str(n) for n in range(1, 33)}
+
+
+def test_prompts_too_long_for_the_target_leave_the_allowance_alone_while_they_are_in_time() -> None:
+    spared, spent = (learner() for _ in range(2))
+    for look in range(2000):
+        now_s = look * LOOK_S
+        too_long = [2.5] if look % 50 == 0 else []
+        spared.seen(now_s, Seen([0.05, *too_long], awake=1))
+        spent.seen(now_s, Seen([0.05, *too_long], hopeless=len(too_long), awake=1))
+    assert spared._allowed > 5 * spent._allowed
