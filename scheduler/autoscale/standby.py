@@ -252,13 +252,13 @@ class StandbyLearner:
         able = [shadow for shadow in moving if self._able(shadow, now_s, allowed, found)]
         if constants and (not able or not self._gives_way(constants, now, load, now_s, allowed, found)):
             able += constants
-        if not able:  # no choice suffices: take the one with fewest late requests
-            best = min(self._shadows, key=lambda shadow: (shadow.late, self._cost_s(shadow)))
-        else:
-            best = min(able, key=self._cost_s)
-            saved_s = self._cost_s(now) - self._cost_s(best)
-            if now in able and saved_s <= 2 * self._costs.stop_s(now.choice.replicas):
-                return
+        if not able:  # no choice suffices: take one with fewest late requests
+            fewest = min(shadow.late for shadow in self._shadows)
+            able = [shadow for shadow in self._shadows if shadow.late <= fewest]
+        best = min(able, key=self._cost_s)
+        saved_s = self._cost_s(now) - self._cost_s(best)
+        if now in able and saved_s <= 2 * self._costs.stop_s(now.choice.replicas):
+            return
         self._in_force = best
         if not best.choice.fixed:
             self._stint = self._stint or Stint()

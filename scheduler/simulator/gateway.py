@@ -58,9 +58,11 @@ class Reports:
         prompts, came = cluster.requests.prompt, range(self._arrived, cluster.arrived)
         self._arrived = cluster.arrived
         late, hopeless = self._found_late(now_s, learner.target_s, rate)
+        load = demand_.load(deployment, self.config)
         seen = Seen(
             works_s=[prompts[n] / rate for n in came],
-            load=demand_.load(deployment, self.config),
+            load=load,
+            running=load * cluster.running / max(deployment.demand.requests, 1),
             late=late,
             hopeless=hopeless,
             awake=cluster.open_count,

@@ -18,8 +18,8 @@ from scheduler.simulator.traffic import drawn_box
 
 MOST_LOST, MOST_SHORT = 0.01, 0.1
 """Share of the best split's training; points of requests in time."""
-MOST_WRONG = 0.4
-"""Of the runs, beyond the start-up cost."""
+MOST_WRONG = 0.1
+"""Of the runs, beyond the start-up cost, whose chance is two standard deviations."""
 
 
 def held(seed: int, most_requests: int, seconds: float) -> Row:
@@ -49,6 +49,8 @@ def test_the_best_split_in_hindsight_trains_no_more_on_traffic_drawn_today() -> 
     first = int(os.environ.get("NO_REGRET_SEED") or time.time())
     runs = int(os.environ.get("NO_REGRET_RUNS") or 200)
     print(f"NO_REGRET_SEED={first} NO_REGRET_RUNS={runs}")
-    found = [text for seed in range(first, first + runs) if (text := wrong(held(seed, 12_000, 4500.0)))]
-    print("\n".join(found))
+    rows = [held(seed, 12_000, 4500.0) for seed in range(first, first + runs)]
+    found = [text for row in rows if (text := wrong(row))]
+    bare = sum(bool(wrong(row, start_up=False)) for row in rows)
+    print("\n".join([*found, f"without the start-up cost {bare} of {runs} would not hold"]))
     assert len(found) <= MOST_WRONG * runs, f"{len(found)} of {runs}"

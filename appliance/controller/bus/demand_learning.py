@@ -22,7 +22,7 @@ from scheduler.autoscale.forecast import DemandForecast
 from scheduler.autoscale.shadow import Seen, standby_costs
 from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import DeploymentView
+from scheduler.core.workload import Demand, DeploymentView
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +100,11 @@ class DemandLearning:
             works_s = _works_s(new, rate)
             late = _found_late(new, deployment.ttft_target_s)
             hopeless = self._of_them_hopeless(deployment.model, late, deployment.ttft_target_s, works_s)
+            load = demand_.load(deployment, self._config)
             seen = Seen(
                 works_s=works_s,
-                load=demand_.load(deployment, self._config),
+                load=load,
+                running=load * _running_part(deployment.demand, traffic.arrived),
                 late=late - hopeless,
                 hopeless=hopeless,
                 awake=traffic.awake,
@@ -176,6 +178,15 @@ def _works_s(new: Arrived, rate: float) -> list[float]:
     ] or [1.0] * new.requests
     scale = new.prompt_tokens / (sum(tokens) * rate) if tokens else 0.0
     return [one * scale for one in tokens]
+
+
+def _running_part(demand: Demand, arrived: Mapping[str, Arrived]) -> float:
+    """Share of the requests in flight that have a first token: of the others the prompts' tokens are known."""
+    requests = sum(one.requests for one in arrived.values())
+    tokens = sum(one.prompt_tokens for one in arrived.values())
+    if not demand.requests or not tokens:
+        return 1.0
+    return max(1 - demand.waiting_tokens / (tokens / requests) / demand.requests, 0.0)
 
 
 def _found_late(new: Arrived, target_s: float) -> int:

@@ -18,7 +18,7 @@ from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from scheduler.autoscale.shadow import Seen
 from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import DeploymentView
+from scheduler.core.workload import Demand, DeploymentView
 
 RATE = 1000.0
 PROMPT_TOKENS = 50  # 0.05 replica-seconds
@@ -233,12 +233,14 @@ def test_prompts_that_the_measured_rate_says_are_too_long_count_once_they_are_la
     counts = {"requests": 4, "prompt_tokens": 4 * 3000, "prompts": {30: 4}}
     traffic = {"m": Arrived(**counts)}
     learning = DemandLearning(lambda model: Traffic(traffic, RATE, 1), SchedulerConfig(), 8, lambda: now_s)
-    deployment = DeploymentView("m", "v1", max_replicas=8, ttft_target_s=2.0)
+    demand = Demand(inflight=4, waiting_tokens=3000)
+    deployment = DeploymentView("m", "v1", max_replicas=8, ttft_target_s=2.0, demand=demand)
     for first_tokens in ({}, {late: 1}, {late: 6}):
         traffic["m"] = Arrived(**counts, first_tokens=first_tokens)
         learning.learned((deployment,))
         now_s += LOOK_S
     assert [(seen.late, seen.hopeless) for seen in heard] == [(0, 0), (0, 1), (2, 3)], "two more are late than too long"
+    assert heard[-1].running == pytest.approx(0.75 * heard[-1].load), "one of the four waits for its prompt"
     now_s += 600.0
     traffic["m"] = Arrived(**counts, first_tokens={late: 7})
     learning.learned((deployment,))
