@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -39,6 +40,10 @@ log = logging.getLogger(__name__)
 
 # Exceptions that mean "another rank is gone": never the root cause.
 _SYMPTOMS = ("DistBackendError", "DistNetworkError", "DistStoreError", "RuntimeError", "ConnectionError")
+# What the libraries of a GPU report, in torch's words; the first is the class of CUDA's own errors.
+_OF_A_DEVICE = re.compile(r"AcceleratorError|(?:CUDA|HIP|cuDNN|NCCL) error")
+# What they report too, and the program has done.
+_OF_THE_PROGRAM = re.compile(r"device-side assert|out of memory|ALLOC_FAILED")
 _OWN_RANK_GRACE_S = 0.5
 
 
@@ -80,9 +85,10 @@ class SuspendReport:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a group ended. `error` is {"code", "message", "retryable", "blame"} when failed. blame: "own" if a rank
-    raised an error, "memory" if the OOM killer killed it, else "outside": it was killed, stopped, or its supervisor
-    died, which is not a fault of the job."""
+    """How a group ended. `error` is {"code", "message", "retryable", "blame", "by_device"} when failed. blame: "own" if
+    a rank raised an error, "memory" if the OOM killer killed it, else "outside": it was killed, stopped, or its
+    supervisor died, which is not a fault of the job. by_device: the rank's device may have caused it: the rank died
+    without a word, or of an error of that kind."""
 
     outcome: Literal["succeeded", "failed", "suspended", "cancelled"]
     step: int = 0
@@ -346,6 +352,7 @@ class Group:
                 "died: the host's memory ran out" if starved else how,
                 retryable=True,
                 blame="memory" if starved else "outside",
+                by_device=not starved,
             )
         else:
             of_input = isinstance(getattr(errors, fatal["type"], None), type)
@@ -355,6 +362,7 @@ class Group:
                 retryable=not of_input,
                 code=fatal["type"],
                 message=fatal["message"] if of_input else None,  # a person's input, in words for that person
+                by_device=is_of_a_device(fatal["type"], fatal["message"]),
             )
 
     async def _death(self, rank: int) -> RuntimeLayerError | None:
@@ -377,6 +385,7 @@ class Group:
         code: str = "rank_failed",
         blame: str = "own",
         message: str | None = None,
+        by_device: bool = False,
     ) -> None:
         error = {
             "code": code,
@@ -385,6 +394,7 @@ class Group:
             "message": message or f"rank {rank} {reason}",
             "retryable": retryable,
             "blame": blame,
+            "by_device": by_device,
         }
         self._tasks.append(
             asyncio.create_task(self._end(Outcome("failed", self._step, error)), name=f"{self._job_id} fail")
@@ -434,6 +444,13 @@ class Group:
         for rank, error in enumerate(await asyncio.gather(*kills, return_exceptions=True)):
             if error is not None:
                 log.warning("rank %d could not be killed: %s", rank, error, extra={"job_id": self._job_id})
+
+
+def is_of_a_device(kind: str, message: str) -> bool:
+    """Whether a rank's device may be at fault for its exception of this class. Most are of the program or the host: too
+    little memory for what the job wants, a model that does not compute, a full store. They end a job wherever it is
+    put, and on a box with one GPU that is the same one each time."""
+    return _OF_A_DEVICE.search(f"{kind}: {message}") is not None and _OF_THE_PROGRAM.search(message) is None
 
 
 def is_same_world(parked: Sequence[Any], spec: dict[str, Any], devices: list[str]) -> bool:
