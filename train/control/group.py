@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
+from runtime.devices import kinds
 from runtime.errors import ChildDied, ChildTimeout, RuntimeLayerError, SupervisorDied
 from train.plan import errors
 from train.plan.errors import RankFailed
@@ -40,10 +40,6 @@ log = logging.getLogger(__name__)
 
 # Exceptions that mean "another rank is gone": never the root cause.
 _SYMPTOMS = ("DistBackendError", "DistNetworkError", "DistStoreError", "RuntimeError", "ConnectionError")
-# What the libraries of a GPU report, in torch's words; the first is the class of CUDA's own errors.
-_OF_A_DEVICE = re.compile(r"AcceleratorError|(?:CUDA|HIP|cuDNN|NCCL) error")
-# What they report too, and the program has done.
-_OF_THE_PROGRAM = re.compile(r"device-side assert|out of memory|ALLOC_FAILED")
 _OWN_RANK_GRACE_S = 0.5
 
 
@@ -362,7 +358,7 @@ class Group:
                 retryable=not of_input,
                 code=fatal["type"],
                 message=fatal["message"] if of_input else None,  # a person's input, in words for that person
-                by_device=is_of_a_device(fatal["type"], fatal["message"]),
+                by_device=kinds.is_of_a_device(fatal["type"], fatal["message"]),
             )
 
     async def _death(self, rank: int) -> RuntimeLayerError | None:
@@ -444,13 +440,6 @@ class Group:
         for rank, error in enumerate(await asyncio.gather(*kills, return_exceptions=True)):
             if error is not None:
                 log.warning("rank %d could not be killed: %s", rank, error, extra={"job_id": self._job_id})
-
-
-def is_of_a_device(kind: str, message: str) -> bool:
-    """Whether a rank's device may be at fault for its exception of this class. Most are of the program or the host: too
-    little memory for what the job wants, a model that does not compute, a full store. They end a job wherever it is
-    put, and on a box with one GPU that is the same one each time."""
-    return _OF_A_DEVICE.search(f"{kind}: {message}") is not None and _OF_THE_PROGRAM.search(message) is None
 
 
 def is_same_world(parked: Sequence[Any], spec: dict[str, Any], devices: list[str]) -> bool:
