@@ -32,6 +32,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.request import Request
@@ -138,6 +139,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     step_bounds.slice_prompt_logprobs(GPUModelRunner)
     request_bounds.bound_forbidden(SamplingParams)
     request_bounds.bound_tokens(BaseRenderer)
+    request_bounds.forbid_known(InputProcessor)
     request_bounds.keep_seeds(ParentRequest)
     impossible_forms.apply()
     # Owners take turns in an engine's queue and with masks that take long, and nobody has all of its places.
