@@ -7,7 +7,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,8 +47,10 @@ class _Line:
 @dataclass(slots=True)
 class _Question:
     """One question of a job's ranks, while its requests are asked. key_id: who pays. patience_s: after the last answer,
-    at moved_s. why: no further request is made. died: an engine did, with a request of it. spent: rows for Metering."""
+    at moved_s. why: no further request is made. died: an engine did, with a request of it; counted: so it did with one
+    of another question. spent: rows for Metering."""
 
+    job_id: str
     key_id: str
     asked: dict[str, Any]
     patience_s: float
@@ -59,17 +61,18 @@ class _Question:
     flying: int = 0
     why: str = ""
     died: bool = False
+    counted: bool = False
 
 
 class RolloutSampling:
-    """Invariants: `_flying` counts the requests that are at engines of a model, `_asking` the questions of which some
-    may be."""
+    """Invariants: `_flying` counts the requests that are at engines of a model, `_asking` has the questions of which
+    some may be, by model, in the order in which they came."""
 
     def __init__(self, context: ControllerContext, metering: Metering, patience_s: float = PATIENCE_S):
         self._db, self._engines, self._patience_s = context.db, context.batch_engines, patience_s
         self._metering = metering
         self._flying: Counter[str] = Counter()
-        self._asking: Counter[str] = Counter()
+        self._asking: defaultdict[str, list[_Question]] = defaultdict(list)
         self._gave_up: set[str] = set()  # jobs whose last question met no engine
         self._deaths: Counter[str] = Counter()  # of engines, by job
 
@@ -101,14 +104,17 @@ class RolloutSampling:
         await self.look()
         patience_s = 0.0 if job_id in self._gave_up else self._patience_s
         lines = deque(line for prompt in asked["prompts"] for line in _lines(prompt, asked["room"]))
-        question = _Question(key.id if key else "", asked, patience_s, lines)
-        self._asking[model] += 1
+        question = _Question(job_id, key.id if key else "", asked, patience_s, lines)
+        self._asking[model].append(question)
         try:
             await asyncio.gather(*(self._ask(question) for _ in range(min(MOST_AT_ONCE, len(lines)))))
         finally:
-            self._asking -= Counter([model])
+            self._asking[model].remove(question)
             self._pay(question)
-        self._deaths[job_id] += question.died
+        if question.died and not question.counted:
+            self._deaths[job_id] += 1
+            for other in self._asking[model]:  # an engine ends with the requests of all of them
+                other.counted = other.counted or other.job_id == job_id
         (self._gave_up.add if not question.samples else self._gave_up.discard)(job_id)
         return {"samples": question.samples, "why": question.why}
 
@@ -117,9 +123,14 @@ class RolloutSampling:
         base = question.asked["base"]
         while question.lines and not question.why:
             room = self._engines.sampling_room(base["model"], base["version"])
+            asking = self._asking[base["model"]]
+            own = [one for one in asking if one.job_id == question.job_id]
             # Whose requests are there already would have each place again that one of them leaves.
-            share = -(-room.lines // self._asking[base["model"]])
-            if room.lines <= self._flying[base["model"]] or question.flying >= share:
+            share = -(-room.lines // len({one.job_id for one in asking}))
+            is_next = next(one for one in own if one.lines) is question
+            if not is_next:
+                question.moved_s = time.monotonic()
+            if room.lines <= self._flying[base["model"]] or sum(one.flying for one in own) >= share or not is_next:
                 if not question.flying and time.monotonic() - question.moved_s > question.patience_s:
                     question.why = room.why or "its engines are busy"
                     return
