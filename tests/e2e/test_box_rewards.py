@@ -97,16 +97,19 @@ def told_of(client, job_id: str, measure: str) -> list[dict]:
     return [e.data for e in events if e.type == "metrics" and measure in e.data]
 
 
-def steps_of(client, job_id: str, measure: str = "train_mean_reward") -> dict[int, dict]:
+def steps_of(client, job_id: str, measure: str = "train_mean_reward", again: int = 0) -> dict[int, dict]:
+    """The data of each step, of one that was done again the last. again: steps that may have been."""
     told = told_of(client, job_id, measure)
-    assert len({data["step"] for data in told}) == len(told), "each step counts once"
-    return {data["step"]: data for data in told}
+    assert len(told) - len({data["step"] for data in told}) <= again, "each step counts once"
+    return {data["step"]: data for data in reversed(told)}
 
 
-def learned(client, job_id: str, measure: str = "train_mean_reward", better: int = 1) -> dict[int, dict]:
+def learned(
+    client, job_id: str, measure: str = "train_mean_reward", better: int = 1, again: int = 0
+) -> dict[int, dict]:
     """Its steps, of which each is there and the last are better than the first. better: 1 for more, -1 for less."""
     assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
-    steps = steps_of(client, job_id, measure)
+    steps = steps_of(client, job_id, measure, again)
     found = {step: steps[step][measure] for step in sorted(steps)}
     print(json.dumps({measure: found}))
     assert list(found) == list(range(1, STEPS + 1))
@@ -207,7 +210,8 @@ def test_an_engine_samples_for_a_job_and_nobody_else_meets_its_model(box, stalen
         os.kill(pid, signal.SIGKILL)
     box.run("job", "wait", job.id, "--timeout", "600", timeout_s=700)
 
-    steps = learned(client, job.id)
+    # What dead ranks had learnt since their snapshot has died with them.
+    steps = learned(client, job.id, again=STEPS)
     told = ("engine_samples", "mismatch_mean", "staleness_max")
     print(json.dumps({step: [data[name] for name in told] for step, data in steps.items()}))
     assert all(data["mismatch_mean"] < 0.1 + staleness for data in steps.values())
