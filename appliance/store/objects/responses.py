@@ -42,9 +42,13 @@ def find(db: Database, response_id: str) -> ResponseRow | None:
     return db.one(ResponseRow, "SELECT * FROM responses WHERE id = ?", [response_id])
 
 
-def exists(db: Database, response_id: str) -> bool:
-    """Without reading it: 200 of one owner may have a gigabyte."""
-    return db.execute("SELECT 1 FROM responses WHERE id = ?", [response_id]).fetchone() is not None
+def exists(db: Database, response_id: str, viewer: str | None = None) -> bool:
+    """Without reading it: 200 of one owner may have a gigabyte. viewer: whether it is this owner's."""
+    found = db.execute(
+        "SELECT 1 FROM responses INDEXED BY responses_chain WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)",
+        [response_id, viewer],
+    )
+    return found.fetchone() is not None
 
 
 def update(db: Database, response_id: str, **changes: Any) -> None:
