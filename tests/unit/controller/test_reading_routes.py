@@ -1,5 +1,5 @@
-"""What only reads is answered on a thread of the store's: the loop, and with it everybody's hand-overs and keys, waits for
-no query, no decoding and no JSON of it."""
+"""What only reads is answered on a thread of the store's: the loop, and with it everybody's hand-overs and keys, waits
+for no query, no decoding and no JSON of it."""
 
 from __future__ import annotations
 
