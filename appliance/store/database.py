@@ -41,6 +41,8 @@ T = TypeVar("T")
 Row = TypeVar("Row")
 BUSY_TIMEOUT_MS = 5000
 _CLOSE_S = 5.0
+BOX = "(the box)"
+"""For whom the box's own work reads: no owner, so that whoever asks does not wait for it. It is no owner's name."""
 PAGE_BYTES = 2 * 2**20
 """Text of the rows of one page. Who reads a page waits for all of it."""
 PAGE_ROWS = 500
@@ -152,7 +154,7 @@ class Database:
 
         It reads what is committed when it begins. It writes nothing and touches no state of the loop's: who decides on
         what it found writes afterwards, in a transaction that looks again at what may have changed. whose: the owner
-        for whom it reads, who has two threads at most; None: an administrator or the box itself.
+        for whom it reads, who has two threads at most; None: an administrator; BOX: the box's own work.
 
         Raises ReadingEnded once the database is being closed. If the task is cancelled the reading ends soon.
         """

@@ -20,6 +20,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFound, shown
 from appliance.controller.responses.items import Item, items_of, turn_items
 from appliance.store.chunks import little_by_little
+from appliance.store.database import BOX
 from appliance.store.objects import responses
 from appliance.store.records import keys
 from appliance.store.rows import ResponseRow
@@ -221,7 +222,8 @@ class StoredResponses:
     # --- time
 
     async def keep_house(self, now_s: float) -> None:
-        await little_by_little(partial(responses.delete_of_revoked_keys, self._db))
+        for key_id in await self._db.read(BOX, responses.keys_without_owners, self._db):
+            await little_by_little(partial(responses.delete_of_key, self._db, key_id))
         before_s = now_s - self._config.responses_kept_days * DAY_S
         await little_by_little(partial(responses.delete_unused, self._db, before_s))
         for key_id in list(self._unchecked):
