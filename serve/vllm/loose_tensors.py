@@ -2,7 +2,12 @@
 
 vLLM keeps a model's buffers (vllm/v1/worker/gpu_worker.py, sleep). What a layer made of the model's configuration and
 holds as a plain attribute is in no version and comes back as whatever was in the memory: ALiBi's slopes, for one
-(vllm/v1/attention/backends/flash_attn.py), without which BLOOM or Falcon-RW never woke again.
+(vllm/v1/attention/backends/flash_attn.py), without which BLOOM or Falcon-RW never woke again; the strides of experts in
+FP8, which a kernel that a layer's method holds keeps for itself (vllm/model_executor/layers/fused_moe/experts,
+cutlass_moe.py).
+
+A load makes such a kernel anew, but captured graphs go on reading the tensors of the first one. So these are looked for
+once, before any other load, and kept.
 """
 
 from __future__ import annotations
@@ -23,15 +28,16 @@ Spans = Collection[tuple[int, int]]
 
 
 class LooseTensors:
-    """Of one model. The tensors stay the same ones: captured graphs read them where they are."""
+    """Of one model, as it was loaded first. They stay the same tensors: captured graphs read them where they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._every = list({id(tensor): tensor for tensor in _loose(model)}.values())
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, on the host
 
-    def keep(self, model: torch.nn.Module, discarded: Spans) -> None:
+    def keep(self, discarded: Spans) -> None:
         """Copy to the host what lies in the memory that is about to be discarded."""
-        found = {id(tensor): tensor for tensor in _loose(model) if _lies_in(tensor, discarded)}
-        self._kept = [(tensor, tensor.to(HOST.torch_type, copy=True)) for tensor in found.values()]
+        found = [tensor for tensor in self._every if _lies_in(tensor, discarded)]
+        self._kept = [(tensor, tensor.to(HOST.torch_type, copy=True)) for tensor in found]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -49,13 +55,18 @@ def spans_of_weights() -> Spans:
 
 
 def _loose(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Plain attributes of layers, and of vLLM's objects that layers hold, such as an attention's implementation."""
-    for module in model.modules():
-        helpers = (one for one in vars(module).values() if type(one).__module__.startswith("vllm."))
-        for holder in (module, *helpers):
-            for value in getattr(holder, "__dict__", {}).values():
-                if isinstance(value, torch.Tensor) and 0 < value.nbytes <= MOST_BYTES:
+    """Plain attributes of layers, and of vLLM's objects that layers hold, such as an attention's implementation or the
+    kernel of a quantisation's method, and of those that these hold."""
+    holders: list[Any] = list(model.modules())
+    seen = set(map(id, holders))
+    while holders:
+        for value in getattr(holders.pop(), "__dict__", {}).values():
+            if isinstance(value, torch.Tensor):
+                if 0 < value.nbytes <= MOST_BYTES and not isinstance(value, torch.nn.Parameter):
                     yield value
+            elif type(value).__module__.startswith("vllm.") and id(value) not in seen:
+                seen.add(id(value))
+                holders.append(value)
 
 
 def _lies_in(tensor: torch.Tensor, spans: Spans) -> bool:
