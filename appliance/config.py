@@ -163,6 +163,22 @@ class BackupSettings(_Section):
     _known_kind = field_validator("url")(known_kind_of_url)
 
 
+class DoctorSettings(_Section):
+    """When the doctor takes devices out of use to measure them (`appliance doctor --deep`)."""
+
+    deep_at: str | None = Field(
+        None,
+        pattern=r"^([01]\d|2[0-3]):[0-5]\d$",
+        description="time of day on the box's clock, such as `03:30`, at which every device that can be spared is "
+        "measured, one after the other; unset: only when asked",
+    )
+    before_return: bool = Field(
+        True,
+        description="a device that the box took out of use by itself is measured before it is tried again, and stays "
+        "out of use if it is slow or computes wrong",
+    )
+
+
 class TrackingSettings(_Section):
     """Experiment trackers that hear of jobs (docs/tracking.md). Off: nothing leaves the box unasked."""
 
@@ -205,6 +221,7 @@ class BoxConfig(_Section):
     serve: EngineConfig = Field(default_factory=EngineConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     backup: BackupSettings = Field(default_factory=BackupSettings)
+    doctor: DoctorSettings = Field(default_factory=DoctorSettings)
     tracking: TrackingSettings = Field(default_factory=TrackingSettings)
 
 

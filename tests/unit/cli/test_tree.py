@@ -23,7 +23,7 @@ FROZEN = {
     "status": [*BOX, "--every", "--watch"],
     "usage": [*BOX, "--by", "--since"],
     "forget": [*BOX, "--cancel", "--models", "--owner", "--yes"],
-    "doctor": ["--all", "--config", "--data-dir", "--help", "--output"],
+    "doctor": ["--all", "--config", "--data-dir", "--deep", "--help", "--new-baseline", "--output", "DEVICES"],
     "support bundle": ["--config", "--data-dir", "--help", "--hours", "--output", "--to"],
     "backup make": ["--config", "--data-dir", "--help", "--keep", "--output", "--secrets", "PLACE"],
     "backup list": ["--config", "--data-dir", "--help", "--output", "PLACE"],
@@ -69,7 +69,7 @@ FROZEN = {
     "gpu drain": [*BOX, "--reason", "--timeout", "--wait", "DEVICE"],
     "gpu limits": [*BOX, "--measure"],
     "gpu forget": [*BOX, "NODE"],
-    "gpu undrain": [*BOX, "DEVICE"],
+    "gpu undrain": [*BOX, "--check", "DEVICE"],
     "model deploy": [
         *BOX,
         "--chat-template",
