@@ -157,6 +157,11 @@ class BackupSettings(_Section):
     region: str | None = Field(None, description="of the bucket; unset: us-east-1")
     credentials_file: str | None = Field(None, description="AWS credentials file; unset: where boto3 looks")
     credentials_profile: str | None = Field(None, description="section of the credentials file")
+    key_file: str | None = Field(
+        None,
+        description="backups are encrypted with the key or the passphrase in this file, which only the box's user may "
+        "read; without it nobody can restore them. Unset: they are not encrypted",
+    )
     keep: int = Field(14, ge=1, description="the newest backups stay, older ones are deleted")
     every_hours: float = Field(0.0, ge=0.0, description="a running box takes one so often; 0: only when asked")
 
