@@ -1,6 +1,6 @@
 """Backups that only who has the key can read, or change without being found out.
 
-Every object at the place (a chunk, a manifest) is sealed by itself with AES-256-GCM under a fresh nonce, bound to its own
+Every object at the place (a chunk, a manifest) is sealed with AES-256-GCM under a nonce of its own, bound to its own
 name: one that was altered, cut short or put in another's place is refused. Names of chunks are keyed too (HMAC-SHA-256
 in place of SHA-256), so that nobody can ask the place whether it has a file that they know. What stays to be seen: how
 many chunks there are, how long, when they came, and the names of backups, which are times. Who can delete at the place

@@ -17,6 +17,7 @@ from train.methods.methods import METHODS
 METHOD = ["--method", *{f"--{option.name}".replace("_", "-") for m in METHODS.values() for option in m.options}]
 BOX = ["--api-key", "--data-dir", "--help", "--output", "--url"]
 FROZEN = {
+    "init": ["--data-dir", "--force", "--help", "--output", "--template", "FILE"],
     "up": ["--config", "--data-dir", "--detach", "--devices", "--help", "--host", "--output", "--port"],
     "join": ["--address", "--data-dir", "--devices", "--help", "--name", "--renew", "--token", "--token-file", "HEAD"],
     "down": ["--data-dir", "--force", "--help", "--timeout"],
