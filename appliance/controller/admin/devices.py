@@ -75,9 +75,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         """Measures a device that can be spared: drains it, compares copies, products of matrices and an all-reduce with
         its own baseline and with what is published, and gives it back; also if the client leaves. One that fails stays
         out of use."""
-        result = await checked(request, device_id, caller, bool(body and body.new_baseline))
-        record(context, caller, "device.check", device_id, state=result["state"])
-        return result
+        return await checked(request, device_id, caller, bool(body and body.new_baseline))
 
     @router.post("/devices/{device_id:path}/drain")
     async def drain(device_id: str, caller: Caller, body: Drain | None = None) -> dict[str, Any]:
