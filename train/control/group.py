@@ -31,6 +31,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
+from runtime.devices import kinds
 from runtime.errors import ChildDied, ChildTimeout, RuntimeLayerError, SupervisorDied
 from train.plan import errors
 from train.plan.errors import RankFailed
@@ -59,10 +60,12 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class PingLimits:
-    """When a rank counts as hung. A separate thread answers `ping`, so silence means that the process is stopped."""
+    """When a rank counts as hung. A separate thread answers `ping`, so silence means that the process is stopped; but
+    until it is ready a library may hold Python's lock for seconds, as torch does while CUDA begins."""
 
     ping_every_s: float = 1.0
     ping_timeout_s: float = 5.0
+    first_ping_timeout_s: float = 60.0  # until it is ready
     phase_limit_s: float = 900.0  # of one micro-batch, one validation, one tokenisation ...
 
 
@@ -81,9 +84,10 @@ class SuspendReport:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a group ended. `error` is {"code", "message", "retryable", "blame"} when failed. blame: "own" if a rank
-    raised an error, "memory" if the OOM killer killed it, else "outside": it was killed, stopped, or its supervisor
-    died, which is not a fault of the job."""
+    """How a group ended. `error` is {"code", "message", "retryable", "blame", "by_device"} when failed. blame: "own" if
+    a rank raised an error, "memory" if the OOM killer killed it, else "outside": it was killed, stopped, or its
+    supervisor died, which is not a fault of the job. by_device: the rank's device may have caused it: the rank died
+    without a word, or of an error of that kind."""
 
     outcome: Literal["succeeded", "failed", "suspended", "cancelled"]
     step: int = 0
@@ -285,12 +289,13 @@ class Group:
         limits = self._limits
         while True:
             await asyncio.sleep(limits.ping_every_s)
+            timeout_s = limits.ping_timeout_s if rank in self._ready else limits.first_ping_timeout_s
             try:
-                report = await self._hosts[rank].call("ping", timeout_s=limits.ping_timeout_s)
+                report = await self._hosts[rank].call("ping", timeout_s=timeout_s)
             except ChildTimeout:
                 self._fail(
                     rank,
-                    f"did not answer within {limits.ping_timeout_s} s (stopped or starved)",
+                    f"did not answer within {timeout_s} s (stopped or starved)",
                     retryable=True,
                     code="rank_hung",
                     blame="outside",
@@ -347,6 +352,7 @@ class Group:
                 "died: the host's memory ran out" if starved else how,
                 retryable=True,
                 blame="memory" if starved else "outside",
+                by_device=not starved,
             )
         else:
             of_input = isinstance(getattr(errors, fatal["type"], None), type)
@@ -356,6 +362,7 @@ class Group:
                 retryable=not of_input,
                 code=fatal["type"],
                 message=fatal["message"] if of_input else None,  # a person's input, in words for that person
+                by_device=kinds.is_of_a_device(fatal["type"], fatal["message"]),
             )
 
     async def _death(self, rank: int) -> RuntimeLayerError | None:
@@ -378,6 +385,7 @@ class Group:
         code: str = "rank_failed",
         blame: str = "own",
         message: str | None = None,
+        by_device: bool = False,
     ) -> None:
         error = {
             "code": code,
@@ -386,6 +394,7 @@ class Group:
             "message": message or f"rank {rank} {reason}",
             "retryable": retryable,
             "blame": blame,
+            "by_device": by_device,
         }
         self._tasks.append(
             asyncio.create_task(self._end(Outcome("failed", self._step, error)), name=f"{self._job_id} fail")

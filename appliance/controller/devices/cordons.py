@@ -124,11 +124,10 @@ class Cordons:
 
 
 def read(db: Database) -> Cordons:
-    with db.transaction():
-        return Cordons(
-            box.get(db, DRAINS, {}),
-            box.get(db, FAILING, {}),
-            box.get(db, TRIALS, {}),
-            box.get(db, CHECKED, {}),
-            frozenset(box.get(db, CORDONED, [])),
-        )
+    return Cordons(
+        box.get(db, DRAINS, {}),
+        box.get(db, FAILING, {}),
+        box.get(db, TRIALS, {}),
+        box.get(db, CHECKED, {}),
+        frozenset(box.get(db, CORDONED, [])),
+    )

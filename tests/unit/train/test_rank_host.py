@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from runtime.errors import ChildDied, SupervisorDied
+from runtime.errors import ChildDied, ChildTimeout, SupervisorDied
 from train.control.group import Group, PingLimits
 from train.control.rank_host import RankHost
 
@@ -153,6 +153,27 @@ async def test_a_rank_that_lingers_after_its_jobs_end_does_not_make_it_a_failure
     assert [event["outcome"] for event in told if event["event"] == "finished"] == ["succeeded"]
 
 
+async def test_a_rank_that_begins_may_be_silent_for_longer_than_one_that_trains(monkeypatch, tmp_path):
+    """torch holds Python's lock while CUDA begins (THCPModule_initExtension): half a second, or seven."""
+    one, (child,) = await started(monkeypatch, tmp_path)
+    asked = asyncio.Event()
+
+    async def ping(method, timeout_s=None, **_):
+        if timeout_s < 10:
+            raise ChildTimeout("silent")
+        asked.set()
+        return {"phase": "joining", "step": 0, "in_phase_s": 7.0}
+
+    child.call = ping
+    group = Group(limits=PingLimits(ping_every_s=0))
+    await group.adopt("j", [one])
+    await asked.wait()
+    child.say("ready", step=0, seconds={"join": 7.0, "prepare": 0.0})
+    async with asyncio.timeout(5):
+        error = (await group.wait()).error
+    assert (error["code"], error["reason"]) == ("rank_hung", "did not answer within 5.0 s (stopped or starved)")
+
+
 async def test_what_a_dead_rank_said_last_is_heard_before_another_is_blamed(monkeypatch, tmp_path):
     monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0)
     hosts, children = [], []
@@ -199,6 +220,33 @@ async def test_what_is_wrong_with_a_persons_data_is_told_without_the_rank_that_s
     child.say("fatal", type=kind, message="train.jsonl cannot be trained on: line 2: x")
     child.says.put_nowait(None)
     assert (await group.wait()).error["message"] == told
+
+
+@pytest.mark.parametrize(
+    "kind, message, by_device",
+    [
+        ("AcceleratorError", "CUDA error: uncorrectable ECC error encountered", True),
+        ("RuntimeError", "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`", True),
+        ("DistBackendError", "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error", True),
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of", False),
+        ("AcceleratorError", "CUDA error: out of memory", False),
+        ("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", False),
+        ("AcceleratorError", "CUDA error: device-side assert triggered", False),
+        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (4x8 and 16x4)", False),
+        ("TypeError", "forward() got an unexpected keyword argument 'segments'", False),
+        ("StoreFull", "no room", False),
+    ],
+)
+async def test_an_error_that_is_not_of_a_device_is_not_its_fault(monkeypatch, tmp_path, kind, message, by_device):
+    """A job that wanted too much memory would have had the only GPU of a box cordoned at its second try."""
+    monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0)
+    one, (child,) = await started(monkeypatch, tmp_path)
+    group = Group(limits=PingLimits(ping_every_s=60))
+    await group.adopt("j", [one])
+    child.say("fatal", type=kind, message=message)
+    child.says.put_nowait(None)
+    error = (await group.wait()).error
+    assert (error["by_device"], error["retryable"], error["blame"]) == (by_device, True, "own")
 
 
 async def test_a_world_meets_at_a_file_of_the_boxes_user_and_talks_over_loopback(monkeypatch, tmp_path):
@@ -276,3 +324,4 @@ async def test_a_rank_that_was_killed_is_not_the_jobs_fault(monkeypatch, tmp_pat
         await group.adopt("j", [one])
         error = (await group.wait()).error
     assert error["blame"] == blame and says in error["reason"] and error["retryable"]
+    assert error["by_device"] == (blame == "outside")
