@@ -171,6 +171,9 @@ async def test_a_model_that_another_uses_is_named_before_anything_is_changed(con
     models.update(control.db, ann.model, owner=NAME)
     await ann.post(f"/v1/models/{ann.model}/share", json={"owners": [OTHER]})
     job = (await ben.post("/v1/fine_tuning/jobs", json={"model": ann.model, "training_file": ben.file}))["id"]
+    async with asyncio.timeout(10):
+        while list(responses.unfinished(control.db)):  # what is answered meanwhile would be written
+            await asyncio.sleep(0.001)
     before = written(control)
     refused = await ask(control, 409, cancel=True, models=True)
     assert refused["error"]["code"] == "model_in_use" and job in refused["error"]["message"]
