@@ -161,7 +161,10 @@ class Cuda(TorchCuda):
 
 
 KIND: DeviceKind = Cuda()
-_ON_CPU = "To run on logical CPU devices meanwhile, set [box] devices to a number, such as 8."
+_ON_CPU = (
+    "To run on logical CPU devices meanwhile, install the CPU build (APPLIANCE_BUILD=cpu) and set [box] devices to a "
+    "number, such as 8."
+)
 
 
 def _broken(error: pynvml.NVMLError) -> str:

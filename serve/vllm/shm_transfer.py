@@ -239,6 +239,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             self._direct.load(source, self._following(answers))
         else:
             load_layerwise(self.model, self.model_config, source, self.device)
+            if self._loose is not None:
+                self._loose.follow(self.model)
         self.dirty = False
         self.report = {
             "how": "in-place" if reason is None else "layerwise",
