@@ -63,7 +63,7 @@ def _server(checkout: Path, folder: Path) -> Iterator[tuple[str, int]]:
     command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(socket), str(folder)]
     server = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(checkout)}, cwd=checkout)
     try:
-        while not (folder / "ready").exists():
+        while not socket.exists():  # it is bound once the lists are there
             if server.poll() is not None:
                 raise RuntimeError(f"the server of {checkout} ended with {server.returncode}")
             time.sleep(0.05)
@@ -165,7 +165,6 @@ def _serve(socket: Path, folder: Path) -> int:
 
         async def run() -> None:
             async with app.router.lifespan_context(app):
-                (folder / "ready").touch()
                 await uvicorn.Server(config).serve()
 
         asyncio.run(run())
