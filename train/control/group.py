@@ -6,6 +6,7 @@ Events handed to `on_event` (all have "event" and "job"):
   metrics     step, total_steps, epoch, loss, grad_norm, learning_rate, tokens_per_s, tokens, devices
   general     when ("before" or "after" the job), right (numbers of general questions), answers
   validation  step, loss
+  anomaly     step, kind ("spike" or "not_finite"), action, loss, grad_norm, usual, cuts, text (train.plan.spikes)
   snapshot    step, path, bytes, seconds, stall_s (of them training stood still)
   profiled    step, steps, seconds, share, operators (train.run.profiling.shares), trace, bytes
   published   version, path, step, epoch, bytes, seconds, stall_s
