@@ -60,11 +60,9 @@ _TRAINING, _VALIDATION = 0, 1
 
 @dataclass(frozen=True)
 class _Asked:
-    """A question to engines, by its name: about this version, of the weights after so many steps; asked at_s
-    (time.monotonic()), if it was."""
+    """A question to engines about a version, by its name; asked at_s (time.monotonic()), if it was."""
 
     version: str
-    step: int
     name: str
     at_s: float = -_ASK_AGAIN_S
 
@@ -274,13 +272,13 @@ class Rollouts:
                 except StoreFull as full:  # raised on every rank
                     why = f"no room for the model as it stands: {full}"
                     break
-                early = _Asked(version, step, self._name(step, stream, version, before + lines[0][1]))
+                early = _Asked(version, self._name(step, stream, version, before + lines[0][1]))
             asked = self._question(self._policy, early.version, tokens, prompts, lines, stream, before)
             answered, answer = self._heard(early.name, asked, early.at_s)
             if not answered:
                 return None
             if self._grid.rank == 0:
-                told(answer["samples"], made, vocabulary, step - early.step)
+                told(answer["samples"], made, vocabulary, step, early.version)
                 why = answer["why"] or why
             early = None
         self._say(why)
@@ -297,7 +295,7 @@ class Rollouts:
         for one in due:
             prompts, stream = self._plan.packs_of_step(one).repeat(self._samples.group), (_TRAINING, one)
             lines, *_ = self._questions(self._train, prompts, self._samples.group)
-            asked = _Asked(version, step, self._name(one, stream, version, 0), time.monotonic())
+            asked = _Asked(version, self._name(one, stream, version, 0), time.monotonic())
             self._asked[one] = asked
             if self._grid.rank == 0:
                 question = self._question(policy, version, self._train, prompts, lines, stream, 0)

@@ -178,7 +178,9 @@ class RolloutSampling:
         room = self._engines.sampling_room(base["model"], base["version"])
         # Whose requests are there already would have each place again that one of them leaves.
         share = -(-room.lines // len({one.job_id for one in asking}))
-        is_free = sum(one.taken for one in asking) < room.lines and sum(one.taken for one in own) < share
+        wanted = question.lines[0].share(question.asked["room"])
+        taken, taken_by_job = (sum(one.taken for one in part) for part in (asking, own))
+        is_free = taken + wanted <= room.lines and taken_by_job + wanted <= share
         if is_free and len(question.flying) < MOST_AT_ONCE:
             return None
         return room.why or "its engines are busy"

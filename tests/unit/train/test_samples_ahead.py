@@ -23,7 +23,8 @@ from tests.unit.train.test_reinforcement import (
 )
 from train.plan.errors import InvalidHyperparameter
 from train.rollouts import rollouts
-from train.rollouts.asked import Policy, to_ask
+from train.rollouts.asked import Policy, to_ask, told
+from train.rollouts.sampler import Answers
 from weights.format.errors import StoreFull
 from weights.memory.store import WeightStore
 
@@ -163,6 +164,65 @@ def test_a_store_without_room_for_the_model_is_said_and_no_step_waits(tmp_path, 
     assert staleness_of(steps) == [0, 1, 1, 1, 0, 1]
 
 
+class Swapping(Engines):
+    """Writes the first token of an answer by the version that the question names, and the rest, if there is one, by the
+    one that has followed it."""
+
+    def answer(self, prompt, place):
+        told = super().answer(prompt, place)
+        (ids,) = told["ids"]
+        name, _, world = self.seen[-1][0].partition(".")
+        later = f"step-{1 + int(name.removeprefix('step-'))}.{world}"
+        spans = [[self.seen[-1][0], 1], [later, len(ids) - 1]][: len(ids)]
+        return {**told, "spans": [spans]}
+
+
+def test_each_token_knows_the_weights_that_wrote_it(tmp_path):
+    spec = stale(tmp_path, 2)
+    engines = Swapping(WeightStore(spec.shm_root, budget_bytes=None))
+    first = []  # whose answers can only be of its own weights
+
+    def answered(asked):
+        first.append(asked)
+        return engines(asked) if len(first) > 1 else _without_spans(engines, asked)
+
+    box = Box(letters, answered)
+    assert box.run(spec)["outcome"] == "succeeded"
+    steps = box.of("metrics")
+    assert [step["engine_samples"] for step in steps] == [1.0] * 6
+    assert staleness_of(steps) == [0, 1, 2, 2, 2, 2]
+    sizes = [1 + (one["seed"] + place) % 5 for one in box.asked[-1]["prompts"] for place in places(one)]
+    # Of each answer one token is two updates old, the others one.
+    assert steps[-1]["staleness_mean"] == pytest.approx((sum(sizes) + len(sizes)) / sum(sizes))
+
+
+def places(prompt):
+    return range(prompt["place"], prompt["place"] + prompt["n"])
+
+
+def _without_spans(engines, asked):
+    told = engines(asked)
+    return {**told, "samples": [{key: one[key] for key in ("place", "ids", "log_probs")} for one in told["samples"]]}
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [["step-3.ab", 2]],  # too few
+        [["step-0.ab", 1], ["step-3.ab", 2]],  # staler than may be
+        [["step-4.ab", 3]],  # of weights that do not exist yet
+        [["step-2.cd", 3]],  # of another world
+        [["other", 3]],
+    ],
+)
+def test_an_answer_of_other_weights_than_may_be_is_none(spans):
+    made = Answers.empty(2, 4, staleness=2)
+    part = {"place": 0, "ids": [[5, 6, 7]] * 2, "log_probs": [[-1.0] * 3] * 2}
+    right = [["step-1.ab", 1], ["step-2.ab", 1], ["step-3.ab", 1]]
+    told([{**part, "spans": [spans, right]}], made, 10, 3, "step-1.ab")
+    assert made.sizes.tolist() == [0, 3] and made.older.tolist() == [[0, 0], [1, 1]]
+
+
 def test_staleness_is_for_engines(tmp_path):
     model = replace(MODEL, adapter_max_rank=32)
     given = {"lora_rank": 8, "rollouts": "engine", "staleness": 2}
@@ -170,6 +230,9 @@ def test_staleness_is_for_engines(tmp_path):
     assert REINFORCEMENT.resolve({"lora_rank": 8}, DATASET, model, 1)["options"]["staleness"] == 0
     with pytest.raises(InvalidHyperparameter, match="'staleness' is 1; expected 0 or 'auto' unless rollouts"):
         REINFORCEMENT.resolve({"lora_rank": 8, "staleness": 1}, DATASET, model, 1)
+    assert REINFORCEMENT.resolve({**given, "in_flight": True}, DATASET, model, 1)["options"]["in_flight"] is True
+    with pytest.raises(InvalidHyperparameter, match="without staleness"):
+        REINFORCEMENT.resolve({**given, "staleness": 0, "in_flight": True}, DATASET, model, 1)
     with pytest.raises(InvalidHyperparameter, match="a whole number from 0 to 4"):
         REINFORCEMENT.resolve({**given, "staleness": 5}, DATASET, model, 1)
 
