@@ -4,10 +4,11 @@ time and rewards.
     python benchmarks/rollouts.py [--ways WAY ...] [--steps N] [--tokens N] [--prompts N] [--pin] [--json FILE]
 
 Two CPU devices in mode `split`, one for the ranks and one for the engine; a starter, LoRA of rank 8, sums, prompts of
-eight answers in a step, the same prompts and the same settings in all jobs. A way is `ranks`, `engine-N` for a staleness of
-N, or `flight-N` for that in flight. Prints for each job the mean reward by step, the medians of what a step takes, without its first two,
-which also compile and wake, the tokens of answers that are learnt in a second, the share of a step in which the ranks
-wait, and that which writing the model for engines takes. `--pin` has the engine on one core and the ranks on another.
+eight answers in a step, the same prompts and the same settings in all jobs. A way is `ranks`, `engine-N` for a
+staleness of N, or `flight-N` for that in flight. Prints for each job the mean reward by step, the medians of what a
+step takes, without its first two, which also compile and wake, the tokens of answers that are learnt in a second, the
+share of a step in which the ranks wait, and that which writing the model for engines takes. `--pin` has the engine on
+one core and the ranks on another.
 """
 
 from __future__ import annotations
