@@ -22,7 +22,7 @@ from tests.unit.train.test_reinforcement import (
     warned,
 )
 from train.plan.errors import InvalidHyperparameter
-from train.rollouts import rollouts
+from train.rollouts import hearing
 from train.rollouts.asked import Policy, to_ask, told
 from train.rollouts.sampler import Answers
 from weights.format.errors import StoreFull
@@ -65,7 +65,7 @@ def test_what_is_asked_ahead_of_its_turn():
 
 
 class Slow(Box):
-    """Whose engine answers once it is asked for rewards: the ranks have gone on meanwhile."""
+    """Whose engine answers for a step once the one before is learnt."""
 
     def __init__(self, *given):
         super().__init__(*given)
@@ -80,13 +80,53 @@ class Slow(Box):
                 self.deliver()
             return
         super().__call__(event, **data)
-        if event == "ask":
+        if event == "metrics":
             self.deliver()
 
     def deliver(self):
-        for data, answer in self.waiting:
+        waiting, self.waiting = self.waiting, []
+        for data, answer in waiting:
             self.signals.answer(data["question"], answer)
-        self.waiting.clear()
+
+
+def step_of_question(data):
+    return int(data["question"].split("-")[1])
+
+
+def judged(box):
+    """The texts of each step that were judged, by the step."""
+    found = {}
+    for name, texts in box.questions:
+        step = step_of_question({"question": name})
+        assert step not in found, "each once"
+        found[step] = texts
+    return found
+
+
+def test_what_engines_have_written_ahead_is_judged_ahead(tmp_path):
+    """Whoever judges has each step's samples before the ranks have learnt from the one before."""
+    spec = stale(tmp_path, 1)
+    order = []
+
+    class Telling(Slow):
+        def __call__(self, event, **data):
+            if event == "ask" and data["kind"] == "grade":
+                order.append(("asked", 1 + step_of_question(data)))
+            super().__call__(event, **data)
+            if event == "metrics":
+                order.append(("learnt", data["step"]))
+
+    box = Telling(letters, Engines(WeightStore(spec.shm_root, budget_bytes=None)))
+    assert box.run(spec)["outcome"] == "succeeded"
+    assert judged(box).keys() == set(range(6))
+    assert all(order.index(("asked", step + 1)) < order.index(("learnt", step)) for step in range(1, 6))
+
+
+def test_samples_that_the_ranks_have_to_complete_are_judged_in_their_turn(tmp_path):
+    spec = stale(tmp_path, 1)
+    box = Box(letters, Engines(WeightStore(spec.shm_root, budget_bytes=None), silent={3}))
+    assert box.run(spec)["outcome"] == "succeeded"
+    assert judged(box).keys() == set(range(6)) and all(len(texts) == 32 for texts in judged(box).values())
 
 
 @pytest.mark.parametrize("box", [Box, Slow])
@@ -95,12 +135,15 @@ def test_a_job_ahead_that_gives_its_devices_back_loses_no_step_and_does_none_twi
     engines = Engines(WeightStore(spec.shm_root, budget_bytes=None))
 
     class Wanting(box):
-        """Its devices are wanted when it is asked for the third step's rewards."""
+        """Its devices are wanted once two steps are done, and it says nothing of the third one's samples."""
+
+        def __call__(self, event, **data):
+            super().__call__(event, **data)
+            if event == "metrics" and data["step"] == 2:
+                self.signals.ask("suspend")
 
         def answer(self, data):
-            if data["question"] == "train-2-0":
-                self.signals.ask("suspend")
-            else:
+            if step_of_question(data) != 2:
                 super().answer(data)
 
     first, second = Wanting(letters, engines), box(letters, engines)
@@ -111,14 +154,14 @@ def test_a_job_ahead_that_gives_its_devices_back_loses_no_step_and_does_none_twi
     assert [step["step"] for step in steps] == list(range(1, 7))
     # The step under way goes on with its samples, as stale as they were; what was asked ahead is asked for anew, by the
     # weights as they are.
-    assert first.questions[-1] == second.questions[0]
+    assert judged(first)[2] == judged(second)[2]
     assert staleness_of(steps) == [0, 1, 1, 1, 1, 1]
     assert [int(one["question"].split("-")[2]) for one in second.asked] == [3, 4, 5]
     assert not {one["question"] for one in first.asked} & {one["question"] for one in second.asked}
 
 
 def test_a_question_ahead_that_nobody_heard_is_asked_again_in_its_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollouts, "_ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(hearing, "ASK_AGAIN_S", 0.05)
     spec = stale(tmp_path, 1)
     engines = Engines(WeightStore(spec.shm_root, budget_bytes=None))
     lost = []
