@@ -21,7 +21,9 @@ def shares(events: Sequence[Any], seconds: float, collectives: str) -> dict[str,
     On a device its own time counts, on the host that of the thread which steps. idle: what is left of `seconds`: on a
     device it waits, on the host that thread is in no operator (Python, or it waits for another rank).
     """
-    on_device = [one for one in events if one.device_type.name != _HOST]
+    # Not annotations (torch.profiler.record_function, a collective's and an optimizer's own among them): the profiler
+    # gives each a range on the device too, over the kernels that stand beside it.
+    on_device = [one for one in events if one.device_type.name != _HOST and not one.is_user_annotation]
     stepping = max(_by_thread(events).items(), key=lambda item: item[1], default=(0, 0.0))[0]
     measured = on_device or [one for one in events if one.thread == stepping or _collective(one.name, collectives)]
     spent: dict[str, float] = defaultdict(float)

@@ -180,6 +180,12 @@ class DeviceKind(ABC):
         """Variables for an engine, for what vLLM has no argument for."""
         return {}
 
+    def at_fault(self, error: str, message: str) -> bool:
+        """Whether such a device may be at fault for an exception of a process that computed on it; `error`: its class.
+        Most are of the program or the host: too little memory for what is wanted, a model that does not compute, a full
+        store. They come wherever the program runs, and on a machine with one device that is the same one each time."""
+        return False
+
     def foreign(self) -> dict[int, str]:
         """What processes hold of each device, in words, by index. Asked before the box starts any: they are others'."""
         return {}
