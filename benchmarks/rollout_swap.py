@@ -39,8 +39,8 @@ from tests.e2e.engine_support import Box, save_model  # noqa: E402
 from tests.e2e.test_engine_adapters import save_adapter  # noqa: E402
 from weights.format.names import policy_name  # noqa: E402
 
-RANK, EACH, ROOM, BEGUN_S = 16, 8, 256, 0.5
-"""Answers of a request, their tokens, and how long they are written before they are interrupted."""
+RANK, ROOM, BEGUN_S = 16, 256, 0.5
+"""Of the adapters; tokens of an answer, and how long answers are written before they are interrupted."""
 
 
 class Rollouts:
@@ -67,14 +67,14 @@ async def one_token_s(rollouts: Rollouts, line: Line, model: str) -> float:
 
 async def swap(rollouts: Rollouts, old: str, new: str, answers: int, turn: int) -> tuple[float, float]:
     """Seconds (returned, standstill)."""
-    lines = [Line(place, EACH, turn * 1000 + place, [place % 300 + 10, 7, 8, 9]) for place in range(0, answers, EACH)]
+    lines = [Line(place, 1, turn * 1000 + place, [place // 8 + 10, 7, 8, 9]) for place in range(answers)]
     asked = [rollouts.ask(line, old, ROOM) for line in lines]
     await asyncio.sleep(BEGUN_S)
     began_s = time.perf_counter()
     await rollouts.interrupt([request_id for request_id, _ in asked])
     left: list[Line] = []
     for line, (_, asking) in zip(lines, asked, strict=True):
-        left += written(line, old, sampling.read((await asking).json(), EACH))[1]
+        left += written(line, old, sampling.read((await asking).json(), 1))[1]
     returned_s = time.perf_counter() - began_s
     assert len(left) == answers and all(line.ids for line in left), "all were being written"
     first, *others = left

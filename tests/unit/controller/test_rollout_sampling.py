@@ -229,13 +229,13 @@ class Interrupted:
             one.cancel()
         del self.running[body["request_id"]]
         size = 1 if cut.is_set() else params["max_tokens"]
-        # The second answer of a request has ended before anybody interrupts it.
+        # Every second answer has ended before anybody interrupts it.
         choices = [
             {
                 "index": index,
                 "token_ids": [step] * size,
                 "logprobs": {"content": [{"logprob": -float(begun + 1 + one)} for one in range(size)]},
-                "finish_reason": "abort" if cut.is_set() and index != 1 else "length",
+                "finish_reason": "abort" if cut.is_set() and (begun or params["seed"] % 2 == 0) else "length",
             }
             for index in range(params["n"])
         ]
@@ -263,12 +263,13 @@ async def test_an_answer_goes_on_by_newer_weights_and_each_span_knows_its_own(co
     sampling = sampling_of(control)
     async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
         first = asking.create_task(sampling.sample("ftjob-1", of("step-3.ab", 2, 2)))
-        await there.are(3, 3)
+        await there.are(3, 3, 3, 3)
         second = asking.create_task(sampling.sample("ftjob-1", of("step-4.ab", 1, 2)))
-        await there.are(4, 4, 4)
+        await there.are(4, 4, 4, 4)
         third = asking.create_task(sampling.sample("ftjob-1", of("step-5.ab", 1, 2)))
-        await there.are(5, 5, 5, 5)
+        await there.are(5, 5, 5, 5, 5)
         there.open.set()
+    assert all(body["sampling_params"]["n"] == 1 for body in engines.sent)
     parts = {part["place"]: part for part in first.result()["samples"]}
     assert parts.keys() == {0, 1, 2, 3} and first.result()["why"] == ""
     for place, part in parts.items():
@@ -298,16 +299,16 @@ async def test_an_answer_that_is_not_in_flight_is_of_one_version(control, engine
 
 
 async def test_what_goes_on_takes_no_more_room_than_what_it_was(control, engines):
-    """Sixteen answers of two requests are sixteen requests then."""
+    """Sixteen answers, for which a job that is not in flight has two requests, are sixteen."""
     engines.lines, there = 2, Interrupted(engines)
     sampling = sampling_of(control)
     async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
         told = asking.create_task(sampling.sample("ftjob-1", of("step-3.ab", 2, 8)))
-        await there.are(3, 3)
-        newer = asking.create_task(sampling.sample("ftjob-1", of("step-4.ab", 1, 8)))
-        await there.are(*[4] * 14)
+        await there.are(*[3] * 16)
+        newer = asking.create_task(sampling.sample("ftjob-1", of("step-4.ab", 1, 16)))
+        await there.are(*[4] * 16)  # the eight that go on, and of the others as many as there is room for
         there.open.set()
-    assert len(by_place(told.result())) == 16 and len(by_place(newer.result())) == 8
+    assert len(by_place(told.result())) == 16 and len(by_place(newer.result())) == 16
 
 
 async def test_an_engine_that_dies_takes_no_answer_that_was_begun(control, engines):
