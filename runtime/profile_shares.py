@@ -12,6 +12,9 @@ MOST_EVENTS = 400_000  # of one trace: some 100 MB before it is compressed
 SHOWN = 20
 INPUT = "input"  # what stands around the preparation of a step's input, by torch.profiler.record_function
 _HOST = "CPU"  # of torch.autograd.DeviceType
+# Kernels that join GPUs over NVLink in place of NCCL's: vLLM's own (vllm/distributed/device_communicators,
+# custom_all_reduce.py) and those of torch's symmetric memory (symm_mem.py there).
+_JOINING = ("cross_device_reduce", "all_reduce_kernel", "all_gather_kernel")
 
 
 def shares(events: Sequence[Any], seconds: float, collectives: str) -> dict[str, Any]:
@@ -59,4 +62,6 @@ def _kind(name: str, collectives: str) -> str:
 
 
 def _collective(name: str, collectives: str) -> bool:
-    return name.startswith(("c10d::", "record_param_comms", f"{collectives}:", collectives))
+    return name.startswith(("c10d::", "record_param_comms", f"{collectives}:", collectives)) or any(
+        part in name for part in _JOINING
+    )

@@ -146,6 +146,10 @@ class DeviceKind(ABC):
         decides, which an engine knows."""
         return ""
 
+    def of_another_build(self) -> str:
+        """Why no engine of this installation computes on them, and what to do; "" if it does."""
+        return ""
+
     def fork_environment(self) -> dict[str, str]:
         """Variables that keep libraries from touching devices of this kind while a process that will fork imports them.
         Set on every machine."""

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from runtime.devices.builds import NEEDS_THE_OTHER, for_processors
 from runtime.devices.kind import DeviceKind
 
 _MAPS = Path("/proc/self/maps")
@@ -44,6 +45,9 @@ class TorchCuda(DeviceKind):
         # The cumem allocator's level-2 sleep frees the memory of weights and KV and keeps their addresses.
         # Captured graphs stay on the device unless they lie in its pool; they then go to host memory.
         return ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
+
+    def of_another_build(self) -> str:
+        return NEEDS_THE_OTHER if for_processors() else ""
 
     def at_fault(self, error: str, message: str) -> bool:
         said = f"{error}: {message}"

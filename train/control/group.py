@@ -59,10 +59,12 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class PingLimits:
-    """When a rank counts as hung. A separate thread answers `ping`, so silence means that the process is stopped."""
+    """When a rank counts as hung. A separate thread answers `ping`, so silence means that the process is stopped; but
+    until it is ready a library may hold Python's lock for seconds, as torch does while CUDA begins."""
 
     ping_every_s: float = 1.0
     ping_timeout_s: float = 5.0
+    first_ping_timeout_s: float = 60.0  # until it is ready
     phase_limit_s: float = 900.0  # of one micro-batch, one validation, one tokenisation ...
 
 
@@ -286,12 +288,13 @@ class Group:
         limits = self._limits
         while True:
             await asyncio.sleep(limits.ping_every_s)
+            timeout_s = limits.ping_timeout_s if rank in self._ready else limits.first_ping_timeout_s
             try:
-                report = await self._hosts[rank].call("ping", timeout_s=limits.ping_timeout_s)
+                report = await self._hosts[rank].call("ping", timeout_s=timeout_s)
             except ChildTimeout:
                 self._fail(
                     rank,
-                    f"did not answer within {limits.ping_timeout_s} s (stopped or starved)",
+                    f"did not answer within {timeout_s} s (stopped or starved)",
                     retryable=True,
                     code="rank_hung",
                     blame="outside",

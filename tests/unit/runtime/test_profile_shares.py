@@ -49,3 +49,17 @@ def test_of_a_device_kernels_count_and_the_ranges_around_them_do_not():
 def test_of_the_host_the_thread_that_steps_counts():
     found = shares([event("aten::mm", 0, 600), event("aten::add", 0, 100, thread=2)], 1e-3, "gloo")
     assert found["share"] == pytest.approx({"compute": 600e-6, "communication": 0, "input": 0, "idle": 400e-6})
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(vllm::RankData*, vllm::RankSignals)",
+        "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*, unsigned long)",
+        "void (anonymous namespace)::two_shot_all_reduce_kernel_inplace<c10::BFloat16, 16, 8>(c10::BFloat16**)",
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    ],
+)
+def test_what_joins_the_gpus_of_an_engine_is_communication(kernel):
+    found = shares([on_device(kernel, 0, 300_000), on_device("nvjet_tst_128x64", 300_000, 700_000)], 1.0, "nccl")
+    assert found["share"] == pytest.approx({"compute": 0.4, "communication": 0.3, "input": 0.0, "idle": 0.3})
