@@ -21,17 +21,13 @@ RECENT = "limit=1000"
 class Request:
     """by: ann, bob, or admin, who asks for what is ann's."""
 
+    name: str
     method: str
     route: str
     path: str
     by: str
     body: Any = None
     data: Any = None
-
-    @property
-    def name(self) -> str:
-        path = self.path.replace(f"-{OTHER}-", "-OWNER-").replace(f"-{OWNER}-", "-OWNER-")
-        return f"{self.by}: {self.method} {path}"
 
 
 # Of lists: what is asked beside the plain list. A filter that nothing fits looks at everything, unless an index is for
@@ -80,7 +76,7 @@ _CRITERION = {
     "reference": "{{item.answer}}",
     "operation": "eq",
 }
-_DATA = b'{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n' * 12
+DATA = b'{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n' * 12
 _SPEC = {
     "name": "new",
     "data": {"uploads": "day-*.jsonl"},
@@ -108,7 +104,7 @@ CHANGES: dict[Route, Any] = {
     ("POST", "/v1/files"): {"purpose": "fine-tune"},
     ("POST", "/v1/uploads"): {"bytes": 10, "filename": "a.jsonl", "mime_type": "text/plain", "purpose": "fine-tune"},
     ("POST", "/v1/uploads/{upload_id}/parts"): {},
-    ("POST", "/v1/uploads/{upload_id}/complete"): {"part_ids": []},
+    ("POST", "/v1/uploads/{upload_id}/complete"): {"part_ids": "{every part}"},
     ("POST", "/v1/uploads/{upload_id}/cancel"): None,
     ("POST", "/v1/files/{file_id}/check"): {},
     ("POST", "/v1/files/{file_id}/prepare"): {"drop": []},
@@ -143,11 +139,9 @@ CHANGES: dict[Route, Any] = {
     ("POST", "/v1/pipelines"): {"spec": _SPEC},
     ("POST", "/v1/pipelines/{name}/schedule"): {"on": True},
     ("POST", "/v1/pipelines/{name}/runs"): None,
-    ("POST", "/v1/pipeline_runs/{run_id}/cancel"): None,
     ("POST", "/v1/sweeps"): {"spec": _SWEEP},
-    ("POST", "/v1/sweeps/{sweep_id}/cancel"): None,
     ("POST", "/v1/fine_tuning/checkpoints/{name:path}/permissions"): {"project_ids": ["new"]},
-    ("POST", "/v1/models/{name:path}/share"): {"owner": "carol"},
+    ("POST", "/v1/models/{name:path}/share"): {"owners": ["carol"]},
     ("POST", "/admin/v1/oidc/begin"): None,
     ("POST", "/admin/v1/oidc/finish"): {"code": "c", "state": "s", "binder": "b"},
     ("POST", "/admin/v1/limits/measure"): None,
@@ -157,7 +151,7 @@ CHANGES: dict[Route, Any] = {
     ("PATCH", "/admin/v1/jobs/{job_id}"): {"priority": 1},
     ("POST", "/admin/v1/jobs/{job_id}/hold"): None,
     ("POST", "/admin/v1/jobs/{job_id}/release"): None,
-    ("POST", "/admin/v1/jobs/{job_id}/tracked"): {"url": "https://example.org/run"},
+    ("POST", "/admin/v1/jobs/{job_id}/tracked"): {"tracker": "wandb", "address": "https://example.org/run"},
     ("POST", "/admin/v1/jobs/{job_id}/profile"): {"steps": 1},
     ("POST", "/admin/v1/models/{name:path}/profile"): {"steps": 1},
     ("POST", "/admin/v1/devices/{device_id:path}/drain"): {},
@@ -178,6 +172,8 @@ CHANGES: dict[Route, Any] = {
     ("POST", "/admin/v1/models/{name:path}/rollback"): {"version": "v1"},
     ("POST", "/admin/v1/models/{name:path}/pin"): {"version": "v1", "pinned": True},
     ("POST", "/admin/v1/plan"): {"job": {"model": MODEL, "training_file": "{file-1}"}},
+    ("POST", "/v1/pipeline_runs/{run_id}/cancel"): None,
+    ("POST", "/v1/sweeps/{sweep_id}/cancel"): None,
     ("POST", "/v1/fine_tuning/jobs/{job_id}/cancel"): None,
     ("DELETE", "/v1/files/{file_id}"): None,
     ("DELETE", "/v1/responses/{response_id}"): None,
@@ -200,7 +196,9 @@ CHANGES: dict[Route, Any] = {
 PLACES: dict[Route, str] = {
     ("GET", "/v1/files/{file_id}/content"): "file-1",
     ("GET", "/v1/responses/{response_id}/input_items"): "resp-last",
-    ("POST", "/v1/uploads/{upload_id}/cancel"): "upload-0",
+    ("POST", "/v1/uploads/{upload_id}/cancel"): "upload-going",
+    ("POST", "/admin/v1/sessions/{session_id}/touch"): "session-2",
+    ("DELETE", "/admin/v1/sessions/{session_id}"): "session-4",
     ("POST", "/v1/files/{file_id}/check"): "file-1",
     ("POST", "/v1/files/{file_id}/prepare"): "file-1",
     ("POST", "/v1/batches/{batch_id}/cancel"): "batch-going",
@@ -211,7 +209,7 @@ PLACES: dict[Route, str] = {
     ("POST", "/v1/evals/{eval_id}/runs/{run_id}"): "evalrun-going",
     ("POST", "/v1/gates/{gate_id}/cancel"): "gate-going",
     ("POST", "/v1/pipelines/{name}/schedule"): "pipe-1",
-    ("POST", "/v1/pipelines/{name}/runs"): "pipe-1",
+    ("POST", "/v1/pipelines/{name}/runs"): "pipe-5",
     ("POST", "/v1/pipeline_runs/{run_id}/cancel"): "piperun-going",
     ("POST", "/v1/sweeps/{sweep_id}/cancel"): "sweep-going",
     ("PATCH", "/admin/v1/jobs/{job_id}"): "job-going",
@@ -274,7 +272,8 @@ def reads(app: FastAPI, last: int, going: int) -> Iterator[Request]:
             queries = [QUERY.get(route, "")] + LISTS.get(route, [])
             for query in queries:
                 full = f"{path}?{_filled(query, by, last, going)}" if query else path
-                yield Request(method, route, full, by)
+                name = _path(method, route, by, -1, -1) + (f"?{query}" if query else "")
+                yield Request(f"{by}: {method} {name}", method, route, full, by)
 
 
 def changes(app: FastAPI, last: int, going: int) -> Iterator[Request]:
@@ -284,7 +283,8 @@ def changes(app: FastAPI, last: int, going: int) -> Iterator[Request]:
             if (method, route) == ("POST", "/internal/responses"):
                 body = [{**body[0], "response": {"id": f"resp_{by}", "status": "completed", "created_at": 1}}]
             upload = route == "/v1/files" or route.endswith("/parts")
-            yield Request(method, route, path, by, body, _DATA if upload else None)
+            name = _path(method, route, by, -1, -1)
+            yield Request(f"{by}: {method} {name}", method, route, path, by, body, DATA if route == "/v1/files" else b"x" if upload else None)
 
 
 def unjudged(app: FastAPI) -> set[Route]:
@@ -297,13 +297,25 @@ def unjudged(app: FastAPI) -> set[Route]:
 
 
 def _who(route: str) -> list[str]:
+    if route.startswith("/admin/v1/session-keys"):
+        return ["box"]
     if route.startswith(_ALSO_OWNERS):
         return [OWNER, OTHER, "admin"]
     return ["admin"] if route.startswith(_OF_ADMIN) else [OWNER, OTHER, "admin"]
 
 
 def _path(method: str, route: str, by: str, last: int, going: int) -> str:
+    again = by == "admin" and (method == "DELETE" or route.endswith("{name}/runs") and method == "POST")
+    again = again and len(_who(route)) > 1
+
+    end = len(route) - (len("/runs") if route.endswith("/runs") else 0)
+
     def of(match: re.Match[str]) -> str:
+        found = one(match)
+        kind, dash, place = found.rpartition("-")  # what its owner has deleted, an administrator cannot
+        return f"{kind}{dash}{int(place) + 1}" if again and place.isdecimal() and match.end() >= end else found
+
+    def one(match: re.Match[str]) -> str:
         name = match[1].partition(":")[0]
         said = PLACES.get((method, route))
         mine = said if said and _KINDS.get(name, "-").split("-")[0] in (said.split("-")[0], "-") else None
@@ -317,7 +329,8 @@ def _path(method: str, route: str, by: str, last: int, going: int) -> str:
 
 
 def _id(named: str, by: str, last: int, going: int) -> str:
-    """What somebody deletes, an administrator cannot: asks for the next one."""
+    if last < 0:
+        return f"{{{named}}}"
     owner = OTHER if by == OTHER else OWNER
     kind, dash, place = named.rpartition("-")
     if named == "checkpoint":
@@ -346,4 +359,6 @@ def _body(body: Any, by: str, last: int, going: int) -> Any:
         return {name: _body(value, by, last, going) for name, value in body.items()}
     if isinstance(body, list):
         return [_body(value, by, last, going) for value in body]
+    if body == "{every part}":
+        return [_id(f"part-{place}", by, last, going) for place in range((last if by != OTHER else 11) + 1)]
     return _filled(body, by, last, going) if isinstance(body, str) else body

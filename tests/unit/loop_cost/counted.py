@@ -42,6 +42,7 @@ HEADERS = {
     name: {"x-appliance-key-id": f"key_{name}", "x-appliance-scopes": scopes}
     for name, scopes in ((OWNER, "inference,fine_tuning"), (OTHER, "inference,fine_tuning"), ("admin", "admin"))
 }
+HEADERS["box"] = {}
 GATEWAY = {"x-appliance-key-id": "gateway", "x-appliance-scopes": "gateway"}
 
 
@@ -103,6 +104,8 @@ async def _count(folder: Path, size: Size, meter: Meter, only: str) -> Counted:
                     requests = [*asked.reads(app, size.kept - 1, size.kept)]
                     requests += asked.changes(app, size.kept - 1, size.kept)
                     for request in requests:
+                        if request.route == "/admin/v1/forget" and request.method == "POST":
+                            _end_all(db)
                         answer = await one(request.name, lambda request=request: _send(http, request))
                         if answer is not None:
                             found.statuses[request.name] = answer.status_code
@@ -125,8 +128,10 @@ def _context(folder: Path, db: Database, size: Size) -> ControllerContext:
     for owner in (OWNER, OTHER):
         for place in range(size.all if owner == OWNER else 12):
             (context.jobs_dir / f"job-{owner}-{place}").mkdir()
-            (context.files_dir / f"file-{owner}-{place}").write_bytes(b"{}\n")
+            (context.files_dir / f"file-{owner}-{place}").write_bytes(asked.DATA)
         (context.uploads_dir / f"upload-{owner}-0").mkdir()
+        for place in range(size.kept if owner == OWNER else 12):
+            (context.uploads_dir / f"upload-{owner}-0" / f"part-{owner}-{place}").write_bytes(b"x")
     return context
 
 
@@ -139,7 +144,10 @@ def _nothing_by_itself(rounds: dict[str, Callable[[], Awaitable[None]]]) -> Iter
         return asyncio.create_task(asyncio.sleep(3600))
 
     async def process(_: DataWork, request: Any) -> dict[str, Any]:
-        return {"checks": {}, "examples": 12}
+        if "prepare" not in request:
+            return {"checks": {}, "examples": 12}
+        Path(request["target"]).write_bytes(asked.DATA)
+        return {"report": {}, "asked": {}, "dropped": {}, "made": [{"sha256": "0" * 64}]}
 
     with (
         mock.patch.object(BackgroundTasks, "keep_every", keep_every),
@@ -150,6 +158,20 @@ def _nothing_by_itself(rounds: dict[str, Callable[[], Awaitable[None]]]) -> Iter
         mock.patch.object(DataWork, "_process", process),
     ):
         yield
+
+
+def _end_all(db: Database) -> None:
+    """Whoever is forgotten is waited for."""
+    for table, column, ended in (
+        ("jobs", "phase", "cancelled"),
+        ("batches", "status", "cancelled"),
+        ("responses", "status", "cancelled"),
+        ("eval_runs", "status", "canceled"),
+        ("gates", "state", "ended"),
+        ("sweeps", "state", "cancelled"),
+        ("pipeline_runs", "state", "cancelled"),
+    ):
+        db.execute(f"UPDATE {table} SET {column} = ?", [ended])
 
 
 class _Bus:

@@ -184,7 +184,7 @@ TABLES: dict[str, tuple[Any, Make]] = {
         lambda at: {
             "id": at.id("session"),
             "sha256": at.id("token"),
-            "key_id": at.key,
+            "key_id": at.id("key", at.place - at.place % 2) if at.place > 1 else at.key,
             "until_s": at.now_s + (-60 if at.is_due else DAY_S),
         },
     ),
@@ -399,7 +399,7 @@ TABLES: dict[str, tuple[Any, Make]] = {
             "id": at.id("upload"),
             "status": "pending" if at.goes_on or at.is_due or not at.place else "completed",
             "purpose": "fine-tune",
-            "bytes": 100,
+            "bytes": at.size.kept,
             "file_id": None,
             "key_id": at.key,
             "owner": at.owner,

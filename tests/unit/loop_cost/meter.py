@@ -10,6 +10,7 @@ import ctypes
 import ctypes.util
 import json
 import os
+import re
 import sqlite3
 import sys
 import threading
@@ -81,7 +82,7 @@ class Meter:
             came = await work
             begun = asyncio.all_tasks() - others
             if begun:
-                _, left = await asyncio.wait(begun, timeout=1)
+                _, left = await asyncio.wait(begun, timeout=0.25)
                 for task in left:
                     task.cancel()
                 await asyncio.gather(*left, return_exceptions=True)
@@ -144,15 +145,15 @@ class Meter:
         return self._on and threading.get_ident() == self._thread
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event in ("call", "c_call"):
+        code = frame.f_code
+        if event in ("call", "c_call") and code.co_filename != __file__:
             self._now.calls += 1
             if self._sources:
-                code = frame.f_code
                 self.by[f"calls {code.co_filename}:{code.co_name}"] += 1
 
     def _traced(self, statement: str) -> None:
         self._take()
-        self._statement = " ".join(statement.split())[:300]
+        self._statement = f"{_asking()}: {re.sub('[0-9]+|.(ann|bob).*?[^a-z]', '_', ' '.join(statement.split()))[:120]}"
 
     def _take(self) -> None:
         steps = len(self._steps)
@@ -194,6 +195,18 @@ class Meter:
             return made
 
         return counted
+
+
+def _asking() -> str:
+    """The lines that ask the store: within it, and before."""
+    frame: FrameType | None = sys._getframe(2)
+    found: list[str] = []
+    while frame is not None and len(found) < 3:
+        name = frame.f_code.co_filename
+        if "/appliance/" in name and not name.endswith("store/database.py"):
+            found.append(f"{name.partition('/appliance/')[2]}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(found)
 
 
 _CACHE_HIT, _CACHE_MISS = 7, 8  # SQLITE_DBSTATUS_…

@@ -39,7 +39,7 @@ def test_what_an_owner_holds_is_told_by_an_index_alone(db: Database, count: Any)
     watched = Watched(db)
     count(watched, "key_1")
     (table,) = {step for _, plan in watched.asked[:1] for step in plan if step.startswith(("SEARCH", "SCAN"))} - {
-        "SCAN keys",
+        "SEARCH keys USING COVERING INDEX keys_owned (owner=?)",
         "SCAN CONSTANT ROW",
         "SEARCH keys USING INDEX sqlite_autoindex_keys_1 (id=?)",
     }
