@@ -12,6 +12,9 @@ MOST_EVENTS = 400_000  # of one trace: some 100 MB before it is compressed
 SHOWN = 20
 INPUT = "input"  # what stands around the preparation of a step's input, by torch.profiler.record_function
 _HOST = "CPU"  # of torch.autograd.DeviceType
+# Kernels that join GPUs over NVLink in place of NCCL's: vLLM's own (vllm/distributed/device_communicators,
+# custom_all_reduce.py) and those of torch's symmetric memory (symm_mem.py there).
+_JOINING = ("cross_device_reduce", "all_reduce_kernel", "all_gather_kernel")
 
 
 def shares(events: Sequence[Any], seconds: float, collectives: str) -> dict[str, Any]:
@@ -21,7 +24,9 @@ def shares(events: Sequence[Any], seconds: float, collectives: str) -> dict[str,
     On a device its own time counts, on the host that of the thread which steps. idle: what is left of `seconds`: on a
     device it waits, on the host that thread is in no operator (Python, or it waits for another rank).
     """
-    on_device = [one for one in events if one.device_type.name != _HOST]
+    # Not annotations (torch.profiler.record_function, a collective's and an optimizer's own among them): the profiler
+    # gives each a range on the device too, over the kernels that stand beside it.
+    on_device = [one for one in events if one.device_type.name != _HOST and not one.is_user_annotation]
     stepping = max(_by_thread(events).items(), key=lambda item: item[1], default=(0, 0.0))[0]
     measured = on_device or [one for one in events if one.thread == stepping or _collective(one.name, collectives)]
     spent: dict[str, float] = defaultdict(float)
@@ -57,4 +62,6 @@ def _kind(name: str, collectives: str) -> str:
 
 
 def _collective(name: str, collectives: str) -> bool:
-    return name.startswith(("c10d::", "record_param_comms", f"{collectives}:", collectives))
+    return name.startswith(("c10d::", "record_param_comms", f"{collectives}:", collectives)) or any(
+        part in name for part in _JOINING
+    )

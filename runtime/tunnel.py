@@ -42,6 +42,9 @@ GREETING_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 5.0
 """How long a client waits for a connection and the answer to its greeting."""
 CHUNK_BYTES = 1 << 20
+UNREACHED = b"x-appliance-unreached"
+UNREACHED_HEAD = b"HTTP/1.1 502 Bad Gateway\r\n%b: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % UNREACHED
+"""What a tunnel to an HTTP server answers while it does not get there: no byte of the request has reached anybody."""
 MISSED_AFTER_S = 3, 1, 4
 """Silence of the other machine's kernel after which it is asked whether it is there, how often, and how many times in
 vain. A machine that lost its power or its wire says nothing: without this a stream that only reads waits for ever."""
@@ -187,9 +190,10 @@ class Tunnels:
         self._servers: dict[str, asyncio.Server] = {}
         self._carried: dict[str, set[asyncio.StreamWriter]] = {}
 
-    async def open(self, local: Path, address: tuple[str, int], remote: Path) -> None:
+    async def open(self, local: Path, address: tuple[str, int], remote: Path, unreached: bytes = b"") -> None:
         """Make `local` lead to `remote` on the node whose tunnel server listens at `address`; replaces an older
-        tunnel."""
+        tunnel. unreached: answered to whoever connects while `remote` cannot be reached; without it the connection just
+        breaks."""
         await self.close(local)
         carried = self._carried[str(local)] = set()
 
@@ -199,7 +203,9 @@ class Tunnels:
                 _, far_reader, far_writer = await _ask(address, self._shared, "socket", remote)
                 await _join((reader, writer), (far_reader, far_writer))
             except (TunnelRefused, OSError, TimeoutError):
-                writer.transport.abort()  # looks like a dead engine, which the gateway handles
+                if unreached:
+                    await _say_unreached(reader, writer, unreached)
+                writer.transport.abort()
             finally:
                 carried.discard(writer)
                 writer.close()
@@ -298,6 +304,15 @@ async def _join(
     finally:
         there[1].close()
         here[1].close()
+
+
+async def _say_unreached(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: bytes) -> None:
+    """Reads what comes until the other side has the answer: a write that fails would keep it from reading."""
+    writer.write(answer)
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            while await reader.read(65536):
+                pass
 
 
 async def _pour(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:

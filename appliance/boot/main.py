@@ -48,7 +48,7 @@ from runtime.devices.kind import DevicesRefused
 from runtime.logs import configure_logging
 from runtime.processes.kernel import tail
 from scheduler.core.inventory import Device
-from scheduler.devices.discovery import HOME_NODE, discover_devices, foreign_use
+from scheduler.devices.discovery import HOME_NODE, check_build, discover_devices, foreign_use
 from serve.core import segments
 
 log = logging.getLogger("appliance.boot.main")
@@ -171,6 +171,7 @@ class Box:
             raise BoxError(reason)
         try:
             self._devices = discover_devices(self._config.box.devices, untried=self._config.box.untried_devices)
+            check_build(self._devices)
         except DevicesRefused as error:
             raise BoxError(str(error)) from error
         for words in foreign_use(self._devices):

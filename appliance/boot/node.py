@@ -37,7 +37,7 @@ from runtime.logs import configure_logging
 from runtime.processes.kernel import kill_group
 from runtime.tunnel import NodeCertificate
 from scheduler.core.errors import NodeNameTaken
-from scheduler.devices.discovery import discover_devices, foreign_use
+from scheduler.devices.discovery import check_build, discover_devices, foreign_use
 from serve.core import segments
 
 log = logging.getLogger("appliance.boot.node")
@@ -114,6 +114,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certifi
     shutil.rmtree(paths.worlds, ignore_errors=True)
     shutil.rmtree(paths.away_jobs, ignore_errors=True)
     devices = discover_devices(config.box.devices, name, config.box.untried_devices)
+    check_build(devices)
     for words in foreign_use(devices):
         log.warning("%s", words)
     timeout_s = config.box.start_timeout_s

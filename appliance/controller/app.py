@@ -58,6 +58,7 @@ from appliance.controller.sweeps import sweep_routes
 from appliance.controller.sweeps.runner import LOOK_EVERY_S as SWEEPS_EVERY_S
 from appliance.controller.sweeps.runner import SweepRunner
 from appliance.store.chunks import little_by_little
+from appliance.store.database import BOX
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import idempotency
 from appliance.store.records import keys as keys_of_store
@@ -214,8 +215,10 @@ async def _keep_house(context: ControllerContext, stored: StoredResponses, backg
 
 async def keep_house(context: ControllerContext, now_s: float) -> None:
     """Delete expired files and uploads, and forget requests that can no longer be repeated."""
-    for row in file_rows.expired(context.db, now_s=now_s):
-        storage.remove(context, row)
+    for file_id in await context.db.read(BOX, file_rows.expired, context.db, now_s=now_s):
+        if (row := file_rows.find_expired(context.db, file_id, now_s=now_s)) is not None:
+            storage.remove(context, row)
+        await asyncio.sleep(0)
     await upload_routes.keep_house(context, now_s)
     await session_keys.keep_house(context, now_s)
     page_sessions.keep_house(context, now_s)

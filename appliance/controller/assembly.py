@@ -270,7 +270,8 @@ def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
 
 def _of_engines(home: tuple[Device, ...], loop: SchedulerLoop) -> list[Device]:
     """Home's devices and other nodes' of its kind, which run what home prepared."""
-    return [*home, *(device for device in loop.box.devices.values() if device.kind == home[0].kind)]
+    there = tuple(loop.box.devices.values())  # in one go, for threads ask too
+    return [*home, *(device for device in there if device.kind == home[0].kind)]
 
 
 def _facts(devices: tuple[Device, ...], store: WeightStore, config: SchedulerConfig) -> BoxFacts:

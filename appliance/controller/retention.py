@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 from anyio import to_thread
 
@@ -20,11 +22,12 @@ from appliance.controller.interfaces.config import RetentionSettings
 from appliance.controller.interfaces.identity import ADMIN
 from appliance.controller.jobs import data
 from appliance.store.chunks import little_by_little
-from appliance.store.objects import evals, jobs
-from appliance.store.objects import files as file_rows
+from appliance.store.database import BOX, Database
+from appliance.store.objects import evals, files, jobs
 from appliance.store.records import keys
 from appliance.store.upkeep import retention
 
+T = TypeVar("T")
 DAY_S = 86400.0
 CHUNK = 200
 _FEW_LONG = 4  # graders of 2 MiB, terms of half a one
@@ -36,7 +39,6 @@ def _rules(kept: RetentionSettings) -> Iterator[tuple[float, retention.Drop]]:
     for days, drops in (
         (kept.audit_days, (retention.audit,)),
         (kept.usage_days, (retention.usage, retention.device_time)),
-        (kept.job_events_days, (retention.job_records,)),
         (kept.handovers_days, (retention.handovers,)),
         (kept.operations_days, (retention.operations,)),
         (kept.batches_days, (retention.batches,)),
@@ -48,47 +50,91 @@ def _rules(kept: RetentionSettings) -> Iterator[tuple[float, retention.Drop]]:
 
 async def keep_house(context: ControllerContext, now_s: float) -> None:
     """One round."""
-    db, kept, left = context.db, context.config.retention, MAX_CHUNKS
-    for days, drop in _rules(kept):
-        while left and drop(db, now_s - days * DAY_S, CHUNK) == CHUNK:
-            left -= 1
-            await asyncio.sleep(0)
-    for owner in retention.owners(db, "batches"):
-        while left and retention.batches_past(db, owner, kept.batches_per_owner, CHUNK) == CHUNK:
-            left -= 1
-            await asyncio.sleep(0)
-    for owner in retention.owners(db, "eval_runs"):
-        retention.eval_runs_past(db, owner, kept.eval_runs_per_owner)
-    await little_by_little(partial(evals.delete_some, db))
-    for key in keys.list_all(db):
-        # An admin's audit trail has no limit: nobody should be able to push out their own earlier actions.
-        while ADMIN not in key.scopes and left and retention.audit_past(db, key.id, kept.audit_rows_per_key, CHUNK):
-            left -= 1
-            await asyncio.sleep(0)
-    for owner in retention.owners(db, "jobs"):
-        for shorten, keep in (
-            (retention.graders_past, kept.graders_per_owner),
-            (retention.gate_terms_past, kept.gate_terms_per_owner),
-        ):
-            while left and shorten(db, owner, keep, _FEW_LONG) == _FEW_LONG:
-                left -= 1
+    await _Round(context, now_s).go()
+
+
+class _Round:
+    """What is looked for is found on a thread of the store's, and deleted on the loop by what it is called."""
+
+    def __init__(self, context: ControllerContext, now_s: float):
+        self._context, self._db, self._now_s = context, context.db, now_s
+        self._kept, self._left = context.config.retention, MAX_CHUNKS
+
+    async def go(self) -> None:
+        await self._by_age()
+        await self._by_number()
+        await little_by_little(partial(evals.delete_some, self._db))
+        await self._files()
+        await self._folders()
+
+    async def _read(self, find: Callable[..., T], *asked: Any) -> T:
+        return await self._db.read(BOX, find, self._db, *asked)
+
+    async def _past(self, find: Callable[..., list[T]], drop: Callable[[list[T]], None], *asked: Any) -> None:
+        """asked: of `find`, with how many at most at its end."""
+        while self._left and (found := await self._read(find, *asked)):
+            drop(found)
+            self._left -= 1
+            if len(found) < asked[-1]:
+                return
+
+    async def _by_age(self) -> None:
+        for days, drop in _rules(self._kept):
+            while self._left and drop(self._db, self._now_s - days * DAY_S, CHUNK) == CHUNK:
+                self._left -= 1
                 await asyncio.sleep(0)
-        for job_id in retention.jobs_past(db, owner, kept.jobs_per_owner, CHUNK):
-            # The folder first: after a crash in between, the row leads here again.
-            await to_thread.run_sync(partial(shutil.rmtree, context.jobs_dir / job_id, ignore_errors=True))
-            await little_by_little(partial(retention.delete_some_of_job, db, job_id))
-    for row in jobs.list_unfinished(db):
-        while left and retention.events_past(db, row.id, kept.events_per_job, CHUNK):
-            left -= 1
-            await asyncio.sleep(0)
-    if kept.files_days is not None:
-        for file_id in retention.old_files(db, now_s - kept.files_days * DAY_S, CHUNK):
-            if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
-                storage.remove(context, row)
-            await asyncio.sleep(0)
-    there = {entry.name for entry in context.jobs_dir.iterdir()}
-    for job_id in there.intersection(retention.ended_jobs(db, now_s)):
-        data.remove(context, job_id)
-    if kept.job_data_days is not None:
-        for job_id in there.intersection(retention.ended_jobs(db, now_s - kept.job_data_days * DAY_S)):
-            await to_thread.run_sync(shutil.rmtree, context.jobs_dir / job_id, True)
+        if self._kept.job_events_days is None:
+            return
+        before_s = self._now_s - self._kept.job_events_days * DAY_S
+        for table in ("job_events", "job_metrics"):
+            for job_id in await self._read(retention.jobs_with_records, table, before_s, MAX_CHUNKS):
+                while self._left and retention.delete_records(self._db, table, job_id, CHUNK) == CHUNK:
+                    self._left -= 1
+                    await asyncio.sleep(0)
+
+    async def _by_number(self) -> None:
+        db, kept = self._db, self._kept
+        for owner in await self._read(retention.owners, "batches"):
+            drop = partial(retention.delete_rows, db, "batches")
+            await self._past(retention.batches_past, drop, owner, kept.batches_per_owner, CHUNK)
+        for owner in await self._read(retention.owners, "eval_runs"):
+            going = partial(evals.delete, db)
+            await self._past(retention.eval_runs_past, going, owner, kept.eval_runs_per_owner, CHUNK)
+        for key in await self._read(keys.list_all):
+            # An admin's audit trail has no limit: nobody should be able to push out their own earlier actions.
+            if ADMIN not in key.scopes:
+                drop = partial(retention.delete_rows, db, "audit")
+                await self._past(retention.audit_past, drop, key.id, kept.audit_rows_per_key, CHUNK)
+        for owner in await self._read(retention.owners, "jobs"):
+            graders, terms = partial(retention.delete_graders, db), partial(retention.empty_gate_terms, db)
+            await self._past(retention.graders_past, graders, owner, kept.graders_per_owner, _FEW_LONG)
+            await self._past(retention.gate_terms_past, terms, owner, kept.gate_terms_per_owner, _FEW_LONG)
+            for job_id in await self._read(retention.jobs_past, owner, kept.jobs_per_owner, CHUNK):
+                # The folder first: after a crash in between, the row leads here again.
+                folder = self._context.jobs_dir / job_id
+                await to_thread.run_sync(partial(shutil.rmtree, folder, ignore_errors=True))
+                await little_by_little(partial(retention.delete_some_of_job, db, job_id))
+        for job_id in await self._read(jobs.unfinished_ids):
+            drop = partial(retention.delete_rows, db, "job_events")
+            await self._past(retention.events_past, drop, job_id, kept.events_per_job, CHUNK)
+
+    async def _files(self) -> None:
+        if self._kept.files_days is None:
+            return
+        for file_id in await self._read(retention.old_files, self._now_s - self._kept.files_days * DAY_S, CHUNK):
+            row = await self._db.read(BOX, files.find, self._db, file_id, viewer=None, now_s=0)
+            if row is not None and not retention.is_needed(self._db, file_id):  # since it was found
+                storage.remove(self._context, row)
+
+    async def _folders(self) -> None:
+        context, days = self._context, self._kept.job_data_days
+        for job_id in await self._read(_with_folders, context.jobs_dir, self._now_s):
+            data.remove(context, job_id)
+        if days is not None:
+            for job_id in await self._read(_with_folders, context.jobs_dir, self._now_s - days * DAY_S):
+                await to_thread.run_sync(shutil.rmtree, context.jobs_dir / job_id, True)
+
+
+def _with_folders(db: Database, jobs_dir: Path, before_s: float) -> list[str]:
+    """Jobs that ended before this moment and have a folder."""
+    return [entry.name for entry in jobs_dir.iterdir() if jobs.has_ended(db, entry.name, before_s)]

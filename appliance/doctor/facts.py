@@ -25,7 +25,7 @@ from runtime.devices.kinds import kind_of
 from runtime.libc import libc
 from scheduler.core.inventory import Device
 from scheduler.core.memory_reading import MemoryReading
-from scheduler.devices.discovery import discover_devices
+from scheduler.devices.discovery import check_build, discover_devices
 from scheduler.devices.host_reading import read_memory
 
 SYNCS = 20
@@ -115,7 +115,9 @@ def read(config: BoxConfig, *, runs: bool, root: Path = Path("/")) -> Facts:
 
 def _devices(config: BoxConfig) -> tuple[tuple[Device, ...], str]:
     try:
-        return discover_devices(config.box.devices, untried=config.box.untried_devices), ""
+        devices = discover_devices(config.box.devices, untried=config.box.untried_devices)
+        check_build(devices)
+        return devices, ""
     except DevicesRefused as error:
         return (), str(error)
 

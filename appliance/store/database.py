@@ -1,7 +1,8 @@
-"""One SQLite connection with the durability the box promises: what was acknowledged survives kill -9.
+"""SQLite with the durability the box promises: what was acknowledged survives kill -9.
 
 WAL with synchronous=FULL syncs the log at every commit (https://www.sqlite.org/wal.html). All writers live on one
-thread of one process, so there is no lock to wait for; `busy_timeout` is for a backup tool that reads meanwhile.
+thread of one process, so there is no lock to wait for; `busy_timeout` is for a backup tool that reads meanwhile. What
+reads much does so on a thread of its own (`read`), through a connection of its own, and the writer's thread is free.
 """
 
 from __future__ import annotations
@@ -10,28 +11,40 @@ import dataclasses
 import json
 import os
 import sqlite3
+import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from appliance.store.errors import (
     DatabaseUnusable,
     DuplicateRow,
     NoRoomForCopy,
+    OpenedByParent,
     RowNotFound,
     SchemaTooNew,
     UnknownColumn,
     UnknownCursor,
+    WriteWhileReading,
 )
 from appliance.store.migrator import migrate
-from appliance.store.reserve import Reserve
+from appliance.store.readers import Readers
+from appliance.store.reading_threads import ReadingThreads
+from appliance.store.reserve import WAL_BYTES, Reserve
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Row = TypeVar("Row")
 BUSY_TIMEOUT_MS = 5000
+_CLOSE_S = 5.0
+BOX = "(the box)"
+"""For whom the box's own work reads: no owner, so that whoever asks does not wait for it. It is no owner's name."""
 PAGE_BYTES = 2 * 2**20
-"""Text of the rows of one page. Who reads a page waits for all of it, and so does everybody else."""
+"""Text of the rows of one page. Who reads a page waits for all of it."""
 PAGE_ROWS = 500
 PAGE_WEIGHT = 1 << 16
 """Of the JSON in the rows of one page: a list or object counts as 12, a string as 4, any other value as 1."""
@@ -93,7 +106,8 @@ def json_column(**kwargs: Any) -> Any:
 class Database:
     """A connection, its transactions, and the mapping between rows and dataclasses.
 
-    Not thread-safe on purpose: sqlite3 raises ProgrammingError when another thread than the opener's uses it.
+    It writes on the opener's thread alone. Within `reading`, on any thread, the same methods read through a connection
+    of that thread's. Elsewhere sqlite3 raises ProgrammingError, and in a forked child all raise OpenedByParent.
     """
 
     def __init__(self, path: Path):
@@ -103,6 +117,7 @@ class Database:
         """
         self.path = path
         self._depth = 0
+        self._thread = threading.get_ident()
         self.reserve: Reserve | None = None
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
@@ -112,6 +127,7 @@ class Database:
         try:
             self._connection.row_factory = sqlite3.Row
             self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
             self._connection.execute("PRAGMA synchronous = FULL")
             self._connection.execute("PRAGMA foreign_keys = ON")
             migrate(self._connection, path)
@@ -121,9 +137,33 @@ class Database:
         except (SchemaTooNew, NoRoomForCopy, OSError):
             self._connection.close()
             raise
+        self._readers = Readers(path, BUSY_TIMEOUT_MS / 1000)
+        self._threads = ReadingThreads(self._readers)
+        _OPEN.add(self)
 
     def close(self) -> None:
+        """Ends what is being read."""
+        if isinstance(self._threads, _OfParent):
+            return  # it is for the parent to close
+        self._threads.close()
+        self._readers.close(_CLOSE_S)
         self._connection.close()
+
+    async def read(self, whose: str | None, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """What `work` returns or raises, called within `reading` on a thread of its own; the loop is free meanwhile.
+
+        It reads what is committed when it begins. It writes nothing and touches no state of the loop's: who decides on
+        what it found writes afterwards, in a transaction that looks again at what may have changed. whose: the owner
+        for whom it reads, who has two threads at most; None: an administrator; BOX: the box's own work.
+
+        Raises ReadingEnded once the database is being closed. If the task is cancelled the reading ends soon.
+        """
+        return await self._threads.run(whose, partial(work, *args, **named))
+
+    def reading(self) -> AbstractContextManager[None]:
+        """What this thread reads within is as of one moment, and what it writes raises WriteWhileReading."""
+        assert self._depth == 0 or threading.get_ident() != self._thread, "it would not see what the transaction wrote"
+        return self._readers.reading()
 
     def __enter__(self) -> Database:
         return self
@@ -137,6 +177,8 @@ class Database:
 
         Never await inside: another coroutine's writes would join this transaction and share its fate.
         """
+        if self._readers.here is not None:
+            raise WriteWhileReading("BEGIN IMMEDIATE")
         if self._depth == 0:
             if self.reserve is not None:
                 self.reserve.tend()
@@ -157,6 +199,8 @@ class Database:
             self._depth -= 1
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
+        if (reader := self._readers.here) is not None:
+            return reader.execute(sql, parameters)
         if self._depth == 0 and self.reserve is not None and not sql.startswith("SELECT"):
             self.reserve.tend()
         before = self._connection.total_changes
@@ -175,7 +219,8 @@ class Database:
         self.reserve.keep(rows=size)
 
     def define(self, name: str, arguments: int, function: Callable[..., Any]) -> None:
-        """A function for the SQL of this connection; an exception in it fails the statement."""
+        """A function for SQL, on threads that read too; an exception in it fails the statement."""
+        self._readers.define(name, arguments, function)
         self._connection.create_function(name, arguments, function)
 
     def many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
@@ -268,6 +313,28 @@ class Database:
             rows.append(_decode(kind, row))
         cursor.close()  # it may have more to give, and would keep its snapshot of the store
         return Page(rows, has_more)
+
+
+_OPEN: weakref.WeakSet[Database] = weakref.WeakSet()
+
+
+class _OfParent:
+    """In a forked child in place of what the parent has open: two processes through one connection would damage the
+    file, and threads are not forked."""
+
+    def __init__(self, opened: object):
+        self._opened = opened  # not closed here, for that ends locks of the parent's
+
+    def __getattr__(self, name: str) -> Any:
+        raise OpenedByParent
+
+
+def _forked() -> None:
+    for db in _OPEN:
+        db._connection, db._readers, db._threads = map(_OfParent, (db._connection, db._readers, db._threads))  # type: ignore[assignment]
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def owned_by(viewer: str | None) -> dict[str, str]:

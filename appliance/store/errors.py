@@ -8,7 +8,10 @@ StoreError
 ├── DuplicateRow        a row with this id or name exists already
 ├── UnknownCursor       `after` names no row of this list
 ├── IllegalTransition   a finished job, operation or hand-over was asked to change
-└── UnknownColumn       a caller named a column that the table does not have
+├── UnknownColumn       a caller named a column that the table does not have
+├── WriteWhileReading   what reads on a thread of its own tried to write
+├── OpenedByParent      a forked child used the database of the process that it was forked from
+└── ReadingEnded        nobody waits for this reading any more, or the database is being closed
 """
 
 from __future__ import annotations
@@ -74,3 +77,20 @@ class IllegalTransition(StoreError):
 class UnknownColumn(StoreError):
     def __init__(self, table: str, columns: list[str]):
         super().__init__(f"{table} has no column {', '.join(sorted(columns))}")
+
+
+class WriteWhileReading(StoreError):
+    def __init__(self, sql: str):
+        super().__init__(
+            f"a reading does not write; decide on what it found and write on the database's thread: {sql[:80]}"
+        )
+
+
+class ReadingEnded(StoreError):
+    def __init__(self) -> None:
+        super().__init__("what was read is not wanted any more: who asked has left, or the database is being closed")
+
+
+class OpenedByParent(StoreError):
+    def __init__(self) -> None:
+        super().__init__("this process was forked from the one that opened the database; it opens its own")

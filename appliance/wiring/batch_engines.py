@@ -9,8 +9,9 @@ may contain.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,8 @@ from appliance.store.objects import jobs
 from scheduler.core.workload import Demand
 from serve.api.turns import ROLLOUTS
 from serve.core import sampling
+
+log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 # A dying engine answers 500 before it exits; a 404 for a model in the table means it has just switched models.
@@ -68,6 +71,7 @@ class SocketEngines:
         self._hosts, self._circumstances, self._on_wants = hosts, circumstances, on_wants
         self._clients: dict[str, httpx.AsyncClient] = {}
         self._lines: dict[asyncio.Task[httpx.Response], tuple[str, str]] = {}
+        self._sampling: dict[str, str] = {}  # request id -> socket
         self._kept_for_one: set[str] = set()
         self._wanted: dict[str, list[str]] = {}
         self._changed = asyncio.Event()
@@ -126,7 +130,25 @@ class SocketEngines:
 
     async def sample(self, model: str, version: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
         replica_id, socket = self._least_loaded(model, version)
-        return await self._posted(model, replica_id, socket, sampling.URL, orjson.dumps(body), request_id, ROLLOUTS)
+        self._sampling[request_id] = socket
+        try:
+            content = orjson.dumps(body)
+            return await self._posted(model, replica_id, socket, sampling.URL, content, request_id, ROLLOUTS)
+        finally:
+            del self._sampling[request_id]
+
+    async def interrupt(self, request_ids: Collection[str]) -> None:
+        asked: dict[str, list[str]] = {}
+        for request_id in request_ids:
+            if request_id in self._sampling:
+                asked.setdefault(self._sampling[request_id], []).append(request_id)
+        await asyncio.gather(*(self._interrupt(socket, ids) for socket, ids in asked.items()))
+
+    async def _interrupt(self, socket: str, request_ids: list[str]) -> None:
+        try:
+            await self._client(socket).post(sampling.INTERRUPT_URL, json=sampling.interrupt(request_ids))
+        except httpx.TransportError as error:  # an engine that is gone has ended them
+            log.info("an engine was not told to interrupt %d rollouts: %s", len(request_ids), error)
 
     def _check(self, url: str, content: bytes) -> bytes:
         """What is added to its fields. Raises HttpError."""

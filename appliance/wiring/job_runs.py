@@ -85,9 +85,11 @@ class JobRuns:
         """What a job's ranks ask: their samples, and the rewards of them. Ranks that outlived a controller may ask
         before there is anybody who answers."""
         await self._can_answer.wait()
-        if question["kind"] == "sample":
-            self.policies.moved_on(job_id, question["policy"]["version"])
-        return await self._answers[question["kind"]](job_id, question)
+        answer = self._answers[question["kind"]]
+        if question["kind"] != "sample":
+            return await answer(job_id, question)
+        with self.policies.sampled(job_id, question["policy"]["version"]):
+            return await answer(job_id, question)
 
     def _is_running(self, job_id: str) -> bool:
         row = jobs.find(self._db, job_id)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from appliance.controller.interfaces.errors import OperationFailed
 from weights.format.errors import VersionLeased, VersionNotFound
@@ -25,13 +27,20 @@ class Policies:
         self._store, self._is_unfinished = store, is_unfinished
         self._unload: Unload | None = None
         self._newest: dict[str, str] = {}  # job -> version
+        self._sampled: Counter[tuple[str, str]] = Counter()  # questions that are being answered, by job and version
 
     def unloaded_by(self, unload: Unload) -> None:
         self._unload = unload
 
-    def moved_on(self, job_id: str, version: str) -> None:
-        """The job samples from this version now."""
+    @contextmanager
+    def sampled(self, job_id: str, version: str) -> Iterator[None]:
+        """The job samples from this version now, and within it goes on to, though it may sample from a newer one."""
         self._newest[job_id] = version
+        self._sampled[job_id, version] += 1
+        try:
+            yield
+        finally:
+            self._sampled -= Counter([(job_id, version)])
 
     async def tidy(self) -> None:
         """Remove what is older than the newest of a job, or of none that may still train; what is in use, next time."""
@@ -44,7 +53,8 @@ class Policies:
     def _is_wanted(self, job_id: str, stored: StoredVersion) -> bool:
         # Its ranks write one before they ask for it.
         newest = self._newest.get(job_id, "")
-        return self._is_unfinished(job_id) and (stored.version == newest or _step(stored.version) >= _step(newest))
+        sampled = stored.version == newest or (job_id, stored.version) in self._sampled
+        return self._is_unfinished(job_id) and (sampled or _step(stored.version) >= _step(newest))
 
     async def _remove(self, stored: StoredVersion) -> None:
         try:

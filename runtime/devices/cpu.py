@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from runtime.devices.builds import NEEDS_GPUS, for_processors
 from runtime.devices.kind import DeviceKind, Found
 
 DEFAULT_LOGICAL_DEVICES = 8
@@ -47,6 +48,9 @@ class Cpu(DeviceKind):
 
     def lacks_for_quantised(self) -> str:
         return _host_lacks_for_quantised()
+
+    def of_another_build(self) -> str:
+        return NEEDS_GPUS if for_processors() is False else ""
 
     def engine_arguments(self) -> list[str]:
         return []

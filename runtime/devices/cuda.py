@@ -21,7 +21,12 @@ NO_ANSWER = "does not answer"
 _WATCHED = pynvml.nvmlEventTypeXidCriticalError
 _CONTROL = Path("/dev/nvidiactl")
 _NO_DRIVER = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded, pynvml.NVMLError_NoPermission)
-_NOT_REPORTED = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission, pynvml.NVMLError_InvalidArgument)
+_NOT_REPORTED = (
+    pynvml.NVMLError_NotSupported,
+    pynvml.NVMLError_NoPermission,
+    pynvml.NVMLError_InvalidArgument,
+    pynvml.NVMLError_FunctionNotFound,  # a newer driver no longer has it, or an older one not yet
+)
 _THROTTLES = (
     (pynvml.nvmlClocksThrottleReasonSwThermalSlowdown | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown, "heat"),
     (pynvml.nvmlClocksThrottleReasonHwSlowdown, "hardware"),
@@ -156,7 +161,10 @@ class Cuda(TorchCuda):
 
 
 KIND: DeviceKind = Cuda()
-_ON_CPU = "To run on logical CPU devices meanwhile, set [box] devices to a number, such as 8."
+_ON_CPU = (
+    "To run on logical CPU devices meanwhile, install the CPU build (APPLIANCE_BUILD=cpu) and set [box] devices to a "
+    "number, such as 8."
+)
 
 
 def _broken(error: pynvml.NVMLError) -> str:
@@ -393,14 +401,33 @@ class _Watch:
                     handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
                 )
             ),
-            temperature_c=_ask(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
-            slowdown_c=_ask(
-                lambda: pynvml.nvmlDeviceGetTemperatureThreshold(handle, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
-            ),
+            temperature_c=(heat := _heat(handle)),
+            slowdown_c=_slowdown(handle, heat),
             unfit=unfit(handle),
             uuid=_uuid(handle),
             **_meters(handle),
         )
+
+
+def _heat(handle: Any) -> int | None:
+    """In °C. Drivers of CUDA 14 only answer the second (nvidia-ml-py says so of the first)."""
+    heat = _ask(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
+    return _ask(lambda: pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU)) if heat is None else heat
+
+
+def _slowdown(handle: Any, heat: int | None) -> int | None:
+    """From how many °C on it slows down. GPUs from Ada and Hopper on may only tell how far their limit is, and how far
+    beyond it they slow down (NVML API, nvmlDeviceGetTemperatureThreshold; "T.Limit" in nvidia-smi)."""
+    told: int | None = _ask(
+        lambda: pynvml.nvmlDeviceGetTemperatureThreshold(handle, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
+    )
+    if told or heat is None:
+        return told
+    margin = _ask(lambda: pynvml.nvmlDeviceGetMarginTemperature(handle))
+    fields = _ask(lambda: pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT]))
+    if margin is None or not fields or fields[0].nvmlReturn != pynvml.NVML_SUCCESS:
+        return None
+    return heat + margin - int(fields[0].value.siVal)
 
 
 def _meters(handle: Any) -> dict[str, Any]:

@@ -146,6 +146,10 @@ class DeviceKind(ABC):
         decides, which an engine knows."""
         return ""
 
+    def of_another_build(self) -> str:
+        """Why no engine of this installation computes on them, and what to do; "" if it does."""
+        return ""
+
     def fork_environment(self) -> dict[str, str]:
         """Variables that keep libraries from touching devices of this kind while a process that will fork imports them.
         Set on every machine."""
@@ -179,6 +183,12 @@ class DeviceKind(ABC):
     def engine_environment(self) -> dict[str, str]:
         """Variables for an engine, for what vLLM has no argument for."""
         return {}
+
+    def at_fault(self, error: str, message: str) -> bool:
+        """Whether such a device may be at fault for an exception of a process that computed on it; `error`: its class.
+        Most are of the program or the host: too little memory for what is wanted, a model that does not compute, a full
+        store. They come wherever the program runs, and on a machine with one device that is the same one each time."""
+        return False
 
     def foreign(self) -> dict[int, str]:
         """What processes hold of each device, in words, by index. Asked before the box starts any: they are others'."""

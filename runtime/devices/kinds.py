@@ -67,6 +67,11 @@ def fork_environment() -> dict[str, str]:
     return {name: value for kind in KINDS.values() for name, value in kind.fork_environment().items()}
 
 
+def is_of_a_device(error: str, message: str) -> bool:
+    """See DeviceKind.at_fault; of every kind."""
+    return any(kind.at_fault(error, message) for kind in KINDS.values())
+
+
 def before_fork() -> None:
     """See DeviceKind. Of every kind, for the same reason."""
     for kind in KINDS.values():

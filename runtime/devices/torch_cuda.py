@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from runtime.devices.builds import NEEDS_THE_OTHER, for_processors
 from runtime.devices.kind import DeviceKind
 
 _MAPS = Path("/proc/self/maps")
+# What the libraries of a GPU report, in torch's words; the first is the class of the runtime's own errors.
+_OF_A_DEVICE = re.compile(r"AcceleratorError|(?:CUDA|HIP|cuDNN|NCCL) error")
+# What they report too, and the program has done.
+_OF_THE_PROGRAM = re.compile(r"device-side assert|out of memory|ALLOC_FAILED")
 MOST_ROUNDED_MB = 64  # a power of two: what is kept is then of sizes that are all powers of two
 
 
@@ -39,6 +45,13 @@ class TorchCuda(DeviceKind):
         # The cumem allocator's level-2 sleep frees the memory of weights and KV and keeps their addresses.
         # Captured graphs stay on the device unless they lie in its pool; they then go to host memory.
         return ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
+
+    def of_another_build(self) -> str:
+        return NEEDS_THE_OTHER if for_processors() else ""
+
+    def at_fault(self, error: str, message: str) -> bool:
+        said = f"{error}: {message}"
+        return _OF_A_DEVICE.search(said) is not None and _OF_THE_PROGRAM.search(said) is None
 
     def of_this_torch(self) -> bool:
         import torch

@@ -51,9 +51,9 @@ def load(deployment: DeploymentView, config: SchedulerConfig) -> float:
     return deployment.demand.requests / _carried(deployment, config)
 
 
-def by_rise(deployment: DeploymentView, config: SchedulerConfig) -> int:
+def by_rise(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int:
     """Replicas needed for the number of requests expected soon; 0 if it is not rising, or if their number is fixed."""
-    if _fixed(deployment) is not None:
+    if _fixed(deployment, now_s, config) is not None:
         return 0
     return ceil(deployment.demand.expected / _carried(deployment, config))
 
@@ -66,10 +66,12 @@ def _carried(deployment: DeploymentView, config: SchedulerConfig) -> float:
     return target
 
 
-def _fixed(deployment: DeploymentView) -> int | None:
-    """Replicas of a model in use whose traffic is served best by a constant number; None if the number moves."""
-    standby = deployment.standby
-    if standby is None or not standby.fixed or deployment.demand.last_request_s is None:
+def _fixed(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int | None:
+    """Replicas of a model in use whose traffic is served best by a constant number; None if the number moves. A model
+    is in use until its floor ends: three engines stayed awake for a night because the evening had needed them, whatever
+    `idle_sleep_s` said."""
+    standby, in_use_until_s = deployment.standby, IdlePolicy(config).floor_until_s(deployment)
+    if standby is None or not standby.fixed or in_use_until_s is None or in_use_until_s <= now_s:
         return None
     return min(max(standby.replicas, deployment.floor_replicas), deployment.max_replicas)
 
@@ -77,7 +79,7 @@ def _fixed(deployment: DeploymentView) -> int | None:
 def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int:
     """Replicas that the present demand needs, without memory of earlier demand."""
     demand = deployment.demand
-    if (fixed := _fixed(deployment)) is not None:
+    if (fixed := _fixed(deployment, now_s, config)) is not None:
         return fixed
     count = by_concurrency(deployment, config)
     if deployment.standby is not None:
@@ -118,7 +120,7 @@ def required(
             reviews.append(hysteresis.proved_until_s)
         want = max(want, min(floor, deployment.max_replicas))
         reviews.append(end_s)
-    want = max(want, min(by_rise(deployment, config), deployment.max_replicas))
+    want = max(want, min(by_rise(deployment, now_s, config), deployment.max_replicas))
     if want >= hysteresis.replicas:
         # The model of the traffic accounts for hand-overs, but cannot see that requests in flight mislead.
         misled = deployment.standby is None or by_concurrency(deployment, config) >= want

@@ -38,6 +38,13 @@ def discover_devices(setting: str | int = "auto", node: str = HOME_NODE, untried
     return ()
 
 
+def check_build(devices: tuple[Device, ...]) -> None:
+    """Raises DevicesRefused: the engines of this installation compute on no device of this kind. Without this a box
+    whose GPUs are not there yet, or are not shown to its container, came up on logical CPU devices."""
+    if why := kinds.kind_of(devices[0].kind).of_another_build():
+        raise DevicesRefused(f"{why}.")
+
+
 def foreign_use(devices: tuple[Device, ...]) -> list[str]:
     """A sentence for each device that other programs use already. Ask before the box has started anything."""
     told = kinds.kind_of(devices[0].kind).foreign()

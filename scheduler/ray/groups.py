@@ -228,7 +228,7 @@ class Groups:
         )
         self._tell(running.ended)
         # Only after reporting the end: whatever fails below, the job's end is recorded.
-        if error.get("retryable") and error.get("code") not in ("rank_hung", "killed") and error["blame"] != "memory":
+        if error.get("by_device"):
             device_id = running.in_order[error["rank"]]
             if find_actor(ACTOR + device_id) is not None:  # else its node is gone, not the device at fault
                 self.on_death((device_id,), f"job {job_id}", error["reason"])

@@ -17,7 +17,7 @@ from pathlib import Path
 from runtime.devices.kind import Reading
 from runtime.errors import RuntimeLayerError
 from runtime.processes.warm_parents import NodeAgent, WarmSpec
-from runtime.tunnel import NodeCertificate, Shared, Tunnels, TunnelServer
+from runtime.tunnel import UNREACHED_HEAD, NodeCertificate, Shared, Tunnels, TunnelServer
 from scheduler.core.inventory import Device
 from scheduler.core.memory_reading import MemoryReading
 from scheduler.devices.host_reading import read_memory
@@ -134,7 +134,7 @@ class Node(NodeAgent, NodeCopies):
 
     async def open_tunnel(self, local: Path, address: tuple[str, int], remote: Path) -> None:
         """From now on the socket `local` of this node leads to the engine at `remote` on the node at `address`."""
-        await self._tunnels.open(local, address, remote)
+        await self._tunnels.open(local, address, remote, UNREACHED_HEAD)
 
     async def close_tunnel(self, local: Path) -> None:
         await self._tunnels.close(local)

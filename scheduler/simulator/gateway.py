@@ -49,7 +49,7 @@ class Reports:
             if self.model.standby != deployment.standby:
                 deployment = replace(deployment, standby=self.model.standby)
         wanted = demand_.wanted_now(deployment, now_s, self.config)
-        wanted = max(wanted, demand_.by_rise(deployment, self.config))
+        wanted = max(wanted, demand_.by_rise(deployment, now_s, self.config))
         return max(wanted, deployment.standby.replicas) if deployment.standby else wanted
 
     def _learn(self, learner: StandbyLearner, deployment: DeploymentView, now_s: float) -> Standby:

@@ -7,10 +7,12 @@ log-probability in the very distribution that the token was drawn from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 URL = "/inference/v1/generate"
+INTERRUPT_URL = "/inference/v1/abort_requests"
+"""Ends requests, each of which answers with what it has (`interrupt`, `Sampled.ended`)."""
 MOST_ANSWERS = 8
 """Of one request; no engine of the box has fewer places unless it was told so."""
 MOST_TOKENS = 8192
@@ -24,10 +26,12 @@ _NONE = -9999.0
 
 
 class Sampled(NamedTuple):
-    """One answer. ids end with the token that ended it, unless it was cut. log_probs: one for each."""
+    """One answer. ids end with the token that ended it, unless it was cut, or was interrupted before it had `ended`:
+    then there may be none. log_probs: one for each."""
 
     ids: list[int]
     log_probs: list[float]
+    ended: bool = True
 
 
 def answers_at_once(max_tokens: int) -> int:
@@ -58,16 +62,25 @@ def request(
     }
 
 
+def interrupt(request_ids: Iterable[str]) -> dict[str, Any]:
+    """The body for INTERRUPT_URL. request_ids: as their requests had them in the header x-request-id."""
+    return {"request_ids": [f"generate-tokens-{one}" for one in request_ids]}
+
+
 def read(body: Any, n: int) -> list[Sampled]:
     """The n answers of a response. Raises ValueError if they are not there as asked for."""
     try:
         found = [
-            Sampled(list(choice["token_ids"]), [float(one["logprob"]) for one in choice["logprobs"]["content"]])
+            Sampled(
+                list(choice["token_ids"] or ()),
+                [float(one["logprob"]) for one in choice["logprobs"]["content"]],
+                choice.get("finish_reason") != "abort",
+            )
             for choice in sorted(body["choices"], key=lambda choice: choice["index"])
         ]
     except (KeyError, TypeError) as error:
         raise ValueError(f"an engine's samples lack {error}") from error
-    if len(found) != n or any(not one.ids or len(one.ids) != len(one.log_probs) for one in found):
+    if len(found) != n or any((one.ended and not one.ids) or len(one.ids) != len(one.log_probs) for one in found):
         raise ValueError(f"{len(found)} of {n} samples, of {[(len(a), len(b)) for a, b in found]} tokens and numbers")
     if any(value <= _NONE for one in found for value in one.log_probs):
         raise ValueError("an engine's samples lack the log-probability of a token")

@@ -2,7 +2,14 @@
 
 vLLM keeps a model's buffers (vllm/v1/worker/gpu_worker.py, sleep). What a layer made of the model's configuration and
 holds as a plain attribute is in no version and comes back as whatever was in the memory: ALiBi's slopes, for one
-(vllm/v1/attention/backends/flash_attn.py), without which BLOOM or Falcon-RW never woke again.
+(vllm/v1/attention/backends/flash_attn.py), without which BLOOM or Falcon-RW never woke again; the strides of experts in
+FP8, which a kernel that a layer's method holds keeps for itself (vllm/model_executor/layers/fused_moe/experts,
+cutlass_moe.py).
+
+vLLM's own reload makes such a kernel anew and writes the layers' parameters where they were, but captured graphs go on
+reading the tensors of the first kernel. So these are looked for once, before any other load, and kept. What the new
+kernel holds in their place is copied into them: some follows from the weights, such as the scales of activations before
+experts in NVFP4 (make_nvfp4_moe_quant_config in vllm/model_executor/layers/fused_moe/oracle/nvfp4.py).
 """
 
 from __future__ import annotations
@@ -23,15 +30,17 @@ Spans = Collection[tuple[int, int]]
 
 
 class LooseTensors:
-    """Of one model. The tensors stay the same ones: captured graphs read them where they are."""
+    """Of one model, as it was loaded first. They stay the same tensors: captured graphs read them where they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._first = dict(_loose(model))
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, on the host
 
-    def keep(self, model: torch.nn.Module, discarded: Spans) -> None:
+    def keep(self, discarded: Spans) -> None:
         """Copy to the host what lies in the memory that is about to be discarded."""
-        found = {id(tensor): tensor for tensor in _loose(model) if _lies_in(tensor, discarded)}
-        self._kept = [(tensor, tensor.to(HOST.torch_type, copy=True)) for tensor in found.values()]
+        every = {id(tensor): tensor for tensor in self._first.values()}.values()
+        found = [tensor for tensor in every if _lies_in(tensor, discarded)]
+        self._kept = [(tensor, tensor.to(HOST.torch_type, copy=True)) for tensor in found]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -39,6 +48,14 @@ class LooseTensors:
         for tensor, copy in self._kept:
             tensor.copy_(copy)
         self._kept = []
+
+    @torch.no_grad()
+    def follow(self, model: torch.nn.Module) -> None:
+        """After a load by vLLM's own way: the first tensors become what those say that it made in their place."""
+        for place, tensor in _loose(model):
+            first = self._first.get(place)
+            if first is not None and first is not tensor and _alike(first, tensor):
+                first.copy_(tensor)
 
 
 def spans_of_weights() -> Spans:
@@ -48,14 +65,24 @@ def spans_of_weights() -> Spans:
     return [(first, data.handle[1]) for first, data in allocations if data.tag == "weights"]
 
 
-def _loose(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Plain attributes of layers, and of vLLM's objects that layers hold, such as an attention's implementation."""
-    for module in model.modules():
-        helpers = (one for one in vars(module).values() if type(one).__module__.startswith("vllm."))
-        for holder in (module, *helpers):
-            for value in getattr(holder, "__dict__", {}).values():
-                if isinstance(value, torch.Tensor) and 0 < value.nbytes <= MOST_BYTES:
-                    yield value
+def _loose(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Plain attributes of layers, and of vLLM's objects that layers hold, such as an attention's implementation or the
+    kernel of a quantisation's method, and of those that these hold; each with the names that lead to it."""
+    holders: list[tuple[str, Any]] = list(model.named_modules())
+    seen = {id(holder) for _, holder in holders}
+    while holders:
+        place, holder = holders.pop()
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if isinstance(value, torch.Tensor):
+                if 0 < value.nbytes <= MOST_BYTES and not isinstance(value, torch.nn.Parameter):
+                    yield f"{place}.{name}", value
+            elif type(value).__module__.startswith("vllm.") and id(value) not in seen:
+                seen.add(id(value))
+                holders.append((f"{place}.{name}", value))
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 def _lies_in(tensor: torch.Tensor, spans: Spans) -> bool:

@@ -32,6 +32,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.request import Request
@@ -68,6 +69,8 @@ from serve.vllm import mask_turns, owner_places, request_bounds, step_bounds
 from serve.vllm.fingerprint_pass import run_fingerprint
 
 SEGMENT_NAME_BYTES = 8
+LATE_REPLY_S = 10.0
+"""What the other workers have to reply once one has failed: they may wait for it in a collective, for ever."""
 _applied: list[bool] = []
 
 
@@ -89,6 +92,12 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     # A tensor-parallel engine runs on the NUMA nodes of its devices (runtime.numa), each worker on its own device's
     # node. vLLM's --numa-bind starts processes through numactl, but these are forked.
     worker.worker_main = staticmethod(_dies_with_parent(_beside(numa_nodes, worker.worker_main)))
+
+    # A call that fails on several workers raises at the first reply, and the other replies stay in their queues: each
+    # later call takes them for its own. The load that brings an old version back then failed at once, and a sleep ended
+    # while a worker was still awake.
+    executor = multiproc_executor.MultiprocExecutor
+    executor.collective_rpc = with_every_reply(executor.collective_rpc)
 
     # vLLM reports any error of the core or a worker to the frontend only as "Engine core initialization failed".
     EngineCoreProc.__init__ = _leaves_word(EngineCoreProc.__init__)
@@ -130,6 +139,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     step_bounds.slice_prompt_logprobs(GPUModelRunner)
     request_bounds.bound_forbidden(SamplingParams)
     request_bounds.bound_tokens(BaseRenderer)
+    request_bounds.forbid_known(InputProcessor)
     request_bounds.keep_seeds(ParentRequest)
     impossible_forms.apply()
     # Owners take turns in an engine's queue and with masks that take long, and nobody has all of its places.
@@ -248,6 +258,48 @@ def _dies_with_parent(function):
         return function(*args, **kwargs)
 
     return run
+
+
+def with_every_reply(rpc):
+    """rpc: vLLM's MultiprocExecutor.collective_rpc, a call of every worker."""
+
+    @functools.wraps(rpc)
+    def run(
+        self: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        unique_reply_rank: int | None = None,
+        **aggregators: Any,
+    ) -> Any:
+        if non_block or unique_reply_rank is not None:
+            return rpc(self, method, timeout, args, kwargs, non_block, unique_reply_rank, **aggregators)
+        asked = rpc(self, method, timeout, args, kwargs, True, **aggregators)
+        asked.get_response = functools.partial(_replies, self.response_mqs, method, timeout)
+        return asked.result()
+
+    return run
+
+
+def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> list[Any]:
+    """One reply of each worker. Raises RuntimeError with the first failure, TimeoutError."""
+    until_s = None if timeout_s is None else time.monotonic() + timeout_s
+    found: list[Any] = []
+    failed: RuntimeError | None = None
+    for queue in queues:
+        try:
+            status, result = queue.dequeue(timeout=None if until_s is None else max(0.0, until_s - time.monotonic()))
+        except TimeoutError as error:
+            raise failed or TimeoutError(f"RPC call to {method} timed out.") from error
+        found.append(result)
+        if status != multiproc_executor.WorkerProc.ResponseStatus.SUCCESS and failed is None:
+            failed = RuntimeError(f"Worker failed with error '{result}'; the stack trace stands in the engine's log")
+            until_s = min(filter(None, (until_s, time.monotonic() + LATE_REPLY_S)))
+    if failed is not None:
+        raise failed
+    return found
 
 
 def _beside(numa_nodes: Sequence[int | None], worker_main):

@@ -7,7 +7,8 @@ fit, on every device alike.
 
 A token that the tokenizer has and the model does not, such as a picture's placeholder with a model of text alone,
 passes vLLM's check, which goes by the larger of the two. The embedding has no row for it, on no device, and on a GPU
-the error names some later kernel.
+the error names some later kernel. Where a request forbids it, a GPU's kernel writes beyond the row of its logits, into
+the next request's.
 """
 
 from __future__ import annotations
@@ -63,6 +64,26 @@ def bound_tokens(renderer: Any) -> None:
             )
 
     renderer.validate_token_ids = validate_token_ids
+
+
+def forbid_known(processor: Any) -> None:
+    """processor: vllm.v1.engine.input_processor.InputProcessor. What the model has no token for it does not write, so
+    there is nothing to forbid; neither does such a token end an answer."""
+    process = processor.process_inputs
+
+    @functools.wraps(process)
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = process(self, *args, **kwargs)
+        asked = made.sampling_params
+        if asked is not None:
+            known = self.model_config.get_vocab_size()
+            if asked.bad_words_token_ids:
+                asked._bad_words_token_ids = [ids for ids in asked.bad_words_token_ids if max(ids) < known]
+            if max(asked.all_stop_token_ids, default=0) >= known:
+                asked._all_stop_token_ids = {token for token in asked.all_stop_token_ids if token < known}
+        return made
+
+    processor.process_inputs = process_inputs
 
 
 def keep_seeds(parent: Any) -> None:

@@ -119,7 +119,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._closing: threading.Thread | None = None
         self._retired: list[Ready] = []
         self._in_place = Weights.NEW
-        self._loose = LooseTensors()
+        self._loose = None if self._kind.on_host else LooseTensors(model)
         self._trace: FingerprintTrace | None = None
         compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
         self.layerwise_reason = self._direct.refusal
@@ -212,7 +212,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def start_weight_update(self) -> None:
         """The whole version comes in one `update_weights`; after a sleep, all else that lay beside the weights comes
         first."""
-        self._loose.put_back()
+        if self._loose is not None:
+            self._loose.put_back()
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
         """Load the version at `update_info.path`. Raises VersionError with the model unchanged, or any error of the
@@ -238,6 +239,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             self._direct.load(source, self._following(answers))
         else:
             load_layerwise(self.model, self.model_config, source, self.device)
+            if self._loose is not None:
+                self._loose.follow(self.model)
         self.dirty = False
         self.report = {
             "how": "in-place" if reason is None else "layerwise",
@@ -266,8 +269,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def sleeping(self) -> None:
         """The memory of the weights is about to be discarded."""
-        if not self._kind.on_host:
-            self._loose.keep(self.model, spans_of_weights())
+        if self._loose is not None:
+            self._loose.keep(spans_of_weights())
 
     def release_retired(self) -> None:
         """Free what a staged swap replaced, and unmap what a load read. Call it after the engine resumed, because both

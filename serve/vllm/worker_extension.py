@@ -17,9 +17,10 @@ THINKING_IDS = ("reasoning_start_token_ids", "natural_reasoning_end_token_ids", 
 
 
 class ShmWorkerExtension:
-    """Mixed into vLLM's worker class; `weight_transfer_engine` is the worker's own attribute."""
+    """Mixed into vLLM's worker class; `weight_transfer_engine` and `rank` are the worker's own attributes."""
 
     weight_transfer_engine: ShmWeightTransferEngine
+    rank: int
     model_runner: Any
     vllm_config: Any
 
@@ -86,14 +87,18 @@ class ShmWorkerExtension:
                 ids.copy_(torch.tensor(getattr(reasoning, name), dtype=ids.dtype))
 
     def shm_profile_begin(self) -> None:
-        self.__dict__["shm_profile"] = ProfiledSteps(self.model_runner)
+        """On the first worker alone: all of them would write their traces into the same file."""
+        if self.rank == 0:
+            self.__dict__["shm_profile"] = ProfiledSteps(self.model_runner)
 
-    def shm_profile_steps(self) -> int:
-        return self.__dict__["shm_profile"].done
+    def shm_profile_steps(self) -> int | None:
+        profile: ProfiledSteps | None = self.__dict__.get("shm_profile")
+        return None if profile is None else profile.done
 
-    def shm_profile_end(self, path: str | None) -> dict[str, Any]:
-        """What was measured; its trace goes to `path`, or nowhere."""
-        return self.__dict__.pop("shm_profile").end(path)
+    def shm_profile_end(self, path: str | None) -> dict[str, Any] | None:
+        """What was measured; its trace goes to `path`, or nowhere. None of a worker that was not."""
+        profile: ProfiledSteps | None = self.__dict__.pop("shm_profile", None)
+        return None if profile is None else profile.end(path)
 
     def shm_adapters(self) -> dict[str, Any]:
         """Return how many LoRA adapters are loaded, and the number and seconds of loads since the start."""

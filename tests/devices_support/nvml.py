@@ -23,7 +23,8 @@ GIB = 2**30
 @dataclass
 class Gpu:
     """One GPU. `reserved_bytes`: what driver and firmware keep of its memory. `switched`: behind an NVSwitch with the
-    others. `datacentre`: it reports ECC, remapped rows and MIG; a GeForce raises NotSupported. `private`: it tells its
+    others. `datacentre`: it reports ECC, remapped rows and MIG; a GeForce raises NotSupported. `margin_c`: it tells no
+    slowdown temperature but how far its limit is, 2 °C beyond which it slows down. `private`: it tells its
     memory, and who uses it, to root alone, as one that is cut by MIG does. `handle_error`, `error`: what asking for it,
     or anything about it, raises."""
 
@@ -41,6 +42,7 @@ class Gpu:
     mode: int = pynvml.NVML_COMPUTEMODE_DEFAULT
     pids: tuple[int, ...] = ()
     temperature_c: int = 41
+    margin_c: int | None = None
     ecc: int = 0
     power_mw: int = 310_500
     energy_mj: int = 5_000_000
@@ -66,11 +68,16 @@ class Machine:
     loaded: bool = False
     control: bool = True
     opened: set[int] = field(default_factory=set)
+    lacks: tuple[str, ...] = ()
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Machine:
         """Put it in place of this machine's driver."""
+
+        def lacking(*_: Any) -> Any:
+            raise pynvml.NVMLError_FunctionNotFound()
+
         for name, function in vars(_Functions(self)).items():
-            monkeypatch.setattr(pynvml, name, function)
+            monkeypatch.setattr(pynvml, name, lacking if name in self.lacks else function)
         there = self.gpus and self.control
         monkeypatch.setattr(cuda, "_CONTROL", Path("/dev/null" if there else "/dev/no-nvidiactl"))
         return self
@@ -113,6 +120,17 @@ class _Functions:
                 return answer(handle)
 
             return ask
+
+        def of_old(answer: Callable[[Gpu], Any], old: bool = True) -> Callable[..., Any]:
+            def ask(handle: Gpu, *_: Any) -> Any:
+                if (asked(handle).margin_c is None) is not old:
+                    raise pynvml.NVMLError_NotSupported()
+                return answer(handle)
+
+            return ask
+
+        def of_new(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
+            return of_old(answer, old=False)
 
         def init() -> None:
             if machine.init_error is not None:
@@ -168,7 +186,12 @@ class _Functions:
             lambda gpu: [types.SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in gpu.pids]
         )
         self.nvmlDeviceGetTemperature = about(lambda gpu: gpu.temperature_c)
-        self.nvmlDeviceGetTemperatureThreshold = about(lambda gpu: 87)
+        self.nvmlDeviceGetTemperatureV = about(lambda gpu: gpu.temperature_c)
+        self.nvmlDeviceGetTemperatureThreshold = of_old(lambda gpu: 87)
+        self.nvmlDeviceGetMarginTemperature = of_new(lambda gpu: gpu.margin_c)
+        self.nvmlDeviceGetFieldValues = of_new(
+            lambda gpu: [types.SimpleNamespace(nvmlReturn=pynvml.NVML_SUCCESS, value=types.SimpleNamespace(siVal=-2))]
+        )
         self.nvmlDeviceGetTotalEccErrors = of_datacentre(lambda gpu: gpu.ecc)
         self.nvmlDeviceGetRemappedRows = of_datacentre(lambda gpu: (0, 1, 0, 0))
         self.nvmlDeviceGetPowerUsage = about(lambda gpu: gpu.power_mw)

@@ -229,6 +229,8 @@ class SimulatedEngines:
         self.why = "no engine of the model is awake"
         self.sent: list[dict[str, Any]] = []
         self.sent_alone: list[dict[str, Any]] = []
+        self.interrupted: list[str] = []
+        self.on_interrupt: Callable[[Collection[str]], None] = self.interrupted.extend
         self.wanted: list[str] = []
         self.sampled: list[str] = []
         self.most_at_once = 0
@@ -258,7 +260,10 @@ class SimulatedEngines:
         return self.room(model)
 
     async def sample(self, model: str, version: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
-        return await self.send(model, sampling.URL, body, request_id)
+        return await self.send(model, sampling.URL, body | {"request_id": request_id}, request_id)
+
+    async def interrupt(self, request_ids: Collection[str]) -> None:
+        self.on_interrupt(request_ids)
 
     def wants(self, models: list[str], asker: str = "batches") -> None:
         if asker == SAMPLING:

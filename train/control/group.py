@@ -30,6 +30,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
+from runtime.devices import kinds
 from runtime.errors import ChildDied, ChildTimeout, RuntimeLayerError, SupervisorDied
 from train.plan import errors
 from train.plan.errors import RankFailed
@@ -80,9 +81,10 @@ class SuspendReport:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a group ended. `error` is {"code", "message", "retryable", "blame"} when failed. blame: "own" if a rank
-    raised an error, "memory" if the OOM killer killed it, else "outside": it was killed, stopped, or its supervisor
-    died, which is not a fault of the job."""
+    """How a group ended. `error` is {"code", "message", "retryable", "blame", "by_device"} when failed. blame: "own" if
+    a rank raised an error, "memory" if the OOM killer killed it, else "outside": it was killed, stopped, or its
+    supervisor died, which is not a fault of the job. by_device: the rank's device may have caused it: the rank died
+    without a word, or of an error of that kind."""
 
     outcome: Literal["succeeded", "failed", "suspended", "cancelled"]
     step: int = 0
@@ -346,6 +348,7 @@ class Group:
                 "died: the host's memory ran out" if starved else how,
                 retryable=True,
                 blame="memory" if starved else "outside",
+                by_device=not starved,
             )
         else:
             of_input = isinstance(getattr(errors, fatal["type"], None), type)
@@ -355,6 +358,7 @@ class Group:
                 retryable=not of_input,
                 code=fatal["type"],
                 message=fatal["message"] if of_input else None,  # a person's input, in words for that person
+                by_device=kinds.is_of_a_device(fatal["type"], fatal["message"]),
             )
 
     async def _death(self, rank: int) -> RuntimeLayerError | None:
@@ -377,6 +381,7 @@ class Group:
         code: str = "rank_failed",
         blame: str = "own",
         message: str | None = None,
+        by_device: bool = False,
     ) -> None:
         error = {
             "code": code,
@@ -385,6 +390,7 @@ class Group:
             "message": message or f"rank {rank} {reason}",
             "retryable": retryable,
             "blame": blame,
+            "by_device": by_device,
         }
         self._tasks.append(
             asyncio.create_task(self._end(Outcome("failed", self._step, error)), name=f"{self._job_id} fail")

@@ -60,9 +60,10 @@ class ControlSignals:
         return steps
 
     def clear(self) -> None:
-        """Clear a signal after it was handled."""
+        """Clear a signal after it was handled; no answer to what was asked before is for whoever goes on."""
         self.suspend = self.cancel = self.snapshot = False
         self._leave = None
+        self._answers.clear()
 
     def _tell(self) -> None:
         if self._leave is not None and (self.suspend or self.cancel):

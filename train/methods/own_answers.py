@@ -29,6 +29,9 @@ _HOST_ROW, _DEVICE_ROW = 1024, 8192
 """Tokens of the answers that are learnt from at the same time, if one alone is not longer."""
 
 
+MOST_STALE = 4
+"""Each is a model in training more in shared memory, and in the slots that an engine has for adapters."""
+
 ANSWER_OPTIONS = (
     Option("eval_samples", 1, 64, 1, "answers of each prompt of the validation file"),
     Option("max_completion_tokens", 1, 131072, 256, "tokens that an answer may have"),
@@ -77,6 +80,7 @@ class OwnAnswers(Method, ABC):
         for name in ("eval_samples", "max_completion_tokens"):
             options[name] = int(options[name])
         options["rollouts"] = _rollouts(given, fields, model)
+        options["staleness"] = _staleness(given, options["rollouts"])
         fields["max_length"] = _length(given, options, longest, model.max_position_embeddings)
         options["group"] = self.group(options)
         row = _HOST_ROW if estimate.kind_of(model.device_kind).on_host else _DEVICE_ROW
@@ -167,6 +171,18 @@ def _rollouts(given: Given, fields: dict[str, Any], model: ModelStats) -> str:
             "(lora_rank makes it one)",
         )
     return "ranks" if asked == "auto" else asked
+
+
+def _staleness(given: Given, rollouts: str) -> int:
+    """Updates that may lie between the weights that write an answer and those that learn from it."""
+    asked = given.integer("staleness", 0, MOST_STALE, auto=0)
+    if asked and rollouts != "engine":
+        raise InvalidHyperparameter(
+            "staleness",
+            asked,
+            "0 or 'auto' unless rollouts is 'engine': ranks sample from the weights of the very step",
+        )
+    return asked
 
 
 def _shares(group: int, rows: int) -> int:

@@ -5,10 +5,12 @@ With P parameters of the model, T of them trained, N ranks and b bytes per eleme
 head whole and 1 / t of the rest):
 
     weights      b P, of which ZeRO-3 keeps b P / N between layers and up to b min(P, LIVE) while it computes
-    gradients    4 T in ZeRO-1 (accumulated in fp32), 4 T / N in ZeRO-2 and 3
+    gradients    4 T in ZeRO-1 (accumulated in fp32), and 4 T / N more of its reduced part where the optimizer is
+                 offloaded; 4 T / N in ZeRO-2 and 3
     optimizer    12 T / N: the fp32 master and Adam's two moments
     buffers      4 R for one reduction of R = max(largest parameter, min(T, 50 M)) elements (train.run.engine); 8 R on
-                 a GPU, where one bucket is filled while another is reduced, or is reduced in a copy in fp32
+                 a GPU, where one bucket is filled while another is reduced, or is reduced in a copy in fp32; in ZeRO-1
+                 and 2 with offloading b elements' bytes of the largest parameter, on the device and on the host
     activations  tokens x layers x (25 h + 8 f) elements' bytes at b = 2, h the hidden size and f the width of the MLP
                  that one token passes; with activation checkpointing tokens x (2 h layers + one whole layer)
                  and the chunk of fp32 logits twice (train.methods.head_gradient); under tensor parallelism
@@ -187,11 +189,16 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
         weights = weights // ranks + (element * min(everything, LIVE_ELEMENTS) if ranks > 1 else 0)
     gradients = 4 * trained // (1 if stage == 1 else ranks)
     optimizer = OPTIMIZER_BYTES * trained // ranks
-    offloaded = host = 0
+    buffers, offloaded, host = _buffers(shape, fields, trained), 0, 0
     if fields["offload"] != "none":
         offloaded = optimizer
         step = 8 if stage == 3 else 4 + element + (4 if fields["precision"] == "fp32" else 0)
         host = optimizer + step * trained // ranks
+        if stage < 3:
+            passing = element * _largest(shape, fields, trained)
+            buffers, host = buffers + passing, host + passing
+        if stage == 1:
+            gradients += 4 * trained // ranks
     if fields["offload"] == "parameters":
         offloaded += element * everything // ranks
         host += element * everything // ranks
@@ -199,7 +206,7 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
         weights_bytes=weights,
         gradients_bytes=gradients,
         optimizer_bytes=optimizer,
-        buffers_bytes=_buffers(shape, fields, trained),
+        buffers_bytes=buffers,
         activations_bytes=_activations(shape, fields, element),
         offloaded_bytes=offloaded,
         host_bytes=host,
@@ -238,10 +245,13 @@ def _buffers(shape: ModelShape, fields: Mapping[str, Any], trained: int) -> int:
     """Of the reduction of gradients. DeepSpeed 0.19.8 allocates whole buckets: in ZeRO-1 fp32, of which overlap_comm
     has two (stage_1_and_2.py, setup_buckets); in ZeRO-2 two in bf16, with a copy in fp32 of the one that is reduced; in
     ZeRO-3 one in fp32 (stage3.py, "IPG"), beside what is scattered from it."""
-    elements = min(trained, BUCKET_ELEMENTS)
-    if fields["full"]:
-        elements = max(elements, min(trained, shape.largest))
+    elements = max(min(trained, BUCKET_ELEMENTS), _largest(shape, fields, trained))
     return (4 if _on_host(fields) else 8) * elements
+
+
+def _largest(shape: ModelShape, fields: Mapping[str, Any], trained: int) -> int:
+    """Elements of the largest trained parameter; 0 for an adapter's, which is small beside a bucket."""
+    return min(trained, shape.largest) if fields["full"] else 0
 
 
 def _on_host(fields: Mapping[str, Any]) -> bool:

@@ -7,8 +7,9 @@ snapshot may come to other weights at the same step, which no engine may take fo
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,14 +27,22 @@ from weights.format.names import policy_name, version_name
 from weights.memory.store import WeightStore
 
 
-class Policy:
-    """Of one rank. `questions`: made of it for whoever runs the job."""
+def to_ask(step: int, staleness: int, total: int, asked: Collection[int]) -> list[int]:
+    """Steps whose samples are asked for as `step` begins, by the weights that it begins with: its own and as many of
+    the next as may be learnt from weights of before. So no sample is ever staler than that. Pure."""
+    return [one for one in range(step, min(step + staleness + 1, total)) if one not in asked]
 
-    def __init__(self, spec: TrainSpec, engine: Any, grid: Grid, store: WeightStore):
-        self._engine, self._grid, self._store = engine, grid, store
+
+class Policy:
+    """Of one rank. `questions`: made of it for whoever runs the job. staleness: updates after which weights still
+    answer."""
+
+    def __init__(self, spec: TrainSpec, engine: Any, grid: Grid, store: WeightStore, staleness: int = 0):
+        self._engine, self._grid, self._store, self._staleness = engine, grid, store, staleness
         self._spec = replace(spec, lora_publish="adapter", output_model=policy_name(spec.job_id))
         self._world = ""
         self._there = -1
+        self._took_s = 0.0
 
     def version(self, step: int) -> str:
         """Collective: the model as it is after so many steps is in shared memory under this version. Raises StoreFull,
@@ -41,6 +50,7 @@ class Policy:
         self._world = self._world or told_by_first(uuid.uuid4().hex[:8])
         version = f"{version_name(step)}.{self._world}"
         if self._there != step:
+            began_s = time.perf_counter()
             meta = {
                 "job": self._spec.job_id,
                 "base": self._spec.base_model,
@@ -50,8 +60,14 @@ class Policy:
             publish(self._engine, self._spec, self._store, version=version, meta=meta)
             self._there = step
             if self._grid.rank == 0:
-                self._forget_others(version)
+                self._forget_before(step - self._staleness)
+            self._took_s += time.perf_counter() - began_s
         return version
+
+    def take_seconds(self) -> float:
+        """That its versions took since it was asked last."""
+        took_s, self._took_s = self._took_s, 0.0
+        return took_s
 
     def question(self, version: str, prompts: Sequence[dict[str, Any]], room: int, ends: Sequence[int]) -> dict:
         """What is asked. prompts: {"place": of its first answer, "n": answers, "seed", "tokens"}."""
@@ -64,19 +80,22 @@ class Policy:
             "ends": list(ends),
         }
 
-    def _forget_others(self, version: str) -> None:
-        """Those that an engine still has are removed by whoever has it unload them."""
+    def _forget_before(self, step: int) -> None:
+        """What this step no longer samples from, and what other worlds left. Those that an engine still has are removed
+        by whoever has it unload them."""
+        kept = {f"{version_name(one)}.{self._world}" for one in range(step, self._there + 1)}
         for stored in self._store.list("adapter"):
-            if stored.model == self._spec.output_model and stored.version != version:
+            if stored.model == self._spec.output_model and stored.version not in kept:
                 try:
                     self._store.remove(stored)
                 except (VersionLeased, VersionNotFound):
                     continue
 
 
-def told(samples: Sequence[dict[str, Any]], made: Answers, vocabulary: int) -> Answers:
+def told(samples: Sequence[dict[str, Any]], made: Answers, vocabulary: int, behind: int = 0) -> Answers:
     """Into `made`, on the host, what an answer has: {"place": of the first, "ids": [[...]], "log_probs": [[...]]}. What
-    is no answer to what was asked, or the second one of a place, is left out."""
+    is no answer to what was asked, or the second one of a place, is left out. behind: updates since the weights that
+    wrote it."""
     n, room = made.ids.shape
     for part in samples:
         for place, (ids, log_probs) in enumerate(zip(part["ids"], part["log_probs"], strict=True), part["place"]):
@@ -86,12 +105,15 @@ def told(samples: Sequence[dict[str, Any]], made: Answers, vocabulary: int) -> A
             made.ids[place, : len(ids)] = torch.tensor(ids)
             made.log_probs[place, : len(ids)] = torch.tensor(log_probs)
             made.sizes[place] = len(ids)
+            if behind:
+                made.older[place, behind - 1] = len(ids)
     return made
 
 
 def shared(made: Answers, device: torch.device) -> Answers:
     """Collective: those of rank 0, on every rank's device."""
-    parts = [part.to(device) for part in (made.ids, made.log_probs, made.sizes)]
+    parts = [part.to(device) for part in (made.ids, made.log_probs, made.sizes, made.older)]
     for part in parts:
-        comm.broadcast(part, src=0)
+        if part.numel():
+            comm.broadcast(part, src=0)
     return Answers(*parts)

@@ -4,6 +4,9 @@ judge says of them, and the rows that are learnt from.
     sampled by an engine of the box, or by all ranks, each its share -> judged by whoever runs the job -> advantages
     -> rows, the same on every rank
 
+Where samples may be stale, engines are asked for the next steps' before this one's are waited for, judged and learnt
+from, and so write them meanwhile.
+
 A step's prompts, and the random numbers by which their answers are chosen, follow from its number, and every rank holds
 all samples: so a step is the same on any number of ranks, and no sample is lost or counted twice, whatever ends the
 run. What an engine was asked for and did not answer, the ranks sample. What has been sampled, and what has been judged,
@@ -18,6 +21,7 @@ import os
 import time
 import zipfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,7 +38,7 @@ from train.methods.method import Method
 from train.model.model import load_tokenizer
 from train.plan.errors import NothingGraded
 from train.plan.spec import TrainSpec
-from train.rollouts.asked import Policy, shared, told
+from train.rollouts.asked import Policy, shared, to_ask, told
 from train.rollouts.grader import Grader
 from train.rollouts.judge import Judge, Verdict
 from train.rollouts.sampler import Answers, sample
@@ -52,6 +56,17 @@ jobs, and a step may have thousands of answers of a hundred thousand tokens."""
 _ASK_AGAIN_S = 10.0
 _LOOK_EVERY_S = 0.01
 _TRAINING, _VALIDATION = 0, 1
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A question to engines, by its name: about this version, of the weights after so many steps; asked at_s
+    (time.monotonic()), if it was."""
+
+    version: str
+    step: int
+    name: str
+    at_s: float = -_ASK_AGAIN_S
 
 
 class Rollouts:
@@ -78,13 +93,15 @@ class Rollouts:
             Teacher() if method.judged_by == "teacher" else Grader(lambda: self._tokenizer, lambda: self._ends)
         )
         self._file = Path(spec.run_dir) / FILE
-        by_engine = spec.options.get("rollouts") == "engine"
-        self._policy = Policy(spec, engine, grid, store) if by_engine else None
+        by_engine, self._staleness = spec.options.get("rollouts") == "engine", spec.options.get("staleness", 0)
+        self._policy = Policy(spec, engine, grid, store, self._staleness) if by_engine else None
+        self._asked: dict[int, _Asked] = {}  # by step, ahead of its turn
         self._why = ""  # an engine did not answer, as it was last reported
         # Of the step that is ready, as `Answers` has them, on the host: each look at a device waits for it.
         self._step = -1
         self._ids, self._log_probs, self._sizes = np.zeros((0, 0), np.int64), np.zeros((0, 0)), np.zeros(0, np.int64)
         self._verdict: Verdict = {}
+        self._older = np.zeros((0, 0), np.int64)
         self._by_engine = 0  # of what was sampled last
         self._engine_share = 0.0  # of the step's samples
         self._advantages: list[np.ndarray | None] = []
@@ -98,11 +115,16 @@ class Rollouts:
             return True
         prompts = self._plan.packs_of_step(step).repeat(self._samples.group)
         began_s = time.perf_counter()
+        if self._policy is not None:
+            self._policy.take_seconds()  # of a validation
         made, verdict = self._taken_up(step, len(prompts))
+        if self._policy is not None and self._staleness:
+            self._ask_ahead(self._policy, step, taken_up=made is not None)
         if made is None:
             made = self._sampled(step, self._train, prompts, self._samples.group, (_TRAINING, step))
             if made is None:
                 return False
+            self._asked.pop(step, None)
             self._keep(step, made, None)
         sampled_s = time.perf_counter()
         if verdict is None:
@@ -111,13 +133,16 @@ class Rollouts:
                 return False
             self._judge.check(verdict)
             self._keep(step, made, verdict)
-        self._ids, self._log_probs, self._sizes = (
-            part.cpu().numpy() for part in (made.ids, made.log_probs, made.sizes)
+        self._ids, self._log_probs, self._sizes, self._older = (
+            part.cpu().numpy() for part in (made.ids, made.log_probs, made.sizes, made.older)
         )
         self._step, self._verdict, self._engine_share = step, verdict, self._by_engine / len(prompts)
         self._advantages = self._judge.advantages(verdict, self._sampled_of(range(len(prompts))), self._samples.group)
         judged_s = time.perf_counter()
         self._seconds = {"sampling": sampled_s - began_s, "grading": judged_s - sampled_s}
+        if self._policy is not None:
+            published_s = self._policy.take_seconds()
+            self._seconds |= {"sampling": sampled_s - began_s - published_s, "publishing": published_s}
         return True
 
     def seconds(self) -> dict[str, float]:
@@ -151,7 +176,15 @@ class Rollouts:
             **self._judge.told(self._verdict, self._sampled_of(range(len(self._sizes))), self._samples.group),
             "completion_tokens_mean": float(self._sizes.mean()),
             "cut_answers": float((~np.isin(last, self._ends)).mean()),
-            **({"engine_samples": self._engine_share} if self._policy is not None else {}),
+            **(self._told_of_engines() if self._policy is not None else {}),
+        }
+
+    def _told_of_engines(self) -> dict[str, float]:
+        behind = 1 + np.arange(self._older.shape[1])
+        return {
+            "engine_samples": self._engine_share,
+            "staleness_mean": float((self._older * behind).sum() / self._sizes.sum()),
+            "staleness_max": int(behind[self._older.any(axis=0)].max(initial=0)),
         }
 
     def _sampled_of(self, members: Iterable[int]) -> list[np.ndarray]:
@@ -213,7 +246,7 @@ class Rollouts:
         """Collective: an answer to each of these prompts, on every rank; None if the devices were wanted. each: answers
         of a prompt, which follow each other. before: answers of the same stream that were made before."""
         self._progress.enter("sampling")
-        made = Answers.empty(len(prompts), self._samples.room, self._engine.device)
+        made = Answers.empty(len(prompts), self._samples.room, self._engine.device, self._staleness)
         self._by_engine = 0
         if self._policy is not None:
             found = self._asked_for(step, tokens, prompts, each, stream, before)
@@ -231,37 +264,73 @@ class Rollouts:
     ) -> Answers | None:
         """Collective: as `_sampled`, what an engine has answered; sizes 0 where it has not."""
         assert self._policy is not None
-        made = Answers.empty(len(prompts), self._samples.room)
-        try:
-            version = self._policy.version(step)
-        except StoreFull as full:  # raised on every rank
-            self._say(f"no room for the model as it stands: {full}")
-            return shared(made, self._engine.device)
-        purpose, why = "train" if stream[0] == _TRAINING else "valid", ""
+        made, why = Answers.empty(len(prompts), self._samples.room, staleness=self._staleness), ""
         vocabulary = self._engine.module.model.config.get_text_config().vocab_size
+        early = self._asked.get(step) if stream[0] == _TRAINING else None
         for lines in self._questions(tokens, prompts, each):
-            asked, place_of_first = {}, before + lines[0][1]
-            if self._grid.rank == 0:
-                parts = [
-                    {
-                        "place": place,
-                        "n": n,
-                        "seed": int(_numbers(self._spec.seed, stream, before + first).integers(1 << 62))
-                        + place
-                        - first,
-                        "tokens": self._prompt(tokens, prompts[place]).tolist(),
-                    }
-                    for first, place, n in lines
-                ]
-                asked = self._policy.question(version, parts, self._samples.room, self._ends)
-            answered, answer = self._heard(f"sample-{purpose}-{version}-{place_of_first}", asked)
+            if early is None:
+                try:
+                    version = self._policy.version(step)
+                except StoreFull as full:  # raised on every rank
+                    why = f"no room for the model as it stands: {full}"
+                    break
+                early = _Asked(version, step, self._name(step, stream, version, before + lines[0][1]))
+            asked = self._question(self._policy, early.version, tokens, prompts, lines, stream, before)
+            answered, answer = self._heard(early.name, asked, early.at_s)
             if not answered:
                 return None
             if self._grid.rank == 0:
-                told(answer["samples"], made, vocabulary)
+                told(answer["samples"], made, vocabulary, step - early.step)
                 why = answer["why"] or why
+            early = None
         self._say(why)
         return shared(made, self._engine.device)
+
+    def _ask_ahead(self, policy: Policy, step: int, taken_up: bool) -> None:
+        """Collective: engines are asked for the samples of steps that may have this one's weights. Of each its first
+        question alone, so that whoever answers holds few; what is left of it is asked for in its turn."""
+        due = to_ask(step, self._staleness, self._plan.total_steps, {*self._asked, *([step] if taken_up else [])})
+        try:
+            version = policy.version(step)
+        except StoreFull:  # raised on every rank; whose turn it is says so
+            return
+        for one in due:
+            prompts, stream = self._plan.packs_of_step(one).repeat(self._samples.group), (_TRAINING, one)
+            lines, *_ = self._questions(self._train, prompts, self._samples.group)
+            asked = _Asked(version, step, self._name(one, stream, version, 0), time.monotonic())
+            self._asked[one] = asked
+            if self._grid.rank == 0:
+                question = self._question(policy, version, self._train, prompts, lines, stream, 0)
+                self._emit("ask", question=asked.name, **question)
+
+    def _name(self, step: int, stream: tuple[int, int], version: str, place_of_first: int) -> str:
+        """Of a question. No other world has the version, no other step of this one the rest."""
+        purpose = "train" if stream[0] == _TRAINING else "valid"
+        return f"sample-{purpose}-{step}-{version}-{place_of_first}"
+
+    def _question(
+        self,
+        policy: Policy,
+        version: str,
+        tokens: TokenSet,
+        prompts: np.ndarray,
+        lines: list[tuple[int, int, int]],
+        stream: tuple[int, int],
+        before: int,
+    ) -> dict[str, Any]:
+        """On rank 0, which asks it."""
+        if self._grid.rank != 0:
+            return {}
+        parts = [
+            {
+                "place": place,
+                "n": n,
+                "seed": int(_numbers(self._spec.seed, stream, before + first).integers(1 << 62)) + place - first,
+                "tokens": self._prompt(tokens, prompts[place]).tolist(),
+            }
+            for first, place, n in lines
+        ]
+        return policy.question(version, parts, self._samples.room, self._ends)
 
     def _questions(self, tokens: TokenSet, prompts: np.ndarray, each: int) -> list[list[tuple[int, int, int]]]:
         """What to ask engines, ASKED_TOKENS at a time, the same on every rank: (place of the prompt's first answer,
@@ -346,10 +415,10 @@ class Rollouts:
             verdict = {key: [*have, *judged[key]] for key, have in verdict.items()}
         return verdict
 
-    def _heard(self, question: str, asked: dict[str, Any]) -> tuple[bool, Any]:
+    def _heard(self, question: str, asked: dict[str, Any], asked_s: float = -_ASK_AGAIN_S) -> tuple[bool, Any]:
         """Collective: whether rank 0 was answered before the devices were wanted, and the answer there. asked: by rank
-        0."""
-        asked_s, answer = -_ASK_AGAIN_S, None
+        0; asked_s: when it has asked already."""
+        answer = None
         while True:
             if self._grid.rank == 0:
                 answer = self._signals.take_answer(question)
@@ -402,6 +471,7 @@ class Rollouts:
                 ids=made.ids.cpu().numpy().astype(np.int32),
                 log_probs=made.log_probs.cpu().numpy(),
                 sizes=made.sizes.cpu().numpy(),
+                older=made.older.cpu().numpy(),
                 engine=self._by_engine,
                 verdict=np.frombuffer(json.dumps(verdict).encode(), np.uint8),
             )
@@ -410,13 +480,13 @@ class Rollouts:
     def _taken_up(self, step: int, n: int) -> tuple[Answers | None, Verdict | None]:
         """Collective: what an earlier world has sampled and had judged for this step."""
         shape = n, self._samples.room
-        kept = _read(self._file, step, shape) if self._grid.rank == 0 else None
+        kept = _read(self._file, step, shape, self._staleness) if self._grid.rank == 0 else None
         there = told_by_first(kept is not None)
         if not there:
             return None, None
-        made = Answers.empty(*shape)
+        made = Answers.empty(*shape, staleness=self._staleness)
         if kept is not None:
-            made = Answers(*(torch.from_numpy(kept[name]) for name in ("ids", "log_probs", "sizes")))
+            made = Answers(*(torch.from_numpy(kept[name]) for name in ("ids", "log_probs", "sizes", "older")))
         self._by_engine, verdict = told_by_first(kept and [int(kept.get("engine", 0)), kept["verdict"]])
         return shared(made, self._engine.device), verdict
 
@@ -428,7 +498,7 @@ def _numbers(seed: int, stream: tuple[int, int], place: int) -> np.random.Genera
     return np.random.Generator(np.random.Philox(key=key))
 
 
-def _read(path: Path, step: int, shape: tuple[int, int]) -> dict[str, Any] | None:
+def _read(path: Path, step: int, shape: tuple[int, int], staleness: int) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
@@ -436,7 +506,8 @@ def _read(path: Path, step: int, shape: tuple[int, int]) -> dict[str, Any] | Non
             kept = {name: file[name] for name in file.files}
     except (OSError, ValueError, zipfile.BadZipFile):
         return None  # a crash of the machine: it is sampled anew
-    if int(kept["step"]) != step or kept["ids"].shape != shape:
+    kept = {"older": np.zeros((shape[0], 0), np.int64), **kept}  # of a run that began before samples could be stale
+    if int(kept["step"]) != step or kept["ids"].shape != shape or kept["older"].shape[1] != staleness:
         return None
     verdict = json.loads(kept["verdict"].tobytes())
     return {**kept, "ids": kept["ids"].astype(np.int64), "verdict": verdict}

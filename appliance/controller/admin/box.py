@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,20 +12,25 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse
 
 from appliance.controller.admin import handover_views, views
-from appliance.controller.admin.metrics import registry_of
+from appliance.controller.admin.metrics import ControllerCollector, registry_of
+from appliance.controller.bus.load import Load
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import copy_limit, lost_nodes
 from appliance.controller.devices.meters import metered
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.gates import views as gate_views
-from appliance.controller.http.paging import After, LongLists, list_object
+from appliance.controller.http.paging import After, list_object
+from appliance.controller.http.reading import Status, answer
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
+from appliance.controller.interfaces.ports import SchedulerStatus
 from appliance.controller.interfaces.principal import ADMIN, Caller, needs
 from appliance.controller.jobs.wanted import unknown_job
+from appliance.last_backup import LastBackup
 from appliance.store.objects import gates, job_records, jobs
 from appliance.store.records import audit, handovers, keys
 from appliance.store.rows import JobRow
+from runtime.devices.kind import Reading
 
 _MOST_STEPS = 2000
 RecentLimit = Annotated[int, Query(ge=1, le=1000)]
@@ -33,7 +39,6 @@ RecentLimit = Annotated[int, Query(ge=1, le=1000)]
 def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the routes to the admin router."""
     db = context.db
-    registry, lists = registry_of(context), LongLists()
 
     def handover_view(handover_id: str | None) -> dict[str, Any] | None:
         row = handovers.find(db, handover_id) if handover_id else None
@@ -46,19 +51,31 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             raise unknown_job(job_id)
         return row
 
-    @router.get("/status")
-    async def status() -> dict[str, Any]:
-        now, load = context.scheduler.status(), context.load()
+    @router.get("/status", response_model=dict[str, Any])
+    async def status(now: Status, caller: Caller) -> Response:
+        load, last = context.load(), context.last_backup()
+        degraded = [*context.background.degraded(), *context.main_troubles()]
+        readings, doctor = context.device_readings(), context.doctor_findings()
+        return await answer(db, caller.viewer, lambda: shown_status(now, load, last, readings, doctor, degraded))
+
+    def shown_status(
+        now: SchedulerStatus,
+        load: Load,
+        last: LastBackup | None,
+        readings: Mapping[str, Reading],
+        doctor: list[dict[str, Any]],
+        degraded: list[dict[str, Any]],
+    ) -> dict[str, Any]:
         holds = mode_in_force(db, now["serving_floor"], time.time()).policy
         return {
             "box": {
                 **context.box,
                 "started_s": context.started_s,
                 "certificate_expires_s": load.certificate_expires_s,
-                "backup": None if (last := context.last_backup()) is None else asdict(last),
+                "backup": None if last is None else asdict(last),
             },
             "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
-            "devices": metered(lost_nodes.in_view(db, now["devices"]), context.device_readings()),
+            "devices": metered(lost_nodes.in_view(db, now["devices"]), readings),
             "replicas": now["replicas"],
             "jobs": [views.job(row) for row in jobs.list_unfinished(db)],
             "requests": {
@@ -68,17 +85,22 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             },
             "memory": now["memory"],
             "handover": handover_view(now["handover"]),
-            "doctor": context.doctor_findings(),
-            "degraded": [*context.background.degraded(), *context.main_troubles()],
+            "doctor": doctor,
+            "degraded": degraded,
             "troubles": now["troubles"],
             "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes],
         }
 
     # Not by `response_class`: the OpenAPI document would then say that errors are plain text too.
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
-    async def prometheus_metrics() -> PlainTextResponse:
+    async def prometheus_metrics(now: Status, caller: Caller) -> Response:
         """The controller's own series in Prometheus' text format; the gateway's /metrics merges them with its own."""
-        return PlainTextResponse(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        collector = ControllerCollector(context, now)
+
+        def scraped() -> Response:
+            return PlainTextResponse(generate_latest(registry_of(collector)), media_type=CONTENT_TYPE_LATEST)
+
+        return await answer(db, caller.viewer, scraped)
 
     @router.get("/tiers")
     async def tiers() -> dict[str, Any]:
@@ -92,15 +114,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         except OperationFailed as error:
             raise ApiError(500, str(error), kind="server_error", code=error.code) from error
 
-    @router.get("/handovers", response_model=dict[str, Any])
-    async def list_handovers(limit: RecentLimit = 20) -> Response:
+    @router.get("/handovers")
+    def list_handovers(limit: RecentLimit = 20) -> dict[str, Any]:
         measured = copy_limit.read(db)
-        return await lists.answer(
-            handovers.list_recent(db, limit), lambda row: handover_views.handover(db, row, measured)
-        )
+        rows = handovers.list_recent(db, limit)
+        return {"object": "list", "data": [handover_views.handover(db, row, measured) for row in rows]}
 
     @router.get("/handovers/{handover_id}")
-    async def show_handover(handover_id: str) -> dict[str, Any]:
+    def show_handover(handover_id: str) -> dict[str, Any]:
         found = handover_view(handover_id)
         if found is None:
             raise NotFound(
@@ -111,7 +132,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return found
 
     @router.get("/limits")
-    async def show_limits() -> dict[str, Any]:
+    def show_limits() -> dict[str, Any]:
         """The measured hardware rates that hand-overs are compared with."""
         return copy_limit.read(db)
 
@@ -124,15 +145,15 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return found
 
     @router.get("/jobs")
-    async def list_jobs(after: After = None, limit: RecentLimit = 100) -> dict[str, Any]:
+    def list_jobs(after: After = None, limit: RecentLimit = 100) -> dict[str, Any]:
         return list_object(jobs.page(db, viewer=None, after=after, limit=limit), views.job)
 
     @router.get("/jobs/{job_id}")
-    async def show_job(job_id: str) -> dict[str, Any]:
+    def show_job(job_id: str) -> dict[str, Any]:
         return views.job(_known_job(job_id)) | {"gate": gate_views.in_short(gates.of_job(db, job_id))}
 
     @router.get("/jobs/{job_id}/metrics")
-    async def metrics(
+    def metrics(
         job_id: str,
         after_step: Annotated[int, Query(ge=-1, lt=2**62)] = -1,
         limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
@@ -146,7 +167,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return {"object": "list", "data": data, "has_more": len(rows) > limit}
 
     @router.get("/audit", dependencies=[Depends(needs(ADMIN))])
-    async def list_audit(after: After = None, limit: RecentLimit = 100) -> dict[str, Any]:
+    def list_audit(after: After = None, limit: RecentLimit = 100) -> dict[str, Any]:
         names = {row.id: row.name for row in keys.list_all(db)}
         page = audit.page(db, after=after, limit=limit)
         return list_object(page, lambda row: views.audit(row, names.get(row.key_id, row.key_id or "box")))

@@ -13,6 +13,7 @@ from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import cordons, lost_nodes
 from appliance.controller.devices.meters import metered
+from appliance.controller.http.reading import Status
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import NotFound, shown
 from appliance.controller.interfaces.principal import Caller
@@ -42,8 +43,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         )
 
     @router.get("/devices")
-    async def devices() -> dict[str, Any]:
-        return {"object": "list", "data": metered(in_view(), context.device_readings())}
+    def devices(now: Status) -> dict[str, Any]:
+        return {"object": "list", "data": metered(lost_nodes.in_view(db, now["devices"]), context.device_readings())}
 
     @router.post("/devices/{device_id:path}/drain")
     async def drain(device_id: str, caller: Caller, body: Drain | None = None) -> dict[str, Any]:

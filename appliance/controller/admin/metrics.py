@@ -26,47 +26,50 @@ from runtime.devices.kind import THROTTLES, Reading
 from scheduler.core.workload import POLICIES
 
 
-def registry_of(context: ControllerContext) -> CollectorRegistry:
-    """A separate registry for this context, with the process's memory, CPU time and descriptors."""
+def registry_of(collector: ControllerCollector) -> CollectorRegistry:
+    """A registry of one scrape, with the process's memory, CPU time and descriptors."""
     registry = CollectorRegistry()
-    registry.register(ControllerCollector(context))
+    registry.register(collector)
     ProcessCollector(namespace="appliance_controller", registry=registry)
     return registry
 
 
 class ControllerCollector:
-    """Implements `prometheus_client.registry.Collector`."""
+    """Implements `prometheus_client.registry.Collector`. Made on the loop, whose state it takes, for one scrape that
+    reads the store on a thread."""
 
-    def __init__(self, context: ControllerContext):
-        self._context = context
+    def __init__(self, context: ControllerContext, now: SchedulerStatus):
+        self._db, self._data, self._now = context.db, context.files_dir, now
+        self._tiers, self._last_backup = context.tiers.status(), context.last_backup()
+        self._readings = context.device_readings()
 
     def describe(self) -> list[Metric]:
-        # Without this the registry would collect once at registration, before the scheduler runs.
+        # Without this the registry would collect at registration too.
         return []
 
     def collect(self) -> Iterator[Metric]:
-        now = self._context.scheduler.status()
+        now = self._now
         yield from self._scheduler(now)
         yield from self._devices(now)
         yield from self._training()
         yield from self._weights(now)
         yield from self._responses()
         yield from self._disks()
-        if (last := self._context.last_backup()) is not None:
+        if (last := self._last_backup) is not None:
             text = "Unix time of the newest backup that was taken."
             yield GaugeMetricFamily("appliance_backup_last_success_timestamp_seconds", text, last.made_s)
 
     def _scheduler(self, now: SchedulerStatus) -> Iterator[Metric]:
-        holds = mode_in_force(self._context.db, now["serving_floor"], time.time()).policy.kind
+        holds = mode_in_force(self._db, now["serving_floor"], time.time()).policy.kind
         mode = GaugeMetricFamily("appliance_mode", "1 for the mode in force.", labels=["policy"])
         for policy in POLICIES:
             mode.add_metric([policy], float(policy == holds))
         yield mode
         ended = SummaryMetricFamily("appliance_handover_seconds", "Ended hand-overs, by outcome.", labels=["outcome"])
-        for total in handovers.totals(self._context.db):
+        for total in handovers.totals(self._db):
             ended.add_metric([total.state], total.count, total.seconds)
         yield ended
-        running = float(len(handovers.list_open(self._context.db)))
+        running = float(len(handovers.list_open(self._db)))
         yield GaugeMetricFamily("appliance_handovers_running", "Hand-overs in progress.", running)
         yield GaugeMetricFamily("appliance_scheduler_plan_seconds", "How long the last plan took.", now["plan_s"])
         replicas = GaugeMetricFamily(
@@ -84,7 +87,7 @@ class ControllerCollector:
         yield memory
 
     def _devices(self, now: SchedulerStatus) -> Iterator[Metric]:
-        shown = lost_nodes.in_view(self._context.db, now["devices"])
+        shown = lost_nodes.in_view(self._db, now["devices"])
         held = GaugeMetricFamily(
             "appliance_devices",
             "Devices by who holds them (job, replica, none) and health.",
@@ -103,10 +106,10 @@ class ControllerCollector:
             memory.add_metric([device["id"], device["kind"]], device["memory_bytes"])
         yield health
         yield memory
-        yield from _metered(self._context.device_readings())
+        yield from _metered(self._readings)
 
     def _training(self) -> Iterator[Metric]:
-        rows = jobs.list_unfinished(self._context.db)
+        rows = jobs.list_unfinished(self._db)
         phases = GaugeMetricFamily("appliance_jobs", "Unfinished jobs by phase.", labels=["phase"])
         for phase, count in sorted(Counter(job_phase(row) for row in rows).items()):
             phases.add_metric([phase], count)
@@ -124,14 +127,14 @@ class ControllerCollector:
             yield _by_job(name, text, [(row, value(row)) for row in running])
 
     def _responses(self) -> Iterator[Metric]:
-        number, size = responses.totals(self._context.db)
+        number, size = responses.totals(self._db)
         yield GaugeMetricFamily("appliance_stored_responses", "Stored answers of /v1/responses.", number)
         yield GaugeMetricFamily("appliance_stored_response_bytes", "Bytes of stored answers of /v1/responses.", size)
 
     def _disks(self) -> Iterator[Metric]:
         size = GaugeMetricFamily("appliance_disk_bytes", "Size of a file system of the box.", labels=["mount"])
         free = GaugeMetricFamily("appliance_disk_free_bytes", "Free bytes of it.", labels=["mount"])
-        for mount, folder in (("data", self._context.files_dir), ("shm", SHM_MOUNT)):
+        for mount, folder in (("data", self._data), ("shm", SHM_MOUNT)):
             found = shutil.disk_usage(folder)
             size.add_metric([mount], found.total)
             free.add_metric([mount], found.free)
@@ -145,7 +148,6 @@ class ControllerCollector:
             if value is not None:
                 used.add_metric([what], value)
         yield used
-        tiers = self._context.tiers.status()
         for name, key, text in (
             ("appliance_tier_bytes", "bytes", "Bytes of versions and snapshots in a tier."),
             ("appliance_tier_limit_bytes", "limit_bytes", "Size limit of a tier."),
@@ -153,7 +155,7 @@ class ControllerCollector:
             ("appliance_tier_damaged", "damaged", "Damaged copies found in a tier."),
         ):
             family = GaugeMetricFamily(name, text, labels=["tier"])
-            for tier in tiers:
+            for tier in self._tiers:
                 if tier[key] is not None:
                     family.add_metric([tier["name"]], tier[key])
             yield family

@@ -11,6 +11,7 @@ from appliance.controller.admin import views
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
+from appliance.controller.http.reading import Status
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.http.views import job_phase
 from appliance.controller.interfaces.errors import BadRequest, Conflict
@@ -43,9 +44,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
     @router.get("/queue")
-    async def show_queue() -> dict[str, Any]:
+    def show_queue(now: Status) -> dict[str, Any]:
         """Every unfinished job in the order in which the planner serves them, and what each owner has."""
-        planned = {one["id"]: one for one in context.scheduler.status()["queue"]}
+        planned = {one["id"]: one for one in now["queue"]}
         rows = sorted(
             (row for row in jobs.list_unfinished(db) if row.wanted != "cancel"),
             key=lambda row: (

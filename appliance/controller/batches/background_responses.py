@@ -264,8 +264,11 @@ class BackgroundResponses:
         request = {"input": orjson.loads(row.input), **orjson.loads(row.request or "{}")}
         items = None
         if row.previous_id is not None:
-            earlier = await self._stored.before(row.previous_id, viewer_of(self._db, row.key_id or None))
-            items = [item async for turn in self._stored.items(earlier) for item in turn] + items_of(request["input"])
+            viewer = viewer_of(self._db, row.key_id or None)
+            earlier = await self._stored.before(row.previous_id, viewer)
+            items = [item async for turn in self._stored.items(earlier, viewer) for item in turn.items] + items_of(
+                request["input"]
+            )
         self._set(row, {**orjson.loads(row.response), "status": "in_progress"}, status="in_progress")
         key = keys.find(self._db, row.key_id) if row.key_id else None
         body = salted(objects.engine_body(request, items), key.owner if key is not None else "")

@@ -35,7 +35,7 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
         return await check_file(context, work, row, body, caller)
 
     @router.get("/{file_id}/check")
-    async def checked(file_id: str, caller: Caller) -> dict[str, Any]:
+    def checked(file_id: str, caller: Caller) -> dict[str, Any]:
         """The newest report: of the upload, or of the last check that was asked for."""
         row = storage.known_file(context, file_id, caller)
         if row.data_check is None:
@@ -44,7 +44,7 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
         return row.data_check
 
     @router.get("/{file_id}/lineage")
-    async def lineage(file_id: str, caller: Caller) -> dict[str, Any]:
+    def lineage(file_id: str, caller: Caller) -> dict[str, Any]:
         """What a prepared file was made of."""
         row = storage.known_file(context, file_id, caller)
         if row.lineage is None:

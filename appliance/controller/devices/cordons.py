@@ -101,10 +101,9 @@ class Cordons:
 
 
 def read(db: Database) -> Cordons:
-    with db.transaction():
-        return Cordons(
-            box.get(db, DRAINS, {}),
-            box.get(db, FAILING, {}),
-            box.get(db, TRIALS, {}),
-            frozenset(box.get(db, CORDONED, [])),
-        )
+    return Cordons(
+        box.get(db, DRAINS, {}),
+        box.get(db, FAILING, {}),
+        box.get(db, TRIALS, {}),
+        frozenset(box.get(db, CORDONED, [])),
+    )

@@ -7,7 +7,7 @@ import time
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 
 from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.context.context import ControllerContext
@@ -18,10 +18,12 @@ from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.grading.given import grader_of
 from appliance.controller.http import idempotency
 from appliance.controller.http.paging import After, Limit, list_object
+from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs.requests import check_metadata
+from appliance.store.database import Page
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, EvalRunRow
@@ -92,7 +94,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         return views.eval_object(row, caller)
 
     @router.get("")
-    async def list_evals(
+    def list_evals(
         caller: Caller,
         after: After = None,
         limit: Limit = 20,
@@ -109,7 +111,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         return list_object(page, lambda row: views.eval_object(row, caller))
 
     @router.get("/{eval_id}")
-    async def retrieve(eval_id: str, caller: Caller) -> dict[str, Any]:
+    def retrieve(eval_id: str, caller: Caller) -> dict[str, Any]:
         return views.eval_object(known(eval_id, caller), caller)
 
     @router.post("/{eval_id}")
@@ -155,7 +157,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
             runner.begin(row.id)
         return shown_run(row, caller)
 
-    @router.get("/{eval_id}/runs")
+    @router.get("/{eval_id}/runs", response_model=dict[str, Any])
     async def list_runs(
         eval_id: str,
         caller: Caller,
@@ -163,16 +165,26 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         limit: Limit = 20,
         order: Order = "asc",
         status: RunStatus = None,
-    ) -> dict[str, Any]:
-        known(eval_id, caller)
-        page = evals.page_runs(
-            db, eval_id, viewer=caller.viewer, status=status, after=after, limit=limit, descending=order == "desc"
-        )
-        return list_object(page, lambda row: shown_run(row, caller))
+    ) -> Response:
+        viewer, descending = caller.viewer, order == "desc"
 
-    @router.get("/{eval_id}/runs/{run_id}")
-    async def retrieve_run(eval_id: str, run_id: str, caller: Caller) -> dict[str, Any]:
-        return shown_run(known_run(eval_id, run_id, caller), caller)
+        def found() -> Page[EvalRunRow]:
+            known(eval_id, caller)
+            return evals.page_runs(
+                db, eval_id, viewer=viewer, status=status, after=after, limit=limit, descending=descending
+            )
+
+        page = await db.read(viewer, found)
+        waits = {row.id: runner.waits_for(row) for row in page.data}
+        return await answer(
+            db, viewer, lambda: list_object(page, lambda row: views.run_object(row, url, caller, waits[row.id]))
+        )
+
+    @router.get("/{eval_id}/runs/{run_id}", response_model=dict[str, Any])
+    async def retrieve_run(eval_id: str, run_id: str, caller: Caller) -> Response:
+        row = await db.read(caller.viewer, known_run, eval_id, run_id, caller)
+        waits = runner.waits_for(row)
+        return await answer(db, caller.viewer, lambda: views.run_object(row, url, caller, waits))
 
     # The SDK has the first URL, OpenAI's specification the second.
     @router.post("/{eval_id}/runs/{run_id}/cancel")
@@ -190,7 +202,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         return {"object": "eval.run.deleted", "deleted": True, "run_id": run_id}
 
     @router.get("/{eval_id}/runs/{run_id}/output_items")
-    async def list_items(
+    def list_items(
         eval_id: str,
         run_id: str,
         caller: Caller,
@@ -204,7 +216,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         return list_object(page, lambda row: views.item_object(row, run))
 
     @router.get("/{eval_id}/runs/{run_id}/output_items/{item_id}")
-    async def retrieve_item(eval_id: str, run_id: str, item_id: str, caller: Caller) -> dict[str, Any]:
+    def retrieve_item(eval_id: str, run_id: str, item_id: str, caller: Caller) -> dict[str, Any]:
         run = known_run(eval_id, run_id, caller)
         if (row := evals.find_item(db, run_id, item_id)) is None:
             raise NotFound(

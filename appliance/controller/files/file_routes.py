@@ -74,7 +74,7 @@ def routes(context: ControllerContext) -> APIRouter:
         return views.file_object(kept, caller)
 
     @router.get("")
-    async def list_files(
+    def list_files(
         caller: Caller,
         after: After = None,
         limit: Annotated[int, Query(ge=0, le=10_000)] = 10_000,
@@ -93,11 +93,11 @@ def routes(context: ControllerContext) -> APIRouter:
         return list_object(page, lambda row: views.file_object(row, caller))
 
     @router.get("/{file_id}")
-    async def retrieve(file_id: str, caller: Caller) -> dict[str, Any]:
+    def retrieve(file_id: str, caller: Caller) -> dict[str, Any]:
         return views.file_object(storage.known_file(context, file_id, caller), caller)
 
     @router.get("/{file_id}/content")
-    async def content(file_id: str, caller: Caller) -> FileResponse:
+    def content(file_id: str, caller: Caller) -> FileResponse:
         row = storage.known_file(context, file_id, caller)
         headers = {
             # RFC 6266: the encoded form carries any name; nothing of the name is interpreted by a browser.
@@ -107,7 +107,7 @@ def routes(context: ControllerContext) -> APIRouter:
         return _Content(context, row, caller, headers)
 
     @router.get("/{file_id}/errors")
-    async def errors(file_id: str, caller: Caller) -> dict[str, Any]:
+    def errors(file_id: str, caller: Caller) -> dict[str, Any]:
         """What the check at upload found: the first hundred bad examples, by line."""
         report = storage.known_file(context, file_id, caller).report or {}
         return storage.errors_object(report.get("errors", []), report.get("n_errors", 0))

@@ -30,14 +30,14 @@ def routes(context: ControllerContext, runner: GateRunner) -> APIRouter:
         return row
 
     @router.get("")
-    async def list_gates(
+    def list_gates(
         caller: Caller, after: After = None, limit: Limit = 20, model: Name = None, job_id: Name = None
     ) -> dict[str, Any]:
         page = gates.page(db, viewer=caller.viewer, model=model, job_id=job_id, after=after, limit=limit)
         return list_object(page, lambda row: gate_object(row, caller))
 
     @router.get("/{gate_id}")
-    async def retrieve(gate_id: str, caller: Caller) -> dict[str, Any]:
+    def retrieve(gate_id: str, caller: Caller) -> dict[str, Any]:
         return gate_object(known(gate_id, caller), caller)
 
     @router.post("/{gate_id}/cancel")

@@ -1,5 +1,9 @@
 """Has the rollouts of a job that trains sampled by engines of its base: on what interactive requests leave idle, in as
-many requests at once as lines of batches would have, and in an engine's queue behind everybody."""
+many requests at once as lines of batches would have, and in an engine's queue behind everybody.
+
+A question names the version that answers it. One that is asked `in_flight` goes on by the newest version that the job
+has asked about: as soon as a question names a newer one, what older ones are writing is interrupted where it is.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,14 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Metering, Sent, spent_by
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.grading.spans import Line, is_newer, lines, written
 from appliance.controller.interfaces.ports import SAMPLING, LineReturned
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs
@@ -33,43 +39,46 @@ MOST_DEATHS = 2
 or what it has learnt, comes again with each step, and other requests of these engines end with them."""
 
 
-@dataclass(slots=True)
-class _Line:
-    """One request: `n` answers, of which the first has this place and this seed. tries: that came back."""
-
-    place: int
-    n: int
-    seed: int
-    tokens: list[int]
-    tries: int = 0
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Question:
     """One question of a job's ranks, while its requests are asked. key_id: who pays. patience_s: after the last answer,
-    at moved_s. why: no further request is made. died: an engine did, with a request of it. spent: rows for Metering."""
+    at moved_s. flying: its requests at engines, by their ids, each with the version that answers. why: no further
+    request is made. died: an engine did, with a request of it; counted: so it did with one of another question. spent:
+    rows for Metering."""
 
+    job_id: str
     key_id: str
     asked: dict[str, Any]
     patience_s: float
-    lines: deque[_Line]
+    lines: deque[Line]
     moved_s: float = field(default_factory=time.monotonic)
     samples: list[dict[str, Any]] = field(default_factory=list)
     spent: list[dict[str, Any]] = field(default_factory=list)
-    flying: int = 0
+    flying: dict[str, tuple[Line, str]] = field(default_factory=dict)
     why: str = ""
     died: bool = False
+    counted: bool = False
+
+    @property
+    def wants(self) -> bool:
+        return bool(self.lines) and not self.why
+
+    @property
+    def taken(self) -> Fraction:
+        """Of the room of engines, in requests."""
+        return sum((line.share(self.asked["room"]) for line, _ in self.flying.values()), Fraction(0))
 
 
 class RolloutSampling:
-    """Invariants: `_flying` counts the requests that are at engines of a model, `_asking` the questions of which some
-    may be."""
+    """Invariants: `_asking` has the questions of which some requests may be at engines, by model, in the order in which
+    they came; `_newest` the version that each job has asked about last."""
 
     def __init__(self, context: ControllerContext, metering: Metering, patience_s: float = PATIENCE_S):
         self._db, self._engines, self._patience_s = context.db, context.batch_engines, patience_s
         self._metering = metering
-        self._flying: Counter[str] = Counter()
-        self._asking: Counter[str] = Counter()
+        self._asking: defaultdict[str, list[_Question]] = defaultdict(list)
+        self._newest: dict[str, str] = {}
+        self._moved = asyncio.Event()  # set, and another, when a request has ended or a question has no more
         self._gave_up: set[str] = set()  # jobs whose last question met no engine
         self._deaths: Counter[str] = Counter()  # of engines, by job
 
@@ -78,15 +87,17 @@ class RolloutSampling:
         called every `WANTS_EVERY_S`."""
         wanted = [*jobs.models_sampled(self._db), *job_records.teachers_of_running(self._db)]
         self._engines.wants(list(dict.fromkeys(wanted)), SAMPLING)
-        for job_id in self._gave_up | self._deaths.keys():
+        for job_id in self._gave_up | self._deaths.keys() | self._newest.keys():
             row = jobs.find(self._db, job_id)
             if row is not None and row.finished:
                 self._gave_up.discard(job_id)
                 del self._deaths[job_id]
+                self._newest.pop(job_id, None)
 
     async def sample(self, job_id: str, asked: dict[str, Any]) -> dict[str, Any]:
-        """{"samples": [{"place" of the first, "ids", "log_probs"}], "why"}: the answers that engines gave to a question
-        of train.rollouts.asked, and why there are no more; "" where all are there. An answer is whole or left out."""
+        """{"samples": [{"place" of the first, "ids", "log_probs", "spans"}], "why"}: the answers that engines gave to a
+        question of train.rollouts.asked, and why there are no more; "" where all are there. An answer is whole or left
+        out; its spans are [version, tokens], the first one first."""
         if self._deaths[job_id] >= MOST_DEATHS:
             return {"samples": [], "why": f"{MOST_DEATHS} engines ended while they sampled for it"}
         if asked["room"] > sampling.LONGEST:
@@ -100,68 +111,107 @@ class RolloutSampling:
             return {"samples": [], "why": str(refusal.body["error"]["message"])}
         await self.look()
         patience_s = 0.0 if job_id in self._gave_up else self._patience_s
-        lines = deque(line for prompt in asked["prompts"] for line in _lines(prompt, asked["room"]))
-        question = _Question(key.id if key else "", asked, patience_s, lines)
-        self._asking[model] += 1
+        wanted = deque(line for prompt in asked["prompts"] for line in lines(prompt, asked["room"]))
+        question = _Question(job_id, key.id if key else "", asked, patience_s, wanted)
+        stale = self._moves_on(question)
+        self._asking[model].append(question)
         try:
-            await asyncio.gather(*(self._ask(question) for _ in range(min(MOST_AT_ONCE, len(lines)))))
+            async with asyncio.TaskGroup() as requests:
+                if stale:
+                    requests.create_task(self._engines.interrupt(stale))
+                await self._ask_all(question, requests)
         finally:
-            self._asking -= Counter([model])
+            self._asking[model].remove(question)
+            self._wake()
             self._pay(question)
-        self._deaths[job_id] += question.died
+        if question.died and not question.counted:
+            self._deaths[job_id] += 1
+            for other in self._asking[model]:  # an engine ends with the requests of all of them
+                other.counted = other.counted or other.job_id == job_id
         (self._gave_up.add if not question.samples else self._gave_up.discard)(job_id)
         return {"samples": question.samples, "why": question.why}
 
-    async def _ask(self, question: _Question) -> None:
-        """One request after the other, while engines have room for them."""
-        base = question.asked["base"]
-        while question.lines and not question.why:
-            room = self._engines.sampling_room(base["model"], base["version"])
-            # Whose requests are there already would have each place again that one of them leaves.
-            share = -(-room.lines // self._asking[base["model"]])
-            if room.lines <= self._flying[base["model"]] or question.flying >= share:
-                if not question.flying and time.monotonic() - question.moved_s > question.patience_s:
-                    question.why = room.why or "its engines are busy"
-                    return
-                await self._engines.changed(LOOK_EVERY_S)
-                continue
-            line = question.lines.popleft()
-            self._flying[base["model"]] += 1
-            question.flying += 1
-            try:
-                made = await self._asked(question, line)
-            except LineReturned as error:
-                question.lines.append(line)
-                line.tries += 1
-                question.died = question.died or not error.yielded
-                if not error.yielded or line.tries == TRIES:  # an engine died of it, or none keeps it
-                    question.why = str(error)
-            except ValueError as error:
-                question.why = str(error)
-            else:
-                question.moved_s = time.monotonic()
-                ids, log_probs = [one.ids for one in made], [one.log_probs for one in made]
-                question.samples.append({"place": line.place, "ids": ids, "log_probs": log_probs})
-            finally:
-                self._flying -= Counter([base["model"]])
-                question.flying -= 1
+    def _moves_on(self, question: _Question) -> list[str]:
+        """The requests that its version, if it is newer than the job's others, interrupts."""
+        job_id, version = question.job_id, question.asked["policy"]["version"]
+        before = self._newest.get(job_id)
+        if before is not None and not is_newer(version, before):
+            return []
+        self._newest[job_id] = version
+        asking = [one for one in self._asking[question.asked["base"]["model"]] if one.job_id == job_id]
+        return [request_id for one in asking if one.asked.get("in_flight") for request_id in one.flying]
 
-    async def _asked(self, question: _Question, line: _Line) -> list[sampling.Sampled]:
-        """Raises LineReturned; ValueError, in words, for an answer that has no samples."""
-        asked = question.asked
-        policy, base = asked["policy"], asked["base"]
-        body = sampling.request(
-            f"{policy['name']}@{policy['version']}",
-            line.tokens,
-            n=line.n,
-            seed=line.seed,
-            max_tokens=asked["room"],
-            ends=asked["ends"],
-        )
-        size = len(line.tokens) * BYTES_PER_TOKEN
-        sent = Sent(sampling.URL, {"n": line.n, "max_tokens": asked["room"]}, size, time.monotonic())
+    async def _ask_all(self, question: _Question, requests: asyncio.TaskGroup) -> None:
+        """One request after the other, while engines have room for them, until all have ended."""
+        while question.wants or question.flying:
+            if question.wants and not self._is_next(question):
+                question.moved_s = time.monotonic()
+            elif question.wants:
+                why = self._why_no_room(question)
+                if why is None:
+                    self._begin(question, requests)
+                    continue
+                if not question.flying and time.monotonic() - question.moved_s > question.patience_s:
+                    question.why = why
+                    continue
+            await self._something_moves()
+
+    def _begin(self, question: _Question, requests: asyncio.TaskGroup) -> None:
+        line, request_id = question.lines.popleft(), new_id("req_")
+        newest, own = self._newest[question.job_id], question.asked["policy"]["version"]
+        version = newest if question.asked.get("in_flight") else own
+        question.flying[request_id] = line, version
+        requests.create_task(self._ask(question, request_id, line, version))
+        if not question.lines:
+            self._wake()
+
+    def _is_next(self, question: _Question) -> bool:
+        """Of those of its job."""
+        asking = self._asking[question.asked["base"]["model"]]
+        return next(one for one in asking if one.job_id == question.job_id and one.wants) is question
+
+    def _why_no_room(self, question: _Question) -> str | None:
+        """Why engines do not take a further request of it, None if they do."""
+        base = question.asked["base"]
+        asking = self._asking[base["model"]]
+        own = [one for one in asking if one.job_id == question.job_id]
+        room = self._engines.sampling_room(base["model"], base["version"])
+        # Whose requests are there already would have each place again that one of them leaves.
+        share = -(-room.lines // len({one.job_id for one in asking}))
+        is_free = sum(one.taken for one in asking) < room.lines and sum(one.taken for one in own) < share
+        if is_free and len(question.flying) < MOST_AT_ONCE:
+            return None
+        return room.why or "its engines are busy"
+
+    async def _ask(self, question: _Question, request_id: str, line: Line, version: str) -> None:
         try:
-            answer = await self._engines.sample(base["model"], base["version"], body, new_id("req_"))
+            made = await self._asked(question, request_id, line, version)
+        except LineReturned as error:
+            question.lines.append(replace(line, tries=line.tries + 1))
+            question.died = question.died or not error.yielded
+            if not error.yielded or line.tries + 1 == TRIES:  # an engine died of it, or none keeps it
+                question.why = str(error)
+        except ValueError as error:
+            question.why = str(error)
+        else:
+            question.moved_s = time.monotonic()
+            whole, left = written(line, version, made)
+            question.samples += whole
+            question.lines.extendleft(reversed(left))
+        finally:
+            del question.flying[request_id]
+            self._wake()
+
+    async def _asked(self, question: _Question, request_id: str, line: Line, version: str) -> list[sampling.Sampled]:
+        """Raises LineReturned; ValueError, in words, for an answer that has no samples."""
+        asked, base = question.asked, question.asked["base"]
+        body = line.request(f"{asked['policy']['name']}@{version}", asked["room"], asked["ends"])
+        # An answer that goes on has had its prompt paid for.
+        prompt = 0 if line.spans else len(line.tokens)
+        told = {"n": line.n, "max_tokens": body["sampling_params"]["max_tokens"]}
+        sent = Sent(sampling.URL, told, prompt * BYTES_PER_TOKEN, time.monotonic())
+        try:
+            answer = await self._engines.sample(base["model"], base["version"], body, request_id)
         except asyncio.CancelledError:
             # Whoever gives up pays for what was computed meanwhile.
             question.spent += self._metering.left(question.key_id, base["model"], [sent])
@@ -169,9 +219,25 @@ class RolloutSampling:
         if answer.status != 200:
             raise ValueError(_message(answer.body) or f"an engine answered with status {answer.status}")
         made = sampling.read(answer.body, line.n)
-        written = sum(len(one.ids) for one in made)
-        question.spent.append(spent_by(question.key_id, base["model"], base["version"], len(line.tokens), written))
+        count = sum(len(one.ids) for one in made)
+        question.spent.append(spent_by(question.key_id, base["model"], base["version"], prompt, count))
         return made
+
+    async def _something_moves(self) -> None:
+        """Returns when a request of any question has ended, or engines may have room."""
+        waiting = [
+            asyncio.ensure_future(self._moved.wait()),
+            asyncio.ensure_future(self._engines.changed(LOOK_EVERY_S)),
+        ]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
+
+    def _wake(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
 
     def _pay(self, question: _Question) -> None:
         """What engines wrote is its owner's usage, of the base. A step does not fail for want of disk."""
@@ -179,15 +245,6 @@ class RolloutSampling:
             self._metering.pay(question.spent)
         except sqlite3.Error as error:
             log.warning("what a job's rollouts used is counted with the next ones: %s", error)
-
-
-def _lines(prompt: dict[str, Any], room: int) -> list[_Line]:
-    """A prompt's answers in requests of as many as one may have."""
-    most, n = sampling.answers_at_once(room), prompt["n"]
-    return [
-        _Line(prompt["place"] + first, min(most, n - first), prompt["seed"] + first, prompt["tokens"])
-        for first in range(0, n, most)
-    ]
 
 
 def _message(body: Any) -> str:

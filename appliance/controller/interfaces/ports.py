@@ -334,6 +334,10 @@ class BatchEngines(Protocol):
         """The answer of one of those engines to a request of serve.core.sampling. The model that it names may be one in
         training, which no other request reaches. Raises LineReturned."""
 
+    async def interrupt(self, request_ids: Collection[str]) -> None:
+        """Those of these requests of `sample` that run answer with what they have, as soon as their engine has heard
+        it; for one that does not nothing changes."""
+
     def wants(self, models: list[str], asker: str = "batches") -> None:
         """Models with lines left, in order of their oldest batch: they may be woken if that disturbs nobody. Replaces
         what the same asker wanted before."""

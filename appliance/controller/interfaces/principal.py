@@ -55,6 +55,11 @@ def named_principal(request: Request) -> Principal:
     return _standing(request)[0]
 
 
+def viewer_of_request(request: Request) -> str | None:
+    """`Principal.viewer` of who was found to ask; None before, and on routes that nobody needs a key for."""
+    return request.scope["state"].get("viewer")
+
+
 async def read_principal(request: Request) -> Principal:
     """Who asks. Raises KeyRevoked for a key that was revoked before the whole request was here, SessionEnded for a
     login that ended: gateways learn that a moment later than the store, or not at all while they cannot read a table,
@@ -62,6 +67,7 @@ async def read_principal(request: Request) -> Principal:
     principal, revoked = _standing(request)
     if revoked:
         raise KeyRevoked
+    request.scope["state"]["viewer"] = principal.viewer
     session, key_id, db = principal.session, principal.key_id, request.app.state.context.db
     if session is not None and (key_id is None or not page_sessions.is_live(db, session, key_id, time.time())):
         raise SessionEnded

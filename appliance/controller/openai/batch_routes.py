@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import Field, StringConstraints
 
 from appliance.controller.batches.input_lines import ENDPOINTS
@@ -14,6 +14,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage as files
 from appliance.controller.http import idempotency, views
 from appliance.controller.http.paging import After, Limit, list_object
+from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
@@ -86,16 +87,21 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
         )
         if made:
             runner.begin(row.id)
-        return _view(row, runner, caller)
+        return _view(row, _going(row, runner), caller)
 
-    @router.get("")
-    async def list_batches(caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
-        page = batches.page(db, viewer=caller.viewer, after=after, limit=limit)
-        return list_object(page, lambda row: _view(row, runner, caller))
+    @router.get("", response_model=dict[str, Any])
+    async def list_batches(caller: Caller, after: After = None, limit: Limit = 20) -> Response:
+        viewer = caller.viewer
+        page = await db.read(viewer, batches.page, db, viewer=viewer, after=after, limit=limit)
+        going = [_going(row, runner) for row in page.data]
+        of = dict(zip((row.id for row in page.data), going, strict=True))
+        return await answer(db, viewer, lambda: list_object(page, lambda row: _view(row, of[row.id], caller)))
 
-    @router.get("/{batch_id}")
-    async def retrieve(batch_id: str, caller: Caller) -> dict[str, Any]:
-        return _view(_known(context, batch_id, caller), runner, caller)
+    @router.get("/{batch_id}", response_model=dict[str, Any])
+    async def retrieve(batch_id: str, caller: Caller) -> Response:
+        row = await db.read(caller.viewer, _known, context, batch_id, caller)
+        going = _going(row, runner)
+        return await answer(db, caller.viewer, lambda: _view(row, going, caller))
 
     @router.post("/{batch_id}/cancel")
     async def cancel(batch_id: str, caller: Caller) -> dict[str, Any]:
@@ -107,7 +113,7 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
             raise Conflict(
                 f"Cannot cancel a batch with status '{row.status}'.", param="batch_id", code="batch_not_cancellable"
             )
-        return _view(_known(context, batch_id, caller), runner, caller)
+        return _view(row := _known(context, batch_id, caller), _going(row, runner), caller)
 
     return router
 
@@ -119,9 +125,15 @@ def _known(context: ControllerContext, batch_id: str, caller: Principal) -> Batc
     return row
 
 
-def _view(row: BatchRow, runner: BatchRunner, caller: Principal) -> dict[str, Any]:
-    """OpenAI's object, and `waiting_for`: why an unfinished batch makes no progress now, None if it does."""
+def _going(row: BatchRow, runner: BatchRunner) -> tuple[int, int, str | None]:
+    """(completed, failed, why it makes no progress now or None), as the runner has it."""
     completed, failed = runner.progress(row.id) or (row.completed, row.failed)
+    return completed, failed, None if row.finished else runner.waits_for(row.id)
+
+
+def _view(row: BatchRow, going: tuple[int, int, str | None], caller: Principal) -> dict[str, Any]:
+    """OpenAI's object, and `waiting_for`: why an unfinished batch makes no progress now, None if it does."""
+    completed, failed, waiting_for = going
     moments = {name: getattr(row, f"{name}_s") for name in _MOMENTS}
     return {
         "id": row.id,
@@ -139,5 +151,5 @@ def _view(row: BatchRow, runner: BatchRunner, caller: Principal) -> dict[str, An
         "request_counts": {"total": row.total, "completed": completed, "failed": failed},
         "usage": row.usage,
         "metadata": row.metadata,
-        "waiting_for": None if row.finished else runner.waits_for(row.id),
+        "waiting_for": waiting_for,
     } | views.whose(row, caller)

@@ -64,7 +64,7 @@ def routes(context: ControllerContext) -> APIRouter:
         }
 
     @router.get("/{name:path}/permissions")
-    async def list_permissions(
+    def list_permissions(
         name: str,
         after: After = None,
         limit: Limit = 10,

@@ -54,7 +54,7 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
         return shown_job(row, caller)
 
     @router.get("")
-    async def list_jobs(request: Request, caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+    def list_jobs(request: Request, caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
         metadata, null_metadata = _metadata_filter(request)
         page = jobs.page(
             db, viewer=caller.viewer, after=after, limit=limit, metadata=metadata, null_metadata=null_metadata
@@ -63,7 +63,7 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
         return list_object(page, lambda row: shown_as(row, caller, judges.get(row.id)))
 
     @router.get("/{job_id}")
-    async def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
+    def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
         return shown_job(known_job(context, job_id, caller), caller)
 
     @router.post("/{job_id}/cancel")
@@ -79,19 +79,19 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
         return shown_job(ask(context, job_id, "run", caller), caller)
 
     @router.get("/{job_id}/events")
-    async def events(job_id: str, caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+    def events(job_id: str, caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
         known_job(context, job_id, caller)
         return list_object(job_records.page_events(db, job_id, after=after, limit=limit), views.event_object)
 
     @router.get("/{job_id}/errors")
-    async def errors(job_id: str, caller: Caller) -> dict[str, Any]:
+    def errors(job_id: str, caller: Caller) -> dict[str, Any]:
         """What was wrong with the job's data, by line; none if it was not that."""
         known_job(context, job_id, caller)
         events = job_records.page_events(db, job_id, after=None, limit=_ERROR_EVENTS).data
         return storage.errors_object(*lines_of(reversed(events)))
 
     @router.get("/{job_id}/checkpoints")
-    async def checkpoints(job_id: str, caller: Caller, after: After = None, limit: Limit = 10) -> dict[str, Any]:
+    def checkpoints(job_id: str, caller: Caller, after: After = None, limit: Limit = 10) -> dict[str, Any]:
         known_job(context, job_id, caller)
         page = job_records.page_checkpoints(db, job_id, after=after, limit=limit)
         return list_object(page, views.checkpoint_object)

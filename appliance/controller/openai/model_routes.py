@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
@@ -16,6 +14,7 @@ from appliance.controller.access.naming import OwnerName, Resolved, resolve
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import views
+from appliance.controller.http.reading import Status
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import (
@@ -39,7 +38,6 @@ log = logging.getLogger(__name__)
 # Each name of a model repeats its sharing list in the gateways' table: without a limit the table would eventually be
 # too long for the gateways, and then no revocation would reach them any more.
 MAX_SHARED_WITH = 100
-_AT_ONCE_S = 0.01
 
 
 def routes(context: ControllerContext) -> APIRouter:
@@ -47,22 +45,17 @@ def routes(context: ControllerContext) -> APIRouter:
     db = context.db
 
     @router.get("", dependencies=[Depends(needs(INFERENCE, FINE_TUNING, READ))])
-    async def list_models(caller: Caller) -> dict[str, Any]:
+    def list_models(caller: Caller, now: Status) -> dict[str, Any]:
         usable = usable_models(db, caller.key_id)
-        states, data = ModelStates(db, context.scheduler.status()), []
-        began_s = time.perf_counter()
+        states, data = ModelStates(db, now), []
         for name in models.callable_names(db, caller.viewer):
-            if time.perf_counter() - began_s > _AT_ONCE_S:
-                await asyncio.sleep(0)  # the list has no pages, and each name costs queries
-                began_s = time.perf_counter()
             if (usable is None or name in usable) and (item := resolve(db, name)) is not None:
                 data.append(_shown(context, item, caller, states))
         return {"object": "list", "data": data}
 
     @router.get("/{name:path}", dependencies=[Depends(needs(INFERENCE, FINE_TUNING, READ))])
-    async def retrieve(name: str, caller: Caller) -> dict[str, Any]:
-        found = usable_model(context.db, caller, name)
-        return _shown(context, found, caller, ModelStates(db, context.scheduler.status()))
+    def retrieve(name: str, caller: Caller, now: Status) -> dict[str, Any]:
+        return _shown(context, usable_model(db, caller, name), caller, ModelStates(db, now))
 
     @router.delete("/{name:path}", dependencies=[Depends(needs(FINE_TUNING))])
     async def delete(name: str, caller: Caller) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -18,6 +19,7 @@ from appliance.controller.batches.background_responses import KEY_REVOKED, Backg
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import idempotency
 from appliance.controller.http.paging import After
+from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, shown
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
@@ -101,45 +103,54 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
             raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
         return _json(background.cancel(row).response.encode())
 
-    @router.get("/{response_id}/input_items")
+    @router.get("/{response_id}/input_items", response_model=dict[str, Any])
     async def input_items(
         response_id: str,
         caller: Caller,
         after: After = None,
         limit: Limit = 20,
         order: Literal["asc", "desc"] = "desc",
-    ) -> dict[str, Any]:
-        found: list[dict[str, Any]] = []
-        before_it, parsed_in_vain = after is not None, 0
-        async for row in stored.turns(response_id, caller.viewer, newest_first=order == "desc"):
-            # Parse only the turns on this page: parsing all of a long conversation blocked the loop for 6.6 s.
-            if after is not None and before_it and not may_list(row, after):
-                continue
-            items = listed(row, answered=row.id != response_id)
-            if order == "desc":
-                items.reverse()
-            if before_it:
-                place = next((place for place, item in enumerate(items) if item["id"] == after), -1)
-                before_it = place < 0
-                parsed_in_vain += before_it
-                if parsed_in_vain > _MOST_PARSED_IN_VAIN:
-                    break
-                items = [] if before_it else items[place + 1 :]
-            found += items[: limit + 1 - len(found)]
-            if len(found) > limit:
-                break
-        if before_it:
-            raise BadRequest(f"No input item with id {shown(after)}.", param="after", code="invalid_cursor")
-        page = found[:limit]
-        return {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(found) > limit,
-        }
+    ) -> Response:
+        await stored.find(response_id, caller.viewer)  # it may be on its way
+        asked = partial(_input_items, stored, response_id, caller.viewer, after, limit, newest_first=order == "desc")
+        return await answer(context.db, caller.viewer, asked)
 
     return router
+
+
+def _input_items(
+    stored: StoredResponses, response_id: str, viewer: str | None, after: str | None, limit: int, *, newest_first: bool
+) -> dict[str, Any]:
+    """A page of them, within a reading. Raises BadRequest."""
+    found: list[dict[str, Any]] = []
+    before_it, parsed_in_vain = after is not None, 0
+    for row in stored.turns(response_id, viewer, newest_first=newest_first):
+        # Parse only the turns on this page: all of a long conversation take 6.6 s.
+        if after is not None and before_it and not may_list(row, after):
+            continue
+        items = listed(row, answered=row.id != response_id)
+        if newest_first:
+            items.reverse()
+        if before_it:
+            place = next((place for place, item in enumerate(items) if item["id"] == after), -1)
+            before_it = place < 0
+            parsed_in_vain += before_it
+            if parsed_in_vain > _MOST_PARSED_IN_VAIN:
+                break
+            items = [] if before_it else items[place + 1 :]
+        found += items[: limit + 1 - len(found)]
+        if len(found) > limit:
+            break
+    if before_it:
+        raise BadRequest(f"No input item with id {shown(after)}.", param="after", code="invalid_cursor")
+    page = found[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(found) > limit,
+    }
 
 
 def internal_routes(stored: StoredResponses) -> APIRouter:
@@ -156,7 +167,8 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
     @router.get("/context", include_in_schema=False)
     async def context(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
         """The items of the conversation up to this response, a JSON array."""
-        turns = [orjson.dumps(items)[1:-1] async for items in stored.items(await stored.before(id, caller.viewer))]
+        ids = await stored.before(id, caller.viewer)
+        turns = [turn.text[1:-1] async for turn in stored.items(ids, caller.viewer)]
         return _json(b"[%b]" % b",".join(items for items in turns if items))
 
     return router

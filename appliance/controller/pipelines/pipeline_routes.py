@@ -72,12 +72,12 @@ def _pipelines(context: ControllerContext, runner: PipelineRunner) -> APIRouter:
         return view(known(row.id, caller), caller)
 
     @router.get("")
-    async def list_pipelines(caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+    def list_pipelines(caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
         page = pipelines.page(db, viewer=caller.viewer, after=after, limit=limit)
         return list_object(page, lambda row: view(row, caller))
 
     @router.get("/{name}")
-    async def retrieve(name: Name, caller: Caller) -> dict[str, Any]:
+    def retrieve(name: Name, caller: Caller) -> dict[str, Any]:
         return view(known(name, caller), caller)
 
     @router.delete("/{name}")
@@ -102,7 +102,7 @@ def _pipelines(context: ControllerContext, runner: PipelineRunner) -> APIRouter:
         return run_object(context, runner.begin(known(name, caller), "request"), caller)
 
     @router.get("/{name}/runs")
-    async def list_runs(name: Name, caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+    def list_runs(name: Name, caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
         row = known(name, caller)
         page = pipelines.page_runs(db, row.id, viewer=caller.viewer, after=after, limit=limit)
         return list_object(page, lambda one: run_object(context, one, caller))
@@ -120,7 +120,7 @@ def _runs(context: ControllerContext, runner: PipelineRunner) -> APIRouter:
         return row
 
     @router.get("/{run_id}")
-    async def retrieve(run_id: Name, caller: Caller) -> dict[str, Any]:
+    def retrieve(run_id: Name, caller: Caller) -> dict[str, Any]:
         return run_object(context, known(run_id, caller), caller)
 
     @router.post("/{run_id}/cancel")

@@ -10,9 +10,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -20,6 +20,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFound, shown
 from appliance.controller.responses.items import Item, items_of, turn_items
 from appliance.store.chunks import little_by_little
+from appliance.store.database import BOX
 from appliance.store.objects import responses
 from appliance.store.records import keys
 from appliance.store.rows import ResponseRow
@@ -39,6 +40,13 @@ _AT_ONCE_BYTES = 2 * _LOOK_AFTER_BYTES
 _TOUCH_EVERY_S = 3600.0
 # Per owner: this many callers may wait for an answer that has not arrived; further ones get NotFound at once.
 _MOST_EXPECTED = 100
+
+
+class Turn(NamedTuple):
+    """items: of one response. text: the same, a JSON array."""
+
+    items: list[Item]
+    text: bytes
 
 
 class StoredResponses:
@@ -125,18 +133,16 @@ class StoredResponses:
             )
         return row
 
-    async def turns(self, response_id: str, viewer: str | None, *, newest_first: bool) -> AsyncIterator[ResponseRow]:
-        """The stored turns of the conversation up to this response, one by one: it may be 64 MiB, and the event loop
-        must run other tasks in between. Raises NotFound, and BadRequest if it has too many turns."""
-        row = await self.find(response_id, viewer)
-        ids = responses.chain_ids(self._db, row.id, viewer, max_turns=MAX_TURNS)
+    def turns(self, response_id: str, viewer: str | None, *, newest_first: bool) -> Iterator[ResponseRow]:
+        """The stored turns of the conversation up to this response, one by one, for it may be 64 MiB: within a reading.
+        Raises BadRequest if it has too many turns."""
+        ids = responses.chain_ids(self._db, response_id, viewer, max_turns=MAX_TURNS)
         if len(ids) >= MAX_TURNS:
             raise _too_long(response_id)
         for turn in reversed(ids) if newest_first else ids:
             found = responses.find(self._db, turn)
             if found is not None:  # else it was deleted in the meantime
                 yield found
-            await asyncio.sleep(0)
 
     async def before(self, previous_id: str, viewer: str | None) -> list[str]:
         """The ids, oldest first, that a new response with this previous id continues from. Raises BadRequest."""
@@ -144,13 +150,7 @@ class StoredResponses:
             last = await self.find(previous_id, viewer)
         except NotFound as error:
             raise previous_not_found(previous_id) from error
-        size = responses.chain_bytes(self._db, last.id, viewer, max_turns=MAX_TURNS)
-        ids = responses.chain_ids(self._db, last.id, viewer, max_turns=MAX_TURNS)
-        if size > CONVERSATION_BYTES or len(ids) >= MAX_TURNS:
-            raise _too_long(previous_id)
-        first = responses.find(self._db, ids[0])
-        if first is not None and first.previous_id is not None:
-            raise previous_not_found(first.previous_id)
+        ids = await self._db.read(viewer, self._leading_to, last.id, viewer)
         if not last.finished:
             raise BadRequest(
                 f"Previous response with id {shown(previous_id)} is {last.status}: wait for its end.",
@@ -159,21 +159,38 @@ class StoredResponses:
             )
         return ids
 
-    async def items(self, ids: list[str]) -> AsyncIterator[list[Item]]:
-        """The items a later response continues from, for each of these responses. One at a time, so that other tasks
-        run in between: a request of a hundred bytes can name a conversation of 64 MiB. Raises BadRequest, also when the
+    def _leading_to(self, response_id: str, viewer: str | None) -> list[str]:
+        """Within a reading. Raises BadRequest."""
+        size = responses.chain_bytes(self._db, response_id, viewer, max_turns=MAX_TURNS)
+        ids = responses.chain_ids(self._db, response_id, viewer, max_turns=MAX_TURNS)
+        if not ids:
+            raise previous_not_found(response_id)  # deleted in the meantime
+        if size > CONVERSATION_BYTES or len(ids) >= MAX_TURNS:
+            raise _too_long(response_id)
+        first = responses.find(self._db, ids[0])
+        if first is not None and first.previous_id is not None:
+            raise previous_not_found(first.previous_id)
+        return ids
+
+    async def items(self, ids: list[str], viewer: str | None) -> AsyncIterator[Turn]:
+        """What a later response continues from, for each of these responses. One at a time, so that other readings come
+        in between: a request of a hundred bytes can name a conversation of 64 MiB. Raises BadRequest, also when the
         total exceeds what one request may hold: continuing must not allow more than a single request."""
         left = self._config.json_body_bytes
         for response_id in ids:
-            row = responses.find(self._db, response_id)
-            if row is None:
-                raise previous_not_found(response_id)  # deleted in the meantime
-            items = turn_items(row)
-            left -= len(orjson.dumps(items))
+            turn = await self._db.read(viewer, self._turn, response_id)
+            left -= len(turn.text)
             if left < 0:
                 raise _too_long(ids[-1], self._config.json_body_bytes)
-            yield items
-            await asyncio.sleep(0)
+            yield turn
+
+    def _turn(self, response_id: str) -> Turn:
+        """Within a reading. Raises BadRequest."""
+        row = responses.find(self._db, response_id)
+        if row is None:
+            raise previous_not_found(response_id)  # deleted in the meantime
+        items = turn_items(row)
+        return Turn(items, orjson.dumps(items))
 
     def delete(self, row: ResponseRow) -> None:
         responses.delete(self._db, row.id)
@@ -205,7 +222,8 @@ class StoredResponses:
     # --- time
 
     async def keep_house(self, now_s: float) -> None:
-        await little_by_little(partial(responses.delete_of_revoked_keys, self._db))
+        for key_id in await self._db.read(BOX, responses.keys_without_owners, self._db):
+            await little_by_little(partial(responses.delete_of_key, self._db, key_id))
         before_s = now_s - self._config.responses_kept_days * DAY_S
         await little_by_little(partial(responses.delete_unused, self._db, before_s))
         for key_id in list(self._unchecked):
@@ -235,20 +253,21 @@ class StoredResponses:
         return deleted > 0
 
     async def _arrived(self, response_id: str, viewer: str | None) -> ResponseRow | None:
-        row = self._visible(response_id, viewer)
+        row = await self._visible(response_id, viewer)
         if row is not None or not _is_an_engines(response_id) or self._expected[viewer] >= _MOST_EXPECTED:
             return row
         self._expected[viewer] += 1
         try:
-            arrived = await self.news(response_id, ARRIVES_WITHIN_S)
+            # It may have come while the thread looked.
+            arrived = responses.exists(self._db, response_id, viewer) or await self.news(response_id, ARRIVES_WITHIN_S)
         finally:
             self._expected[viewer] -= 1
             if not self._expected[viewer]:
                 del self._expected[viewer]
-        return self._visible(response_id, viewer) if arrived else None
+        return await self._visible(response_id, viewer) if arrived else None
 
-    def _visible(self, response_id: str, viewer: str | None) -> ResponseRow | None:
-        row = responses.find(self._db, response_id)
+    async def _visible(self, response_id: str, viewer: str | None) -> ResponseRow | None:
+        row = await self._db.read(viewer, responses.find, self._db, response_id)
         return row if row is not None and viewer in (None, row.owner) else None
 
 

@@ -65,12 +65,12 @@ def routes(context: ControllerContext, runner: SweepRunner) -> APIRouter:
         return sweep_object(context, row, caller)
 
     @router.get("")
-    async def list_sweeps(caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+    def list_sweeps(caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
         page = sweeps.page(db, viewer=caller.viewer, after=after, limit=limit)
         return list_object(page, lambda row: sweep_object(context, row, caller))
 
     @router.get("/{sweep_id}")
-    async def retrieve(sweep_id: Id, caller: Caller) -> dict[str, Any]:
+    def retrieve(sweep_id: Id, caller: Caller) -> dict[str, Any]:
         return sweep_object(context, known(sweep_id, caller), caller)
 
     @router.post("/{sweep_id}/cancel")

@@ -16,7 +16,7 @@ from appliance.gateway.state.placeable import Placeable
 class Attempt:
     """row: the table row it is placed by, its model's or the canary's. path, body: of the engine's request. number: how
     many were sent and failed before it. deaths: engines that died of those (retry.py counts). lost: replicas that broke
-    off under them; echoes: how many broke off at one that had done so before. alone: it goes where no
+    off under them; echoes: how many broke off at one that had done so before, or reached none. alone: it goes where no
     other request stands trial, and stands trial itself. continues: it generates the rest of a stream. moved_from: the
     replica that it was taken from, empty if from none.
 

@@ -235,6 +235,12 @@ class InferenceHandler(Placement):
 
     def _refused(self, status: int, body: bytes, conn: UpstreamConnection | None = None) -> None:
         """A complete error answer of the engine, nothing relayed yet."""
+        if conn is not None and wire.UNREACHED in conn.headers:
+            # The node of this engine is gone, so no byte of the request got there: nothing died of it.
+            self.state.metrics.events["upstream_unreached"] += 1
+            self._attempt.echoes += 1
+            self._failed(errors.engine_failed(), died=False)
+            return
         route = self.request.route
         error = errors.from_upstream(status, body, PROMPT_FIELDS.get(route.name if route is not None else "", "input"))
         if conn is not None:

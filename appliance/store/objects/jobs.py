@@ -63,6 +63,15 @@ def list_unfinished(db: Database) -> list[JobRow]:
     return db.all(JobRow, f"SELECT * FROM jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)}) ORDER BY seq")
 
 
+def unfinished_ids(db: Database) -> list[str]:
+    return [row["id"] for row in db.execute(f"SELECT id FROM jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)})")]
+
+
+def has_ended(db: Database, job_id: str, before_s: float) -> bool:
+    """Whether it ended before this moment."""
+    return db.execute("SELECT 1 FROM jobs WHERE id = ? AND finished_s < ?", [job_id, before_s]).fetchone() is not None
+
+
 def list_unfinished_of(db: Database, key_id: str) -> list[JobRow]:
     """Those that were made with this key."""
     return [row for row in list_unfinished(db) if row.key_id == key_id]

@@ -42,9 +42,13 @@ def find(db: Database, response_id: str) -> ResponseRow | None:
     return db.one(ResponseRow, "SELECT * FROM responses WHERE id = ?", [response_id])
 
 
-def exists(db: Database, response_id: str) -> bool:
-    """Without reading it: 200 of one owner may have a gigabyte."""
-    return db.execute("SELECT 1 FROM responses WHERE id = ?", [response_id]).fetchone() is not None
+def exists(db: Database, response_id: str, viewer: str | None = None) -> bool:
+    """Without reading it: 200 of one owner may have a gigabyte. viewer: whether it is this owner's."""
+    found = db.execute(
+        "SELECT 1 FROM responses INDEXED BY responses_chain WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)",
+        [response_id, viewer],
+    )
+    return found.fetchone() is not None
 
 
 def update(db: Database, response_id: str, **changes: Any) -> None:
@@ -105,7 +109,9 @@ def unfinished(db: Database, *, key_id: str | None = None) -> Iterator[ResponseR
 
 def totals(db: Database) -> tuple[int, int]:
     """Number and bytes of all responses."""
-    row = db.execute("SELECT COUNT(*) AS number, COALESCE(SUM(bytes), 0) AS bytes FROM responses").fetchone()
+    row = db.execute(
+        "SELECT coalesce(sum(number), 0) AS number, coalesce(sum(bytes), 0) AS bytes FROM held WHERE kind = 'responses'"
+    ).fetchone()
     return row["number"], row["bytes"]
 
 
@@ -115,14 +121,18 @@ def delete_unused(db: Database, before_s: float) -> bool:
     return chunks.delete_some(db, "responses", where, [before_s], "bytes")
 
 
-def delete_of_revoked_keys(db: Database) -> bool:
-    """Deletes a few of those whose owner has no live key left. False: none was left."""
-    # By their keys alone: a row has its owner behind its texts, and those of a key that was changed for another stay.
-    where = (
-        "key_id IN (SELECT id FROM keys WHERE revoked_s IS NOT NULL"
-        " AND owner NOT IN (SELECT owner FROM keys WHERE revoked_s IS NULL))"
+def keys_without_owners(db: Database) -> list[str]:
+    """Ids of keys that have responses, and whose owner has no live key left."""
+    rows = db.execute(
+        "SELECT DISTINCT key_id FROM held JOIN keys ON keys.id = key_id WHERE kind = 'responses'"
+        " AND revoked_s IS NOT NULL AND owner NOT IN (SELECT owner FROM keys WHERE revoked_s IS NULL)"
     )
-    return chunks.delete_some(db, "responses", where, [], "bytes")
+    return [row["key_id"] for row in rows]
+
+
+def delete_of_key(db: Database, key_id: str) -> bool:
+    """Deletes a few. False: none was left."""
+    return chunks.delete_some(db, "responses", "key_id = ?", [key_id], "bytes")
 
 
 def shrink(db: Database, to_bytes: int, most_bytes: int) -> int:
@@ -130,11 +140,10 @@ def shrink(db: Database, to_bytes: int, most_bytes: int) -> int:
     left or this many have gone; returns how many went."""
     deleted, (_, left) = 0, totals(db)
     to_bytes = max(to_bytes, left - most_bytes)
-    # Summed once: for each hundred that went, the sums of 100,000 held the loop for eight seconds.
     held = {
         row["owner"]: row["bytes"]
         for row in db.execute(
-            f"SELECT owner, SUM(bytes) AS bytes FROM responses WHERE status NOT IN ({_UNFINISHED}) GROUP BY owner"
+            "SELECT whose AS owner, sum(bytes) AS bytes FROM held WHERE kind = 'responses' GROUP BY whose"
         )
     }
     while left > to_bytes and held:

@@ -1,5 +1,7 @@
 """Deletes what is older than it has to be kept, in bounded chunks, so that no write waits long for one.
 
+What is beyond a number is found by going past so many, on a thread of the store's, and deleted by its own number.
+
 Each deletion finds the oldest rows by an index on their time and costs the same however many there are. Their order in
 the table says nothing: rows written while the clock was ahead, or long unfinished ones, come before older ones.
 """
@@ -43,13 +45,18 @@ def owners(db: Database, table: str) -> list[str]:
     return [row["owner"] for row in db.execute(f"SELECT DISTINCT owner FROM {table}")]
 
 
-def batches_past(db: Database, owner: str, keep: int, limit: int) -> int:
-    """Ended batches of an owner beyond the newest `keep`."""
-    return db.execute(
-        "DELETE FROM batches WHERE seq IN (SELECT seq FROM batches"
-        f" WHERE owner = ?1 AND status NOT IN ({_LIVE}) ORDER BY seq DESC LIMIT ?3 OFFSET ?2)",
+def batches_past(db: Database, owner: str, keep: int, limit: int) -> list[int]:
+    """Numbers of an owner's ended batches beyond the newest `keep`."""
+    rows = db.execute(
+        f"SELECT seq FROM batches WHERE owner = ?1 AND status NOT IN ({_LIVE}) ORDER BY seq DESC LIMIT ?3 OFFSET ?2",
         [owner, keep, limit],
-    ).rowcount
+    )
+    return [row["seq"] for row in rows]
+
+
+def delete_rows(db: Database, table: str, numbers: list[int]) -> None:
+    """What was found beyond a number: it has ended, and stays so."""
+    db.many(f"DELETE FROM {table} WHERE seq = ?", [[number] for number in numbers])
 
 
 def eval_runs(db: Database, before_s: float, limit: int) -> int:
@@ -61,21 +68,22 @@ def eval_runs(db: Database, before_s: float, limit: int) -> int:
     ).rowcount
 
 
-def eval_runs_past(db: Database, owner: str, keep: int) -> None:
-    """Ended runs of an owner's beyond the newest `keep`; they go as those of `eval_runs` do."""
-    db.execute(
-        "INSERT OR IGNORE INTO eval_deletions SELECT id FROM eval_runs"
-        f" WHERE owner = ?1 AND status NOT IN ({sql_list(UNFINISHED_EVAL_RUN)}) ORDER BY seq DESC LIMIT -1 OFFSET ?2",
-        [owner, keep],
+def eval_runs_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
+    """Ids of an owner's ended runs beyond the newest `keep`, without those that are going."""
+    rows = db.execute(
+        f"SELECT id FROM eval_runs WHERE owner = ?1 AND status NOT IN ({sql_list(UNFINISHED_EVAL_RUN)})"
+        " AND id NOT IN (SELECT id FROM eval_deletions) ORDER BY seq DESC LIMIT ?3 OFFSET ?2",
+        [owner, keep, limit],
     )
+    return [row["id"] for row in rows]
 
 
-def audit_past(db: Database, key_id: str, keep: int, limit: int) -> int:
-    """Audit rows of a key beyond the newest `keep`."""
-    return db.execute(
-        "DELETE FROM audit WHERE seq IN (SELECT seq FROM audit WHERE key_id = ?1 ORDER BY seq DESC LIMIT ?3 OFFSET ?2)",
-        [key_id, keep, limit],
-    ).rowcount
+def audit_past(db: Database, key_id: str, keep: int, limit: int) -> list[int]:
+    """Numbers of a key's audit rows beyond the newest `keep`."""
+    rows = db.execute(
+        "SELECT seq FROM audit WHERE key_id = ?1 ORDER BY seq DESC LIMIT ?3 OFFSET ?2", [key_id, keep, limit]
+    )
+    return [row["seq"] for row in rows]
 
 
 def jobs_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
@@ -95,22 +103,33 @@ def jobs_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
     return [row["id"] for row in rows]
 
 
-def graders_past(db: Database, owner: str, keep: int, limit: int) -> int:
-    """Graders of an owner's ended jobs beyond the newest `keep`: the jobs may stay, with a model or what they cost."""
-    return db.execute(
-        "DELETE FROM job_judges WHERE job_id IN (SELECT jobs.id FROM job_judges CROSS JOIN jobs ON jobs.id = job_id"
-        f" WHERE owner = ?1 AND phase IN ({_FINISHED}) ORDER BY jobs.seq DESC LIMIT ?3 OFFSET ?2)",
+def graders_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
+    """An owner's ended jobs whose graders are beyond the newest `keep`: the jobs may stay, with a model or what they
+    cost."""
+    rows = db.execute(
+        "SELECT jobs.id FROM job_judges CROSS JOIN jobs ON jobs.id = job_id"
+        f" WHERE owner = ?1 AND phase IN ({_FINISHED}) ORDER BY jobs.seq DESC LIMIT ?3 OFFSET ?2",
         [owner, keep, limit],
-    ).rowcount
+    )
+    return [row["id"] for row in rows]
 
 
-def gate_terms_past(db: Database, owner: str, keep: int, limit: int) -> int:
-    """Empties the terms of an owner's ended gates beyond the newest `keep`."""
-    return db.execute(
-        "UPDATE gates SET terms = '{}' WHERE seq IN (SELECT seq FROM gates"
-        " WHERE owner = ?1 AND state = 'ended' AND has_terms = 1 ORDER BY seq DESC LIMIT ?3 OFFSET ?2)",
+def delete_graders(db: Database, job_ids: list[str]) -> None:
+    db.many("DELETE FROM job_judges WHERE job_id = ?", [[job_id] for job_id in job_ids])
+
+
+def gate_terms_past(db: Database, owner: str, keep: int, limit: int) -> list[int]:
+    """Numbers of an owner's ended gates whose terms are beyond those of the newest `keep`."""
+    rows = db.execute(
+        "SELECT seq FROM gates WHERE owner = ?1 AND state = 'ended' AND has_terms = 1 ORDER BY seq DESC"
+        " LIMIT ?3 OFFSET ?2",
         [owner, keep, limit],
-    ).rowcount
+    )
+    return [row["seq"] for row in rows]
+
+
+def empty_gate_terms(db: Database, numbers: list[int]) -> None:
+    db.many("UPDATE gates SET terms = '{}' WHERE seq = ?", [[number] for number in numbers])
 
 
 def delete_some_of_job(db: Database, job_id: str) -> bool:
@@ -148,45 +167,51 @@ def usage(db: Database, before_s: float, limit: int) -> int:
     ).rowcount
 
 
-def job_records(db: Database, before_s: float, limit: int) -> int:
-    """Events and steps of jobs that ended before this moment; the jobs themselves stay."""
-    for table, number in (("job_events", "seq"), ("job_metrics", "step")):
-        row = db.execute(
-            "SELECT id FROM jobs WHERE finished_s < ?"
-            f" AND EXISTS (SELECT 1 FROM {table} WHERE job_id = jobs.id) LIMIT 1",
-            [before_s],
-        ).fetchone()
-        if row is not None:
-            db.execute(
-                f"DELETE FROM {table} WHERE job_id = ?1 AND {number} IN"
-                f" (SELECT {number} FROM {table} WHERE job_id = ?1 ORDER BY {number} LIMIT ?2)",
-                [row["id"], limit],
-            )
-            return limit  # there may be another job
-    return 0
-
-
-def events_past(db: Database, job_id: str, keep: int, limit: int) -> int:
-    """Events of one job beyond the newest `keep`."""
-    return db.execute(
-        "DELETE FROM job_events WHERE seq IN (SELECT seq FROM job_events WHERE job_id = ?1 AND seq <="
-        " (SELECT seq FROM job_events WHERE job_id = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2) ORDER BY seq LIMIT ?3)",
-        [job_id, keep, limit],
-    ).rowcount
-
-
-def old_files(db: Database, before_s: float, limit: int) -> list[str]:
-    """Ids of files made before this moment that nothing needs which has not ended."""
+def jobs_with_records(db: Database, table: str, before_s: float, limit: int) -> list[str]:
+    """Ids of jobs that ended before this moment and have events (`job_events`) or steps (`job_metrics`)."""
     rows = db.execute(
-        "SELECT id FROM files WHERE created_s < ?1"
-        f" AND id NOT IN (SELECT input_file_id FROM batches WHERE status IN ({_LIVE}))"
-        " AND id NOT IN (SELECT training_file FROM jobs WHERE finished_s IS NULL)"
-        " AND id NOT IN (SELECT validation_file FROM jobs WHERE finished_s IS NULL AND validation_file IS NOT NULL)"
-        " ORDER BY seq LIMIT ?2",
+        f"SELECT id FROM jobs WHERE finished_s < ? AND EXISTS (SELECT 1 FROM {table} WHERE job_id = jobs.id) LIMIT ?",
         [before_s, limit],
     )
     return [row["id"] for row in rows]
 
 
-def ended_jobs(db: Database, before_s: float) -> list[str]:
-    return [row["id"] for row in db.execute("SELECT id FROM jobs WHERE finished_s < ?", [before_s])]
+def delete_records(db: Database, table: str, job_id: str, limit: int) -> int:
+    """The oldest events or steps of a job; how many went. The job itself stays."""
+    number = {"job_events": "seq", "job_metrics": "step"}[table]
+    return db.execute(
+        f"DELETE FROM {table} WHERE job_id = ?1 AND {number} IN"
+        f" (SELECT {number} FROM {table} WHERE job_id = ?1 ORDER BY {number} LIMIT ?2)",
+        [job_id, limit],
+    ).rowcount
+
+
+def events_past(db: Database, job_id: str, keep: int, limit: int) -> list[int]:
+    """Numbers of one job's events beyond the newest `keep`, the oldest first."""
+    rows = db.execute(
+        "SELECT seq FROM job_events WHERE job_id = ?1 AND seq <="
+        " (SELECT seq FROM job_events WHERE job_id = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2) ORDER BY seq LIMIT ?3",
+        [job_id, keep, limit],
+    )
+    return [row["seq"] for row in rows]
+
+
+_NEEDED = (
+    f"(id IN (SELECT input_file_id FROM batches WHERE status IN ({_LIVE}))"
+    f" OR id IN (SELECT training_file FROM jobs WHERE phase NOT IN ({_FINISHED}))"
+    f" OR id IN (SELECT validation_file FROM jobs WHERE phase NOT IN ({_FINISHED})))"
+)
+
+
+def old_files(db: Database, before_s: float, limit: int) -> list[str]:
+    """Ids of files made before this moment that nothing needs which has not ended."""
+    rows = db.execute(
+        f"SELECT id FROM files WHERE created_s < ? AND NOT coalesce({_NEEDED}, 0) ORDER BY seq LIMIT ?",
+        [before_s, limit],
+    )
+    return [row["id"] for row in rows]
+
+
+def is_needed(db: Database, file_id: str) -> bool:
+    """By a batch or a job that has not ended."""
+    return db.execute(f"SELECT 1 FROM files WHERE id = ? AND {_NEEDED}", [file_id]).fetchone() is not None

@@ -224,6 +224,7 @@ async def test_stored_responses_of_a_revoked_key_go_a_few_at_a_time(control: Con
         stored = ResponseRow(f"resp_{number}", row.id, "completed", 0.0, 0.0, ITEM_BYTES, text, "{}", owner=row.owner)
         responses.insert(control.db, stored)
     keys.revoke(control.db, row.id)
-    assert responses.delete_of_revoked_keys(control.db) and rows(control.db, "responses") == 3
+    assert responses.keys_without_owners(control.db) == [row.id]
+    assert responses.delete_of_key(control.db, row.id) and rows(control.db, "responses") == 3
     await control.app.state.responses.keep_house(0.0)
     assert rows(control.db, "responses") == 0

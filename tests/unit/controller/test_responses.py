@@ -13,6 +13,7 @@ import pytest
 
 from appliance.controller.app import create_app
 from appliance.controller.http.peers import FromGateways
+from appliance.controller.interfaces.errors import NotFound
 from appliance.controller.responses import items as response_items
 from appliance.controller.responses import stored as stored_responses
 from appliance.store.database import Database
@@ -376,11 +377,14 @@ async def test_waiting_for_answers_that_do_not_come_is_bounded_by_owner(control:
     monkeypatch.setattr(stored_responses, "_MOST_EXPECTED", 2)
     box = control.app.state.responses
     waits = [asyncio.create_task(box.find(name(n), "ann")) for n in range(1, 5)]
-    await asyncio.sleep(0)
-    assert dict(box._expected) == {"ann": 2}
+    async with asyncio.timeout(10):
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    assert dict(box._expected) == {"ann": 2} and all(isinstance(one.exception(), NotFound) for one in done)
     late = asyncio.create_task(box.find(name(9), "bob"))
-    await asyncio.sleep(0)
-    assert dict(box._expected) == {"ann": 2, "bob": 1}
+    async with asyncio.timeout(10):
+        while "bob" not in box._expected:
+            await asyncio.sleep(0.001)
+    assert box._expected["bob"] == 1
     for wait in (*waits, late):
         wait.cancel()
     await asyncio.gather(*waits, late, return_exceptions=True)

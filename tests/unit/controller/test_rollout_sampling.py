@@ -165,11 +165,50 @@ async def test_jobs_of_one_base_share_what_its_engines_have_room_for(control, en
         first = asking.create_task(sampling.sample("ftjob-1", question(200, 2)))
         await entered.wait()
         second = asking.create_task(sampling.sample("ftjob-2", other))
-        while sampling._asking["starter"] < 2:
+        while len(sampling._asking["starter"]) < 2:
             await asyncio.sleep(0)
         both_ask.set()
     assert len(by_place(first.result())) == 400 and len(by_place(second.result())) == 40
-    assert not sampling._asking and not sampling._flying
+    assert not any(sampling._asking.values())
+
+
+async def test_what_a_job_asks_for_the_next_step_waits_for_this_ones(control, engines):
+    """And has no share of its own beside another job's."""
+    engines.lines, open_, order = 1, asyncio.Event(), []
+
+    async def rule(body):
+        await open_.wait()
+        order.append(body["model"])
+        return await written(body)
+
+    engines.rule = rule
+    sampling = sampling_of(control)
+    ahead = {**question(2, 2), "policy": {"name": ".policy/ftjob-1", "version": "step-4.ab"}}
+    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+        told = [asking.create_task(sampling.sample("ftjob-1", one)) for one in (question(3, 2), ahead)]
+        while len(sampling._asking["starter"]) < 2:
+            await asyncio.sleep(0)
+        open_.set()
+    assert order == [".policy/ftjob-1@step-3.ab"] * 3 + [".policy/ftjob-1@step-4.ab"] * 2
+    assert [len(by_place(one.result())) for one in told] == [6, 4]
+
+
+async def test_an_engine_that_ends_with_two_questions_of_a_job_has_ended_once(control, engines):
+    engines.lines, both, entered = 8, asyncio.Event(), []
+
+    async def rule(body):
+        entered.append(body)
+        if len(entered) == 4:
+            both.set()
+        await both.wait()
+        raise LineReturned("EngineCore died", yielded=False)
+
+    engines.rule = rule
+    sampling = sampling_of(control)
+    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+        for _ in range(2):
+            asking.create_task(sampling.sample("ftjob-1", question(2, 2)))
+    assert sampling._deaths == {"ftjob-1": 1}
 
 
 async def test_without_an_engine_the_ranks_wait_once(control, engines):

@@ -14,7 +14,7 @@ import pytest
 
 from appliance.nodes.certificate_authority import Authority, Credentials
 from runtime.errors import TunnelRefused
-from runtime.tunnel import Shared, Tunnels, TunnelServer, fetch_directory
+from runtime.tunnel import UNREACHED_HEAD, Shared, Tunnels, TunnelServer, fetch_directory
 
 TOKEN = b"a token that both nodes have"
 SHARED = Shared(TOKEN)
@@ -85,6 +85,19 @@ async def test_an_engine_that_is_gone_breaks_the_connection(there, tmp_path):
         writer.write(b"hello\n")
         if await reader.read() == b"":
             raise ConnectionResetError
+    await tunnels.close(local)
+
+
+async def test_who_asks_a_node_that_is_gone_is_told_that_nobody_was_reached(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = free.getsockname()
+    tunnels, local = Tunnels(SHARED), tmp_path / "here.sock"
+    await tunnels.open(local, nobody, tmp_path / "engine.sock", UNREACHED_HEAD)
+    reader, writer = await asyncio.open_unix_connection(str(local))
+    writer.write(b"x" * 4_000_000)  # more than the socket takes: it is read, so that the answer is
+    await writer.drain()
+    assert await reader.readexactly(len(UNREACHED_HEAD)) == UNREACHED_HEAD
+    writer.close()
     await tunnels.close(local)
 
 

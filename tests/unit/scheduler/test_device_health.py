@@ -122,6 +122,27 @@ def test_a_meter_that_fails_is_no_reason_to_take_a_gpu_for_lost(monkeypatch):
     assert machine.users
 
 
+def test_a_driver_that_dropped_a_function_has_lost_no_gpu(monkeypatch):
+    """NVML says of the old question for heat that CUDA 14 has it no more."""
+    Machine(eight_h100().gpus[:1], driver="640.10", lacks=("nvmlDeviceGetTemperature",)).install(monkeypatch)
+    (reading,) = DeviceReadings((Device("n0/0", "n0", 0, "cuda"),)).read()
+    assert (reading.lost, reading.temperature_c, reading.slowdown_c) == ("", 41, 87)
+
+
+def test_a_gpu_that_tells_how_far_its_limit_is_is_known_to_be_too_hot(monkeypatch):
+    machine = eight_h100()
+    gpu = machine.gpus[0]
+    gpu.margin_c = 44
+    machine.install(monkeypatch)
+    read = DeviceReadings((Device("n0/0", "n0", 0, "cuda"),)).read
+    assert [(one.temperature_c, one.slowdown_c) for one in read()] == [(41, 87)]
+    gpu.temperature_c, gpu.margin_c = 88, -3
+    assert [(one.temperature_c, one.slowdown_c) for one in read()] == [(88, 87)]
+    machine.lacks = ("nvmlDeviceGetMarginTemperature",)
+    machine.install(monkeypatch)
+    assert [(one.temperature_c, one.slowdown_c, one.lost) for one in read()] == [(88, None, "")]
+
+
 def test_a_gpu_lost_before_the_watch_began_keeps_no_other_from_being_read(monkeypatch):
     machine = eight_h100()
     machine.gpus[0].handle_error = pynvml.NVMLError_GpuIsLost()

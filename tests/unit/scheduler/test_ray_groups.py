@@ -49,6 +49,7 @@ class RankHost:
 
     def __init__(self) -> None:
         self.dead: BaseException | None = None
+        self.raised: tuple[str, str] | None = None
         self.stopped = False
         self.reported = dict(IDLE)
         self.asked: list[str] = []
@@ -90,10 +91,13 @@ class RankHost:
         self.reported = {**IDLE, "alive": True, "job_id": "j", "rank": rank, "world_size": world_size, "pid": 7}
         return {"pid": 7}
 
-    async def do_next_event(self, after: int) -> dict[str, Any]:
+    async def do_next_event(self, after: int) -> dict[str, Any] | None:
         if after == 0:
             return {"number": 1, "event": "ready", "step": 0, "seconds": {"join": 0.0, "prepare": 0.0}}
         await self.died.wait()
+        if self.raised:
+            fatal = {"number": 2, "event": "fatal", "type": self.raised[0], "message": self.raised[1]}
+            return fatal if after == 1 else None
         raise self.dead
 
     async def do_call(self, method: str, **_: Any) -> Any:
@@ -243,6 +247,23 @@ async def test_the_end_of_a_group_is_told_though_its_death_cannot_be_noted(box):
     with pytest.raises(OSError):
         await asyncio.wait_for(watcher, 5)
     assert [ended.outcome for ended in box.told] == ["failed"] and box.groups._groups["j"].ended
+
+
+@pytest.mark.parametrize(
+    "raised, counted",
+    [
+        (("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB."), []),
+        (("AcceleratorError", "CUDA error: unspecified launch failure"), ["n0/1"]),
+    ],
+)
+async def test_only_an_error_of_a_device_counts_against_it(box, raised, counted):
+    died: list[str] = []
+    box.groups.on_death = lambda devices, holder, reason: died.extend(devices)
+    await box.groups.start_group("j", LEASE)
+    box.hosts[1].raised = raised
+    box.hosts[1].died.set()
+    await asyncio.wait_for(box.groups._groups["j"].watcher, 5)
+    assert [(ended.outcome, ended.blame) for ended in box.told] == [("failed", "own")] and died == counted
 
 
 async def test_one_that_nobody_knows_yet_is_waited_for(box, monkeypatch):

@@ -14,6 +14,7 @@ from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.shadow import Seen, standby_costs
 from scheduler.autoscale.standby import StandbyLearner, levels
 from scheduler.core.config import SchedulerConfig
+from scheduler.core.idle import Idle, IdleSettings
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, Standby
 
 CONFIG = SchedulerConfig()
@@ -161,6 +162,24 @@ def test_a_constant_is_kept_whatever_is_in_flight() -> None:
         for standby in (moving, fixed)
     }
     assert hysteresis == {moving: 7, fixed: 3}, "neither requests in flight nor a rise move a constant"
+
+
+@pytest.mark.parametrize("idle_sleep_s", [None, 20.0])
+def test_a_constant_ends_with_the_use_of_its_model(idle_sleep_s: float | None) -> None:
+    asked = Idle(IdleSettings(idle_sleep_s=idle_sleep_s))
+    model = DeploymentView(
+        "m", "v1", max_replicas=8, demand=Demand(last_request_s=0.0), standby=Standby(3, fixed=True), idle=asked
+    )
+    hysteresis, now_s, awake = Hysteresis(replicas=3), 1.0, {}
+    while now_s < 2000.0:
+        hysteresis, review_s = demand_.required(model, hysteresis, now_s, CONFIG)
+        awake[now_s] = hysteresis.replicas
+        if review_s is None:
+            break
+        now_s = review_s
+    in_use_s = idle_sleep_s or CONFIG.give_back_at_latest_s
+    assert {n for at_s, n in awake.items() if at_s < in_use_s} == {3}
+    assert awake[now_s] == 0 and now_s <= in_use_s + CONFIG.give_back_after_s
 
 
 def test_late_requests_that_no_model_foretold_count_against_as_few_replicas_and_fewer() -> None:

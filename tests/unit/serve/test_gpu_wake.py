@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,12 +10,20 @@ import pytest
 import torch
 from vllm import device_allocator
 from vllm.device_allocator import AllocationData
+from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
+from vllm.model_executor.layers.fused_moe.experts.triton_cutlass_moe import TritonOrCutlassExperts
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel, FusedMoEKernelModularImpl
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend, make_nvfp4_moe_quant_config
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.worker.gpu.sample import thinking_budget
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 
+from serve.vllm import shm_transfer
 from serve.vllm.loose_tensors import MOST_BYTES, LooseTensors, spans_of_weights
 from serve.vllm.patches import forget_devices
+from serve.vllm.shm_transfer import ShmUpdateInfo, ShmWeightTransferEngine
 from serve.vllm.worker_extension import THINKING_IDS, ShmWorkerExtension
 
 IDS = {
@@ -91,8 +99,8 @@ def test_slopes_that_lie_among_the_weights_come_back_and_nothing_else_is_written
     layer.mask, layer.kv_cache = torch.ones(3), torch.ones(5)
     layer.workspace = torch.ones(MOST_BYTES)
     lost = (layer.impl.alibi_slopes, layer.mask, layer.workspace, layer.weight)
-    loose = LooseTensors()
-    loose.keep(torch.nn.Sequential(layer), [span(tensor) for tensor in lost])
+    loose = LooseTensors(torch.nn.Sequential(layer))
+    loose.keep([span(tensor) for tensor in lost])
     for tensor in (*lost, layer.kv_cache):
         tensor.data.fill_(float("nan"))
     loose.put_back()
@@ -101,6 +109,69 @@ def test_slopes_that_lie_among_the_weights_come_back_and_nothing_else_is_written
     lost[0].zero_()
     loose.put_back()
     assert not lost[0].any(), "once: a load without a sleep finds them as they are"
+
+
+class Said(SimpleNamespace):
+    """A configuration of vLLM's, of which the rest is not said."""
+
+    def __getattr__(self, name):
+        return None
+
+
+def fp8_kernel():
+    """Of vLLM's for experts in FP8 on Hopper, which every load makes anew."""
+    config = Said(num_local_experts=4, intermediate_size_per_partition=96, hidden_dim=64, device="cpu")
+    experts = object.__new__(TritonOrCutlassExperts)
+    experts.experts = CutlassExpertsFp8(config, Said(use_fp8_w8a8=True))
+    kernel = object.__new__(FusedMoEKernel)
+    kernel.impl = object.__new__(FusedMoEKernelModularImpl)
+    kernel.impl.fused_experts = experts
+    return kernel
+
+
+def strides(kernel):
+    experts = kernel.impl.fused_experts.experts
+    return [experts.ab_strides1, experts.ab_strides2, experts.c_strides1]
+
+
+def test_strides_that_captured_graphs_read_come_back_after_every_sleep_whatever_was_loaded_between():
+    layer = torch.nn.Linear(4, 4)
+    layer.quant_method = object.__new__(Fp8MoEMethod)
+    layer.quant_method.moe_kernel = fp8_kernel()
+    loose, graphs_read = LooseTensors(layer), strides(layer.quant_method.moe_kernel)
+    for _ in range(2):
+        loose.keep([span(tensor) for tensor in graphs_read])
+        for tensor in graphs_read:
+            tensor.fill_(-1)
+        loose.put_back()
+        assert [tensor.unique().tolist() for tensor in graphs_read] == [[64], [96], [192]]
+        layer.quant_method.moe_kernel = fp8_kernel()
+
+
+def test_captured_graphs_read_the_scales_of_the_version_that_was_loaded_last(monkeypatch):
+    """Those of activations before experts in NVFP4 were the first version's, those behind them the last one's."""
+
+    def made(scale):
+        scales = [torch.full((4,), scale) for _ in range(6)]
+        return make_nvfp4_moe_quant_config(NvFp4MoeBackend.VLLM_CUTLASS, *scales)
+
+    layer = torch.nn.Linear(4, 4)
+    layer.quant_method = object.__new__(ModelOptNvFp4FusedMoE)
+    layer.quant_method.moe_quant_config = made(2.0)
+    graphs_read, loose = layer.quant_method.moe_quant_config.a1_gscale, LooseTensors(layer)
+    assert graphs_read.tolist() == [0.5] * 4
+    engine = object.__new__(ShmWeightTransferEngine)
+    engine.model, engine.model_config, engine.device, engine._loose = layer, None, torch.device("cuda"), loose
+    engine._staging, engine.layerwise_reason = None, "its experts are in NVFP4"
+    engine._open, engine._bytes_read, engine.drop_staged = lambda *_, **__: None, lambda _: 0, lambda: None
+    for scale in (4.0, 8.0):
+        reloaded = partial(setattr, layer.quant_method, "moe_quant_config", made(scale))
+        monkeypatch.setattr(shm_transfer, "load_layerwise", lambda *_, reloaded=reloaded: reloaded())
+        engine.receive_weights(ShmUpdateInfo("a version"))
+        assert graphs_read.tolist() == [1 / scale] * 4
+    layer.quant_method.moe_quant_config._a1.alpha_or_gscale = torch.ones(5)
+    loose.follow(layer)
+    assert graphs_read.tolist() == [1 / 8] * 4, "of another shape it is something else"
 
 
 def test_what_is_discarded_with_the_weights_is_what_vllms_allocator_says(monkeypatch):

@@ -74,6 +74,27 @@ def test_a_token_that_the_embedding_has_no_row_for_is_refused() -> None:
             renderer.validate_token_ids([5, 262_144])
 
 
+def test_what_the_model_has_no_token_for_is_not_forbidden_in_another_requests_row() -> None:
+    """vLLM's kernel for GPUs stores at the token's place in the row of logits and does not ask how long it is."""
+
+    class Processor:
+        model_config = SimpleNamespace(get_vocab_size=lambda: 128)
+
+        def process_inputs(self, parameters: SamplingParams) -> Any:
+            parameters.update_from_generation_config({"eos_token_id": [2, 200]}, 2)
+            parameters.update_from_tokenizer(Letters())
+            return SimpleNamespace(sampling_params=parameters)
+
+    assert max(Processor().process_inputs(SamplingParams(bad_words=["\xff"])).sampling_params.bad_words_token_ids) > [
+        128
+    ]
+    request_bounds.forbid_known(Processor)
+    made = Processor().process_inputs(SamplingParams(bad_words=["ab", "a\xff", "\xff"], min_tokens=1)).sampling_params
+    assert made.bad_words_token_ids == [[97, 98]] and made.all_stop_token_ids == {2}
+    nothing = Processor().process_inputs(SamplingParams()).sampling_params
+    assert nothing.bad_words_token_ids is None and nothing.all_stop_token_ids == {2}
+
+
 def test_seeds_of_several_answers_differ_and_fit_where_a_gpus_runner_keeps_them() -> None:
     bounded = type("Bounded", (ParentRequest,), {})
     request_bounds.keep_seeds(bounded)

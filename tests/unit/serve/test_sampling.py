@@ -36,7 +36,13 @@ def test_the_distribution_is_the_policys_own():
 
 def test_answers_are_read_in_their_order():
     body = {"choices": [choice(1, [5], [-0.5]), choice(0, [3, 2], [-1.0, -2.0])]}
-    assert sampling.read(body, 2) == [([3, 2], [-1.0, -2.0]), ([5], [-0.5])]
+    assert sampling.read(body, 2) == [([3, 2], [-1.0, -2.0], True), ([5], [-0.5], True)]
+
+
+def test_what_was_interrupted_is_read_as_far_as_it_is_there():
+    cut = {"finish_reason": "abort"}
+    choices = [choice(0, [3], [-1.0]) | cut, {"index": 1, "token_ids": None, "logprobs": {"content": []}} | cut]
+    assert sampling.read({"choices": choices}, 2) == [([3], [-1.0], False), ([], [], False)]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,7 @@ def test_vllm_takes_the_request_and_answers_in_this_shape():
         GenerateTokensChoice(index=index, token_ids=[4], logprobs=GenerateLogProbs(content=content)) for index in (1, 0)
     ]
     answer = GenerateTokensResponse(choices=choices).model_dump()
-    assert sampling.read(answer, 2) == [([4], [-0.25])] * 2
+    assert sampling.read(answer, 2) == [([4], [-0.25], True)] * 2
 
 
 async def test_an_adapter_in_training_is_only_there_for_rollouts(tmp_path):

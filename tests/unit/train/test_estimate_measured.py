@@ -64,6 +64,65 @@ def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage,
     assert 0 <= version.bytes - estimate.version_bytes(shape, asdict(spec)) < HEADERS_BYTES
 
 
+def shape_of(base, model):
+    config = json.loads(Path(base, "config.json").read_text())
+    return ModelShape.from_config(config, sum(p.numel() for p in model.parameters()))
+
+
+def step(engine):
+    """Of two micro-batches."""
+    row = torch.arange(16)
+    batch = {
+        "input_ids": row[None],
+        "position_ids": row[None],
+        "segments": [(0, 16)],
+        "scale": 1.0,
+        "predict_at": row[:8],
+        "labels": row[1:9],
+    }
+    for _ in range(2):
+        engine.backward(engine(batch) * 1, scale_wrt_gas=False)
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_offloading_leaves_on_the_device_beside_the_weights_is_what_was_estimated(tmp_path, monkeypatch, stage):
+    """ZeRO 1 keeps the gradients of all micro-batches while it reduces them into another place."""
+    base = make_model_dir(tmp_path / "base", family="llama", hidden_size=128, intermediate_size=256, head_dim=32)
+    spec = TrainSpec(
+        job_id="j",
+        base_path=str(base),
+        train_path=str(write_chat_file(tmp_path / "t.jsonl", 4)),
+        run_dir=str(tmp_path),
+        shm_root=str(tmp_path / "store"),
+        output_model="m",
+        zero_stage=stage,
+        full=True,
+        offload="optimizer",
+        micro_batch=1,
+        batch_size=2,
+    )
+    model = load_model(spec)
+    shape = shape_of(base, model)
+    engine = build_engine(SupervisedObjective(model), spec)
+    zero, most = engine.optimizer, [0]
+    build = zero._build_compact_grad_partition_buffer
+
+    def built(group):
+        made = build(group)
+        sums = [p.grad_accum for p in model.parameters() if p.grad_accum is not None]
+        most.append(sum(4 * held.numel() for held in (made.flat_partition, *sums)))
+        return made
+
+    monkeypatch.setattr(zero, "_build_compact_grad_partition_buffer", built)
+    step(engine)
+    planned = estimate.rank_memory(shape, asdict(spec) | {"device_kind": "cuda"}, 1)
+    assert max(most) == pytest.approx(planned.gradients_bytes, rel=0.02)
+    bucket = engine.zero_reduce_bucket_size() - 1
+    passing = zero.temp_grad_buffer_for_gpu_offload.nbytes
+    assert 8 * bucket + passing == planned.buffers_bytes
+
+
 @pytest.mark.parametrize(
     ("stage", "offload", "precision"),
     [(2, "optimizer", "bf16"), (2, "optimizer", "fp32"), (3, "optimizer", "bf16"), (3, "parameters", "bf16")],
@@ -85,25 +144,15 @@ def test_what_offloading_holds_in_host_memory_is_what_was_estimated(tmp_path, st
         batch_size=2,
     )
     model = load_model(spec)
-    shape = ModelShape(sum(p.numel() for p in model.parameters()))
+    shape = shape_of(base, model)
     engine = build_engine(SupervisedObjective(model), spec)
-    row = torch.arange(16)
-    batch = {
-        "input_ids": row[None],
-        "position_ids": row[None],
-        "segments": [(0, 16)],
-        "scale": 1.0,
-        "predict_at": row[:8],
-        "labels": row[1:9],
-    }
-    for _ in range(2):
-        engine.backward(engine(batch) * 1, scale_wrt_gas=False)
-        engine.step()
+    step(engine)
     zero = engine.optimizer
     state = zero.optimizer.state
     held = [tensor for flat in state for tensor in (flat, flat.grad, *state[flat].values())]
     if stage == 2:
         held += [*zero.param_buffer_of_bit16_for_cpu_offload_groups, *zero.accumulated_grads_in_cpu.values()]
+        held.append(zero.temp_grad_buffer_for_cpu_offload)
     else:
         held.append(zero.grad_partitions_flat_buffer)
     if offload == "parameters":

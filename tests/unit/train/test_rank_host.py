@@ -201,6 +201,33 @@ async def test_what_is_wrong_with_a_persons_data_is_told_without_the_rank_that_s
     assert (await group.wait()).error["message"] == told
 
 
+@pytest.mark.parametrize(
+    "kind, message, by_device",
+    [
+        ("AcceleratorError", "CUDA error: uncorrectable ECC error encountered", True),
+        ("RuntimeError", "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`", True),
+        ("DistBackendError", "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error", True),
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of", False),
+        ("AcceleratorError", "CUDA error: out of memory", False),
+        ("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", False),
+        ("AcceleratorError", "CUDA error: device-side assert triggered", False),
+        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (4x8 and 16x4)", False),
+        ("TypeError", "forward() got an unexpected keyword argument 'segments'", False),
+        ("StoreFull", "no room", False),
+    ],
+)
+async def test_an_error_that_is_not_of_a_device_is_not_its_fault(monkeypatch, tmp_path, kind, message, by_device):
+    """A job that wanted too much memory would have had the only GPU of a box cordoned at its second try."""
+    monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0)
+    one, (child,) = await started(monkeypatch, tmp_path)
+    group = Group(limits=PingLimits(ping_every_s=60))
+    await group.adopt("j", [one])
+    child.say("fatal", type=kind, message=message)
+    child.says.put_nowait(None)
+    error = (await group.wait()).error
+    assert (error["by_device"], error["retryable"], error["blame"]) == (by_device, True, "own")
+
+
 async def test_a_world_meets_at_a_file_of_the_boxes_user_and_talks_over_loopback(monkeypatch, tmp_path):
     ranks = [host(monkeypatch, tmp_path) for _ in range(2)]
     for number, (one, _) in enumerate(ranks):
@@ -276,3 +303,4 @@ async def test_a_rank_that_was_killed_is_not_the_jobs_fault(monkeypatch, tmp_pat
         await group.adopt("j", [one])
         error = (await group.wait()).error
     assert error["blame"] == blame and says in error["reason"] and error["retryable"]
+    assert error["by_device"] == (blame == "outside")

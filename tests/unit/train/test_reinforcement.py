@@ -655,7 +655,7 @@ def test_no_question_has_more_than_whoever_answers_it_can_hold(tmp_path, monkeyp
 def test_a_validation_holds_no_more_answers_than_a_step_and_finds_the_same(tmp_path, monkeypatch, by_engine):
     valid, made = str(write_prompt_file(tmp_path / "valid.jsonl", 30, seed=1)), []
     empty = Answers.empty.__func__
-    count = classmethod(lambda cls, n, *more: made.append(n) or empty(cls, n, *more))
+    count = classmethod(lambda cls, n, *more, **named: made.append(n) or empty(cls, n, *more, **named))
     monkeypatch.setattr(Answers, "empty", count)
 
     def validated(run, most):

@@ -47,13 +47,14 @@ async def test_what_is_older_than_the_newest_goes_from_engines_and_memory(store)
     policies.unloaded_by(engines.unload)
     await policies.tidy()  # no question yet: any may be the newest
     assert len(left(store)) == 4
-    policies.moved_on("ftjob-1", "step-2.new")
+    with policies.sampled("ftjob-1", "step-2.new"):
+        pass
     await policies.tidy()
     # What the ranks write next is there before they ask for it; what is a user's stays.
     assert left(store) == [(ours, "step-2.new"), (ours, "step-3.old"), (users, "step-1")]
     assert engines.unloaded == [f"{ours}@step-1.new"]
-    policies.moved_on("ftjob-1", "step-4.new")
-    await policies.tidy()
+    with policies.sampled("ftjob-1", "step-4.new"):
+        await policies.tidy()
     assert left(store) == [(users, "step-1")]
 
 
@@ -63,8 +64,8 @@ async def test_with_its_job_the_last_one_goes_and_what_is_in_use_goes_later(stor
     unfinished, engines = {"ftjob-1"}, Engines(busy=[f"{ours}@step-2.new"])
     policies = Policies(store, unfinished.__contains__)
     policies.unloaded_by(engines.unload)
-    policies.moved_on("ftjob-1", "step-2.new")
-    await policies.tidy()
+    with policies.sampled("ftjob-1", "step-2.new"):
+        await policies.tidy()
     unfinished.clear()
     await policies.tidy()
     assert left(store) == [(ours, "step-2.new")]
@@ -74,3 +75,16 @@ async def test_with_its_job_the_last_one_goes_and_what_is_in_use_goes_later(stor
     assert left(store)
     await policies.tidy()
     assert left(store) == []
+
+
+async def test_what_a_question_is_asked_about_stays_until_it_is_answered(store):
+    ours = policy_name("ftjob-1")
+    for version in ("step-1.new", "step-2.new", "step-3.new"):
+        write(store, ours, version)
+    policies = Policies(store, lambda job: True)
+    with policies.sampled("ftjob-1", "step-2.new"):
+        with policies.sampled("ftjob-1", "step-3.new"):
+            await policies.tidy()
+        assert left(store) == [(ours, "step-2.new"), (ours, "step-3.new")]
+    await policies.tidy()
+    assert left(store) == [(ours, "step-3.new")]

@@ -15,6 +15,7 @@ from appliance.controller.admin import views
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
+from appliance.controller.http.reading import Status
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import Caller
 from appliance.store.objects import adapters
@@ -52,8 +53,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return deployments.find(db, name) or DeploymentRow(model=name, created_s=time.time())
 
     @router.get("/models/{name:path}/deployment")
-    async def show_deployment(name: str) -> dict[str, Any]:
-        return views.deployment(known(name), context.scheduler.status())
+    def show_deployment(name: str, now: Status) -> dict[str, Any]:
+        return views.deployment(known(name), now)
 
     @router.patch("/models/{name:path}/deployment")
     async def deploy(name: str, body: Deploy, caller: Caller) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         }
 
     @router.get("/models/{name:path}/settings")
-    async def show_settings(name: str) -> dict[str, Any]:
+    def show_settings(name: str) -> dict[str, Any]:
         """Of an adapter there are none: a command that shows a deployment shows them beside it."""
         stored_model(db, name)
         return view(name)

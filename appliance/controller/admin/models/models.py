@@ -24,7 +24,7 @@ from appliance.controller.context.operations import Operations
 from appliance.controller.gates import views as gate_views
 from appliance.controller.http import idempotency
 from appliance.controller.http.idempotency import Attempt, Carried, Deed
-from appliance.controller.http.paging import LongLists
+from appliance.controller.http.reading import Status, answer
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, OperationFailed, SwapFailed, shown
 from appliance.controller.interfaces.model_states import ModelStates
@@ -68,7 +68,7 @@ def routes(
     context: ControllerContext, router: APIRouter, running: Operations, compared: Canaries, activations: Activations
 ) -> None:
     """Add the routes to the admin router."""
-    db, lists = context.db, LongLists()
+    db = context.db
 
     def begun(attempt: Attempt, operation_id: str) -> OperationRow | None:
         """By an earlier attempt. One that failed is no answer to a mere retry: it may be that of an earlier request."""
@@ -103,13 +103,11 @@ def routes(
             record(context, caller, action, target, **told)
         return _accepted(row)
 
-    @router.get("/models", response_model=dict[str, Any])
-    async def list_models() -> Response:
-        status = context.scheduler.status()
-        states = ModelStates(db, status)
-        return await lists.answer(
-            models.list_all(db), lambda row: views.model(db, row, status, states, context.tiers, context.sizes)
-        )
+    @router.get("/models")
+    def list_models(now: Status) -> dict[str, Any]:
+        states = ModelStates(db, now)
+        data = [views.model(db, row, now, states, context.tiers, context.sizes) for row in models.list_all(db)]
+        return {"object": "list", "data": data}
 
     @router.post("/models/import", status_code=202)
     async def import_model(body: Import, request: Request, caller: Caller) -> JSONResponse:
@@ -215,14 +213,18 @@ def routes(
         record(context, caller, "model.pin", row.id, version=body.version, pinned=body.pinned)
         return {"model": row.id, "version": body.version, "pinned": body.pinned}
 
-    @router.get("/models/{name:path}")
-    async def show(name: str) -> dict[str, Any]:
+    @router.get("/models/{name:path}", response_model=dict[str, Any])
+    async def show(name: str, caller: Caller, now: Status) -> Response:
         """`canary`: the most recent one, running or ended; `gates`: the newest of its versions."""
         last = canaries.find(db, name)
         shown_canary = compared.view(last, time.time()) if last else None
-        row, status = stored_model(db, name), context.scheduler.status()
-        shown_model = views.model(db, row, status, ModelStates(db, status), context.tiers, context.sizes)
-        return shown_model | {"canary": shown_canary, "gates": gate_views.of_model(db, name)}
+
+        def shown_model() -> dict[str, Any]:
+            row = stored_model(db, name)
+            found = views.model(db, row, now, ModelStates(db, now), context.tiers, context.sizes)
+            return found | {"canary": shown_canary, "gates": gate_views.of_model(db, name)}
+
+        return await answer(db, caller.viewer, shown_model)
 
     @router.delete("/models/{name:path}")
     async def delete(name: str, caller: Caller) -> dict[str, Any]:
@@ -231,11 +233,11 @@ def routes(
         return {"name": name, "deleted": True}
 
     @router.get("/operations")
-    async def list_operations() -> dict[str, Any]:
+    def list_operations() -> dict[str, Any]:
         return {"object": "list", "data": [operations.view(row) for row in operation_rows.list_recent(db, 100)]}
 
     @router.get("/operations/{operation_id}")
-    async def operation(operation_id: str) -> dict[str, Any]:
+    def operation(operation_id: str) -> dict[str, Any]:
         row = operation_rows.find(db, operation_id)
         if row is None:
             raise NotFound(f"No operation {shown(operation_id)}.", param="id", code="operation_not_found")

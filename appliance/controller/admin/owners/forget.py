@@ -79,7 +79,7 @@ def routes(
         }
 
     @router.get("/forget", dependencies=[Depends(needs(ADMIN))])  # it names an owner's keys
-    async def show(owner: Annotated[str, Query(min_length=1, max_length=256)]) -> dict[str, Any]:
+    def show(owner: Annotated[str, Query(min_length=1, max_length=256)]) -> dict[str, Any]:
         """What the box has of this owner. Changes nothing."""
         return {"owner": owner, "done": False, "waits_for": [], **found(owner)}
 

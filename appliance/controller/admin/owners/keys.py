@@ -95,7 +95,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
     db = context.db
 
     @router.get("/me")
-    async def me(caller: Caller) -> dict[str, Any]:
+    def me(caller: Caller) -> dict[str, Any]:
         """The key that asks, as `/keys` shows it. For the box itself: `id` and `owner` null, its scopes."""
         row = keys.find(db, caller.key_id) if caller.key_id is not None else None
         if row is None:
@@ -103,7 +103,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
         return views.key(row)
 
     @router.get("/keys", dependencies=[Depends(needs(ADMIN))])
-    async def list_keys() -> dict[str, Any]:
+    def list_keys() -> dict[str, Any]:
         return {"object": "list", "data": [views.key(row) for row in keys.list_all(db) if not row.session]}
 
     @router.post("/keys")

@@ -44,7 +44,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return made.shown
 
     @router.get("/sessions")
-    async def list_sessions(caller: Caller) -> dict[str, Any]:
+    def list_sessions(caller: Caller) -> dict[str, Any]:
         rows = page_sessions.list_live(db, time.time(), caller.viewer)
         return {"object": "list", "data": [logins.shown(context, row) for row in rows]}
 

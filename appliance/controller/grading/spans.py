@@ -1,0 +1,74 @@
+"""Answers that engines write for a model in training, in spans: an answer may be interrupted and go on by newer
+weights, and each span knows its version. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from serve.core import sampling
+from weights.format.names import step_of
+
+_APART = 0x9E3779B97F4A7C15
+"""Odd: the seeds of the spans of one answer lie as far apart as can be, those of neighbours differ by one."""
+_SEEDS = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One request: `n` answers to these tokens, of which the first has this place and this seed. ids, log_probs,
+    spans: what is there of it already, where it is the rest of one answer. tries: that came back."""
+
+    place: int
+    n: int
+    seed: int
+    tokens: list[int]
+    tries: int = 0
+    ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    spans: tuple[tuple[str, int], ...] = ()
+
+    def share(self, room: int) -> Fraction:
+        """Of what one request takes of an engine: the rest of an answer is one of as many as a request has."""
+        return Fraction(1, sampling.answers_at_once(room)) if self.spans else Fraction(1)
+
+    def request(self, model: str, room: int, ends: Sequence[int]) -> dict[str, Any]:
+        """The body. room: tokens of a whole answer."""
+        # Other random numbers than those of the first span, which would choose from its beginning again.
+        seed = (self.seed + len(self.ids) * _APART) % _SEEDS
+        tokens = [*self.tokens, *self.ids]
+        return sampling.request(model, tokens, n=self.n, seed=seed, max_tokens=room - len(self.ids), ends=ends)
+
+
+def lines(prompt: dict[str, Any], room: int) -> list[Line]:
+    """A prompt's answers in requests of as many as one may have."""
+    most, n = sampling.answers_at_once(room), prompt["n"]
+    return [
+        Line(prompt["place"] + first, min(most, n - first), prompt["seed"] + first, prompt["tokens"])
+        for first in range(0, n, most)
+    ]
+
+
+def written(line: Line, version: str, made: Sequence[sampling.Sampled]) -> tuple[list[dict[str, Any]], list[Line]]:
+    """What this version has written of a line: answers that are whole now, as a question is answered with them, and the
+    lines that go on with the others."""
+    whole: list[dict[str, Any]] = []
+    left = []
+    for number, one in enumerate(made):
+        ids, log_probs = (*line.ids, *one.ids), (*line.log_probs, *one.log_probs)
+        spans = (*line.spans, (version, len(one.ids))) if one.ids else line.spans
+        place, seed = line.place + number, line.seed + number
+        if one.ended:
+            answer = {"ids": [list(ids)], "log_probs": [list(log_probs)], "spans": [list(map(list, spans))]}
+            whole.append({"place": place, **answer})
+        else:
+            left.append(replace(line, place=place, n=1, seed=seed, ids=ids, log_probs=log_probs, spans=spans))
+    return whole, left
+
+
+def is_newer(version: str, than: str) -> bool:
+    """Of two versions of one model in training: it is of a later step, or of another world, which takes over."""
+    (step, _, world), (other_step, _, other_world) = version.partition("."), than.partition(".")
+    return world != other_world or step_of(step) > step_of(other_step)

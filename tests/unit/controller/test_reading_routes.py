@@ -1,0 +1,163 @@
+"""What only reads is answered on a thread of the store's: the loop, and with it everybody's hand-overs and keys, waits
+for no query, no decoding and no JSON of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from inspect import unwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+
+from appliance.controller.app import create_app
+from appliance.controller.http.reading import answer
+from appliance.controller.http.routers import make_router
+from appliance.store.database import Database
+from appliance.store.errors import WriteWhileReading
+from appliance.store.objects import files
+from appliance.store.reading_threads import OF_ONE, THREADS
+from tests.simulator.control_plane import simulated_context
+
+from .conftest import ADMIN, Control
+
+_BOUNDED = "as many rows as the box has settings of its own, not what an owner keeps"
+_IN_MEMORY = "reads nothing of the store"
+_THEN_ANSWER = "takes what the loop has, and ends with `answer`"
+ON_THE_LOOP = {
+    "/admin/v1/doctor": _IN_MEMORY,
+    "/admin/v1/events": _IN_MEMORY,
+    "/admin/v1/nodes": _IN_MEMORY,
+    "/admin/v1/oidc": _IN_MEMORY,
+    "/admin/v1/tiers": _IN_MEMORY,
+    "/admin/v1/mode": _BOUNDED,
+    "/admin/v1/mode/schedule": _BOUNDED,
+    "/admin/v1/mode/schedule/preview": _BOUNDED,
+    "/admin/v1/models/{name:path}/canary": "one canary, by index, and what gateways have counted of it",
+    "/admin/v1/metrics": _THEN_ANSWER,
+    "/admin/v1/models/{name:path}": _THEN_ANSWER,
+    "/admin/v1/status": _THEN_ANSWER,
+    "/admin/v1/usage": _THEN_ANSWER,
+    "/v1/batches": _THEN_ANSWER,
+    "/v1/batches/{batch_id}": _THEN_ANSWER,
+    "/v1/evals/{eval_id}/runs": _THEN_ANSWER,
+    "/v1/evals/{eval_id}/runs/{run_id}": _THEN_ANSWER,
+    "/v1/responses/{response_id}/input_items": _THEN_ANSWER,
+    "/v1/responses/{response_id}": "waits for an answer on its way; the row is read on a thread, and sent as it stands",
+    "/internal/responses/context": "the same, turn by turn",
+}
+"""GET routes that are coroutines, and why they may be."""
+
+
+def test_each_route_that_only_reads_does_it_on_a_thread_or_is_listed_with_the_reason(tmp_path: Path, db: Database):
+    app = create_app(simulated_context(tmp_path, db))
+    reading = [route for route in app.routes if isinstance(route, APIRoute) and "GET" in route.methods]
+    coroutines = {route.path for route in reading if unwrap(route.endpoint) is route.endpoint}
+    assert coroutines == ON_THE_LOOP.keys() and len(reading) > 60
+
+
+def seen_threads(monkeypatch: pytest.MonkeyPatch, db: Database) -> list[tuple[bool, str]]:
+    """(whether on the loop's thread, SQL) of each statement from now on."""
+    loop_thread, seen, execute = threading.get_ident(), list[tuple[bool, str]](), Database.execute
+
+    def noted(self: Database, sql: str, parameters: Any = ()) -> Any:
+        seen.append((threading.get_ident() == loop_thread, sql))
+        return execute(self, sql, parameters)
+
+    monkeypatch.setattr(Database, "execute", noted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("path", "table"),
+    [
+        ("/v1/files", "files"),
+        ("/v1/fine_tuning/jobs", "jobs"),
+        ("/v1/batches", "batches"),
+        ("/v1/evals", "evals"),
+        ("/v1/models", "models"),
+        ("/v1/gates", "gates"),
+        ("/admin/v1/status", "jobs"),
+        ("/admin/v1/metrics", "jobs"),
+        ("/admin/v1/models", "models"),
+        ("/admin/v1/handovers", "handovers"),
+        ("/admin/v1/usage", "usage"),
+        ("/admin/v1/keys", "keys"),
+        ("/admin/v1/audit", "audit"),
+        ("/admin/v1/queue", "jobs"),
+    ],
+)
+async def test_the_loop_reads_who_asks_and_no_list(
+    control: Control, monkeypatch: pytest.MonkeyPatch, path: str, table: str
+):
+    await control.job()
+    seen = seen_threads(monkeypatch, control.db)
+    told = await control.http.get(path, headers=ADMIN)
+    assert told.status_code == 200, told.text
+    assert all("FROM keys" in sql or "FROM page_sessions" in sql for on_loop, sql in seen if on_loop), seen
+    assert any(f"FROM {table}" in sql for on_loop, sql in seen if not on_loop), seen
+
+
+async def test_the_document_says_of_such_a_route_what_it_said(control: Control):
+    paths = (await control.http.get("/openapi.json")).json()["paths"]
+    of_a_list = paths["/v1/files"]["get"]
+    assert [one["name"] for one in of_a_list["parameters"]] == ["after", "limit", "order", "purpose"]
+    assert of_a_list["responses"]["200"]["content"]["application/json"]["schema"]["type"] == "object"
+    assert "parameters" not in paths["/admin/v1/devices"]["get"], "what a route takes of the loop is nothing to send"
+
+
+async def test_who_reads_after_an_answer_sees_what_it_told(control: Control):
+    for number in range(20):
+        file_id = await control.upload(name=f"{number}.jsonl")
+        assert (await control.http.get(f"/v1/files/{file_id}")).json()["filename"] == f"{number}.jsonl"
+        assert (await control.http.get("/v1/files?limit=1")).json()["data"][0]["id"] == file_id
+        if number % 2:
+            await control.http.delete(f"/v1/files/{file_id}")
+            assert (await control.http.get(f"/v1/files/{file_id}")).status_code == 404
+
+
+async def test_a_refusal_is_what_it_was(control: Control):
+    told = await control.http.get("/v1/files/file-none")
+    assert (told.status_code, told.json()["error"]["code"]) == (404, "file_not_found")
+    told = await control.http.get("/v1/files?after=file-none")
+    assert (told.status_code, told.json()["error"]["code"]) == (400, "invalid_cursor")
+    told = await control.http.get("/v1/files?limit=many")
+    assert (told.status_code, told.json()["error"]["param"]) == (400, "limit")
+
+
+async def test_a_route_on_a_thread_cannot_write(control: Control):
+    router = make_router("/v1/odd")
+
+    @router.get("")
+    def odd() -> dict[str, Any]:
+        control.db.execute("DELETE FROM files")
+        return {}
+
+    control.app.router.routes.insert(0, router.routes[0])
+    assert (await control.http.get("/v1/odd")).status_code == 500
+    with pytest.raises(WriteWhileReading):
+        await answer(control.db, None, lambda: files.delete(control.db, "file-1"))
+
+
+async def test_the_loop_goes_on_and_others_are_answered_while_one_owner_reads_for_long(control: Control):
+    router, go, begun = make_router("/v1/long"), threading.Event(), list[None]()
+
+    @router.get("")
+    def long() -> dict[str, Any]:
+        begun.append(None)
+        assert go.wait(20)
+        return {}
+
+    control.app.router.routes.insert(0, router.routes[0])
+    control.as_key("ann")
+    hers = [asyncio.ensure_future(control.http.get("/v1/long")) for _ in range(4 * THREADS)]
+    while len(begun) < OF_ONE:
+        await asyncio.sleep(0.001)
+    control.as_key("bob")
+    told = [await control.http.get(path) for path in ("/v1/files", "/v1/fine_tuning/jobs", "/v1/models")]
+    made = await control.upload()
+    assert [one.status_code for one in told] == [200] * 3 and made and len(begun) == OF_ONE
+    go.set()
+    assert {one.status_code for one in await asyncio.gather(*hers)} == {200}
