@@ -80,11 +80,7 @@ class SqliteStateStore:
             policy=policy_of(mode, self._size.serving_floor),
             policy_since_s=mode.since_s,
             windows=mode_windows(self._db, self._size.serving_floor),
-            jobs=tuple(
-                self._job(row)
-                for row in unfinished
-                if row.phase != "validating" and row.wanted != "cancel"
-            ),
+            jobs=tuple(self._job(row) for row in unfinished if row.phase != "validating" and row.wanted != "cancel"),
             deployments=self._live.bounded(
                 (
                     *self._own_engines(deployed, active, adapters),

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from tests.unit.loop_cost.fill import MODEL, OTHER, OWNER
+from tests.unit.loop_cost.fill import FEW_ROWS, MODEL, OTHER, OWNER
 
 Route = tuple[str, str]
 WHOLE = "limit=10000"
@@ -76,7 +76,8 @@ _CRITERION = {
     "reference": "{{item.answer}}",
     "operation": "eq",
 }
-DATA = b'{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n' * 12
+FILE = b'{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n' * 12
+DATA = {"/v1/files": FILE, "/v1/uploads/{upload_id}/parts": b"x"}
 _SPEC = {
     "name": "new",
     "data": {"uploads": "day-*.jsonl"},
@@ -197,8 +198,8 @@ PLACES: dict[Route, str] = {
     ("GET", "/v1/files/{file_id}/content"): "file-1",
     ("GET", "/v1/responses/{response_id}/input_items"): "resp-last",
     ("POST", "/v1/uploads/{upload_id}/cancel"): "upload-going",
-    ("POST", "/admin/v1/sessions/{session_id}/touch"): "session-2",
-    ("DELETE", "/admin/v1/sessions/{session_id}"): "session-4",
+    ("POST", "/admin/v1/sessions/{session_id}/touch"): "session-12",
+    ("DELETE", "/admin/v1/sessions/{session_id}"): "session-12",
     ("POST", "/v1/files/{file_id}/check"): "file-1",
     ("POST", "/v1/files/{file_id}/prepare"): "file-1",
     ("POST", "/v1/batches/{batch_id}/cancel"): "batch-going",
@@ -245,6 +246,7 @@ _KINDS = {
     "key_id": "key-2",
     "device_id": "n0/0",
 }
+_FEW = ("pipe", "piperun", "sweep")
 _NAMES = (
     ("/v1/pipelines/", "pipe-0"),
     ("/v1/fine_tuning/checkpoints/", "checkpoint"),
@@ -282,9 +284,8 @@ def changes(app: FastAPI, last: int, going: int) -> Iterator[Request]:
             path, body = _path(method, route, by, last, going), _body(CHANGES[method, route], by, last, going)
             if (method, route) == ("POST", "/internal/responses"):
                 body = [{**body[0], "response": {"id": f"resp_{by}", "status": "completed", "created_at": 1}}]
-            upload = route == "/v1/files" or route.endswith("/parts")
             name = _path(method, route, by, -1, -1)
-            yield Request(f"{by}: {method} {name}", method, route, path, by, body, DATA if route == "/v1/files" else b"x" if upload else None)
+            yield Request(f"{by}: {method} {name}", method, route, path, by, body, DATA.get(route))
 
 
 def unjudged(app: FastAPI) -> set[Route]:
@@ -338,7 +339,7 @@ def _id(named: str, by: str, last: int, going: int) -> str:
     if not dash:
         return named
     if place == "going":
-        number = (going if owner == OWNER else 12) + (by == "admin")
+        number = (going if owner == OWNER and kind not in _FEW else FEW_ROWS) + (by == "admin")
     elif place == "last":
         number = last if owner == OWNER else 11
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from unittest import mock
 import httpx
 
 from appliance.controller import retention
-from appliance.controller.access.spending import key_table
+from appliance.controller.access.spending import Spending, key_table
+from appliance.controller.admin.owners import forget
 from appliance.controller.app import create_app
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.runner import BatchRunner
@@ -22,10 +24,12 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.data_checks.data_work import DataWork
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.http.peers import FromBox
+from appliance.controller.interfaces.config import OwnerBounds
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.validation import JobValidation
 from appliance.store import chunks, database
 from appliance.store.database import Database
+from appliance.store.objects import jobs
 from appliance.store.records import usage
 from appliance.wiring.routing_table import BusRouting
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
@@ -64,6 +68,7 @@ def scaled() -> Iterator[None]:
         mock.patch.object(chunks, "CHUNK_ROWS", CHUNK_ROWS),
         mock.patch.object(chunks, "CHUNK_BYTES", CHUNK_ROWS * 1000),
         mock.patch.object(retention, "CHUNK", CHUNK_ROWS),
+        mock.patch.object(forget, "ENDS_WITHIN_S", 0.1),
         mock.patch.object(usage, "_ROWS_AT_ONCE", CHUNK_ROWS),
         mock.patch.object(usage, "_MOST_HOURS", CHUNK_ROWS),
     ):
@@ -117,6 +122,8 @@ async def _count(folder: Path, size: Size, meter: Meter, only: str) -> Counted:
 
 async def _send(http: httpx.AsyncClient, request: asked.Request) -> httpx.Response:
     headers = GATEWAY if request.route == "/internal/responses" else HEADERS[request.by]
+    if request.route.endswith("/touch"):
+        headers = {**headers, "x-appliance-session": request.path.split("/")[-2]}
     if request.data is not None:
         part = {"data" if request.route.endswith("/parts") else "file": ("a.jsonl", request.data)}
         return await http.request(request.method, request.path, files=part, data=request.body, headers=headers)
@@ -124,11 +131,12 @@ async def _send(http: httpx.AsyncClient, request: asked.Request) -> httpx.Respon
 
 
 def _context(folder: Path, db: Database, size: Size) -> ControllerContext:
-    context = simulated_context(folder, db)
+    bounds = OwnerBounds(models=10**6, uploads=10**6, batches=10**6, jobs=10**6, background=10**6, eval_runs=10**6)
+    context = simulated_context(folder, db, bounds=bounds)
     for owner in (OWNER, OTHER):
         for place in range(size.all if owner == OWNER else 12):
             (context.jobs_dir / f"job-{owner}-{place}").mkdir()
-            (context.files_dir / f"file-{owner}-{place}").write_bytes(asked.DATA)
+            (context.files_dir / f"file-{owner}-{place}").write_bytes(asked.FILE)
         (context.uploads_dir / f"upload-{owner}-0").mkdir()
         for place in range(size.kept if owner == OWNER else 12):
             (context.uploads_dir / f"upload-{owner}-0" / f"part-{owner}-{place}").write_bytes(b"x")
@@ -146,7 +154,7 @@ def _nothing_by_itself(rounds: dict[str, Callable[[], Awaitable[None]]]) -> Iter
     async def process(_: DataWork, request: Any) -> dict[str, Any]:
         if "prepare" not in request:
             return {"checks": {}, "examples": 12}
-        Path(request["target"]).write_bytes(asked.DATA)
+        Path(request["target"]).write_bytes(asked.FILE)
         return {"report": {}, "asked": {}, "dropped": {}, "made": [{"sha256": "0" * 64}]}
 
     with (
@@ -174,6 +182,14 @@ def _end_all(db: Database) -> None:
         db.execute(f"UPDATE {table} SET {column} = ?", [ended])
 
 
+_USAGE = {
+    "key": f"key_{OWNER}",
+    "model": "starter",
+    "version": "v1",
+    **dict.fromkeys(("requests", "errors", "prompt_tokens", "completion_tokens"), 1),
+}
+
+
 class _Bus:
     """As much of it as the routing table needs."""
 
@@ -197,5 +213,7 @@ def _others(context: ControllerContext) -> dict[str, Callable[[], Awaitable[Any]
     return {
         "the scheduler reads the store": of(states.load),
         "the table of models for gateways": of(routing.refresh),
-        "the table of keys for gateways": of(lambda: key_table(db, 1e9)),
+        "the table of keys for gateways": of(lambda: key_table(db, time.time())),
+        "gateways report what was spent": of(lambda: Spending(db, lambda: None).take([_USAGE])),
+        "rows of the store are told to who follows": of(lambda: jobs.update(db, f"job-{OWNER}-0", step=5)),
     }

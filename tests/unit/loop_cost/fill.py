@@ -167,13 +167,14 @@ def _response(at: At) -> dict[str, Any]:
 TABLES: dict[str, tuple[Any, Make]] = {
     "keys": (
         rows.KeyRow,
+        # A few are of the owner, for administrators alone make them; the others are other people's.
         lambda at: {
             "id": at.id("key") if at.place else at.key,
             "name": at.id("key"),
             "sha256": at.id("sha"),
             "prefix": "sk-appl-abcd",
             "scopes": ["inference", "fine_tuning"],
-            "owner": at.owner,
+            "owner": at.owner if at.place < FEW_ROWS else at.id("people"),
             "revoked_s": at.now_s if at.place % 2 else None,
             "models": [MODEL, *(f"name-{n}" for n in range(20))] if at.place % 4 == 2 else None,
             "tokens_per_day": 10**9,
@@ -184,7 +185,7 @@ TABLES: dict[str, tuple[Any, Make]] = {
         lambda at: {
             "id": at.id("session"),
             "sha256": at.id("token"),
-            "key_id": at.id("key", at.place - at.place % 2) if at.place > 1 else at.key,
+            "key_id": at.key,
             "until_s": at.now_s + (-60 if at.is_due else DAY_S),
         },
     ),
@@ -540,7 +541,19 @@ TABLES: dict[str, tuple[Any, Make]] = {
     "eval_deletions": (None, lambda at: {"id": at.id("evalrun")} if at.is_due else {}),
 }
 
+FEW = {
+    "windows": "appliance.controller.admin.mode.MAX_WINDOWS",
+    "model_shares": "appliance.controller.openai.model_routes.MAX_SHARED_WITH, of a model",
+    "pipelines": "appliance.controller.pipelines.pipeline_routes.MAX_PIPELINES",
+    "pipeline_runs": "appliance.store.objects.pipelines.RUNS_KEPT, of a pipeline",
+    "sweeps": "appliance.store.objects.sweeps.KEPT",
+    "page_sessions": "appliance.controller.admin.owners.logins.MOST_OF_A_KEY, of a key",
+}
+"""Tables of which an owner keeps two hundred rows at most, by what bounds them: they do not grow here."""
+FEW_ROWS = 12
 NOT_KEPT = {
+    "held": "counters, which triggers keep",
+    "spent": "sums of days, which triggers keep; a year of them is 365",
     "box": "facts about the box, by name",
     "migrations": "one for each script",
     "reserve": "space for a full disk",
@@ -559,7 +572,8 @@ def fill(db: Database, size: Size) -> None:
         admin = rows.KeyRow("key_admin", "admin", "0" * 64, "", 1.0, owner="key_admin", scopes=["admin"])
         db.insert("keys", admin, name="admin")
         for table in TABLES:
-            for owner, whose in ((OTHER, little), (OWNER, size)):
+            most = dataclasses.replace(size, kept=FEW_ROWS) if table in FEW else size
+            for owner, whose in ((OTHER, little), (OWNER, most)):
                 _insert(db, table, (At(place, owner, whose, now_s) for place in range(whose.all)))
     db.execute("PRAGMA foreign_keys = ON")
     db.execute("PRAGMA synchronous = FULL")
@@ -594,9 +608,11 @@ def _values(kind: Any, make: Make, at: At) -> dict[str, Any]:
 def _by_type(hint: Any, field: dataclasses.Field[Any], at: At) -> Any:
     """A value of a column that nothing is said of: long, where it may be."""
     if field.metadata.get("json"):
-        inner = next((one for one in typing.get_args(hint) if one is not types.NoneType), hint) if (
-            isinstance(hint, types.UnionType)
-        ) else hint
+        inner = (
+            next((one for one in typing.get_args(hint) if one is not types.NoneType), hint)
+            if (isinstance(hint, types.UnionType))
+            else hint
+        )
         origin = typing.get_origin(inner)
         return [LONG_TEXT] if origin is list else LONG_JSON
     if field.name == "created_s":

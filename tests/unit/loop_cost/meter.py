@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import ctypes.util
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -40,12 +40,15 @@ class Cost:
     entries: int = 0
 
     def add(self, other: Cost) -> None:
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def most(self, other: Cost) -> None:
-        for one in fields(self):
-            setattr(self, one.name, max(getattr(self, one.name), getattr(other, one.name)))
+        for name in COUNTS:
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+
+
+COUNTS = tuple(one.name for one in fields(Cost))
 
 
 @dataclass
@@ -209,22 +212,20 @@ def _asking() -> str:
     return " < ".join(found)
 
 
+MAPS = Path("/proc/self/maps")
 _CACHE_HIT, _CACHE_MISS = 7, 8  # SQLITE_DBSTATUS_…
 
 
 def _status() -> Any:
-    """SQLite's own function, where this Python uses the library that the system finds; None where it has another."""
-    found = ctypes.util.find_library("sqlite3")
+    """SQLite's own function, of the library that Python itself has loaded; None where it has none to itself."""
+    if not MAPS.exists():
+        return None
+    found = next((line.split()[-1] for line in MAPS.read_text().splitlines() if "libsqlite3.so" in line), None)
     if found is None:
         return None
     library = ctypes.CDLL(found)
-    library.sqlite3_libversion.restype = ctypes.c_char_p
-    if library.sqlite3_libversion().decode() != sqlite3.sqlite_version:
-        return None
-    maps = "/proc/self/maps"
-    if not os.path.exists(maps) or sum(".so" in line and "sqlite3.so" in line for line in open(maps)) == 0:
-        return None
-    library.sqlite3_db_status.argtypes = [ctypes.c_void_p, ctypes.c_int, *[ctypes.POINTER(ctypes.c_int)] * 2, ctypes.c_int]
+    pointer = ctypes.POINTER(ctypes.c_int)
+    library.sqlite3_db_status.argtypes = [ctypes.c_void_p, ctypes.c_int, pointer, pointer, ctypes.c_int]
     return library.sqlite3_db_status
 
 
