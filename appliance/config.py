@@ -157,10 +157,31 @@ class BackupSettings(_Section):
     region: str | None = Field(None, description="of the bucket; unset: us-east-1")
     credentials_file: str | None = Field(None, description="AWS credentials file; unset: where boto3 looks")
     credentials_profile: str | None = Field(None, description="section of the credentials file")
+    key_file: str | None = Field(
+        None,
+        description="backups are encrypted with the key or the passphrase in this file, which only the box's user may "
+        "read; without it nobody can restore them. Unset: they are not encrypted",
+    )
     keep: int = Field(14, ge=1, description="the newest backups stay, older ones are deleted")
     every_hours: float = Field(0.0, ge=0.0, description="a running box takes one so often; 0: only when asked")
 
     _known_kind = field_validator("url")(known_kind_of_url)
+
+
+class DoctorSettings(_Section):
+    """When the doctor takes devices out of use to measure them (`appliance doctor --deep`)."""
+
+    deep_at: str | None = Field(
+        None,
+        pattern=r"^([01]\d|2[0-3]):[0-5]\d$",
+        description="time of day on the box's clock, such as `03:30`, at which every device that can be spared is "
+        "measured, one after the other; unset: only when asked",
+    )
+    before_return: bool = Field(
+        True,
+        description="a device that the box took out of use by itself is measured before it is tried again, and stays "
+        "out of use if it is slow or computes wrong",
+    )
 
 
 class TrackingSettings(_Section):
@@ -205,6 +226,7 @@ class BoxConfig(_Section):
     serve: EngineConfig = Field(default_factory=EngineConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     backup: BackupSettings = Field(default_factory=BackupSettings)
+    doctor: DoctorSettings = Field(default_factory=DoctorSettings)
     tracking: TrackingSettings = Field(default_factory=TrackingSettings)
 
 

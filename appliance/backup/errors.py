@@ -26,3 +26,7 @@ class BackupRunning(BackupError):
 
 class NotEmpty(BackupError):
     """A backup is restored into a new directory only."""
+
+
+class WrongKey(BackupError):
+    """The backups at the place are encrypted, and with another key, or none was named."""

@@ -1,6 +1,7 @@
 """Runs one command on backups in a process of its own.
 
     python -m appliance.backup.main make|list|verify|restore --config-json JSON [options]
+    python -m appliance.backup.main keygen --config-json JSON --to FILE
 
 Lines of JSON on stdout: {"done", "of"} in bytes while it works, then {"answer"}. Exit code 1: the last line on stderr
 says why; chunks without a backup may then have been written, and nothing else.
@@ -20,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from appliance.backup import manifest as manifests
+from appliance.backup.encryption import make_key, opened
 from appliance.backup.errors import BackupError
 from appliance.backup.manifest import Manifest
 from appliance.backup.restore import restore, verify
 from appliance.backup.take import take
-from appliance.config import load_resolved
+from appliance.config import BackupSettings, load_resolved
 from appliance.paths import BoxPaths
-from appliance.tiers.levels import Place, objects_at
+from appliance.tiers.levels import objects_at
 from runtime.logs import configure_logging
 from weights.format.errors import WeightsError
 from weights.tiers.objects import Objects
@@ -37,11 +39,12 @@ NICE = 10
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="appliance.backup.main", description=__doc__)
-    parser.add_argument("command", choices=["make", "list", "verify", "restore"])
+    parser.add_argument("command", choices=["make", "list", "verify", "restore", "keygen"])
     parser.add_argument("--config-json", required=True, help="the resolved configuration, JSON")
     parser.add_argument("--name", help="of a backup; without it the newest")
     parser.add_argument("--keep", type=int)
     parser.add_argument("--secrets", action="store_true")
+    parser.add_argument("--to", type=Path, help="of keygen: the new file")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is half made is removed on the way out
     os.umask(0o077)
@@ -50,7 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_resolved(options.config_json)
     paths = BoxPaths.of(Path(config.box.data_dir))
     try:
-        objects = _place(config.backup)
+        if options.command == "keygen":
+            make_key(options.to)
+            print(json.dumps({"answer": {"file": str(options.to)}}), flush=True)
+            return 0
+        objects = _place(config.backup, make=options.command == "make")
         if options.command == "make":
             keep = config.backup.keep if options.keep is None else options.keep
             answer = _shown(take(paths, objects, keep=keep, secrets=options.secrets, report=_Report()))
@@ -70,12 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _place(place: Place) -> Objects:
+def _place(place: BackupSettings, *, make: bool) -> Objects:
     if place.url is None:
         raise BackupError("no place for backups: name one, or set url in [backup] (docs/operations.md)")
     if not place.url.startswith("s3://") and not Path(place.url).is_dir():
         raise BackupError(f"{place.url} is not a directory; make it first (a mount that is lost must not be filled)")
-    return objects_at(place)
+    key_file = None if place.key_file is None else Path(place.key_file).expanduser()
+    return opened(objects_at(place), key_file, make=make)
 
 
 class _Report:

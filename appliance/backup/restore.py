@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from appliance.backup import manifest as manifests
+from appliance.backup.encryption import chunk_digest
 from appliance.backup.errors import BackupDamaged, BackupError, NoBackup, NotEmpty
 from appliance.backup.manifest import Manifest, SavedFile, chunk_key
 from appliance.backup.take import DATABASE, Report
@@ -104,7 +104,7 @@ def _chunk(objects: Objects, digest: str, path: str) -> bytes:
         data = objects.get(chunk_key(digest))
     except ObjectDamaged as error:
         raise BackupDamaged(f"a part of {path} is missing at {objects.where}; use another backup") from error
-    if hashlib.sha256(data).hexdigest() != digest:
+    if chunk_digest(objects, data) != digest:
         raise BackupDamaged(f"a part of {path} at {objects.where} is not what was written; use another backup")
     return data
 

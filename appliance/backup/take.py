@@ -7,7 +7,6 @@ go; the chunks of the pass before are there already. What goes is what was there
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import sqlite3
@@ -21,6 +20,7 @@ from tempfile import TemporaryDirectory
 
 from appliance import last_backup
 from appliance.backup import manifest as manifests
+from appliance.backup.encryption import chunk_digest
 from appliance.backup.errors import BackupError, BackupRunning, NotThisBox
 from appliance.backup.manifest import CHUNK_BYTES, Manifest, SavedFile, chunk_key
 from appliance.backup_copies import PREFIX, alone, remove_left
@@ -179,7 +179,7 @@ class _Writer:
         chunks, nbytes = [], 0
         with open(path, "rb") as file:
             while piece := file.read(CHUNK_BYTES):
-                digest = hashlib.sha256(piece).hexdigest()
+                digest = chunk_digest(self._objects, piece)
                 if digest not in self._there:
                     self._objects.put(chunk_key(digest), piece)
                     self._there.add(digest)

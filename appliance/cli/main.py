@@ -19,6 +19,7 @@ from appliance.cli.errors import CliError
 # Name -> (module below this package that holds the command or the group, first line of its help). Only the command that
 # was asked for is built: building all thirty takes longer than everything else that `--help` does.
 COMMANDS = {
+    "init": ("box.init", "Write a configuration to begin from."),
     "up": ("box.box", "Start the box on this machine."),
     "down": ("box.box", "Stop the box on this machine."),
     "status": ("box.box", "The box at a glance."),
@@ -53,8 +54,8 @@ COMMANDS = {
     "simulate": ("mode.simulate", "Run the box's own scheduler on a trace in virtual time."),
 }
 SINGLE_COMMANDS = (
-    *("up", "down", "status", "join", "usage", "forget", "doctor", "restore", "upgrade", "rollback", "audit", "chat"),
-    "simulate",
+    *("init", "up", "down", "status", "join", "usage", "forget", "doctor", "restore", "upgrade", "rollback", "audit"),
+    *("chat", "simulate"),
 )
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
 

@@ -20,6 +20,7 @@ from appliance.controller.access.spending import Spending
 from appliance.controller.bus.bus import Bus, first_generation
 from appliance.controller.bus.demand_learning import DemandLearning
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices.deep_checks import DeepChecks
 from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.interfaces.signals import Signals
 from appliance.controller.jobs.events import JobEvents
@@ -41,6 +42,7 @@ from appliance.tiers.tiers import Tiers
 from appliance.wiring.adapter_source import AdapterSource
 from appliance.wiring.batch_engines import SocketEngines, circumstances
 from appliance.wiring.box_status import BoxStatus
+from appliance.wiring.device_measure import DeviceProcesses
 from appliance.wiring.doctor_process import DoctorProcess
 from appliance.wiring.handover_trigger import HandoverTrigger
 from appliance.wiring.job_runs import JobRuns
@@ -88,6 +90,7 @@ class Parts:
     health: DeviceWatch
     states: SqliteStateStore
     box_status: BoxStatus
+    deep_checks: DeepChecks
     context: ControllerContext
 
 
@@ -179,13 +182,24 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     # What the routes need of all this.
     bounds, asleep = config.scheduler.bounds(), config.scheduler.max_asleep_per_device
     box_status = BoxStatus(loop, effects, bus, store, memory, floor, bounds, asleep, nodes.certificates_end)
+    port = LoopPort(loop, effects, journal, routing, db, trigger, box_status)
+    deep_checks = DeepChecks(
+        db,
+        port,
+        DeviceProcesses(devices, numa_bind=config.box.numa_bind, folder=paths.run),
+        lambda: sum(model.held for model in bus.load().models.values()),
+        health.measured,
+        config.scheduler.drain_timeout_s,
+    )
+    if config.doctor.before_return:
+        health.checks_with(deep_checks.before_return)
     context = ControllerContext(
         db=db,
         files_dir=paths.files,
         jobs_dir=paths.jobs,
         uploads_dir=paths.uploads,
         batches_dir=paths.batches,
-        scheduler=LoopPort(loop, effects, journal, routing, db, trigger, box_status),
+        scheduler=port,
         model_ops=model_ops,
         key_sink=bus,
         tiers=tiers,
@@ -202,6 +216,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         last_backup=partial(last_backup.read, paths.last_backup),
         wandb_mode=config.tracking.wandb_mode,
         device_readings=health.newest,
+        deep_checks=deep_checks,
         doctor_findings=partial(read_findings, paths.last_checkup),
         doctor=DoctorProcess(
             [sys.executable, "-P", "-m", "appliance.doctor.main", "--runs", "--config-json", config.model_dump_json()]
@@ -232,6 +247,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         health=health,
         states=states,
         box_status=box_status,
+        deep_checks=deep_checks,
         context=context,
     )
     _connect(parts)

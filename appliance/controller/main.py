@@ -31,6 +31,7 @@ from appliance.controller.access.spending import USAGE_EVERY_S
 from appliance.controller.app import create_app
 from appliance.controller.assembly import Parts, assemble
 from appliance.controller.devices import copy_limit
+from appliance.controller.devices.deep_checks import Nightly
 from appliance.controller.http.peers import FromBox, FromGateways
 from appliance.memory.host_memory import LOOK_EVERY_S
 from appliance.paths import BoxPaths
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 
 SUSPEND_S = 60.0
 LOOK_AGAIN_S = 1.0
+NIGHTLY_LOOK_S = 20.0
 DEGRADED_EVERY_S = 2.0
 # Limit for open requests when the controller ends: a client that follows a background response would block the exit.
 ANSWERS_S = 10
@@ -118,6 +120,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         parts.loop.stop()
         await asyncio.wait({deciding, *serving})
         await parts.background.stop()
+        await parts.deep_checks.tasks.stop()
     saved = await _save_everything(parts.effects, parts.flow)
     await parts.lines.close()
     await parts.adapters.stop()
@@ -138,6 +141,9 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep_every("usage", parts.spending.flush, USAGE_EVERY_S)
     keep_every("snapshots of finished jobs", parts.runs.tidy, TIDY_EVERY_S, at_once=True)
     keep("tiers", parts.flow.run)
+    if config.doctor.deep_at is not None:
+        nightly = Nightly(config.doctor.deep_at, parts.deep_checks.all_free)
+        keep_every("deep checks", nightly.look, NIGHTLY_LOOK_S)
     if copy_limit.read(parts.db)["measured_s"] is None:
         keep("limits of the hardware", partial(copy_limit.measure, parts.db, {parts.devices[0].kind}))
 

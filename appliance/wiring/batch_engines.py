@@ -264,12 +264,8 @@ class SocketEngines:
 
 def circumstances(db: Database, box_floor: int, loop_status: Callable[[], Mapping[str, Any]]) -> Circumstances:
     policy = mode_in_force(db, box_floor, time.time()).policy
-    wanting = any(
-        row.phase in ("queued", "running", "suspended") and row.wanted == "run" and not row.held
-        for row in jobs.list_unfinished(db)
-    )
     free = sum(device["holder"] is None for device in loop_status()["devices"])
-    return Circumstances(policy.kind, wanting, free, policy.serving_floor)
+    return Circumstances(policy.kind, jobs.any_wants_devices(db), free, policy.serving_floor)
 
 
 def _answer(asking: asyncio.Task[httpx.Response]) -> EngineAnswer:

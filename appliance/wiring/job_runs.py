@@ -70,6 +70,10 @@ class JobRuns:
         known = {row.step for row in job_records.list_metrics(self._db, job_id)}
         for event in read_events(self._jobs_dir / job_id):
             new = event["event"] == "metrics" and event["step"] not in known
+            if event["event"] == "anomaly":  # what they say of the learning rate has to be known before ranks start
+                known_cuts = len((jobs.get(self._db, job_id).resolved or {}).get("rate_cuts", ()))
+                cuts = len(event["cuts"]) + (event["action"] == "rollback")
+                new = event["action"] in ("rollback", "lower_rate") and cuts > known_cuts
             if event["event"] == "general":
                 new = event["when"] not in (jobs.get(self._db, job_id).general or {})
             if new:
@@ -281,6 +285,8 @@ class JobRuns:
             self._events.goes_on(job_id, int(event["step"]))
             return
         self._events.ingest(job_id, event)
+        if event["event"] == "anomaly" and event["action"] == "pause":
+            self._on_change()
         if event["event"] == "published":
             self._published(job_id, event["version"])
         elif event["event"] == "snapshot" and self._tiers.clock() - self._nudged_s >= NUDGE_EVERY_S:

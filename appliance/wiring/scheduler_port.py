@@ -47,8 +47,8 @@ class LoopPort:
     def reset_failures(self, model: str) -> None:
         self._loop.reset_failures(model)
 
-    def explain(self, policy: Policy | None) -> dict[str, Any]:
-        return self._loop.explain(policy)
+    def explain(self, policy: Policy | None, without: frozenset[str] = frozenset()) -> dict[str, Any]:
+        return self._loop.explain(policy, without)
 
     def status(self) -> SchedulerStatus:
         return self._box_status.read()

@@ -185,3 +185,18 @@ def explain(
         "jobs": running,
         "models": opened,
     }
+
+
+def costs(now: dict[str, Any], then: dict[str, Any]) -> str:
+    """Why users would lose something if the box had to do without a device for a while; "" if they would not.
+
+    now, then: as `explain` answers, with the device and without. A job on fewer devices goes on, and costs nobody.
+    """
+    for model, awake in sorted(now["models"].items()):
+        left = len(then["models"].get(model, ()))
+        if left < len(awake):
+            return f"{model} would have {left} awake engine{'s' * (left != 1)} instead of {len(awake)}"
+    for job in sorted(now["jobs"]):
+        if job not in then["jobs"]:
+            return f"job {job} would have to wait"
+    return ""

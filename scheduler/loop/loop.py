@@ -16,7 +16,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from scheduler.core.allocation import Allocation
@@ -189,9 +189,10 @@ class SchedulerLoop:
             if trouble is not None:
                 yield trouble
 
-    def explain(self, policy: Policy | None = None) -> dict[str, Any]:
-        """What a round would do now under this policy (None: the current one), and why. Changes nothing."""
-        plan_input = self._plan_input(policy)
+    def explain(self, policy: Policy | None = None, without: frozenset[str] = frozenset()) -> dict[str, Any]:
+        """What a round would do now under this policy (None: the current one), and why. Changes nothing. without:
+        devices that would have to be left."""
+        plan_input = self._plan_input(policy, without=without)
         now_s = self._clock.now_s()
         allocation = plan(plan_input, now_s, self._config)
         found = explain(self._steps(plan_input, allocation), allocation, plan_input, self._config, now_s)
@@ -401,12 +402,18 @@ class SchedulerLoop:
         self._wake.set()
 
     def _plan_input(
-        self, policy: Policy | None = None, *, box: Box | None = None, moving: dict[Holder, Transition] | None = None
+        self,
+        policy: Policy | None = None,
+        *,
+        box: Box | None = None,
+        moving: dict[Holder, Transition] | None = None,
+        without: frozenset[str] = frozenset(),
     ) -> PlanInput:
+        workload = replace(self._workload, cordoned=self._workload.cordoned | without) if without else self._workload
         return view.plan_input(
             self.box if box is None else box,
             self._transitions if moving is None else moving,
-            self._workload,
+            workload,
             self._state.failures,
             self._pauses,
             policy=policy or self._in_force.policy,

@@ -148,6 +148,29 @@ async def test_resume_at_the_same_size_is_bitwise(shop):
     assert same(shop.published(spec)[0], shop.published(broken)[0])
 
 
+async def test_a_loss_that_is_no_number_goes_back_with_a_lower_rate_if_the_job_wants_that(shop):
+    """The world leaves before it writes anything of that step; the next begins at the snapshot, at half the rate."""
+    fields = {"snapshot_every_s": 0.0, "lr_scheduler": "constant", "warmup_ratio": 0.0}
+    spec = shop.spec("diverges", learning_rate=1e30, on_loss_spike="rollback", **fields)
+    world = await shop.launch(spec, 2).start()
+    outcome = await world.group.wait()
+    assert outcome.outcome == "failed" and outcome.error["retryable"] and "half the learning rate" in str(outcome.error)
+    (told,) = world.of("anomaly")
+    assert (told["kind"], told["action"], told["cuts"]) == ("not_finite", "rollback", [])
+    assert told["step"] == len(world.of("metrics")) + 1 and not world.of("published")
+
+    spec = shop.spec("goes-on", learning_rate=1e-3, on_loss_spike="rollback", rate_cuts=(2,), **fields)
+    world = await shop.run(spec, 2)
+    rates = [event["learning_rate"] for event in world.of("metrics")]
+    assert rates[:4] == pytest.approx([1e-3, 1e-3, 5e-4, 5e-4]) and not world.of("anomaly")
+
+    spec = shop.spec("ends", learning_rate=1e30, **fields)
+    world = await shop.launch(spec, 2).start()
+    outcome = await world.group.wait()
+    assert not outcome.error["retryable"] and outcome.error["code"] == "TrainingDiverged"
+    assert world.of("anomaly")[0]["action"] == "fail"
+
+
 async def test_published_version_is_a_model_directory_with_the_trained_weights(shop):
     spec = shop.spec(zero_stage=3, model={"tied": True, "family": "qwen2"}, version_prefix="a1b2c3d4-", n_epochs=1)
     world = await shop.run(spec, 2)

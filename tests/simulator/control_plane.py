@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices.cordons import CORDONED
+from appliance.controller.devices.deep_checks import DeepChecks
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.ports import (
@@ -29,7 +31,7 @@ from appliance.controller.models.engine_sizes import EngineSizes
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs
-from appliance.store.records import handovers
+from appliance.store.records import box, handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Policy
@@ -53,6 +55,7 @@ class SimulatedScheduler:
         self.replicas: list[dict[str, Any]] = []
         self.queue: list[dict[str, Any]] = []
         self.troubles: list[dict[str, Any]] = []
+        self.awake: dict[str, str] = {}
         self.devices = [
             {
                 "id": f"n0/{i}",
@@ -69,12 +72,16 @@ class SimulatedScheduler:
 
     def nudge(self, reason: str, by: str = "") -> None:
         self.nudges.append(reason)
+        cordoned = box.get(self._db, CORDONED, [])
+        for device in self.devices:  # what the next round of the loop shows
+            if device["health"] in ("ok", "draining"):
+                device["health"] = "draining" if device["id"] in cordoned else "ok"
 
     def reset_failures(self, model: str) -> None:
         self.forgiven.append(model)
 
-    def explain(self, policy: Policy | None) -> dict[str, Any]:
-        """An idle box with nothing to move."""
+    def explain(self, policy: Policy | None, without: frozenset[str] = frozenset()) -> dict[str, Any]:
+        """An idle box with nothing to move; of `awake`, the models whose only engine would be lost without a device."""
         kind = policy.kind if policy else "auto"
         return {
             "policy": kind,
@@ -84,7 +91,7 @@ class SimulatedScheduler:
             "standby": {},
             "idle": {},
             "jobs": {},
-            "models": {},
+            "models": {model: [[at]] for model, at in self.awake.items() if at not in without},
         }
 
     def status(self) -> dict[str, Any]:
@@ -316,19 +323,51 @@ class SimulatedNodes:
         return [{**node, **there, **more} for node, more in zip((home, away), free, strict=True)]
 
 
+class SimulatedMeasure:
+    """Devices that all reach what `rates` says; `wrong`: what one does wrong, by its id. With `begun` set a measure
+    waits for `go_on`."""
+
+    def __init__(self) -> None:
+        self.rates = {"from host": 10e9, "products": 1e12}
+        self.wrong: dict[str, list[str]] = {}
+        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+        self.go_on.set()
+        self.together_of: list[list[str]] = []
+
+    async def alone(self, device_id: str) -> tuple[dict[str, float], list[str]]:
+        self.begun.set()
+        await self.go_on.wait()
+        return dict(self.rates), self.wrong.get(device_id, [])
+
+    async def together(self, device_ids: list[str]) -> dict[str, float]:
+        self.together_of.append(device_ids)
+        return {f"all-reduce of {len(device_ids)}": 5e9}
+
+
 def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerContext:
     """A context whose files lie under `folder`."""
     files_dir, jobs_dir = folder / "files", folder / "jobs"
     batches_dir, uploads_dir = folder / "batches", folder / "uploads"
     for path in (files_dir, jobs_dir, batches_dir, uploads_dir):
         path.mkdir(exist_ok=True)
+    scheduler = SimulatedScheduler(db)
+    deep_checks = DeepChecks(
+        db,
+        scheduler,  # type: ignore[arg-type]
+        SimulatedMeasure(),
+        lambda: 0,
+        lambda device_id, fault: None,
+        60.0,
+        look_every_s=0.01,
+    )
     return ControllerContext(
+        deep_checks=deep_checks,
         db=db,
         files_dir=files_dir,
         jobs_dir=jobs_dir,
         batches_dir=batches_dir,
         uploads_dir=uploads_dir,
-        scheduler=SimulatedScheduler(db),  # type: ignore[arg-type]
+        scheduler=scheduler,  # type: ignore[arg-type]
         model_ops=SimulatedModelOps(),
         key_sink=RecordingKeySink(),
         tiers=SimulatedTiers(),

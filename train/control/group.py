@@ -6,6 +6,7 @@ Events handed to `on_event` (all have "event" and "job"):
   metrics     step, total_steps, epoch, loss, grad_norm, learning_rate, tokens_per_s, tokens, devices
   general     when ("before" or "after" the job), right (numbers of general questions), answers
   validation  step, loss
+  anomaly     step, kind ("spike" or "not_finite"), action, loss, grad_norm, usual, cuts, text (train.plan.spikes)
   snapshot    step, path, bytes, seconds, stall_s (of them training stood still)
   profiled    step, steps, seconds, share, operators (train.run.profiling.shares), trace, bytes
   published   version, path, step, epoch, bytes, seconds, stall_s
@@ -59,10 +60,12 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class PingLimits:
-    """When a rank counts as hung. A separate thread answers `ping`, so silence means that the process is stopped."""
+    """When a rank counts as hung. A separate thread answers `ping`, so silence means that the process is stopped; but
+    a library may hold Python's lock for seconds, as torch does while a device begins and while its profiler ends."""
 
     ping_every_s: float = 1.0
     ping_timeout_s: float = 5.0
+    long_ping_timeout_s: float = 60.0  # until it is ready, and while it is profiled
     phase_limit_s: float = 900.0  # of one micro-batch, one validation, one tokenisation ...
 
 
@@ -114,7 +117,7 @@ class Group:
         self._ended: asyncio.Future[Outcome] | None = None
         self._failing: asyncio.Task | None = None
         self._started_s = 0.0
-        self._adopted = self._ending = False
+        self._adopted = self._ending = self._profiling = False
         self.resumed = False  # whether parked ranks went on, instead of new ones
 
     async def start(
@@ -198,6 +201,7 @@ class Group:
 
     async def profile(self, steps: int) -> None:
         """Have rank 0 profile its next steps; the "profiled" event has what came of it."""
+        self._profiling = True
         await self._hosts[0].call("profile", steps=steps)
 
     async def kill(self) -> Outcome:
@@ -250,6 +254,7 @@ class Group:
             elif name == "ask":
                 self._asked(rank, event)
             else:
+                self._profiling = self._profiling and name != "profiled"
                 self._step = event.get("step", self._step)
                 told = {key: value for key, value in event.items() if key != "number"}
                 self._on_event({**told, "job": self._job_id})
@@ -286,12 +291,14 @@ class Group:
         limits = self._limits
         while True:
             await asyncio.sleep(limits.ping_every_s)
+            long = rank not in self._ready or (rank == 0 and self._profiling)
+            timeout_s = limits.long_ping_timeout_s if long else limits.ping_timeout_s
             try:
-                report = await self._hosts[rank].call("ping", timeout_s=limits.ping_timeout_s)
+                report = await self._hosts[rank].call("ping", timeout_s=timeout_s)
             except ChildTimeout:
                 self._fail(
                     rank,
-                    f"did not answer within {limits.ping_timeout_s} s (stopped or starved)",
+                    f"did not answer within {timeout_s} s (stopped or starved)",
                     retryable=True,
                     code="rank_hung",
                     blame="outside",

@@ -57,8 +57,9 @@ class TrainingDiverged(TrainError):
 
     def __init__(self, step: int, loss: float, grad_norm: float):
         super().__init__(
-            f"training diverged at step {step} (loss {loss}, gradient norm {grad_norm}); "
-            "lower learning_rate_multiplier, or check the data for broken examples"
+            f"training diverged at step {step} (loss {loss}, gradient norm {grad_norm}); lower "
+            "learning_rate_multiplier, check the data for broken examples, or let the job go back by itself "
+            "(on_loss_spike)"
         )
         self.data = {"step": step}
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from runtime.devices.kinds import HOST, KINDS
 from train.plan.errors import InvalidSpec
 from train.plan.learning_rate import SCHEDULES, Schedule
+from train.plan.spikes import Choice
 
 MOST_VERSIONS = 50
 """That a run publishes: as many as it has epochs at most. Each has a name of its own and a model's bytes."""
@@ -53,6 +54,8 @@ class TrainSpec:
     weight_decay: float = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0  # 0: no clipping
+    on_loss_spike: Choice = "none"  # what follows from one (train.plan.spikes)
+    rate_cuts: tuple[int, ...] = ()  # after so many steps each, the learning rate was halved
 
     full: bool = True  # False: LoRA
     lora_rank: int = 16

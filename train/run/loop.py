@@ -30,8 +30,9 @@ from train.methods.methods import method_of
 from train.plan.errors import TrainingDiverged
 from train.plan.learning_rate import learning_rate
 from train.plan.spec import TrainSpec
+from train.plan.spikes import Anomaly, LossWatch, history
 from train.rollouts.rollouts import Rollouts
-from train.run.event_log import EventLog
+from train.run.event_log import EventLog, read_events
 from train.run.feed import DataFeed, Feed
 from train.run.general_answers import GeneralQuestions
 from train.run.leave_step import Leaving, StepLeft
@@ -44,6 +45,10 @@ from train.state.saving import Saving
 from weights.memory.store import WeightStore
 
 _PACED_SHARE = 0.5  # of a step's time, over which a copy beside it is spread
+
+
+class LeftForSnapshot(RuntimeError):
+    """The run goes on from its last snapshot, in another world: what this one computed last is to be forgotten."""
 
 
 class Run:
@@ -96,6 +101,7 @@ class Run:
         # On rank 0, once it is known where the run begins, if anything follows from them.
         self._validations: Validations | None = None
         self._ends_early = False
+        self._losses = LossWatch(spec.on_loss_spike, spec.rate_cuts)
         self._board = TensorboardWriter(Path(spec.run_dir) / "tb") if self.rank == 0 else None
         self._profiling = Profiling(
             Path(spec.run_dir) / "profile", kind_of(spec.device_kind).collectives, self.emit, progress
@@ -116,6 +122,8 @@ class Run:
         self._first_step = self.step
         if self.rank == 0 and self.spec.follows_validations:
             self._validations = Validations(self.spec.run_dir, self.step)
+        known = history(read_events(self.spec.run_dir), self.step) if self.rank == 0 else None
+        self._losses = LossWatch(self.spec.on_loss_spike, self.spec.rate_cuts, told_by_first(known))
         self.leaving.at(self.step)
         signals, self.boundary_s = self._agreed(), time.monotonic()
         if self.rank == 0:
@@ -192,6 +200,7 @@ class Run:
         rate = learning_rate(
             step, total, peak=spec.learning_rate, warmup_ratio=spec.warmup_ratio, schedule=spec.lr_scheduler
         )
+        rate *= self._losses.rate(step)
         for group in self.engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
 
@@ -247,8 +256,9 @@ class Run:
         self.saving.foresee(self.step)
         agreed = self._agreed(loss)
         grad_norm = float(self.engine.get_global_grad_norm() or 0.0)
-        if not (math.isfinite(agreed["loss"]) and math.isfinite(grad_norm)):
-            raise TrainingDiverged(self.step, agreed["loss"], grad_norm)
+        found = self._losses.look(self.step, agreed["loss"], grad_norm)
+        if found is not None and found.kind == "not_finite":
+            self._act_on(found)
         if self.rank == 0:
             tokens, seconds = self.feed.tokens(), self.feed.seconds()
             training_s = time.perf_counter() - started
@@ -272,7 +282,19 @@ class Run:
                 **metrics,
                 **({"timing": {"step": timing}} if seconds else {}),
             )
+        if found is not None and found.kind == "spike":
+            self._act_on(found)
         return agreed
+
+    def _act_on(self, found: Anomaly) -> None:
+        """On all ranks, which have found the same. The controller pauses the job, and remembers what the learning rate
+        is from then on. Raises what ends this world: nothing that the step wrote is kept."""
+        data = asdict(found) | {"loss": _number(found.loss), "grad_norm": _number(found.grad_norm)}
+        self.emit("anomaly", text=found.text, **data)
+        if found.action == "fail":
+            raise TrainingDiverged(found.step, found.loss, found.grad_norm)
+        if found.action == "rollback" or found.kind == "not_finite":
+            raise LeftForSnapshot(found.text)
 
     def _agreed(self, loss: torch.Tensor | None = None) -> dict[str, Any]:
         """Collective: returns the loss over all ranks, the signals sent to any of them, as "metrics" those of the
@@ -402,3 +424,8 @@ class Run:
             "seconds": {"snapshot": seconds},
             "parked": parking.can_park(self.spec),
         }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no others."""
+    return value if math.isfinite(value) else None

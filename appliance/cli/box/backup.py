@@ -22,6 +22,10 @@ PLACE = Annotated[
     str | None,
     typer.Argument(metavar="[PLACE]", help="A directory, or s3://bucket/prefix. Default: url in [backup]."),
 ]
+KEY_FILE = Annotated[
+    str | None,
+    typer.Option("--key-file", metavar="FILE", help="With the key or passphrase. Default: key_file in [backup]."),
+]
 NAME = Annotated[str | None, typer.Option("--name", help="As `backup list` shows it. Default: the newest.")]
 
 
@@ -30,9 +34,11 @@ NAME = Annotated[str | None, typer.Option("--name", help="As `backup list` shows
         "appliance backup make /mnt/nas/box-1",
         "appliance backup make s3://backups/box-1 --keep 30",
         "appliance backup make                      to the url in [backup], where every_hours can take them by itself",
+        "appliance backup make /mnt/nas/box-1 --key-file /etc/box/backup.key      encrypted",
         "",
         "The box may run. Only what is new since the last backup is written: what backups share is there once.",
-        "A backup has the database, files, models and the jobs' snapshots, so keep it as safe as the box.",
+        "A backup has the database, files, models and the jobs' snapshots: without a key file keep it as safe as",
+        "the box. A place is encrypted from its first backup on, or never.",
     )
 )
 def make(
@@ -44,13 +50,15 @@ def make(
         bool,
         typer.Option("--secrets", help="Also private keys: the authority for nodes, the first API key."),
     ] = False,
+    key_file: KEY_FILE = None,
     config: CONFIG = None,
     data_dir: DATA_DIR = None,
     output_format: OUTPUT = "table",
 ) -> None:
     """Take a backup of the box on this machine."""
     options = ["--keep", str(keep)] if keep is not None else []
-    answer = in_process("make", place, config, data_dir, *options, *(["--secrets"] if secrets else []))
+    options += ["--secrets"] if secrets else []
+    answer = in_process("make", place, config, data_dir, *options, key_file=key_file)
     told(answer, output_format, "taken", f"{formats.size(answer['new_bytes'])} of it new")
 
 
@@ -59,10 +67,14 @@ def make(
     epilog=examples("appliance backup list /mnt/nas/box-1", "appliance backup list -o json"),
 )
 def list_backups(
-    place: PLACE = None, config: CONFIG = None, data_dir: DATA_DIR = None, output_format: OUTPUT = "table"
+    place: PLACE = None,
+    key_file: KEY_FILE = None,
+    config: CONFIG = None,
+    data_dir: DATA_DIR = None,
+    output_format: OUTPUT = "table",
 ) -> None:
     """The backups at a place, oldest first."""
-    answer = in_process("list", place, config, data_dir)
+    answer = in_process("list", place, config, data_dir, key_file=key_file)
     if output_format == "json":
         output.print_json(answer)
         return
@@ -88,13 +100,34 @@ def list_backups(
 def verify(
     place: PLACE = None,
     name: NAME = None,
+    key_file: KEY_FILE = None,
     config: CONFIG = None,
     data_dir: DATA_DIR = None,
     output_format: OUTPUT = "table",
 ) -> None:
     """Read a whole backup, to see that it can be restored."""
-    answer = in_process("verify", place, config, data_dir, *named(name))
+    answer = in_process("verify", place, config, data_dir, *named(name), key_file=key_file)
     told(answer, output_format, "whole", "every checksum and the database are right")
+
+
+@app.command(
+    epilog=examples(
+        "appliance backup keygen /etc/box/backup.key",
+        "",
+        "A passphrase of 16 characters or more in a file of its own does as well. Keep a copy of either away from the",
+        "box: without it its backups cannot be restored, by nobody.",
+    )
+)
+def keygen(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A new file, for you alone to read.")],
+    output_format: OUTPUT = "table",
+) -> None:
+    """Make a key for encrypted backups."""
+    answer = in_process("keygen", None, None, None, "--to", str(Path(file).expanduser().resolve()))
+    if output_format == "json":
+        output.print_json(answer)
+        return
+    output.say(f"{answer['file']} has a new key: keep a copy away from the box, or its backups are lost with it")
 
 
 def named(name: str | None) -> list[str]:
@@ -110,13 +143,21 @@ def told(answer: dict[str, Any], output_format: Format, done: str, more: str) ->
 
 
 def in_process(
-    command: str, place: str | None, config: Path | None, data_dir: str | None, *options: str
+    command: str,
+    place: str | None,
+    config: Path | None,
+    data_dir: str | None,
+    *options: str,
+    key_file: str | None = None,
 ) -> dict[str, Any]:
     """What the process answers, while a line shows how far it is. Raises BadUsage, CommandFailed."""
     settings = resolved(config, data_dir=data_dir)
+    given = {}
     if place is not None:
-        url = place if place.startswith("s3://") else str(Path(place).expanduser().resolve())
-        settings = settings.model_copy(update={"backup": settings.backup.model_copy(update={"url": url})})
+        given["url"] = place if place.startswith("s3://") else str(Path(place).expanduser().resolve())
+    if key_file is not None:
+        given["key_file"] = str(Path(key_file).expanduser().resolve())
+    settings = settings.model_copy(update={"backup": settings.backup.model_copy(update=given)})
     arguments = python("appliance.backup.main", command, "--config-json", settings.model_dump_json(), *options)
     answer: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+") as said:

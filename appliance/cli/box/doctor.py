@@ -1,21 +1,27 @@
-"""`appliance doctor`; the checks are in `appliance.doctor`, run in a process of its own and never imported here."""
+"""`appliance doctor`; the checks are in `appliance.doctor`, run in a process of its own and never imported here. Deep
+ones are the running box's (`appliance.controller.devices.deep_checks`)."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from appliance.cli import output
 from appliance.cli.box.local import CONFIG, resolved
-from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
-from appliance.cli.errors import CommandFailed
+from appliance.cli.command import DATA_DIR, OUTPUT, Session, examples, group, open_session
+from appliance.cli.errors import BadUsage, CommandFailed, Conflict
 from appliance.cli.locate import BoxFile
+from appliance.cli.operations import CHECK_TIMEOUT_S
 from appliance.cli.own_process import python
 
 app = group("Is this machine fit for the box, and is the box well?")
+_REMEDIES = {
+    "fail": "it stays out of use; see docs/gpu.md, and `appliance gpu undrain DEVICE --check` afterwards",
+    "warn": "measure again when the machine is quiet",
+}
 _MARKS = {"ok": "ok", "warn": "WARN", "fail": "FAIL", "skip": "-"}
 
 
@@ -24,25 +30,79 @@ _MARKS = {"ok": "ok", "warn": "WARN", "fail": "FAIL", "skip": "-"}
         "appliance doctor                           what is not as it should be, with what to do",
         "appliance doctor --all                     every check, with what was measured",
         "appliance doctor -o json                   for scripts",
+        "appliance doctor --deep                    measures every device that can be spared, one after the other",
+        "appliance doctor --deep n0/3 --all         this one, with every figure",
         "",
-        "It takes a second, no device and no privilege; the box may run or not. Exit code: 0 all is well, 1 something",
-        "fails, 2 something is to be looked at.",
+        "Without --deep it takes a second, no device and no privilege; the box may run or not. With it the box runs,",
+        "and each device is drained first; Ctrl-C gives it back. Exit code: 0 all is well, 1 something fails, 2",
+        "something is to be looked at.",
     )
 )
 def doctor(
+    ctx: typer.Context,
+    devices: Annotated[
+        list[str] | None, typer.Argument(metavar="[DEVICE]...", help="With --deep: these devices alone.")
+    ] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Measure devices: copies, products, all-reduce.")] = False,
+    new_baseline: Annotated[
+        bool, typer.Option("--new-baseline", help="With --deep: later checks compare with what is measured now.")
+    ] = False,
     all_checks: Annotated[bool, typer.Option("--all", help="Show the checks that are right too.")] = False,
     config: CONFIG = None,
     data_dir: DATA_DIR = None,
     output_format: OUTPUT = "table",
 ) -> None:
     """Is this machine fit for the box, and is the box well?"""
+    if deep:
+        session = open_session(ctx, None, None, data_dir, output_format)
+        _show(_deep(session, devices or [], new_baseline), all_checks, output_format)
+    if devices or new_baseline:
+        raise BadUsage("devices and --new-baseline belong to --deep")
     settings = resolved(config, data_dir=data_dir)
     runs = ["--runs"] if BoxFile.read(settings.box.data_dir).pid is not None else []
     command = python("appliance.doctor.main", "--config-json", settings.model_dump_json(), *runs)
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise CommandFailed((done.stderr.strip() or "the doctor's process ended").splitlines()[-1])
-    answer = json.loads(done.stdout)
+    _show(json.loads(done.stdout), all_checks, output_format)
+
+
+def _deep(session: Session, devices: list[str], new_baseline: bool) -> dict[str, Any]:
+    """The findings of every device, in the form of the other checks, and its exit code."""
+    listed = session.client.get("/admin/v1/devices")["data"]
+    home = [device["id"] for device in listed if device["node"] == listed[0]["node"]]
+    rows: list[dict[str, Any]] = []
+    with output.progress("deep checks") as meter:
+        for device_id in devices or home:
+            meter.update(f"{device_id} is drained and measured; Ctrl-C gives it back")
+            try:
+                answer = session.client.send(
+                    "POST",
+                    f"/admin/v1/devices/{device_id}/check",
+                    body={"new_baseline": new_baseline},
+                    timeout_s=CHECK_TIMEOUT_S,
+                )
+            except Conflict as error:
+                # Who names a device wants to know of it; of all, those that are busy are left for another time.
+                state = "warn" if devices else "skip"
+                rows.append({"check": device_id, "state": state, "found": str(error), "wanted": "", "remedy": ""})
+                continue
+            rows += [
+                {
+                    "check": f"{device_id} {one['measure']}",
+                    "state": one["state"],
+                    "found": one["found"],
+                    "wanted": one["wanted"],
+                    "remedy": _REMEDIES.get(one["state"], ""),
+                }
+                for one in answer["found"]
+            ]
+    states = {row["state"] for row in rows}
+    return {"exit_code": 1 if "fail" in states else 2 if "warn" in states else 0, "data": rows}
+
+
+def _show(answer: dict[str, Any], all_checks: bool, output_format: str) -> NoReturn:
+    """Ends the command with the answer's exit code."""
     if output_format == "json":
         output.print_json(answer)
         raise typer.Exit(answer["exit_code"])

@@ -8,7 +8,7 @@ import typer
 
 from appliance.cli import formats, output
 from appliance.cli.command import EVERY, WATCH, Session, box_command, group
-from appliance.cli.operations import TIMEOUT, Patience
+from appliance.cli.operations import CHECK_TIMEOUT_S, TIMEOUT, Patience
 from appliance.cli.paths import segment
 
 app = group("Devices: GPUs, or logical CPU devices where there is none.")
@@ -47,10 +47,20 @@ def drain(
     session.show(answer, _state)
 
 
-@box_command(app, "appliance gpu undrain n0/3")
-def undrain(session: Session, device: DEVICE) -> None:
+@box_command(app, "appliance gpu undrain n0/3", "appliance gpu undrain n0/3 --check")
+def undrain(
+    session: Session,
+    device: DEVICE,
+    check: Annotated[
+        bool, typer.Option("--check", help="Measure it first; one that is slow or computes wrong stays out of use.")
+    ] = False,
+) -> None:
     """Put a device back into use, whether a person or the box itself took it out."""
-    session.show(session.client.post(f"/admin/v1/devices/{device}/undrain"), _state)
+    path = f"/admin/v1/devices/{device}/undrain"
+    if check:
+        session.show(session.client.send("POST", path, body={"check": True}, timeout_s=CHECK_TIMEOUT_S), _state)
+    else:
+        session.show(session.client.post(path), _state)
 
 
 @box_command(app, "appliance gpu forget n1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.cli.box.backup import NAME, PLACE, in_process, named, told
+from appliance.cli.box.backup import KEY_FILE, NAME, PLACE, in_process, named, told
 from appliance.cli.box.local import CONFIG
 from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
 
@@ -13,6 +13,7 @@ app = group("Bring a backup back, on this machine or another one.")
     epilog=examples(
         "appliance restore /mnt/nas/box-1 --data-dir /srv/box",
         "appliance restore s3://backups/box-1 --name 2026-11-25T03-00-00Z --data-dir /srv/box",
+        "appliance restore /mnt/nas/box-1 --key-file backup.key --data-dir /srv/box      an encrypted one",
         "appliance up --data-dir /srv/box           then starts it: keys, models, files and jobs are as they were",
         "",
         "The directory is empty or not there, and appears whole. Other nodes join anew, unless --secrets was given",
@@ -22,10 +23,11 @@ app = group("Bring a backup back, on this machine or another one.")
 def restore(
     place: PLACE = None,
     name: NAME = None,
+    key_file: KEY_FILE = None,
     config: CONFIG = None,
     data_dir: DATA_DIR = None,
     output_format: OUTPUT = "table",
 ) -> None:
     """Bring a backup back, on this machine or another one."""
-    answer = in_process("restore", place, config, data_dir, *named(name))
+    answer = in_process("restore", place, config, data_dir, *named(name), key_file=key_file)
     told(answer, output_format, "restored", "`appliance up` with this --data-dir starts the box")

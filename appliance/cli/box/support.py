@@ -25,7 +25,7 @@ app = group("What somebody else needs to see what is wrong with a box.")
 # Name in the bundle -> what the box is asked for it.
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "status.json": ("/admin/v1/status", {}),
-    "devices.json": ("/admin/v1/gpus", {}),
+    "devices.json": ("/admin/v1/devices", {}),
     "handovers.json": ("/admin/v1/handovers", {"limit": 50}),
     "models.json": ("/admin/v1/models", {}),
     "jobs.json": ("/v1/fine_tuning/jobs", {"limit": 50}),

@@ -129,7 +129,7 @@ def made_by_jobs(db: Database, name: str) -> bool:
     """Whether jobs make the model of this name, or will: nothing else may bring a version of it in."""
     row = models.find(db, name)
     made = row is not None and row.job_id is not None
-    return made or any(job.output_model == name for job in jobs.list_unfinished(db))
+    return made or bool(jobs.unfinished_making(db, name))
 
 
 def root_base(db: Database, model: ModelRow) -> str:

@@ -15,8 +15,10 @@ from appliance.controller.bus.load import Load
 from appliance.controller.context.file_work import FileWork
 from appliance.controller.context.paced import Paced
 from appliance.controller.interfaces.config import ControllerConfig
+from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.interfaces.ports import (
     BatchEngines,
+    DeepCheckPort,
     EngineSizer,
     KeySink,
     ModelOps,
@@ -37,6 +39,16 @@ async def _no_doctor() -> dict[str, Any]:
     return {"exit_code": 0, "data": [], "at_s": time.time()}
 
 
+class _NoDeepChecks:
+    """Of a controller without devices around it."""
+
+    async def check(self, device_id: str, by: str, *, new_baseline: bool = False) -> dict[str, Any]:
+        raise OperationFailed("nothing measures devices here", code="not_measured")
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+
 @dataclass
 class ControllerContext:
     """files_dir: bytes of files by id. jobs_dir: one folder per job. batches_dir: answers of unfinished batches.
@@ -47,7 +59,7 @@ class ControllerContext:
     `BackgroundTasks.degraded`. doctor_findings: what is wrong, as the doctor last saw it. doctor: its
     findings now (`appliance.wiring.doctor_process`). new_tables: turns of what owners may ask at will and every gateway
     gets a new table for. device_readings: the newest of each device that reports any.
-    wandb_mode: as [tracking] has it."""
+    deep_checks: of devices, one at a time. wandb_mode: as [tracking] has it."""
 
     db: Database
     files_dir: Path
@@ -76,6 +88,7 @@ class ControllerContext:
     new_tables: Paced = field(default_factory=Paced)
     doctor: Callable[[], Awaitable[dict[str, Any]]] = _no_doctor
     device_readings: Callable[[], Mapping[str, Reading]] = dict
+    deep_checks: DeepCheckPort = field(default_factory=_NoDeepChecks)
     wandb_mode: Literal["offline", "online"] | None = None
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ numbers those behind it anew. What is said of a device that is not there is kept
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ DRAINS = "drained_devices"
 FAILING = "cordon_reasons"
 TRIALS = "device_trials"
 IDENTITIES = "device_identities"
+CHECKED = "devices_in_check"
 
 
 def drain(db: Database, device_id: str, reason: str, by: str, now_s: float) -> bool:
@@ -37,9 +38,28 @@ def undrain(db: Database, device_id: str) -> bool:
     with db.transaction():
         drains, cordoned = box.get(db, DRAINS, {}), box.get(db, CORDONED, [])
         drains.pop(device_id, None)
+        checked = box.get(db, CHECKED, {})
         box.put(db, DRAINS, drains)
+        box.put(db, CHECKED, {name: told for name, told in checked.items() if name != device_id})
         box.put(db, CORDONED, [d for d in cordoned if d != device_id])
         return device_id in cordoned
+
+
+def check(db: Database, device_ids: Collection[str], by: str, now_s: float) -> None:
+    """Take devices out of use for as long as they are measured."""
+    with db.transaction():
+        told = {device_id: {"by": by, "since_s": now_s} for device_id in device_ids}
+        box.put(db, CHECKED, {**box.get(db, CHECKED, {}), **told})
+        box.put(db, CORDONED, sorted({*box.get(db, CORDONED, []), *device_ids}))
+
+
+def checks_are_over(db: Database, device_ids: Collection[str]) -> None:
+    """Give back what `check` took, unless a person drained it meanwhile, or the box cordoned it."""
+    with db.transaction():
+        checked, others = box.get(db, CHECKED, {}), {**box.get(db, DRAINS, {}), **box.get(db, FAILING, {})}
+        back = {name for name in device_ids if name in checked and name not in others}
+        box.put(db, CHECKED, {name: told for name, told in checked.items() if name not in device_ids})
+        box.put(db, CORDONED, [name for name in box.get(db, CORDONED, []) if name not in back])
 
 
 def renamed(known: Mapping[str, str], present: Mapping[str, str]) -> dict[str, str]:
@@ -66,7 +86,7 @@ def follow(db: Database, node: str, present: Mapping[str, str]) -> dict[str, str
         known = {device_id: uuid for device_id, uuid in all_known.items() if device_id.startswith(f"{node}/")}
         names = renamed(known, present)
         box.put(db, CORDONED, sorted(names.get(name, name) for name in box.get(db, CORDONED, [])))
-        for table in (DRAINS, FAILING, TRIALS):
+        for table in (DRAINS, FAILING, TRIALS, CHECKED):
             box.put(db, table, {names.get(name, name): told for name, told in box.get(db, table, {}).items()})
         now = {device_id: uuid or known.get(device_id, "") for device_id, uuid in present.items()}
         rest = {device_id: uuid for device_id, uuid in all_known.items() if device_id not in known}
@@ -78,11 +98,12 @@ def follow(db: Database, node: str, present: Mapping[str, str]) -> dict[str, str
 class Cordons:
     """All cordons from one read of the store, by device id. `drains`: {"reason", "by", "since_s"} of devices that a
     person drained; `failing`: why the scheduler cordoned one; `trials`: {"cordons", "at_s"} of those that it will try
-    again by itself."""
+    again by itself; `checked`: {"by", "since_s"} of those that are out of use for a deep check alone."""
 
     drains: dict[str, dict[str, Any]]
     failing: dict[str, str]
     trials: dict[str, dict[str, Any]]
+    checked: dict[str, dict[str, Any]]
     cordoned: frozenset[str]
 
     def shown(self, device: dict[str, Any]) -> dict[str, Any]:
@@ -97,6 +118,8 @@ class Cordons:
         health = "draining" if device["health"] == "ok" else device["health"]
         if drained:
             told = f"drained by {drained['by']}" + (f": {drained['reason']}" if drained["reason"] else "")
+        elif (checked := self.checked.get(device["id"])) and not told:
+            told = f"a deep check, asked for by {checked['by']}"
         return {**device, "health": health, "health_reason": told or device.get("health_reason", ""), "drain": drained}
 
 
@@ -105,5 +128,6 @@ def read(db: Database) -> Cordons:
         box.get(db, DRAINS, {}),
         box.get(db, FAILING, {}),
         box.get(db, TRIALS, {}),
+        box.get(db, CHECKED, {}),
         frozenset(box.get(db, CORDONED, [])),
     )

@@ -7,6 +7,7 @@ which then behaves like one of `/v1/files`; until then the disk holds both.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import os
@@ -32,7 +33,7 @@ from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
-from appliance.store.chunks import little_by_little
+from appliance.store.chunks import CHUNK_ROWS, little_by_little
 from appliance.store.ids import new_id
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import uploads as upload_rows
@@ -174,7 +175,8 @@ def routes(context: ControllerContext) -> APIRouter:
         if row.status == "completed":
             return _view(context, row, caller)  # the SDK retries when the first answer was lost
         row = _pending(context, upload_id, caller)
-        paths = _chosen(context, row, body)
+        paths = _chosen(context, row, body, await db.read(row.owner, upload_rows.sizes, db, row.id))
+        row = _pending(context, upload_id, caller)  # still
         if row.id in completing:
             raise _busy(row)
         if coming[row.id]:
@@ -291,15 +293,14 @@ def _check_parts(row: UploadRow, number: int) -> None:
         )
 
 
-def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete) -> list[Path]:
-    """The parts in the order of the file. Raises BadRequest."""
+def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete, known: dict[str, int]) -> list[Path]:
+    """The parts in the order of the file. known: bytes of those that are there. Raises BadRequest."""
     if body.md5 is not None and not _MD5.match(body.md5):
         raise BadRequest(
             f"Invalid value for 'md5': {shown(body.md5)} was given, expected 32 hexadecimal digits.",
             param="md5",
             code="invalid_value",
         )
-    known = upload_rows.sizes(context.db, row.id)
     unknown = next((part_id for part_id in body.part_ids if part_id not in known), None)
     if unknown is not None:
         raise BadRequest(f"{shown(unknown)} is not a part of {row.id}.", param="part_ids", code="part_not_found")
@@ -318,10 +319,12 @@ def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete) ->
 
 async def _drop_all_but(context: ControllerContext, row: UploadRow, part_ids: set[str]) -> None:
     """Drop the parts not named: with them and the file the disk would hold three times the announced size."""
-    unnamed = upload_rows.sizes(context.db, row.id).keys() - part_ids
-    with context.db.transaction():
-        for part_id in unnamed:
-            upload_rows.delete_part(context.db, part_id)
+    unnamed = sorted((await context.db.read(row.owner, upload_rows.sizes, context.db, row.id)).keys() - part_ids)
+    for first in range(0, len(unnamed), CHUNK_ROWS):
+        with context.db.transaction():
+            for part_id in unnamed[first : first + CHUNK_ROWS]:
+                upload_rows.delete_part(context.db, part_id)
+        await asyncio.sleep(0)
     await to_thread.run_sync(_unlink, [_folder(context, row.id) / part_id for part_id in unnamed])
 
 

@@ -89,9 +89,9 @@ class SchedulerPort(Protocol):
     def reset_failures(self, model: str) -> None:
         """This model was changed: if its engines failed, retry at once."""
 
-    def explain(self, policy: Policy | None) -> dict[str, Any]:
+    def explain(self, policy: Policy | None, without: frozenset[str] = frozenset()) -> dict[str, Any]:
         """What would be done under this policy (None: the current one), and why (`scheduler.loop.explain`). Changes
-        nothing."""
+        nothing. without: devices that would have to be left."""
 
     async def wait_handover(self, handover_id: str) -> None:
         """Returns when nothing is left to do for the mode whose first hand-over this was (its row in the store says how
@@ -302,6 +302,28 @@ class LineReturned(Exception):
     def __init__(self, reason: str, *, yielded: bool):
         super().__init__(reason)
         self.yielded = yielded
+
+
+class DeviceMeasure(Protocol):
+    """Measures devices of this machine that nobody holds (`serve.load.device_rates`). Cancelled, it ends at once."""
+
+    async def alone(self, device_id: str) -> tuple[dict[str, float], list[str]]:
+        """The rates of one device by measure, and what it did wrong. Raises OperationFailed if it cannot be measured,
+        which of a device that is not of the host is a fault of its own."""
+
+    async def together(self, device_ids: list[str]) -> dict[str, float]:
+        """The rate of an all-reduce over these devices, under its measure. Raises OperationFailed."""
+
+
+class DeepCheckPort(Protocol):
+    """The doctor's deep checks (`appliance.controller.devices.deep_checks`)."""
+
+    async def check(self, device_id: str, by: str, *, new_baseline: bool = False) -> dict[str, Any]:
+        """Drain, measure, give back: {"device", "at_s", "state", "found", "rates"}. Raises OperationFailed. Cancelled,
+        it gives the device back first."""
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """The newest result of each device, by id."""
 
 
 class NodePort(Protocol):

@@ -11,6 +11,7 @@ import time
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.objects import files, jobs
+from appliance.store.objects.jobs import JobData
 from appliance.store.rows import JobRow
 
 COPIES = ("train.jsonl", "valid.jsonl")
@@ -18,22 +19,20 @@ COPIES = ("train.jsonl", "valid.jsonl")
 
 def check(context: ControllerContext, row: JobRow, caller: Principal) -> None:
     """Checks whether the owner may have the copies of one more job. Raises ApiError."""
-    held = sum(copied(context, other) for other in jobs.list_unfinished(context.db) if other.owner == row.owner)
-    context.quotas.check_job_data(caller, held, copied(context, row))
+    # As many as a bound of jobs allows, and no more of each than this takes.
+    held = sum(copied(context, other) for other in jobs.data_of_unfinished(context.db, row.owner))
+    own = JobData(row.id, row.phase, row.training_file, row.validation_file)
+    context.quotas.check_job_data(caller, held, copied(context, own))
 
 
-def copied(context: ControllerContext, row: JobRow) -> int:
+def copied(context: ControllerContext, row: JobData) -> int:
     """Bytes of the copies of an unfinished job; while it is being validated, their expected size."""
     folder = context.jobs_dir / row.id
     there = sum(path.stat().st_size for name in COPIES if (path := folder / name).exists())
     if there and row.phase != "validating":
         return there
-    found = (
-        files.find(context.db, file_id, viewer=None, now_s=time.time())
-        for file_id in (row.training_file, row.validation_file)
-        if file_id is not None
-    )
-    return max(there, sum(file.bytes for file in found if file is not None))
+    given = [file_id for file_id in (row.training_file, row.validation_file) if file_id is not None]
+    return max(there, sum(files.bytes_of(context.db, file_id, now_s=time.time()) for file_id in given))
 
 
 def remove(context: ControllerContext, job_id: str) -> None:

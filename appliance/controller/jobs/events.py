@@ -67,6 +67,7 @@ class JobEvents:
         self._handlers = {
             "metrics": self._metrics,
             "validation": self._validation,
+            "anomaly": self._anomaly,
             "general": self._general,
             "published": self._published,
             "profiled": self._profiled,
@@ -76,9 +77,9 @@ class JobEvents:
         }
 
     def ingest(self, job_id: str, event: dict[str, Any]) -> None:
-        """One event of `train.control.group`: {"event": "metrics" | "validation" | "general" | "published" |
-        "profiled" | "snapshot" | "message" | "finished", …}. Raises RowNotFound for an unknown job; logs and skips
-        events of other kinds."""
+        """One event of `train.control.group`: {"event": "metrics" | "validation" | "anomaly" | "general" |
+        "published" | "profiled" | "snapshot" | "message" | "finished", …}. Raises RowNotFound for an unknown job; logs
+        and skips events of other kinds."""
         handler = self._handlers.get(str(event.get("event")))
         if handler is None:
             log.warning("the job sent an event of unknown kind %r", event.get("event"), extra={"job_id": job_id})
@@ -215,6 +216,22 @@ class JobEvents:
         data = {"step": step, "total_steps": row.total_steps}
         data |= {f"valid_{key}": value for key, value in event.items() if key not in known}
         _add_event(db, row.id, "metrics", text, "info", data)
+
+    def _anomaly(self, row: JobRow, event: dict[str, Any]) -> None:
+        """A loss that jumped, or is no number: told, and what the job chose is done or remembered. A lower rate holds
+        for every world from here on; one that goes back begins it at the snapshot."""
+        action, text = str(event["action"]), str(event["text"])
+        cuts = [int(step) for step in event.get("cuts") or ()]
+        if action == "rollback":
+            cuts.append((row.snapshot or {}).get("step", 0))
+        if action in ("rollback", "lower_rate") and row.resolved is not None:
+            jobs.update(self._db, row.id, resolved={**row.resolved, "rate_cuts": cuts})
+        if action == "pause" and row.wanted == "run":
+            jobs.set_wanted(self._db, row.id, "pause")
+            jobs.update(self._db, row.id, reason=f"{text}; `appliance job resume` goes on from the last snapshot.")
+        known = ("event", "text", "job")
+        data = {"anomaly": {key: value for key, value in event.items() if key not in known} | {"cuts": cuts}}
+        add_message(self._db, row.id, f"{text[0].upper()}{text[1:]}.", level="warn", data=data)
 
     def _general(self, row: JobRow, event: dict[str, Any]) -> None:
         """What the model answers of the general questions, before the job or after it."""

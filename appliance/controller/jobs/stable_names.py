@@ -41,7 +41,7 @@ def output_of(
             param="suffix",
             code="invalid_value",
         )
-    others = [job for job in jobs.list_unfinished(db) if job.output_model == name]
+    others = jobs.unfinished_making(db, name)
     existing = models.find(db, name)
     if existing is None and not is_stable_name(name):
         raise BadRequest(

@@ -82,6 +82,14 @@ def find_expired(db: Database, file_id: str, *, now_s: float) -> FileRow | None:
     return db.one(FileRow, f"SELECT * FROM files WHERE {_EXPIRED} AND id = ?", [now_s, file_id])
 
 
+def bytes_of(db: Database, file_id: str, *, now_s: float) -> int:
+    """0 of one that is gone, or whose time has passed."""
+    found = db.execute(
+        "SELECT bytes FROM files WHERE id = ? AND (expires_s IS NULL OR expires_s > ?)", [file_id, now_s]
+    ).fetchone()
+    return 0 if found is None else found["bytes"]
+
+
 def ids(db: Database) -> set[str]:
     return {row["id"] for row in db.execute("SELECT id FROM files")}
 

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from appliance.store.database import Database, Page, owned_by, sql_list
 from appliance.store.errors import IllegalTransition, RowNotFound
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_PHASES, JobPhase, JobRow, JobWanted
+
+_LIVE_PHASES = ("validating", "queued", "running", "suspended")  # as the index of what they make has them
+assert set(_LIVE_PHASES) == set(UNFINISHED_PHASES)
+
+
+class JobData(NamedTuple):
+    """Of which files a job has copies, or will have. id, phase: the job's."""
+
+    id: str
+    phase: str
+    training_file: str
+    validation_file: str | None
 
 
 def insert(db: Database, row: JobRow) -> None:
@@ -65,6 +77,28 @@ def list_unfinished(db: Database) -> list[JobRow]:
 
 def unfinished_ids(db: Database) -> list[str]:
     return [row["id"] for row in db.execute(f"SELECT id FROM jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)})")]
+
+
+def unfinished_making(db: Database, model: str) -> list[JobRow]:
+    """Those that are to make this model."""
+    phases = sql_list(_LIVE_PHASES)
+    return db.all(JobRow, f"SELECT * FROM jobs WHERE phase IN ({phases}) AND output_model = ? ORDER BY seq", [model])
+
+
+def data_of_unfinished(db: Database, owner: str) -> list[JobData]:
+    """Of this owner's."""
+    rows = db.execute(
+        "SELECT id, phase, training_file, validation_file FROM jobs"
+        f" WHERE owner = ? AND phase IN ({sql_list(UNFINISHED_PHASES)})",
+        [owner],
+    )
+    return [JobData(*row) for row in rows]
+
+
+def any_wants_devices(db: Database) -> bool:
+    """Whether one waits for devices, or has some and goes on."""
+    asked = "phase IN ('queued', 'running', 'suspended') AND wanted = 'run' AND NOT held"
+    return db.execute(f"SELECT 1 FROM jobs WHERE {asked} LIMIT 1").fetchone() is not None
 
 
 def has_ended(db: Database, job_id: str, before_s: float) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from appliance.store import chunks
 from appliance.store.database import Database
@@ -77,19 +77,18 @@ def delete_some_parts(db: Database, owner: str) -> bool:
     return chunks.delete_few(db, "upload_parts", f"upload_id IN ({uploads})", [owner])
 
 
-def pseudonymise(db: Database, owner: str, pseudonym: str) -> None:
+def pseudonymise(db: Database, owner: str, pseudonym: str, log: AuditTexts) -> None:
     """Renames the owner in everything that stays: keys, jobs, other tables with an owner, and the texts of the audit
-    log. The texts of jobs have gone before (`retention.delete_some_texts_of_job`)."""
+    log. The texts of jobs have gone before (`retention.delete_some_texts_of_job`). log: what `audit_texts` found."""
     known = keys_of(db, owner)
-    names = {owner, *(row.name for row in known)}
-    mine = {row.id for row in known}
+    since = audit_texts(db, owner, pseudonym, log.last)
     with db.transaction():
         job_ids = ids(db, "jobs", owner)
         for job_id in job_ids:
             row = jobs.get(db, job_id)
             error = {**row.error, "message": NAMELESS} if row.error else None
             jobs.update(db, job_id, metadata=None, integrations=None, error=error, reason="", suffix=None)
-        audited(db, names, mine, pseudonym)
+        db.many("UPDATE audit SET detail = ?, target = ? WHERE seq = ?", [*log.changes, *since.changes])
         # What a request of an administrator has changed, kept in case it comes again, names models.
         db.execute("DELETE FROM idempotency WHERE instr(lower(resource_id), ?)", [owner.lower()])
         for number, key in enumerate(known, 1):
@@ -125,16 +124,29 @@ def mentions(db: Database, owner: str) -> list[str]:
     return found
 
 
-def audited(db: Database, names: set[str], key_ids: set[str], pseudonym: str) -> None:
-    """Takes the names out of the audit log, and out of what these keys did also the names of files."""
-    for row in db.execute("SELECT seq, key_id, target, detail FROM audit").fetchall():
-        detail = _without(json.loads(row["detail"]), names, pseudonym)
+class AuditTexts(NamedTuple):
+    """changes: (detail, target, number) of rows of the audit log as they are to be. last: the row that was looked at
+    last."""
+
+    changes: list[tuple[str, str, int]]
+    last: int
+
+
+def audit_texts(db: Database, owner: str, pseudonym: str, after: int = 0) -> AuditTexts:
+    """Takes an owner's names out of the audit log, behind this row, and out of what his keys did also the names of
+    files. It reads all of the log: a thread does."""
+    known = keys_of(db, owner)
+    names, key_ids = {owner, *(row.name for row in known)}, {row.id for row in known}
+    changes, last = list[tuple[str, str, int]](), after
+    for row in db.execute("SELECT seq, key_id, target, detail FROM audit WHERE seq > ? ORDER BY seq", [after]):
+        last, detail = row["seq"], _without(json.loads(row["detail"]), names, pseudonym)
         if row["key_id"] in key_ids and "filename" in detail:
             detail["filename"] = NAMELESS
         target = pseudonym if row["target"] in names else row["target"]
         text = json.dumps(detail, separators=(",", ":"))
         if (text, target) != (row["detail"], row["target"]):
-            db.execute("UPDATE audit SET detail = ?, target = ? WHERE seq = ?", [text, target, row["seq"]])
+            changes.append((text, target, last))
+    return AuditTexts(changes, last)
 
 
 def _without(value: Any, names: set[str], pseudonym: str) -> Any:

@@ -9,6 +9,7 @@ from appliance import config_reference
 from appliance.cli import errors
 from appliance.config import BoxConfig
 from tests.unit.cli.test_tree import FROZEN
+from train.plan.spec import TrainSpec
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "operations.md").read_text()
@@ -92,3 +93,21 @@ def test_what_contributing_says_stands_in_a_file_stands_there():
         code = (ROOT / file).read_text()
         for part in name.split("."):
             assert re.search(rf"^\s*(?:async )?(?:def|class) {part}\b", code, re.M), f"{file} has no {part}"
+
+
+def test_every_option_and_key_that_the_tuning_handbook_turns_is_there():
+    page = (ROOT / "docs" / "tuning.md").read_text()
+    known = {option for options in FROZEN.values() for option in options} | {"--shm-size"}
+    options = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page))
+    options = {option.replace("--no-", "--") for option in options}
+    assert len(options) > 25 and options - known == set()
+    sections = re.findall(r"`\[([a-z.]+)\] ([a-z_]+)(?: = [^`]*)?`", page)
+    assert len(sections) > 10
+    block = config_reference.reference()
+    for section, key in sections:
+        part = block.split(f"#### [{section}]\n")[1].split("#### [")[0]
+        assert f"| `{key}` |" in part, f"[{section}] {key}"
+    series = set(re.findall(r"`(gateway_\w+)`", page))
+    assert series and all(f"`{one}`" in TEXT for one in series)
+    for name in re.findall(r"--set ([a-z_]+)", page) + ["packing", "activation_checkpointing", "offload"]:
+        assert name in TrainSpec.__dataclass_fields__ or name == "gradient_accumulation", name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import openai
 import pytest
@@ -292,3 +293,27 @@ async def test_what_ranks_of_an_older_release_asked_is_left_aside(control: Contr
     events.started(job_id, ["n0/0"], resumed=False)
     events.ingest(job_id, {"event": "general", "when": "before", "right": [1], "answers": ["x"], "seconds": 1.0})
     assert jobs.get(control.db, job_id).general is None
+
+
+def anomaly(step: int, action: str, cuts: list[int]) -> dict[str, Any]:
+    told = {"kind": "spike", "loss": 9.0, "grad_norm": 1.0, "usual": 2.0, "text": "the loss of it jumped"}
+    return {"event": "anomaly", "step": step, "action": action, "cuts": cuts, **told}
+
+
+async def test_a_loss_that_jumped_is_told_and_what_the_job_chose_is_kept(control: Control, events: JobEvents):
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    events.ingest(job_id, anomaly(7, "none", []))
+    assert "rate_cuts" not in jobs.get(control.db, job_id).resolved
+    for _ in range(2):  # told again after a restart of the controller
+        events.ingest(job_id, anomaly(9, "lower_rate", [9]))
+        assert jobs.get(control.db, job_id).resolved["rate_cuts"] == [9]
+    jobs.update(control.db, job_id, snapshot={"step": 12, "path": "/s"})
+    for _ in range(2):
+        events.ingest(job_id, anomaly(15, "rollback", [9]))
+        assert jobs.get(control.db, job_id).resolved["rate_cuts"] == [9, 12], "from the snapshot on"
+    assert (await control.messages(job_id))[-1] == "The loss of it jumped."
+    assert jobs.get(control.db, job_id).wanted == "run"
+    events.ingest(job_id, anomaly(20, "pause", [9, 12]))
+    row = jobs.get(control.db, job_id)
+    assert row.wanted == "pause" and "appliance job resume" in row.reason

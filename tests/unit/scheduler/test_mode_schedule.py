@@ -11,6 +11,7 @@ import pytest
 from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import DeploymentView, JobView, Policy, Workload
 from scheduler.handover.journal import MemoryJournal
+from scheduler.loop.explain import costs
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.loop.mode_schedule import InForce, Window, in_force, preview
 from scheduler.simulator import virtual_time
@@ -209,5 +210,31 @@ async def test_explain_says_what_would_happen_and_does_nothing() -> None:
     assert told["jobs"] == {"j": ["n0/0", "n0/1"]} and told["waiting"] == {}
     assert loop.explain()["steps"] == [] and "mode serve" in loop.explain()["waiting"]["j"]
     assert journal.last_id() == 1 and not world.groups
+    loop.stop()
+    await running
+
+
+@in_virtual_time
+async def test_explain_says_what_a_box_without_a_device_would_lose() -> None:
+    """The doctor asks before it takes one: a model keeps its engines, and a job may go on with fewer devices."""
+    store = FakeStore(
+        Policy("split", train_devices=2, serving_floor=1),
+        (JobView("j", 1, 2),),
+        (DeploymentView("m", "v1", min_replicas=1),),
+    )
+    world = World(box_of(3))
+    loop = SchedulerLoop(virtual_time.VirtualClock()).connect(FakeEffects(world), store, MemoryJournal())
+    running = asyncio.create_task(loop.run())
+    await loop.wait_settled(loop.nudge())
+    now = loop.explain()
+    assert len(now["models"]["m"]) == 1 and len(now["jobs"]["j"]) == 2
+    served, trained = now["models"]["m"][0][0], now["jobs"]["j"][0]
+    assert costs(now, loop.explain(None, frozenset({trained}))) == "", "it goes on with one"
+    assert costs(now, loop.explain(None, frozenset({served}))) == "", "the engine moves, and the job makes room"
+    both = frozenset(now["jobs"]["j"])
+    assert costs(now, loop.explain(None, both)) == "job j would have to wait"
+    everything = frozenset({"n0/0", "n0/1", "n0/2"})
+    assert costs(now, loop.explain(None, everything)) == "m would have 0 awake engines instead of 1"
+    assert loop.explain()["steps"] == [], "nothing was changed"
     loop.stop()
     await running

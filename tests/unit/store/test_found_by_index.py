@@ -33,6 +33,10 @@ def db(tmp_path: Path):
 LOOKS: dict[str, Callable[[Database], Any]] = {
     # 6,000 that had ended, 2,000 of an owner, held the loop for 0.13 s, with each plan of the scheduler.
     "jobs that have not ended": jobs.list_unfinished,
+    # Each new job under a name, and each import, read all that have not ended.
+    "jobs that are to make a model": lambda db: jobs.unfinished_making(db, "boxer"),
+    "copies that jobs have": lambda db: jobs.data_of_unfinished(db, "ann"),
+    "jobs that want devices": jobs.any_wants_devices,
     "snapshots to give back": jobs.list_left_snapshots,
     # 20,000 files 0.09 s, 500,000 uploads that had ended 0.22 s, with each round of housekeeping.
     # A key is asked for up to forty times in a request: each time all keys there ever were.

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from runtime.errors import ChildDied, SupervisorDied
+from runtime.errors import ChildDied, ChildTimeout, SupervisorDied
 from train.control.group import Group, PingLimits
 from train.control.rank_host import RankHost
 
@@ -151,6 +151,59 @@ async def test_a_rank_that_lingers_after_its_jobs_end_does_not_make_it_a_failure
     child.pause.set()
     assert (await group.wait()).outcome == "succeeded" and killed == [1]
     assert [event["outcome"] for event in told if event["event"] == "finished"] == ["succeeded"]
+
+
+async def test_a_rank_that_begins_may_be_silent_for_longer_than_one_that_trains(monkeypatch, tmp_path):
+    """torch holds Python's lock while CUDA begins (THCPModule_initExtension): half a second, or seven."""
+    one, (child,) = await started(monkeypatch, tmp_path)
+    asked = asyncio.Event()
+
+    async def ping(method, timeout_s=None, **_):
+        if timeout_s < 10:
+            raise ChildTimeout("silent")
+        asked.set()
+        return {"phase": "joining", "step": 0, "in_phase_s": 7.0}
+
+    child.call = ping
+    group = Group(limits=PingLimits(ping_every_s=0))
+    await group.adopt("j", [one])
+    await asked.wait()
+    child.say("ready", step=0, seconds={"join": 7.0, "prepare": 0.0})
+    async with asyncio.timeout(5):
+        error = (await group.wait()).error
+    assert (error["code"], error["reason"]) == ("rank_hung", "did not answer within 5.0 s (stopped or starved)")
+
+
+async def test_a_rank_whose_profile_ends_may_be_silent_for_longer(monkeypatch, tmp_path):
+    """torch holds Python's lock while its profiler stops (torch.autograd._disable_profiler), whatever it holds."""
+    one, (child,) = await started(monkeypatch, tmp_path)
+    limits, asked = [], asyncio.Event()
+
+    async def call(method, timeout_s=None, **_):
+        if method == "ping":
+            limits.append(timeout_s)
+            asked.set()
+            return {"phase": "profiling", "step": 1, "in_phase_s": 7.0}
+
+    async def next_limit():
+        limits.clear(), asked.clear()
+        await asked.wait()
+        return limits[0]
+
+    child.call = call
+    group = Group(limits=PingLimits(ping_every_s=0))
+    await group.adopt("j", [one])
+    child.say("ready", step=0, seconds={"join": 1.0, "prepare": 0.0})
+    async with asyncio.timeout(5):
+        while await next_limit() != 5.0:
+            pass
+        await group.profile(steps=1)
+        await next_limit()  # of one on its way
+        assert await next_limit() == 60.0
+        child.say("profiled", step=1, steps=1)
+        while await next_limit() != 5.0:
+            pass
+    await group.kill()
 
 
 async def test_what_a_dead_rank_said_last_is_heard_before_another_is_blamed(monkeypatch, tmp_path):

@@ -89,7 +89,7 @@ def routes(
         owner = body.owner
         if owner == BOX_ITSELF:
             raise BadRequest("The box itself cannot be forgotten.", param="owner", code="invalid_value")
-        there = found(owner)
+        there = await db.read(None, found, owner)
         if there["unfinished"] and not body.cancel:
             raise Conflict(
                 f"{len(there['unfinished'])} jobs, batches or responses of this owner have not ended: "
@@ -112,9 +112,10 @@ def routes(
         deleted = await _delete_models(names, caller)
         await _delete(owner)
         pseudonym = f"forgotten-{secrets.token_hex(4)}"
-        forgotten.pseudonymise(db, owner, pseudonym)
+        log = await db.read(None, forgotten.audit_texts, db, owner, pseudonym)
+        forgotten.pseudonymise(db, owner, pseudonym, log)
         context.publish_keys()
-        mentions = forgotten.mentions(db, owner)
+        mentions = await db.read(None, forgotten.mentions, db, owner)
         told = {kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs", "evals")}
         record(
             context,
@@ -163,7 +164,7 @@ def routes(
         for run_id in evals.unfinished_ids(db, owner=owner):
             evaluations.cancel(run_id)
         deadline_s = time.monotonic() + ENDS_WITHIN_S
-        while (left := forgotten.unfinished(db, owner)) and time.monotonic() < deadline_s:
+        while (left := await db.read(None, forgotten.unfinished, db, owner)) and time.monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_EVERY_S)
         return left
 

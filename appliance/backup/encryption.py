@@ -1,0 +1,228 @@
+"""Backups that only who has the key can read, or change without being found out.
+
+Every object at the place (a chunk, a manifest) is sealed with AES-256-GCM under a nonce of its own, bound to its own
+name: one that was altered, cut short or put in another's place is refused. Names of chunks are keyed too (HMAC-SHA-256
+in place of SHA-256), so that nobody can ask the place whether it has a file that they know. What stays to be seen: how
+many chunks there are, how long, when they came, and the names of backups, which are times. Who can delete at the place
+can delete backups.
+
+The key that seals is random and belongs to the place. It lies there in `encryption.json`, sealed with the key in the
+key file: 32 random bytes (`appliance backup keygen`), or a passphrase, which scrypt stretches.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
+
+from appliance.backup import manifest as manifests
+from appliance.backup.errors import BackupDamaged, BackupError, WrongKey
+from weights.format.errors import ObjectDamaged
+from weights.tiers.objects import Objects
+
+HEADER = "encryption.json"
+FORMAT = 1
+KEY_LINE = "appliance-backup-key-1 "
+KEY_BYTES, NONCE_BYTES = 32, 12
+LEAST_PASSPHRASE = 16
+SCRYPT = {"n": 2**17, "r": 8, "p": 1}  # 128 MiB and a quarter of a second for each guess
+MOST_SCRYPT = {"n": 2**20, "r": 32, "p": 16}  # what a place may ask of who opens it
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    """`secret`: of a key its bytes, of a passphrase its text. The file is named in messages, what is in it never."""
+
+    path: Path
+    secret: bytes
+    is_passphrase: bool
+
+    @classmethod
+    def read(cls, path: Path) -> KeyFile:
+        """Raises BackupError."""
+        try:
+            told, lines = path.stat(), path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise BackupError(f"the key file {path} cannot be read: {error}") from error
+        if stat.S_IMODE(told.st_mode) & 0o077:
+            raise BackupError(f"the key file {path} can be read by others; `chmod 600 {path}`")
+        said = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if len(said) != 1:
+            raise BackupError(
+                f"the key file {path} has {len(said)} lines besides comments; expected one, with a key of "
+                "`appliance backup keygen` or a passphrase"
+            )
+        if not said[0].startswith(KEY_LINE):
+            if len(said[0]) < LEAST_PASSPHRASE:
+                raise BackupError(
+                    f"the passphrase in {path} has {len(said[0])} characters; at least {LEAST_PASSPHRASE} are needed, "
+                    "such as five random words"
+                )
+            return cls(path, said[0].encode(), True)
+        try:
+            secret = base64.b64decode(said[0].removeprefix(KEY_LINE), validate=True)
+        except ValueError as error:
+            raise BackupError(f"the key in {path} is damaged") from error
+        if len(secret) != KEY_BYTES:
+            raise BackupError(f"the key in {path} is damaged: it has {len(secret)} bytes instead of {KEY_BYTES}")
+        return cls(path, secret, False)
+
+
+def make_key(path: Path) -> None:
+    """A new key in a new file of mode 0600. Raises BackupError where one is there."""
+    line = KEY_LINE + base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        raise BackupError(f"{path} exists; a key is never written over") from error
+    except OSError as error:
+        raise BackupError(f"{path} cannot be written: {error.strerror}") from error
+    with os.fdopen(handle, "w") as file:
+        file.write(
+            f"# Without this key the backups that were encrypted with it are lost. Keep a copy elsewhere.\n{line}\n"
+        )
+        file.flush()
+        os.fsync(handle)
+
+
+class Encrypted:
+    """The objects of a place as who has the key sees them. Implements `weights.tiers.objects.Objects`."""
+
+    def __init__(self, objects: Objects, key: bytes):
+        self._objects, self.where = objects, objects.where
+        self._seals = AESGCM(_derived(key, b"appliance backup: objects"))
+        self._names = _derived(key, b"appliance backup: names of chunks")
+
+    def digest(self, data: bytes) -> str:
+        """The name of a chunk, which nobody can make without the key."""
+        return hmac.digest(self._names, data, "sha256").hex()
+
+    def put(self, key: str, data: bytes) -> None:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._objects.put(key, nonce + self._seals.encrypt(nonce, data, _bound(key)))
+
+    def get(self, key: str) -> bytes:
+        """Raises ObjectDamaged for one that is missing or was altered."""
+        sealed = self._objects.get(key)
+        try:
+            return self._seals.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], _bound(key))
+        except (InvalidTag, ValueError) as error:
+            raise ObjectDamaged("it is not what was written", path=Path(self.where) / key) from error
+
+    def size(self, key: str) -> int | None:
+        return self._objects.size(key)
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        return self._objects.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self._objects.delete(key)
+
+    def sweep(self) -> None:
+        self._objects.sweep()
+
+
+def chunk_digest(objects: Objects, data: bytes) -> str:
+    """The name of a chunk at this place: its SHA-256, and of an encrypted one a keyed sum."""
+    return objects.digest(data) if isinstance(objects, Encrypted) else hashlib.sha256(data).hexdigest()
+
+
+def opened(objects: Objects, key_file: Path | None, *, make: bool) -> Objects:
+    """The place as it is to be used: encrypted where it is, or, to `make` the first backup there, where a key is named.
+
+    Raises WrongKey where the key is another, or is missing; BackupError where the place has backups of the other sort;
+    BackupDamaged; TierUnavailable."""
+    header = _header(objects)
+    if header is None:
+        if key_file is None:
+            return objects
+        if manifests.names(objects):
+            raise BackupError(
+                f"{objects.where} has backups that are not encrypted (or has lost its {HEADER}): name another place "
+                "for encrypted ones, or no key"
+            )
+        if not make:
+            return objects  # there is none, and whoever asks says so
+        key = secrets.token_bytes(KEY_BYTES)
+        objects.put(HEADER, _sealed(KeyFile.read(key_file), key))
+        return Encrypted(objects, key)
+    if key_file is None:
+        raise WrongKey(
+            f"the backups at {objects.where} are encrypted: name the key file (--key-file, or key_file in [backup])"
+        )
+    return Encrypted(objects, _unsealed(KeyFile.read(key_file), header, objects.where))
+
+
+def _header(objects: Objects) -> dict[str, Any] | None:
+    if objects.size(HEADER) is None:
+        return None
+    try:
+        told = json.loads(objects.get(HEADER))
+        if told["format"] != FORMAT:
+            raise BackupDamaged(f"the backups at {objects.where} are of a newer release; restore them with that one")
+        return told
+    except (ObjectDamaged, ValueError, KeyError, TypeError) as error:
+        raise BackupDamaged(f"{HEADER} at {objects.where} is damaged, and no backup there can be read") from error
+
+
+def _sealed(key_file: KeyFile, key: bytes) -> bytes:
+    nonce, salt = secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(16)
+    told: dict[str, Any] = {"format": FORMAT, "kdf": "scrypt" if key_file.is_passphrase else "key", "salt": salt.hex()}
+    if key_file.is_passphrase:
+        told |= SCRYPT
+    sealed = nonce + AESGCM(_stretched(key_file, told)).encrypt(nonce, key, HEADER.encode())
+    return json.dumps({**told, "key": base64.b64encode(sealed).decode()}).encode()
+
+
+def _unsealed(key_file: KeyFile, told: dict[str, Any], where: str) -> bytes:
+    is_passphrase = told.get("kdf") == "scrypt"
+    if is_passphrase != key_file.is_passphrase:
+        kinds = ("a key", "a passphrase")
+        raise WrongKey(
+            f"{key_file.path} has {kinds[key_file.is_passphrase]}, and the backups at {where} were encrypted with "
+            f"{kinds[is_passphrase]}"
+        )
+    try:
+        sealed = base64.b64decode(told["key"], validate=True)
+        return AESGCM(_stretched(key_file, told)).decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], HEADER.encode())
+    except InvalidTag as error:
+        raise WrongKey(
+            f"the {'passphrase' if is_passphrase else 'key'} in {key_file.path} is not the one that the backups at "
+            f"{where} were encrypted with"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise BackupDamaged(f"{HEADER} at {where} is damaged, and no backup there can be read") from error
+
+
+def _stretched(key_file: KeyFile, told: dict[str, Any]) -> bytes:
+    """The key that seals the place's key. Raises ValueError, KeyError, TypeError."""
+    salt = bytes.fromhex(told["salt"])
+    if not key_file.is_passphrase:
+        return _derived(key_file.secret, b"appliance backup: the key of a place", salt)
+    cost = {name: int(told[name]) for name in SCRYPT}
+    if any(cost[name] > most for name, most in MOST_SCRYPT.items()):
+        raise ValueError("a place may not ask for that much")
+    return Scrypt(salt=salt, length=KEY_BYTES, **cost).derive(key_file.secret)
+
+
+def _derived(key: bytes, purpose: bytes, salt: bytes | None = None) -> bytes:
+    return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=salt, info=purpose).derive(key)
+
+
+def _bound(key: str) -> bytes:
+    return f"appliance backup {FORMAT}: {key}".encode()

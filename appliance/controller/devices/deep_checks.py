@@ -1,0 +1,280 @@
+"""Takes one device at a time out of use, has it measured, and gives it back: the deep checks of the doctor.
+
+A device is drained as `appliance gpu drain` does it, through the scheduler, but only if that costs no model an awake
+engine and no job its turn; it goes back at once when requests begin to be held meanwhile, when somebody puts it back,
+or when whoever asked has gone. Its first good measures become its baseline. What a controller that died had taken is
+given back by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from appliance.controller.devices import cordons
+from appliance.controller.interfaces.errors import OperationFailed
+from appliance.controller.interfaces.ports import DeviceMeasure, DeviceStatus, SchedulerPort
+from appliance.store.database import Database
+from appliance.store.records import box
+from runtime.background_tasks import RunningTasks
+from runtime.devices.kinds import kind_of
+from runtime.devices.published import published
+from scheduler.devices.discovery import HOME_NODE
+from scheduler.devices.health import Fault
+from scheduler.devices.rates import Measured, fault_of, judged, state_of
+from scheduler.loop.explain import costs
+
+log = logging.getLogger(__name__)
+
+RESULTS = "device_checks"
+BASELINES = "device_baselines"
+LOOK_EVERY_S = 0.2
+BOX = "the box"
+T = TypeVar("T")
+
+
+class DeepChecks:
+    """`held`: how many requests wait now because no engine of their model is awake. `on_verdict`: called with what was
+    found of a device (None: it is sound), which cordons it or lets it back."""
+
+    def __init__(
+        self,
+        db: Database,
+        scheduler: SchedulerPort,
+        measure: DeviceMeasure,
+        held: Callable[[], int],
+        on_verdict: Callable[[str, Fault | None], None],
+        drain_timeout_s: float,
+        *,
+        home: str = HOME_NODE,
+        clock: Callable[[], float] = time.time,
+        look_every_s: float = LOOK_EVERY_S,
+    ):
+        self._db, self._scheduler, self._measure, self._held = db, scheduler, measure, held
+        self._on_verdict, self._drain_timeout_s, self._home = on_verdict, drain_timeout_s, home
+        self._clock, self._look_every_s = clock, look_every_s
+        self._one = asyncio.Lock()
+        self.tasks = RunningTasks()
+        if left := box.get(db, cordons.CHECKED, {}):
+            cordons.checks_are_over(db, tuple(left))
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """The newest result of each device, by id."""
+        return box.get(self._db, RESULTS, {})
+
+    async def check(self, device_id: str, by: str, *, new_baseline: bool = False) -> dict[str, Any]:
+        """The result: {"device", "at_s", "state", "found": rows of `scheduler.devices.rates.Measured`, "rates"}.
+
+        Raises OperationFailed: `device_needed`, it cannot be spared now, or was wanted back; `not_measured`. Cancelled,
+        it gives the device back first."""
+        async with self._one:
+            device = self._known(device_id)
+            if device["node"] != self._home:
+                raise OperationFailed(
+                    f"{device_id} is on another machine, and a deep check measures those of the box's own alone",
+                    code="device_elsewhere",
+                )
+            before = self._held()
+            async with self._taken([device_id], by):
+                await self._until_free(device_id, before)
+                rates, wrong = await self._unless_wanted([device_id], before, self._alone(device))
+                shared, said = ({}, []) if wrong else await self._with_others(device, by, before)
+                # Before it goes back: a device that fails stays where it is.
+                return self._kept(device, rates | shared, wrong, said, new_baseline)
+
+    def before_return(self, device_id: str) -> None:
+        """Check a cordoned device that is to be tried again; the verdict is told. Never raises."""
+        self.tasks.add(asyncio.create_task(self._before_return(device_id), name=f"deep check of {device_id}"))
+
+    async def _before_return(self, device_id: str) -> None:
+        try:
+            await self.check(device_id, BOX)
+        except OperationFailed as error:
+            # It was not measured, which says nothing about it: as before there were measures, it is tried.
+            log.warning("no deep check before it returns: %s", error, extra={"device": device_id})
+            self._on_verdict(device_id, None)
+
+    async def all_free(self) -> None:
+        """Check every device of this machine that can be spared, one after the other: the round of each night."""
+        for device_id in [d["id"] for d in self._scheduler.status()["devices"] if d["node"] == self._home]:
+            try:
+                if device_id not in cordons.read(self._db).cordoned:
+                    await self.check(device_id, BOX)
+            except OperationFailed as error:
+                log.info("no deep check: %s", error, extra={"device": device_id})
+
+    def _known(self, device_id: str) -> DeviceStatus:
+        for device in self._scheduler.status()["devices"]:
+            if device["id"] == device_id:
+                return device
+        raise OperationFailed(f"{device_id} is not there", code="device_not_found")
+
+    @asynccontextmanager
+    async def _taken(self, device_ids: list[str], by: str) -> AsyncIterator[None]:
+        """These devices are nobody's meanwhile. Those that were out of use already stay so afterwards."""
+        fresh = [one for one in device_ids if one not in cordons.read(self._db).cordoned]
+        if why := self._needed(frozenset(fresh)):
+            raise OperationFailed(
+                f"{' and '.join(device_ids)} cannot be spared now: {why}. Ask again when it is quiet, or take it out "
+                "of use yourself (`appliance gpu drain`) and check it then",
+                code="device_needed",
+            )
+        cordons.check(self._db, fresh, by, self._clock())
+        self._scheduler.nudge(f"deep check of {', '.join(device_ids)}", by)
+        try:
+            yield
+        finally:
+            cordons.checks_are_over(self._db, fresh)
+            self._scheduler.nudge(f"end of the deep check of {', '.join(device_ids)}", by)
+
+    def _needed(self, device_ids: frozenset[str]) -> str:
+        """Why users would lose something without these devices; "" if they would not."""
+        if not device_ids:
+            return ""
+        return costs(self._scheduler.explain(None), self._scheduler.explain(None, device_ids))
+
+    async def _until_free(self, device_id: str, held_before: int) -> None:
+        """Returns when the scheduler knows that the device is out of use, and nobody holds it."""
+        deadline_s = time.monotonic() + self._drain_timeout_s
+        while True:
+            device = self._known(device_id)
+            if device["holder"] is None and device["health"] != "ok":
+                return
+            if time.monotonic() > deadline_s:
+                raise OperationFailed(
+                    f"{device_id} was not left within {self._drain_timeout_s:.0f} s by its "
+                    f"{(device['holder'] or {'kind': 'holder'})['kind']}; it is back in use",
+                    code="device_needed",
+                )
+            self._wanted_back([device_id], held_before)
+            await asyncio.sleep(self._look_every_s)
+
+    def _wanted_back(self, device_ids: list[str], held_before: int) -> None:
+        if lost := [one for one in device_ids if one not in cordons.read(self._db).cordoned]:
+            raise OperationFailed(f"{lost[0]} was put back into use during its check", code="device_needed")
+        if self._held() > held_before:
+            raise OperationFailed(
+                f"requests wait for an engine: {' and '.join(device_ids)} went back into use before it was measured",
+                code="device_needed",
+            )
+
+    async def _unless_wanted(self, device_ids: list[str], held_before: int, work: Awaitable[T]) -> T:
+        """What the work returns; it is ended as soon as the devices are wanted back."""
+        doing = asyncio.ensure_future(work)
+        try:
+            while not doing.done():
+                await asyncio.wait({doing}, timeout=self._look_every_s)
+                self._wanted_back(device_ids, held_before)
+            return await doing
+        finally:
+            doing.cancel()
+            await asyncio.gather(doing, return_exceptions=True)
+
+    async def _alone(self, device: DeviceStatus) -> tuple[dict[str, float], list[str]]:
+        try:
+            return await self._measure.alone(device["id"])
+        except OperationFailed as error:
+            if kind_of(device["kind"]).on_host:
+                raise  # the host was short of something
+            return {}, [f"it cannot be measured: {error}"]
+
+    async def _with_others(
+        self, device: DeviceStatus, by: str, held_before: int
+    ) -> tuple[dict[str, float], list[Measured]]:
+        """The rate of an all-reduce with the devices that happen to be free, empty if there is none; what failed of it,
+        which may be any of them."""
+        status, cordoned = self._scheduler.status(), cordons.read(self._db).cordoned
+        free = [
+            one["id"]
+            for one in status["devices"]
+            if one["node"] == device["node"]
+            and one["kind"] == device["kind"]
+            and one["holder"] is None
+            and one["health"] == "ok"
+            and one["id"] not in cordoned
+        ]
+        if not free:
+            return {}, []
+        together = [device["id"], *free]
+        try:
+            async with self._taken(free, by):
+                for one in free:
+                    await self._until_free(one, held_before)
+                work = self._measure.together(together)
+                return await self._unless_wanted(together, held_before, work), []
+        except OperationFailed as error:
+            log.info("no all-reduce was measured: %s", error, extra={"device": device["id"]})
+            if error.code == "device_needed":
+                return {}, []
+            return {}, [Measured("all-reduce", "warn", f"with {', '.join(free)}: {error}", "measured")]
+
+    def _kept(
+        self,
+        device: DeviceStatus,
+        rates: dict[str, float],
+        wrong: list[str],
+        said: list[Measured],
+        new_baseline: bool,
+    ) -> dict[str, Any]:
+        """Judge, keep, tell."""
+        device_id = device["id"]
+        name = self._identity(device_id)
+        known = box.get(self._db, BASELINES, {})
+        baseline = {} if new_baseline else known.get(name, {})
+        on_host = kind_of(device["kind"]).on_host
+        found = [*judged(rates, wrong, baseline, published(device["name"]), on_host=on_host), *said]
+        result = {
+            "device": device_id,
+            "at_s": self._clock(),
+            "state": state_of(found),
+            "found": [asdict(one) for one in found],
+            "rates": rates,
+        }
+        with self._db.transaction():
+            if state_of(found) == "ok":
+                box.put(self._db, BASELINES, {**known, name: rates | baseline})
+            box.put(self._db, RESULTS, {**box.get(self._db, RESULTS, {}), device_id: result})
+        _tell(device_id, found)
+        self._on_verdict(device_id, fault_of(found))
+        return result
+
+    def _identity(self, device_id: str) -> str:
+        """What its baseline is kept under: the same device, whatever its index is."""
+        return box.get(self._db, cordons.IDENTITIES, {}).get(device_id) or device_id
+
+
+class Nightly:
+    """Runs `check_all` once a day at a time of day of this machine's clock, "HH:MM". One that is missed is left out."""
+
+    def __init__(self, at: str, check_all: Callable[[], Awaitable[None]], clock: Callable[[], float] = time.time):
+        self._hour, self._minute = (int(part) for part in at.split(":"))
+        self._check_all, self._clock = check_all, clock
+        self._next_s = self._after(clock())
+
+    async def look(self) -> None:
+        now_s = self._clock()
+        if now_s >= self._next_s:
+            self._next_s = self._after(now_s)
+            await self._check_all()
+
+    def _after(self, now_s: float) -> float:
+        """The next time that the clock shows it, by local time, whatever daylight saving does."""
+        day = time.localtime(now_s)
+        for ahead in (0, 1, 2):
+            at_s = time.mktime((day.tm_year, day.tm_mon, day.tm_mday + ahead, self._hour, self._minute, 0, 0, 0, -1))
+            if at_s > now_s:
+                return at_s
+        raise AssertionError("a day has 25 hours at most")
+
+
+def _tell(device_id: str, found: list[Measured]) -> None:
+    for one in found:
+        if one.state != "ok":
+            log.warning(
+                "deep check: %s is %s, wanted %s", one.measure, one.found, one.wanted, extra={"device": device_id}
+            )

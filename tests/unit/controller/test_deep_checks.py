@@ -1,0 +1,183 @@
+"""A deep check takes a device that can be spared, has it measured and gives it back, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import pytest
+
+from appliance.controller.devices import cordons
+from appliance.controller.devices.deep_checks import BASELINES, DeepChecks, Nightly
+from appliance.controller.devices.device_watch import DeviceWatch
+from appliance.controller.interfaces.errors import OperationFailed
+from appliance.store.records import box
+from scheduler.core.config import SchedulerConfig
+from scheduler.devices.health import Fault
+from tests.simulator.control_plane import SimulatedMeasure, SimulatedScheduler
+from tests.unit.controller.conftest import Control
+from tests.unit.controller.test_admin import actions, ask
+
+
+@dataclass
+class Bench:
+    checks: DeepChecks
+    scheduler: SimulatedScheduler
+    measure: SimulatedMeasure
+    verdicts: list[tuple[str, Fault | None]] = field(default_factory=list)
+    held: int = 0
+
+
+@pytest.fixture
+def bench(db) -> Bench:
+    made = Bench.__new__(Bench)
+    made.scheduler, made.measure, made.verdicts, made.held = SimulatedScheduler(db), SimulatedMeasure(), [], 0
+    made.checks = DeepChecks(
+        db,
+        made.scheduler,
+        made.measure,
+        lambda: made.held,
+        lambda device_id, fault: made.verdicts.append((device_id, fault)),
+        60.0,
+        look_every_s=0.001,
+    )
+    return made
+
+
+def in_use(db) -> bool:
+    return not box.get(db, cordons.CORDONED, []) and not box.get(db, cordons.CHECKED, {})
+
+
+async def test_a_device_is_measured_with_the_free_ones_and_goes_back(db, bench):
+    for device in bench.scheduler.devices[3:]:
+        device["holder"] = {"kind": "job", "id": "j"}
+    result = await bench.checks.check("n0/0", "ann")
+    assert result["state"] == "ok" and bench.verdicts == [("n0/0", None)] and in_use(db)
+    assert bench.measure.together_of == [["n0/0", "n0/1", "n0/2"]]
+    assert box.get(db, BASELINES) == {"n0/0": {"from host": 10e9, "products": 1e12, "all-reduce of 3": 5e9}}
+    assert bench.checks.results()["n0/0"]["rates"]["products"] == 1e12
+
+
+async def test_the_first_good_measures_stay_the_baseline_until_somebody_wants_others(db, bench):
+    await bench.checks.check("n0/0", "ann")
+    bench.measure.rates = {"from host": 4e9, "products": 1e12}
+    slow = await bench.checks.check("n0/0", "ann")
+    assert slow["state"] == "warn", "a device of the host"
+    assert box.get(db, BASELINES)["n0/0"]["from host"] == 10e9
+    assert (await bench.checks.check("n0/0", "ann", new_baseline=True))["state"] == "ok"
+    assert box.get(db, BASELINES)["n0/0"]["from host"] == 4e9
+
+
+async def test_a_device_that_a_model_needs_is_refused_in_words(db, bench):
+    bench.scheduler.awake = {"starter": "n0/0"}
+    with pytest.raises(OperationFailed, match="starter would have 0 awake engines instead of 1") as refused:
+        await bench.checks.check("n0/0", "ann")
+    assert refused.value.code == "device_needed" and in_use(db) and not bench.measure.begun.is_set()
+
+
+async def test_held_requests_get_the_device_back_at_once(db, bench):
+    bench.measure.go_on.clear()
+    asked = asyncio.create_task(bench.checks.check("n0/0", "ann"))
+    await bench.measure.begun.wait()
+    assert box.get(db, cordons.CORDONED) == ["n0/0"]
+    shown = cordons.read(db).shown({"id": "n0/0", "health": "ok"})
+    assert shown["health_reason"] == "a deep check, asked for by ann"
+    bench.held = 1
+    with pytest.raises(OperationFailed, match="requests wait for an engine"):
+        await asked
+    assert in_use(db) and bench.verdicts == []
+
+
+async def test_a_person_may_put_it_back_meanwhile(db, bench):
+    bench.measure.go_on.clear()
+    asked = asyncio.create_task(bench.checks.check("n0/0", "ann"))
+    await bench.measure.begun.wait()
+    cordons.undrain(db, "n0/0")
+    with pytest.raises(OperationFailed, match="was put back into use"):
+        await asked
+    assert in_use(db)
+
+
+async def test_whoever_leaves_gives_it_back(db, bench):
+    bench.measure.go_on.clear()
+    asked = asyncio.create_task(bench.checks.check("n0/0", "ann"))
+    await bench.measure.begun.wait()
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    assert in_use(db)
+
+
+async def test_a_drained_device_stays_drained(db, bench):
+    cordons.drain(db, "n0/0", "its fan", "ann", 1.0)
+    bench.scheduler.nudge("drain")
+    assert (await bench.checks.check("n0/0", "ann"))["state"] == "ok"
+    assert box.get(db, cordons.CORDONED) == ["n0/0"]
+    cordons.drain(db, "n0/1", "", "ann", 1.0)
+    bench.scheduler.nudge("drain")
+    await bench.checks.all_free()
+    assert {name for name, _ in bench.verdicts} == {"n0/0", *(f"n0/{index}" for index in range(2, 8))}
+
+
+async def test_a_controller_that_died_in_a_check_left_nothing_out_of_use(db, bench):
+    cordons.check(db, ["n0/0", "n0/1"], "ann", 1.0)
+    cordons.drain(db, "n0/1", "", "ann", 2.0)
+    DeepChecks(db, bench.scheduler, bench.measure, lambda: 0, lambda *_: None, 60.0)
+    assert box.get(db, cordons.CORDONED) == ["n0/1"] and box.get(db, cordons.CHECKED) == {}
+
+
+async def test_a_failing_device_stays_out_of_use_and_says_why(db, bench):
+    watch = DeviceWatch(db, None, SchedulerConfig(), lambda: None)
+    checks = DeepChecks(db, bench.scheduler, bench.measure, lambda: 0, watch.measured, 60.0, look_every_s=0.001)
+    bench.measure.wrong = {"n0/3": ["a product was not exact"]}
+    assert (await checks.check("n0/3", "ann"))["state"] == "fail"
+    assert box.get(db, cordons.CORDONED) == ["n0/3"] and box.get(db, cordons.CHECKED) == {}
+    assert box.get(db, cordons.FAILING) == {"n0/3": "does not compute right: a product was not exact"}
+    assert box.get(db, cordons.TRIALS) == {}, "a person has to look at it"
+    cordons.undrain(db, "n0/3")
+    watch.judge()
+    assert box.get(db, cordons.CORDONED) == [] and box.get(db, cordons.FAILING) == {}
+
+
+async def test_the_route_answers_with_the_result_or_the_refusal(control: Control):
+    found = await ask(control, "POST", "/devices/n0/2/check")
+    assert found["state"] == "ok" and found["found"][0] == {
+        "measure": "results",
+        "state": "ok",
+        "found": "right",
+        "wanted": "",
+    }
+    listed = {device["id"]: device["check"] for device in (await ask(control, "GET", "/devices"))["data"]}
+    assert listed["n0/2"]["state"] == "ok" and listed["n0/1"] is None
+    control.scheduler.awake = {"starter": "n0/1"}
+    refused = (await ask(control, "POST", "/devices/n0/1/check", 409))["error"]
+    assert refused["code"] == "device_needed" and refused["message"].startswith("N0/1 cannot be spared now: starter")
+    assert (await ask(control, "POST", "/devices/n0/99/check", 404))["error"]["code"] == "device_not_found"
+    assert actions(control) == [("device.check", "n0/2", "done"), ("device.check", "n0/1", "refused")]
+
+
+async def test_undrain_with_a_check_leaves_a_failing_device_where_it_is(control: Control):
+    await ask(control, "POST", "/devices/n0/2/drain")
+    control.context.deep_checks._measure.wrong = {"n0/2": ["a product was not exact"]}
+    refused = (await ask(control, "POST", "/devices/n0/2/undrain", 409, json={"check": True}))["error"]
+    assert refused["code"] == "device_fails" and "a product was not exact" in refused["message"]
+    assert box.get(control.db, cordons.CORDONED) == ["n0/2"]
+    control.context.deep_checks._measure.wrong = {}
+    assert (await ask(control, "POST", "/devices/n0/2/undrain", json={"check": True}))["health"] == "ok"
+    assert box.get(control.db, cordons.CORDONED) == []
+
+
+async def test_the_round_of_the_night_comes_once_a_day_at_its_time():
+    def at(day: int, hour: int, minute: int) -> float:
+        return time.mktime((2026, 3, day, hour, minute, 0, 0, 0, -1))
+
+    rounds: list[float] = []
+    now_s = at(2, 12, 0)
+
+    async def check_all() -> None:
+        rounds.append(now_s)
+
+    nightly = Nightly("03:30", check_all, lambda: now_s)
+    for now_s in (at(2, 12, 1), at(3, 3, 29), at(3, 3, 31), at(3, 3, 32), at(4, 9, 0), at(4, 9, 1)):  # noqa: B007
+        await nightly.look()
+    assert rounds == [at(3, 3, 31), at(4, 9, 0)], "one that the box slept through comes late, not twice"

@@ -1,0 +1,32 @@
+"""Devices are measured by real processes: the logical ones by the code that measures GPUs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from appliance.controller.interfaces.errors import OperationFailed
+from appliance.wiring.device_measure import DeviceProcesses
+from scheduler.devices.discovery import logical_devices
+
+
+async def test_two_logical_devices_are_measured_alone_and_together(tmp_path):
+    processes = DeviceProcesses(logical_devices(2), numa_bind=True, folder=tmp_path)
+    rates, wrong = await processes.alone("n0/0")
+    assert set(rates) == {"from host", "to host", "memory", "products"} and wrong == []
+    assert all(rate > 1e7 for rate in rates.values())
+    assert (await processes.together(["n0/0", "n0/1"]))["all-reduce of 2"] > 1e6
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_measurement_that_hangs_is_ended(tmp_path):
+    processes = DeviceProcesses(logical_devices(1), numa_bind=True, folder=tmp_path, limit_s=0.05)
+    began_s = time.monotonic()
+    with pytest.raises(OperationFailed, match="did not end within"):
+        await processes.alone("n0/0")
+    assert time.monotonic() - began_s < 5
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    assert not [pid for pid in children if "device_rates" in Path(f"/proc/{pid}/cmdline").read_text()]
