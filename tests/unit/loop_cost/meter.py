@@ -25,6 +25,10 @@ from typing import Any
 import orjson
 
 
+PATIENCE_S = 10.0
+"""For what a request has begun to end, which it does; what has not is cancelled."""
+
+
 @dataclass
 class Cost:
     """steps: instructions of SQLite's virtual machine. pages: of the database that they looked at, 0 where that cannot
@@ -85,7 +89,7 @@ class Meter:
             came = await work
             begun = asyncio.all_tasks() - others
             if begun:
-                _, left = await asyncio.wait(begun, timeout=0.25)
+                _, left = await asyncio.wait(begun, timeout=PATIENCE_S)
                 for task in left:
                     task.cancel()
                 await asyncio.gather(*left, return_exceptions=True)

@@ -48,7 +48,16 @@ def grown(before: Told, after: Told) -> dict[str, str]:
 
 @pytest.mark.timeout(600)
 def test_what_runs_on_the_loop_does_not_grow_with_what_is_kept(counted: tuple[Counted, Counted]):
-    little, much = counted
+    compare(*counted)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_it_does_not_with_a_thousand_of_each(tmp_path: Path):
+    compare(count(tmp_path / "little", Size(100, 6, 6)), count(tmp_path / "much", Size(1000, 6, 6)))
+
+
+def compare(little: Counted, much: Counted) -> None:
     assert little.told.keys() == much.told.keys()
     wrong, unneeded = [], set(GROWS)
     for name, after in much.told.items():
