@@ -96,20 +96,22 @@ def test_every_table_and_every_route_is_judged(tmp_path: Path):
 async def test_the_counter_sees_each_kind_of_work_on_the_loop_and_none_elsewhere(tmp_path: Path):
     meter = Meter()
     with meter.installed(), Database(tmp_path / "appliance.db") as db:
-        db.execute("CREATE TABLE much (id INTEGER PRIMARY KEY, text TEXT)")
-        db.many("INSERT INTO much (text) VALUES (?)", [["x" * 9000]] * 50)
+        db.execute("CREATE TABLE many (id INTEGER PRIMARY KEY, text TEXT)")
+        db.many("INSERT INTO many (text) VALUES (?)", [["x" * 9000]] * 300)
 
-        def reads() -> Any:
-            return db.execute("SELECT text FROM much").fetchall()
+        def reads(number: int) -> Any:
+            return db.execute("SELECT text FROM many LIMIT ?", [number]).fetchall()
 
-        async def here() -> None:
-            reads()
+        async def here(number: int) -> None:
+            reads(number)
 
         async def on_a_thread() -> None:
-            await db.read(None, reads)
+            await db.read(None, reads, 300)
 
-        _, on_loop = await meter.of(here())
+        _, few = await meter.of(here(30))
+        _, many = await meter.of(here(300))
         _, beside = await meter.of(on_a_thread())
-    assert on_loop.all.rows == 50 and on_loop.all.bytes == 50 * 9000
-    assert on_loop.all.steps > 50 and on_loop.all.steps == on_loop.longest.steps
+    assert (few.all.rows, many.all.rows, many.all.bytes) == (30, 300, 300 * 9000)
+    assert many.all.steps > 300 and many.all.steps == many.longest.steps
+    assert {"steps", "rows at once", "bytes"} <= grown(few, many).keys()
     assert beside.all.rows == 0 and beside.all.steps == 0
