@@ -24,7 +24,6 @@ from typing import Any
 
 import orjson
 
-
 PATIENCE_S = 10.0
 """For what a request has begun to end, which it does; what has not is cancelled."""
 
