@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -53,29 +54,34 @@ def main() -> int:
 
 
 def _measured(checkout: Path) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder, _server(checkout, Path(folder)) as (socket, pid):
-        return asyncio.run(_ask(socket, pid))
+    with tempfile.TemporaryDirectory() as folder, _server(checkout, Path(folder)) as (path, pid):
+        return asyncio.run(_ask(path, pid))
 
 
 @contextmanager
 def _server(checkout: Path, folder: Path) -> Iterator[tuple[str, int]]:
-    socket = folder / "controller.sock"
-    command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(socket), str(folder)]
+    path = folder / "controller.sock"
+    command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(path), str(folder)]
     server = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(checkout)}, cwd=checkout)
     try:
-        while not socket.exists():  # it is bound once the lists are there
+        while not _listens(path):
             if server.poll() is not None:
                 raise RuntimeError(f"the server of {checkout} ended with {server.returncode}")
             time.sleep(0.05)
-        yield str(socket), server.pid
+        yield str(path), server.pid
     finally:
         server.terminate()
         server.wait()
 
 
-async def _ask(socket: str, pid: int) -> dict[str, float]:
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as tried:
+        return tried.connect_ex(str(path)) == 0
+
+
+async def _ask(path: str, pid: int) -> dict[str, float]:
     found: dict[str, float] = {}
-    async with _Client(socket, "ann") as ann, _Client(socket, "bob") as bob:
+    async with _Client(path, "ann") as ann, _Client(path, "bob") as bob:
         await _times(bob, "/v1/files?limit=20", 20)
         before_s = _cpu_s(pid)
         took = await _times(bob, "/v1/files?limit=20", SHORT_LISTS)
@@ -83,21 +89,21 @@ async def _ask(socket: str, pid: int) -> dict[str, float]:
         found["list of 20 small rows, processor"] = (_cpu_s(pid) - before_s) / SHORT_LISTS * 1e3
         found |= _told("longest page, alone", await _times(ann, "/v1/evals?limit=500", 10))
         done = asyncio.Event()
-        listing = [asyncio.create_task(_list_on(socket, done)) for _ in range(AT_ONCE)]
-        for what, path in (
+        listing = [asyncio.create_task(_list_on(path, done)) for _ in range(AT_ONCE)]
+        for what, asked in (
             ("neighbour, nothing of the store", "/admin/v1/oidc"),
             ("neighbour, list of 20 small rows", "/v1/files?limit=20"),
         ):
-            found |= _told(what, await _times(bob, path, NEIGHBOURS, PAUSE_S))
+            found |= _told(what, await _times(bob, asked, NEIGHBOURS, PAUSE_S))
         done.set()
         pages = sum(await asyncio.gather(*listing))
         found["longest pages listed meanwhile"] = float(pages)
     return found
 
 
-async def _list_on(socket: str, done: asyncio.Event) -> int:
+async def _list_on(path: str, done: asyncio.Event) -> int:
     pages = 0
-    async with _Client(socket, "ann") as client:
+    async with _Client(path, "ann") as client:
         while not done.is_set():
             await client.get("/v1/evals?limit=500")
             pages += 1
@@ -130,12 +136,12 @@ def _cpu_s(pid: int) -> float:
 class _Client:
     """One connection, as a gateway's to the controller: heads that name a key."""
 
-    def __init__(self, socket: str, key: str):
-        self._socket = socket
+    def __init__(self, path: str, key: str):
+        self._path = path
         self._head = f"host: box\r\nx-appliance-key-id: {key}\r\nx-appliance-scopes: fine_tuning,inference\r\n\r\n"
 
     async def __aenter__(self) -> _Client:
-        self._reader, self._writer = await asyncio.open_unix_connection(self._socket, limit=1 << 26)
+        self._reader, self._writer = await asyncio.open_unix_connection(self._path, limit=1 << 26)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -150,7 +156,7 @@ class _Client:
         return body
 
 
-def _serve(socket: Path, folder: Path) -> int:
+def _serve(path: Path, folder: Path) -> int:
     import uvicorn
 
     from appliance.controller.app import create_app
@@ -161,7 +167,7 @@ def _serve(socket: Path, folder: Path) -> int:
     with Database(folder / "appliance.db") as db:
         _fill(db)
         app = create_app(simulated_context(folder, db))
-        config = uvicorn.Config(FromBox(app), uds=str(socket), lifespan="off", log_level="warning", access_log=False)
+        config = uvicorn.Config(FromBox(app), uds=str(path), lifespan="off", log_level="warning", access_log=False)
 
         async def run() -> None:
             async with app.router.lifespan_context(app):

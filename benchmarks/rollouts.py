@@ -4,10 +4,11 @@ time and rewards.
     python benchmarks/rollouts.py [--ways WAY ...] [--steps N] [--tokens N] [--prompts N] [--pin] [--json FILE]
 
 Two CPU devices in mode `split`, one for the ranks and one for the engine; a starter, LoRA of rank 8, sums, prompts of
-eight answers in a step, the same prompts and the same settings in all jobs. A way is `ranks` or `engine-N` for a
-staleness of N. Prints for each job the mean reward by step, the medians of what a step takes, without its first two,
-which also compile and wake, the tokens of answers that are learnt in a second, the share of a step in which the ranks
-wait, and that which writing the model for engines takes. `--pin` has the engine on one core and the ranks on another.
+eight answers in a step, the same prompts and the same settings in all jobs. A way is `ranks`, `engine-N` for a
+staleness of N, or `flight-N` for that in flight. Prints for each job the mean reward by step, the medians of what a
+step takes, without its first two, which also compile and wake, the tokens of answers that are learnt in a second, the
+share of a step in which the ranks wait, and that which writing the model for engines takes. `--pin` has the engine on
+one core and the ranks on another.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from tests.e2e.test_box_rewards import job_of, steps_of  # noqa: E402
 
 PARTS = ("publishing", "sampling", "grading", "training", "full_iteration")
 WARMING = 2
-AIMS = {"engine-1": 1.4, "engine-2": 2.0}
+AIMS = {"engine-1": 1.4, "flight-2": 2.0}
 """Times the throughput of engine-0."""
 
 
 def job(box, client, way: str, steps: int, tokens: int, prompts: int) -> dict[int, dict]:
     """The data of each step's event."""
-    rollouts, _, staleness = way.partition("-")
-    asked = {"learning_rate": 0.003, "lora_rank": 8, "batch_size": prompts, "rollouts": rollouts}
+    who, _, staleness = way.partition("-")
+    asked = {"learning_rate": 0.003, "lora_rank": 8, "batch_size": prompts, "rollouts": "engine" if staleness else who}
     if staleness:
-        asked["staleness"] = int(staleness)
+        asked |= {"staleness": int(staleness), "in_flight": who == "flight"}
     made = job_of(box, client, steps * prompts // 2, max_completion_tokens=tokens, **asked)
     box.run("job", "wait", made.id, "--timeout", "1800", timeout_s=1900)
     found = steps_of(client, made.id)
@@ -61,7 +62,7 @@ def keep_apart(box, ended: threading.Event) -> None:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--ways", nargs="+", default=["ranks", "engine-0", "engine-1", "engine-2"])
+    options.add_argument("--ways", nargs="+", default=["engine-0", "engine-1", "engine-2", "flight-1", "flight-2"])
     options.add_argument("--steps", type=int, default=24)
     options.add_argument("--tokens", type=int, default=12)
     options.add_argument("--prompts", type=int, default=2)

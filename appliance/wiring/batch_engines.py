@@ -145,8 +145,10 @@ class SocketEngines:
         await asyncio.gather(*(self._interrupt(socket, ids) for socket, ids in asked.items()))
 
     async def _interrupt(self, socket: str, request_ids: list[str]) -> None:
+        content = orjson.dumps(sampling.interrupt(request_ids))
+        headers = {"content-type": "application/json", "content-length": str(len(content))}
         try:
-            await self._client(socket).post(sampling.INTERRUPT_URL, json=sampling.interrupt(request_ids))
+            await self._client(socket).post(sampling.INTERRUPT_URL, content=content, headers=headers, timeout=CONNECT_S)
         except httpx.TransportError as error:  # an engine that is gone has ended them
             log.info("an engine was not told to interrupt %d rollouts: %s", len(request_ids), error)
 

@@ -33,7 +33,7 @@ class Costs:
 
     def stop_s(self, replicas: int) -> float:
         """Device seconds of training that a change to this many replicas costs."""
-        return self.pause_s * max(self.training_devices - replicas, 0)
+        return self.pause_s * max(self.training_devices - replicas, 1)
 
 
 def standby_costs(config: SchedulerConfig, devices: int) -> Costs:
@@ -46,14 +46,22 @@ class Seen:
     """What happened since the last report.
 
     works_s: seconds that one replica needs for each prompt that arrived. load: replicas that the requests in flight
-    fill. late: requests found late that one replica alone could have served in time. awake: replicas that
-    answer now.
+    fill; running: those that have a first token. late: requests found late that one replica alone could have served in
+    time; hopeless: those that it could not. awake: replicas that answer now.
     """
 
     works_s: Sequence[float] = ()
     load: float = 0.0
+    running: float = 0.0
     late: int = 0
+    hopeless: int = 0
     awake: int = 0
+
+    @property
+    def filled(self) -> float:
+        """Replicas whose caches are full. What waits for its prompt fills none, unless those awake are full: then it
+        waits for room."""
+        return self.load if self.running > FULL * self.awake else self.running
 
 
 class Shadow:
@@ -106,9 +114,9 @@ class Shadow:
             heapq.heapreplace(free, end_s)
             late += end_s > now_s + target_s and work_s <= target_s
             self.busy_until_s = max(self.busy_until_s, end_s)
-        if seen.load > self.replicas > 0:
+        if seen.filled > self.replicas > 0:
             # Full caches: what comes waits until others end.
-            over = seen.load / self.replicas - 1
+            over = seen.filled / self.replicas - 1
             late = max(late, len(seen.works_s) * min(over / _ALL_LATE, 1.0))
         return late
 

@@ -37,7 +37,10 @@ EARLY = 0.25
 WAYS = ((PATIENT, 1), (EARLY, 1), (EARLY, 2))
 """Ways to take more: at which backlog, and what multiple of the replicas it needs. A hand-over stops the job whether it
 gives one device or four, and a second one cannot begin before the first has ended."""
-_FINE = 8
+_FINE, _STEP = 8, 1.2
+_FINE_CONSTANTS, _STEP_OF_CONSTANTS = 64, 33 / 32
+"""A constant differs from the next by no more than a hundredth of what trains, or a split between them would be better:
+each number is one up to 64."""
 _KEPT_ALLOWANCE = 0.1
 """Share of the allowance of late requests that those which nobody could serve in time cannot use up."""
 _FORETOLD_S = 10.0
@@ -61,12 +64,12 @@ def _key(choice: Standby) -> str:
     return f"{choice.replicas} {'fixed' if choice.fixed else f'{choice.backlog_share:g} {choice.times}'}"
 
 
-def levels(least: int, most: int) -> list[int]:
-    """Candidate numbers of standby replicas: every number up to eight, then steps of about a fifth."""
+def levels(least: int, most: int, fine: int = _FINE, step: float = _STEP) -> list[int]:
+    """Candidate numbers of standby replicas: every number up to `fine`, then by steps that grow by this factor."""
     found, level = [], float(min(max(least, 0), most))
     while level < most:
         found.append(round(level))
-        level = max(level + 1, level * 1.2 if level > _FINE else 0)
+        level = max(level + 1, level * step if level > fine else 0)
     return [*found, most] if most not in found else found
 
 
@@ -79,7 +82,8 @@ class StandbyLearner:
     def __init__(self, costs: Costs, *, least: int, most: int, target_s: float, late_share: float):
         self._costs, self._most, self._late_share, self.target_s = costs, most, late_share, target_s
         numbers = levels(least, max(most, least))
-        self._constants = [Shadow(Standby(level, fixed=True), target_s) for level in numbers if level]
+        fixed = levels(least, max(most, least), _FINE_CONSTANTS, _STEP_OF_CONSTANTS)
+        self._constants = [Shadow(Standby(level, fixed=True), target_s) for level in fixed if level]
         self._moving = [Shadow(Standby(level, share, times), target_s) for share, times in WAYS for level in numbers]
         self._shadows = self._moving + self._constants
         # The careful ones, the least of them first.
@@ -120,7 +124,7 @@ class StandbyLearner:
         self._fade(fade, passed_s)
         self._requests += len(seen.works_s)
         self._seen_s += passed_s if self._requests else 0.0
-        self._hopeless += sum(work_s > self.target_s for work_s in seen.works_s)
+        self._hopeless += seen.hopeless
         self._late += seen.late
         unforeseen = max(seen.late - self._open, 0.0)
         self._open = max(self._open - seen.late, 0.0)
@@ -248,13 +252,13 @@ class StandbyLearner:
         able = [shadow for shadow in moving if self._able(shadow, now_s, allowed, found)]
         if constants and (not able or not self._gives_way(constants, now, load, now_s, allowed, found)):
             able += constants
-        if not able:  # no choice suffices: take the one with fewest late requests
-            best = min(self._shadows, key=lambda shadow: (shadow.late, self._cost_s(shadow)))
-        else:
-            best = min(able, key=self._cost_s)
-            saved_s = self._cost_s(now) - self._cost_s(best)
-            if now in able and saved_s <= 2 * self._costs.stop_s(now.choice.replicas):
-                return
+        if not able:  # no choice suffices: take one with fewest late requests
+            fewest = min(shadow.late for shadow in self._shadows)
+            able = [shadow for shadow in self._shadows if shadow.late <= fewest]
+        best = min(able, key=self._cost_s)
+        saved_s = self._cost_s(now) - self._cost_s(best)
+        if now in able and saved_s <= 2 * self._costs.stop_s(now.choice.replicas):
+            return
         self._in_force = best
         if not best.choice.fixed:
             self._stint = self._stint or Stint()

@@ -86,6 +86,11 @@ class Cluster:
         return sum(e.inflight for e in self._engines.values())
 
     @property
+    def running(self) -> int:
+        """Requests with a first token."""
+        return sum(e.running for e in self._engines.values())
+
+    @property
     def waiting_tokens(self) -> int:
         held = sum(self.requests.prompt[r] for r in self.held)
         return held + sum(e.waiting_tokens for e in self._engines.values() if e.waiting)

@@ -57,26 +57,34 @@ class Reports:
         assert rate, "the engine model has a rate"
         prompts, came = cluster.requests.prompt, range(self._arrived, cluster.arrived)
         self._arrived = cluster.arrived
+        late, hopeless = self._found_late(now_s, learner.target_s, rate)
+        load = demand_.load(deployment, self.config)
         seen = Seen(
             works_s=[prompts[n] / rate for n in came],
-            load=demand_.load(deployment, self.config),
-            late=self._found_late(now_s, learner.target_s, rate),
+            load=load,
+            running=load * cluster.running / max(deployment.demand.requests, 1),
+            late=late,
+            hopeless=hopeless,
             awake=cluster.open_count,
         )
         return learner.seen(now_s, seen)
 
-    def _found_late(self, now_s: float, target_s: float, rate: float) -> int:
-        """Requests whose target passed since the last report without a first token, but for those whose prompt alone
-        takes longer."""
+    def _found_late(self, now_s: float, target_s: float, rate: float) -> tuple[int, int]:
+        """Requests whose target passed since the last report without a first token: those whose prompt alone takes no
+        longer, and those whose prompt does."""
         cluster = self.model.cluster
-        requests, first_s, late = cluster.requests, cluster.served.first_token_s, 0
+        requests, first_s, late, hopeless = cluster.requests, cluster.served.first_token_s, 0, 0
         while self._judged < cluster.arrived:
             n, due_s = self._judged, requests.arrival_s[self._judged] + target_s
             if due_s >= now_s:
                 break
-            late += not 0 <= first_s[n] <= due_s and requests.prompt[n] <= target_s * rate
+            if not 0 <= first_s[n] <= due_s:
+                if requests.prompt[n] <= target_s * rate:
+                    late += 1
+                else:
+                    hopeless += 1
             self._judged += 1
-        return late
+        return late, hopeless
 
 
 @dataclass

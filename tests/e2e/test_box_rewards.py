@@ -173,11 +173,19 @@ def test_a_starter_learns_the_form_of_an_answer(box, measure, better, fields):
     assert answer.usage.completion_tokens >= 1
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_an_engine_samples_for_a_job_and_nobody_else_meets_its_model(box, staleness):
+@pytest.mark.parametrize(
+    ("staleness", "in_flight"),
+    [
+        pytest.param(0, False, id="synchronous"),
+        pytest.param(1, False, id="one step off"),
+        pytest.param(2, True, id="in flight"),
+    ],
+)
+def test_an_engine_samples_for_a_job_and_nobody_else_meets_its_model(box, staleness, in_flight):
     client = box.client(max_retries=5)
     box.run("mode", "set", "split", "--train", "1", "--wait")
-    job = job_of(box, client, STEPS, rollouts="engine", staleness=staleness, learning_rate=0.003, lora_rank=8)
+    ways = {"rollouts": "engine", "staleness": staleness, "in_flight": in_flight}
+    job = job_of(box, client, STEPS, learning_rate=0.003, lora_rank=8, **ways)
 
     def by_engine() -> list[int]:
         return [step for step, data in steps_of(client, job.id).items() if data["engine_samples"] == 1]
@@ -217,5 +225,5 @@ def test_an_engine_samples_for_a_job_and_nobody_else_meets_its_model(box, stalen
     # What is stale differs by what the updates between have moved, the first ones most.
     assert all(data["mismatch_mean"] < (3.0 if data["staleness_max"] else 0.1) for data in steps.values())
     stalest = [data["staleness_max"] for data in steps.values()]
-    assert max(stalest) == staleness and (not staleness or stalest.count(1) > STEPS // 3)
+    assert max(stalest) <= staleness and sum(map(bool, stalest)) > (STEPS // 3 if staleness else -1)
     wait_for(lambda: not policies(box, job.id), "its last model in training to be gone", 60)

@@ -83,11 +83,11 @@ def box(tmp_path_factory):
         yield one
 
 
-def expected(directory: Path) -> torch.Tensor:
-    """Log-probabilities of the token after PROMPT, in float32."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+def expected(directory: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Log-probabilities of the token after PROMPT, computed in `dtype`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     with torch.no_grad():
-        return model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
+        return model(torch.tensor([PROMPT])).logits[0, -1].float().log_softmax(-1)
 
 
 def answered(client: openai.OpenAI, name: str, tokenizer) -> dict[int, float]:
@@ -109,10 +109,15 @@ def ended(client: openai.OpenAI, job_id: str):
     return job if job.status in ("succeeded", "failed", "cancelled") else None
 
 
-def compare(client: openai.OpenAI, name: str, directory: Path, tokenizer) -> float:
-    """The largest difference, in nats; bfloat16 has three digits."""
+def compare(client: openai.OpenAI, name: str, directory: Path, tokenizer) -> tuple[float, float]:
+    """The largest differences from float32, in nats: of the engine, and of transformers in bfloat16, which the engine
+    computes in too. Rounding moves one draw of weights three times as far as another."""
     right, found = expected(directory), answered(client, name, tokenizer)
-    return max(abs(right[token].item() - value) for token, value in found.items())
+    rounded = expected(directory, torch.bfloat16)
+    return tuple(
+        round(max(abs(right[token].item() - value) for token, value in answer.items()), 4)
+        for answer in (found, {token: rounded[token].item() for token in found})
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -133,7 +138,7 @@ def test_a_family_is_imported_served_tuned_and_computes_what_transformers_does(b
                 compare(client, family, directory, tokenizer)
             row["served"] = f"no: {NOT_SERVED[family]}"
             return
-        row["served"] = round(compare(client, family, directory, tokenizer), 4)
+        row["served"] = compare(client, family, directory, tokenizer)
         job = client.fine_tuning.jobs.create(
             model=family,
             training_file=box.upload(gsm8k("train", 24)),
@@ -149,15 +154,18 @@ def test_a_family_is_imported_served_tuned_and_computes_what_transformers_does(b
             (version,) = [v["version"] for v in box.ask("model", "show", done.fine_tuned_model)["versions"]]
             disk = box.data_dir / "models" / encode_name(done.fine_tuned_model) / encode_name(version)
             wait_for((disk / "manifest.json").is_file, "the version on disk", 60)
-            row["tuned"] = round(compare(client, done.fine_tuned_model, disk, tokenizer), 4)
+            row["tuned"] = compare(client, done.fine_tuned_model, disk, tokenizer)
             box.run("model", "rm", done.fine_tuned_model)
         box.run("model", "rm", family)
     finally:
         with capsys.disabled():
             print("\n" + json.dumps(row), flush=True)
     most = TOLERANCE_NATS.get(family, 0.1)
-    assert row["served"] < most, row
+    engine, rounding = row["served"]
+    assert engine < most + rounding, row
     if family in NOT_TUNED:
         assert NOT_TUNED[family] in row["job"], row
     else:
-        assert row["job"] == "succeeded" and row["tuned"] < most, row
+        assert row["job"] == "succeeded", row
+        engine, rounding = row["tuned"]
+        assert engine < most + rounding, row

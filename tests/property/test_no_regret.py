@@ -1,14 +1,9 @@
 """`auto` is not beaten by a number in a configuration file: on traffic drawn at random, and boxes of any size, what it
 trains after half an hour is at least 0.99 of what the best split in hindsight trains, at no worse lateness than is
-allowed or possible.
+allowed or possible, but for the start-up cost that theory states (`scheduler.simulator.regret`, docs/scheduler.md).
 
 Behind `make soak`: a few fixed seeds, and `NO_REGRET_RUNS` (200) of them from `NO_REGRET_SEED` on (by the clock);
 it prints both, and what did not hold.
-
-The aim is none: on 42 boxes drawn for it the property held on 31, on 34 others (seeds 77000 to 77033) on 23. Of those
-eleven, six are in time and train too little (the best split is barely in time there), and five are late by 0.15 to 0.27
-points more than what all devices reach, which is less than 99 %. Bursts larger than all before them (in 2 to 30 s)
-explain few of those late requests: at most 8 of 88 to 168 in three of the five, 24 of 97 and 48 of 92 in two.
 """
 
 from __future__ import annotations
@@ -21,11 +16,10 @@ import pytest
 from scheduler.simulator.regret import Row, measured
 from scheduler.simulator.traffic import drawn_box
 
-LEAST_RATIO, MOST_SHORT = 0.99, 0.1
-MOST_WRONG = 0.4
-"""Of the runs. It has been 0.26 and 0.32; lower it with the policy."""
-START_UP_S = 120.0
-"""Device seconds that a trial still under way may have cost: a window of little training is measured in stops."""
+MOST_LOST, MOST_SHORT = 0.01, 0.1
+"""Share of the best split's training; points of requests in time."""
+MOST_WRONG = 0.1
+"""Of the runs, beyond the start-up cost, whose chance is two standard deviations."""
 
 
 def held(seed: int, most_requests: int, seconds: float) -> Row:
@@ -33,14 +27,13 @@ def held(seed: int, most_requests: int, seconds: float) -> Row:
     return measured([kind], devices, f"seed {seed}", seed)
 
 
-def wrong(row: Row) -> str:
+def wrong(row: Row, start_up: bool = True) -> str:
     after = row.after
     if after is None:
         return ""
-    lost_hours = after.best_hours - after.auto_hours
-    if lost_hours > max((1 - LEAST_RATIO) * after.best_hours, START_UP_S / 3600):
+    if after.lost(start_up) > MOST_LOST:
         return f"{row.kind}: {after.auto_hours:.2f} h trained, {after.best_hours:.2f} with {after.best_serving} serving"
-    if after.short > MOST_SHORT:
+    if after.late(start_up) > MOST_SHORT:
         return f"{row.kind}: {100 * after.auto_in_time:.2f} % in time, {100 * after.best_in_time:.2f} possible"
     return ""
 
@@ -56,6 +49,8 @@ def test_the_best_split_in_hindsight_trains_no_more_on_traffic_drawn_today() -> 
     first = int(os.environ.get("NO_REGRET_SEED") or time.time())
     runs = int(os.environ.get("NO_REGRET_RUNS") or 200)
     print(f"NO_REGRET_SEED={first} NO_REGRET_RUNS={runs}")
-    found = [text for seed in range(first, first + runs) if (text := wrong(held(seed, 12_000, 4500.0)))]
-    print("\n".join(found))
+    rows = [held(seed, 12_000, 4500.0) for seed in range(first, first + runs)]
+    found = [text for row in rows if (text := wrong(row))]
+    bare = sum(bool(wrong(row, start_up=False)) for row in rows)
+    print("\n".join([*found, f"without the start-up cost {bare} of {runs} would not hold"]))
     assert len(found) <= MOST_WRONG * runs, f"{len(found)} of {runs}"

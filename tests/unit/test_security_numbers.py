@@ -13,7 +13,7 @@ from appliance.controller.jobs import requests
 from appliance.controller.openai import model_routes
 from appliance.gateway.http import certificates
 from appliance.nodes import enrolment
-from appliance.store import database
+from appliance.store import database, reading_threads
 from runtime import newcomers
 from serve.vllm import mask_turns
 from train.plan import spec
@@ -26,6 +26,7 @@ NUMBERS = (
     ("with at most 100 others by name", model_routes.MAX_SHARED_WITH, 100),
     ("a job's hyperparameters are at most 16 KiB", requests.MOST_BYTES, 16 * KIB),
     ("a page of a list ends after 500 rows, 2 MiB of text", (database.PAGE_ROWS, database.PAGE_BYTES), (500, 2 * MIB)),
+    ("of four such threads no owner has more than two", (reading_threads.THREADS, reading_threads.OF_ONE), (4, 2)),
     ("a job publishes 50 versions at most", spec.MOST_VERSIONS, 50),
     ("of one step they take 50 ms together", mask_turns.STEP_S, 0.05),
     ("take 256 descriptors together", newcomers.MOST, 256),

@@ -61,11 +61,11 @@ class Host(Protocol):
 @dataclass(frozen=True)
 class PingLimits:
     """When a rank counts as hung. A separate thread answers `ping`, so silence means that the process is stopped; but
-    until it is ready a library may hold Python's lock for seconds, as torch does while CUDA begins."""
+    a library may hold Python's lock for seconds, as torch does while a device begins and while its profiler ends."""
 
     ping_every_s: float = 1.0
     ping_timeout_s: float = 5.0
-    first_ping_timeout_s: float = 60.0  # until it is ready
+    long_ping_timeout_s: float = 60.0  # until it is ready, and while it is profiled
     phase_limit_s: float = 900.0  # of one micro-batch, one validation, one tokenisation ...
 
 
@@ -117,7 +117,7 @@ class Group:
         self._ended: asyncio.Future[Outcome] | None = None
         self._failing: asyncio.Task | None = None
         self._started_s = 0.0
-        self._adopted = self._ending = False
+        self._adopted = self._ending = self._profiling = False
         self.resumed = False  # whether parked ranks went on, instead of new ones
 
     async def start(
@@ -201,6 +201,7 @@ class Group:
 
     async def profile(self, steps: int) -> None:
         """Have rank 0 profile its next steps; the "profiled" event has what came of it."""
+        self._profiling = True
         await self._hosts[0].call("profile", steps=steps)
 
     async def kill(self) -> Outcome:
@@ -253,6 +254,7 @@ class Group:
             elif name == "ask":
                 self._asked(rank, event)
             else:
+                self._profiling = self._profiling and name != "profiled"
                 self._step = event.get("step", self._step)
                 told = {key: value for key, value in event.items() if key != "number"}
                 self._on_event({**told, "job": self._job_id})
@@ -289,7 +291,8 @@ class Group:
         limits = self._limits
         while True:
             await asyncio.sleep(limits.ping_every_s)
-            timeout_s = limits.ping_timeout_s if rank in self._ready else limits.first_ping_timeout_s
+            long = rank not in self._ready or (rank == 0 and self._profiling)
+            timeout_s = limits.long_ping_timeout_s if long else limits.ping_timeout_s
             try:
                 report = await self._hosts[rank].call("ping", timeout_s=timeout_s)
             except ChildTimeout:

@@ -28,6 +28,7 @@ class ControlSignals:
     def __post_init__(self) -> None:
         self._leave: Callable[[], None] | None = None
         self._answers: dict[str, Any] = {}
+        self._then: dict[str, Callable[[Any], None]] = {}
         self._profile = 0
 
     def ask(self, name: str) -> None:
@@ -43,8 +44,15 @@ class ControlSignals:
         self._tell()
 
     def answer(self, question: str, value: Any) -> None:
-        """What the run has asked whoever runs it (the event "ask") is answered."""
-        self._answers[question] = value
+        """What the run has asked whoever runs it (the event "ask") is answered. The first answer counts: what follows
+        from it may be under way."""
+        self._answers.setdefault(question, value)
+        if (then := self._then.pop(question, None)) is not None:
+            then(value)
+
+    def once_answered(self, question: str, then: Callable[[Any], None]) -> None:
+        """`then` takes the answer beside whoever takes it by `take_answer`, on the thread that brings it."""
+        self._then[question] = then
 
     def take_answer(self, question: str) -> Any:
         """None until there is one."""
@@ -64,6 +72,7 @@ class ControlSignals:
         self.suspend = self.cancel = self.snapshot = False
         self._leave = None
         self._answers.clear()
+        self._then.clear()
 
     def _tell(self) -> None:
         if self._leave is not None and (self.suspend or self.cancel):

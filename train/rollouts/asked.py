@@ -23,7 +23,7 @@ from train.rollouts.sampler import Answers
 from train.state.fragments import Grid
 from train.state.publish import publish
 from weights.format.errors import VersionLeased, VersionNotFound
-from weights.format.names import policy_name, version_name
+from weights.format.names import policy_name, step_of, version_name
 from weights.memory.store import WeightStore
 
 
@@ -70,7 +70,8 @@ class Policy:
         return took_s
 
     def question(self, version: str, prompts: Sequence[dict[str, Any]], room: int, ends: Sequence[int]) -> dict:
-        """What is asked. prompts: {"place": of its first answer, "n": answers, "seed", "tokens"}."""
+        """What is asked. prompts: {"place": of its first answer, "n": answers, "seed", "tokens"}. "in_flight": whether
+        an answer goes on by newer versions, once they are asked about."""
         return {
             "kind": "sample",
             "policy": {"name": self._spec.output_model, "version": version},
@@ -78,6 +79,7 @@ class Policy:
             "prompts": prompts,
             "room": room,
             "ends": list(ends),
+            "in_flight": bool(self._spec.options.get("in_flight")),
         }
 
     def _forget_before(self, step: int) -> None:
@@ -92,22 +94,39 @@ class Policy:
                     continue
 
 
-def told(samples: Sequence[dict[str, Any]], made: Answers, vocabulary: int, behind: int = 0) -> Answers:
-    """Into `made`, on the host, what an answer has: {"place": of the first, "ids": [[...]], "log_probs": [[...]]}. What
-    is no answer to what was asked, or the second one of a place, is left out. behind: updates since the weights that
-    wrote it."""
+def told(samples: Sequence[dict[str, Any]], made: Answers, vocabulary: int, step: int, version: str) -> Answers:
+    """Into `made`, on the host, what an answer has: {"place": of the first, "ids": [[...]], "log_probs": [[...]],
+    "spans": [[[version, tokens], ...]], without which `version` wrote it all}. What is no answer to what was asked for
+    this step, or the second one of a place, is left out."""
     n, room = made.ids.shape
     for part in samples:
-        for place, (ids, log_probs) in enumerate(zip(part["ids"], part["log_probs"], strict=True), part["place"]):
+        spans_of = part.get("spans") or [[[version, len(ids)]] for ids in part["ids"]]
+        answers = zip(part["ids"], part["log_probs"], spans_of, strict=True)
+        for place, (ids, log_probs, spans) in enumerate(answers, part["place"]):
+            older = _older(spans, len(ids), step, version, made.older.shape[1])
             fits = 0 < len(ids) == len(log_probs) <= room and all(0 <= one < vocabulary for one in ids)
-            if not 0 <= place < n or not fits or made.sizes[place] or not np.isfinite(log_probs).all():
+            if not 0 <= place < n or not fits or made.sizes[place] or not np.isfinite(log_probs).all() or older is None:
                 continue
             made.ids[place, : len(ids)] = torch.tensor(ids)
             made.log_probs[place, : len(ids)] = torch.tensor(log_probs)
             made.sizes[place] = len(ids)
-            if behind:
-                made.older[place, behind - 1] = len(ids)
+            made.older[place] = torch.tensor(older)
     return made
+
+
+def _older(spans: Sequence[Sequence[Any]], size: int, step: int, version: str, staleness: int) -> list[int] | None:
+    """Tokens of an answer that the weights of 1, 2, … updates before this step wrote; None if others than these and
+    those of the step did, or of another world than that of `version`."""
+    _, _, world = version.partition(".")
+    found = [0] * staleness
+    for one, tokens in spans:
+        name, _, of = one.partition(".")
+        behind = step - step_of(name)
+        if of != world or not 0 <= behind <= staleness:
+            return None
+        if behind:
+            found[behind - 1] += tokens
+    return found if sum(tokens for _, tokens in spans) == size else None
 
 
 def shared(made: Answers, device: torch.device) -> Answers:

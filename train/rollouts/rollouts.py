@@ -5,7 +5,7 @@ judge says of them, and the rows that are learnt from.
     -> rows, the same on every rank
 
 Where samples may be stale, engines are asked for the next steps' before this one's are waited for, judged and learnt
-from, and so write them meanwhile.
+from, and so write them meanwhile, and whoever judges is asked as soon as they are there.
 
 A step's prompts, and the random numbers by which their answers are chosen, follow from its number, and every rank holds
 all samples: so a step is the same on any number of ranks, and no sample is lost or counted twice, whatever ends the
@@ -21,7 +21,6 @@ import os
 import time
 import zipfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,35 +37,20 @@ from train.methods.method import Method
 from train.model.model import load_tokenizer
 from train.plan.errors import NothingGraded
 from train.plan.spec import TrainSpec
-from train.rollouts.asked import Policy, shared, to_ask, told
+from train.rollouts.asked import Policy, shared
+from train.rollouts.engine_samples import EngineSamples
 from train.rollouts.grader import Grader
+from train.rollouts.hearing import Hearing
 from train.rollouts.judge import Judge, Verdict
 from train.rollouts.sampler import Answers, sample
 from train.rollouts.teacher import Teacher
+from train.rollouts.wanted import TRAINING, VALIDATION, Wanted
 from train.state.fragments import Grid
-from weights.format.errors import StoreFull
 from weights.memory.store import WeightStore
 
 FILE = "rollouts.npz"
 ASKED_AT_ONCE = 64
 """Samples in one question to whoever judges, if what is said of each leaves room for so many."""
-ASKED_TOKENS = 1 << 19
-"""Tokens of the prompts and the answers of one question to engines: whoever has it answered holds them all, for all
-jobs, and a step may have thousands of answers of a hundred thousand tokens."""
-_ASK_AGAIN_S = 10.0
-_LOOK_EVERY_S = 0.01
-_TRAINING, _VALIDATION = 0, 1
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A question to engines, by its name: about this version, of the weights after so many steps; asked at_s
-    (time.monotonic()), if it was."""
-
-    version: str
-    step: int
-    name: str
-    at_s: float = -_ASK_AGAIN_S
 
 
 class Rollouts:
@@ -93,10 +77,21 @@ class Rollouts:
             Teacher() if method.judged_by == "teacher" else Grader(lambda: self._tokenizer, lambda: self._ends)
         )
         self._file = Path(spec.run_dir) / FILE
-        by_engine, self._staleness = spec.options.get("rollouts") == "engine", spec.options.get("staleness", 0)
-        self._policy = Policy(spec, engine, grid, store, self._staleness) if by_engine else None
-        self._asked: dict[int, _Asked] = {}  # by step, ahead of its turn
-        self._why = ""  # an engine did not answer, as it was last reported
+        self._hearing = Hearing(grid, engine.device, emit, signals, progress)
+        self._staleness = spec.options.get("staleness", 0)
+        self._engines: EngineSamples | None = None
+        if spec.options.get("rollouts") == "engine":
+            self._engines = EngineSamples(
+                Policy(spec, engine, grid, store, self._staleness),
+                self._hearing,
+                grid,
+                emit,
+                room=self._samples.room,
+                staleness=self._staleness,
+                ends=lambda: self._ends,
+                vocabulary=engine.module.model.config.get_text_config().vocab_size,
+                device=engine.device,
+            )
         # Of the step that is ready, as `Answers` has them, on the host: each look at a device waits for it.
         self._step = -1
         self._ids, self._log_probs, self._sizes = np.zeros((0, 0), np.int64), np.zeros((0, 0)), np.zeros(0, np.int64)
@@ -113,22 +108,25 @@ class Rollouts:
         """Collective: the samples of this step are there and judged; False if the devices were wanted before."""
         if step == self._step:
             return True
-        prompts = self._plan.packs_of_step(step).repeat(self._samples.group)
+        wanted, engines = self._wanted(step), self._engines
         began_s = time.perf_counter()
-        if self._policy is not None:
-            self._policy.take_seconds()  # of a validation
-        made, verdict = self._taken_up(step, len(prompts))
-        if self._policy is not None and self._staleness:
-            self._ask_ahead(self._policy, step, taken_up=made is not None)
+        if engines is not None:
+            engines.policy.take_seconds()  # of a validation
+        made, verdict = self._taken_up(step, len(wanted))
+        judging = f"train-{step}"
+        if engines is not None and self._staleness:
+            total, taken_up = self._plan.total_steps, made is not None
+            engines.ask_ahead(step, total, self._wanted, taken_up, self._judge_ahead)
+            if (version := engines.version_ahead(step)) is not None:
+                judging = _judging(step, version)
         if made is None:
-            made = self._sampled(step, self._train, prompts, self._samples.group, (_TRAINING, step))
+            made = self._sampled(wanted, step)
             if made is None:
                 return False
-            self._asked.pop(step, None)
             self._keep(step, made, None)
         sampled_s = time.perf_counter()
         if verdict is None:
-            verdict = self._judged(f"train-{step}", (self._spec.train_path, self._train), prompts, made)
+            verdict = self._judged(judging, self._spec.train_path, wanted, made)
             if verdict is None:
                 return False
             self._judge.check(verdict)
@@ -136,14 +134,25 @@ class Rollouts:
         self._ids, self._log_probs, self._sizes, self._older = (
             part.cpu().numpy() for part in (made.ids, made.log_probs, made.sizes, made.older)
         )
-        self._step, self._verdict, self._engine_share = step, verdict, self._by_engine / len(prompts)
-        self._advantages = self._judge.advantages(verdict, self._sampled_of(range(len(prompts))), self._samples.group)
+        self._step, self._verdict, self._engine_share = step, verdict, self._by_engine / len(wanted)
+        self._advantages = self._judge.advantages(verdict, self._sampled_of(range(len(wanted))), self._samples.group)
         judged_s = time.perf_counter()
         self._seconds = {"sampling": sampled_s - began_s, "grading": judged_s - sampled_s}
-        if self._policy is not None:
-            published_s = self._policy.take_seconds()
+        if engines is not None:
+            published_s = engines.policy.take_seconds()
             self._seconds |= {"sampling": sampled_s - began_s - published_s, "publishing": published_s}
         return True
+
+    def _wanted(self, step: int) -> Wanted:
+        group = self._samples.group
+        packs = self._plan.packs_of_step(step).repeat(group)
+        return Wanted(self._train, packs, group, self._spec.seed, TRAINING, step)
+
+    def _judge_ahead(self, wanted: Wanted, version: str, made: Answers) -> None:
+        """On rank 0, on another thread: asks for what is said of the first answers of a step whose turn has not come,
+        which `_judged` then finds."""
+        question = f"{_judging(wanted.step, version)}-0"
+        self._hearing.ask(question, self._to_judge(self._spec.train_path, wanted, made, 0))
 
     def seconds(self) -> dict[str, float]:
         return self._seconds
@@ -163,7 +172,8 @@ class Rollouts:
         samples, packs = self._samples, self._plan.packs_of_step(self._step)
         found: list[tuple[int, Row]] = []
         for prompt in range(self._grid.data_rank, len(packs), self._grid.data_size):
-            tokens = self._prompt(self._train, packs[prompt])
+            (index,) = self._train.packs[packs[prompt]]
+            tokens = self._train.tokens_of(int(index))
             group = np.arange(prompt * samples.group, (prompt + 1) * samples.group)
             for number, members in enumerate(np.array_split(group, samples.rows)):
                 found.append((prompt * samples.rows + number, self._row(tokens, members)))
@@ -176,7 +186,7 @@ class Rollouts:
             **self._judge.told(self._verdict, self._sampled_of(range(len(self._sizes))), self._samples.group),
             "completion_tokens_mean": float(self._sizes.mean()),
             "cut_answers": float((~np.isin(last, self._ends)).mean()),
-            **(self._told_of_engines() if self._policy is not None else {}),
+            **(self._told_of_engines() if self._engines is not None else {}),
         }
 
     def _told_of_engines(self) -> dict[str, float]:
@@ -225,10 +235,11 @@ class Rollouts:
         for first in range(0, len(packs), together):
             prompts = packs[first : first + together].repeat(each)
             # By the same numbers each time.
-            made = self._sampled(step, self._valid, prompts, each, (_VALIDATION, 0), first * each)
+            wanted = Wanted(self._valid, prompts, each, self._spec.seed, VALIDATION, 0, first * each)
+            made = self._sampled(wanted, step)
             if made is None:
                 return None
-            judged = self._judged(f"valid-{step}", (path, self._valid), prompts, made, first * each)
+            judged = self._judged(f"valid-{step}", path, wanted, made)
             if judged is None:
                 return None
             log_probs, sizes = made.log_probs.cpu().numpy(), made.sizes.cpu().numpy()
@@ -240,151 +251,43 @@ class Rollouts:
 
     # --- how
 
-    def _sampled(
-        self, step: int, tokens: TokenSet, prompts: np.ndarray, each: int, stream: tuple[int, int], before: int = 0
-    ) -> Answers | None:
-        """Collective: an answer to each of these prompts, on every rank; None if the devices were wanted. each: answers
-        of a prompt, which follow each other. before: answers of the same stream that were made before."""
+    def _sampled(self, wanted: Wanted, step: int) -> Answers | None:
+        """Collective: the answers, on every rank; None if the devices were wanted. step: of the model as it is."""
         self._progress.enter("sampling")
-        made = Answers.empty(len(prompts), self._samples.room, self._engine.device, self._staleness)
+        made = Answers.empty(len(wanted), self._samples.room, self._engine.device, self._staleness)
         self._by_engine = 0
-        if self._policy is not None:
-            found = self._asked_for(step, tokens, prompts, each, stream, before)
+        if self._engines is not None:
+            found = self._engines.answers(wanted, step)
             if found is None:
                 return None
             made = found
             self._by_engine = int((made.sizes > 0).sum())
         missing = torch.nonzero(made.sizes == 0)[:, 0].cpu().numpy()
-        if len(missing) and not self._sampled_here(tokens, prompts, missing, stream, made, before):
+        if len(missing) and not self._sampled_here(wanted, missing, made):
             return None
         return made
 
-    def _asked_for(
-        self, step: int, tokens: TokenSet, prompts: np.ndarray, each: int, stream: tuple[int, int], before: int
-    ) -> Answers | None:
-        """Collective: as `_sampled`, what an engine has answered; sizes 0 where it has not."""
-        assert self._policy is not None
-        made, why = Answers.empty(len(prompts), self._samples.room, staleness=self._staleness), ""
-        vocabulary = self._engine.module.model.config.get_text_config().vocab_size
-        early = self._asked.get(step) if stream[0] == _TRAINING else None
-        for lines in self._questions(tokens, prompts, each):
-            if early is None:
-                try:
-                    version = self._policy.version(step)
-                except StoreFull as full:  # raised on every rank
-                    why = f"no room for the model as it stands: {full}"
-                    break
-                early = _Asked(version, step, self._name(step, stream, version, before + lines[0][1]))
-            asked = self._question(self._policy, early.version, tokens, prompts, lines, stream, before)
-            answered, answer = self._heard(early.name, asked, early.at_s)
-            if not answered:
-                return None
-            if self._grid.rank == 0:
-                told(answer["samples"], made, vocabulary, step - early.step)
-                why = answer["why"] or why
-            early = None
-        self._say(why)
-        return shared(made, self._engine.device)
-
-    def _ask_ahead(self, policy: Policy, step: int, taken_up: bool) -> None:
-        """Collective: engines are asked for the samples of steps that may have this one's weights. Of each its first
-        question alone, so that whoever answers holds few; what is left of it is asked for in its turn."""
-        due = to_ask(step, self._staleness, self._plan.total_steps, {*self._asked, *([step] if taken_up else [])})
-        try:
-            version = policy.version(step)
-        except StoreFull:  # raised on every rank; whose turn it is says so
-            return
-        for one in due:
-            prompts, stream = self._plan.packs_of_step(one).repeat(self._samples.group), (_TRAINING, one)
-            lines, *_ = self._questions(self._train, prompts, self._samples.group)
-            asked = _Asked(version, step, self._name(one, stream, version, 0), time.monotonic())
-            self._asked[one] = asked
-            if self._grid.rank == 0:
-                question = self._question(policy, version, self._train, prompts, lines, stream, 0)
-                self._emit("ask", question=asked.name, **question)
-
-    def _name(self, step: int, stream: tuple[int, int], version: str, place_of_first: int) -> str:
-        """Of a question. No other world has the version, no other step of this one the rest."""
-        purpose = "train" if stream[0] == _TRAINING else "valid"
-        return f"sample-{purpose}-{step}-{version}-{place_of_first}"
-
-    def _question(
-        self,
-        policy: Policy,
-        version: str,
-        tokens: TokenSet,
-        prompts: np.ndarray,
-        lines: list[tuple[int, int, int]],
-        stream: tuple[int, int],
-        before: int,
-    ) -> dict[str, Any]:
-        """On rank 0, which asks it."""
-        if self._grid.rank != 0:
-            return {}
-        parts = [
-            {
-                "place": place,
-                "n": n,
-                "seed": int(_numbers(self._spec.seed, stream, before + first).integers(1 << 62)) + place - first,
-                "tokens": self._prompt(tokens, prompts[place]).tolist(),
-            }
-            for first, place, n in lines
-        ]
-        return policy.question(version, parts, self._samples.room, self._ends)
-
-    def _questions(self, tokens: TokenSet, prompts: np.ndarray, each: int) -> list[list[tuple[int, int, int]]]:
-        """What to ask engines, ASKED_TOKENS at a time, the same on every rank: (place of the prompt's first answer,
-        place of the first that is asked for, answers)."""
-        room = self._samples.room
-        most, left = max(1, ASKED_TOKENS // room), 0
-        found: list[list[tuple[int, int, int]]] = []
-        for first in range(0, len(prompts), each):
-            size = len(self._prompt(tokens, prompts[first]))
-            for place in range(first, first + each, most):
-                n = min(most, first + each - place)
-                if size + n * room > left or not found:
-                    found.append([])
-                    left = ASKED_TOKENS
-                found[-1].append((first, place, n))
-                left -= size + n * room
-        return found
-
-    def _say(self, why: str) -> None:
-        """Why the ranks sample, when that has changed."""
-        if why != self._why and self._grid.rank == 0:
-            text = f"the ranks sample what no engine answers: {why}" if why else "an engine samples again"
-            self._emit("message", level="warn" if why else "info", text=text)
-        self._why = why
-
-    def _sampled_here(
-        self,
-        tokens: TokenSet,
-        prompts: np.ndarray,
-        places: np.ndarray,
-        stream: tuple[int, int],
-        made: Answers,
-        before: int,
-    ) -> bool:
+    def _sampled_here(self, wanted: Wanted, places: np.ndarray, made: Answers) -> bool:
         """Collective: the answers of these places into `made`, on every rank; False if the devices were wanted."""
         grid, room, device = self._grid, self._samples.room, self._engine.device
         share = -(-len(places) // grid.data_size)
         first = min(grid.data_rank * share, len(places) - 1)
         mine = places[np.minimum(np.arange(first, first + share), len(places) - 1)]  # equally many everywhere
-        chances = np.stack([_numbers(self._spec.seed, stream, before + int(place)).random(room) for place in mine])
+        chances = np.stack([wanted.numbers(int(place)).random(room) for place in mine])
         found = sample(
             self._engine.module.model,
-            [self._prompt(tokens, prompts[place]) for place in mine],
+            [wanted.prompt(place) for place in mine],
             chances,
             self._ends,
             self._spec.max_length,
             device,
-            self._agreed,
+            self._hearing.agreed,
         )
         if found is None:
             return False
         own = max(0, min(share, len(places) - grid.data_rank * share))
         into = torch.from_numpy(mine[:own]).to(device)
-        here = Answers.empty(len(prompts), room, device)
+        here = Answers.empty(len(wanted), room, device)
         if grid.tensor_rank == 0:
             for all_, part in ((here.ids, found.ids), (here.log_probs, found.log_probs), (here.sizes, found.sizes)):
                 all_[into] = part[:own]
@@ -393,20 +296,15 @@ class Rollouts:
             all_ += part
         return True
 
-    def _judged(
-        self, name: str, prompts_of: tuple[str, TokenSet], prompts: np.ndarray, made: Answers, before: int = 0
-    ) -> Verdict | None:
-        """Collective: what is said of the answers, None if the devices were wanted. prompts_of: their file, and its
-        tokens. before: answers that were judged before under this name. Raises NothingGraded, on every rank."""
+    def _judged(self, name: str, path: str, wanted: Wanted, made: Answers) -> Verdict | None:
+        """Collective: what is said of the answers, None if the devices were wanted. path: the file of their prompts.
+        Raises NothingGraded, on every rank."""
         self._progress.enter("grading")
         verdict, asked = self._judge.empty(), dict[str, Any]()
-        while (start := len(verdict["errors"])) < len(prompts):
+        while (start := len(verdict["errors"])) < len(wanted):
             if self._grid.rank == 0:
-                part = range(start, min(start + ASKED_AT_ONCE, len(prompts)))
-                answers = (made.ids[place, : int(made.sizes[place])].tolist() for place in part)
-                samples = self._judge.samples(*prompts_of, prompts[part.start : part.stop], answers)
-                asked = {"kind": self._judge.kind, "samples": samples}
-            answered, answer = self._heard(f"{name}-{before + start}", asked)
+                asked = self._to_judge(path, wanted, made, start)
+            answered, answer = self._hearing.heard(f"{name}-{wanted.before + start}", asked)
             if not answered:
                 return None
             judged = told_by_first(answer)
@@ -415,37 +313,12 @@ class Rollouts:
             verdict = {key: [*have, *judged[key]] for key, have in verdict.items()}
         return verdict
 
-    def _heard(self, question: str, asked: dict[str, Any], asked_s: float = -_ASK_AGAIN_S) -> tuple[bool, Any]:
-        """Collective: whether rank 0 was answered before the devices were wanted, and the answer there. asked: by rank
-        0; asked_s: when it has asked already."""
-        answer = None
-        while True:
-            if self._grid.rank == 0:
-                answer = self._signals.take_answer(question)
-                if answer is None and time.monotonic() - asked_s > _ASK_AGAIN_S:
-                    # Again: who was asked may have gone, and another come.
-                    asked_s = time.monotonic()
-                    self._emit("ask", question=question, **asked)
-                    answer = self._signals.take_answer(question)
-            wanted, waiting = self._agreed(self._grid.rank == 0 and answer is None)
-            if wanted:
-                return False, None
-            if not waiting:
-                return True, answer
-            time.sleep(_LOOK_EVERY_S)
-
-    def _agreed(self, going: bool) -> tuple[bool, bool]:
-        """Collective: whether the devices are wanted, and whether any rank goes on."""
-        self._progress.enter(self._progress.phase)
-        signals = self._signals
-        message = torch.tensor([float(signals.suspend or signals.cancel), float(going)], device=self._engine.device)
-        comm.all_reduce(message)
-        wanted, others = message.tolist()
-        return wanted > 0, others > 0
-
-    def _prompt(self, tokens: TokenSet, pack: int) -> np.ndarray:
-        (index,) = tokens.packs[pack]
-        return tokens.tokens_of(int(index))
+    def _to_judge(self, path: str, wanted: Wanted, made: Answers, start: int) -> dict[str, Any]:
+        """What is asked of the answers from the place `start` on, as many as one question has room for."""
+        part = range(start, min(start + ASKED_AT_ONCE, len(wanted)))
+        answers = (made.ids[place, : int(made.sizes[place])].tolist() for place in part)
+        samples = self._judge.samples(path, wanted.tokens, wanted.packs[part.start : part.stop], answers)
+        return {"kind": self._judge.kind, "samples": samples}
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -491,11 +364,10 @@ class Rollouts:
         return shared(made, self._engine.device), verdict
 
 
-def _numbers(seed: int, stream: tuple[int, int], place: int) -> np.random.Generator:
-    """The random numbers of one sample; `stream`: what it is for, and its step."""
-    purpose, step = stream
-    key = np.array([seed, (purpose << 63) | (step << 32) | place], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key))
+def _judging(step: int, version: str) -> str:
+    """The name of what is asked of the samples of a step that this version was asked for ahead of its turn: another
+    world, which may have others, must not take its answer for one of these."""
+    return f"train-{step}-{version}"
 
 
 def _read(path: Path, step: int, shape: tuple[int, int], staleness: int) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ with it, faded by the time between. A learner whose bounds or target have change
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,12 +22,15 @@ from scheduler.autoscale.forecast import DemandForecast
 from scheduler.autoscale.shadow import Seen, standby_costs
 from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import DeploymentView
+from scheduler.core.workload import Demand, DeploymentView
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 """Minimum interval: several gateways report more often than there is something to learn."""
+HOPELESS_S = 30.0
+"""Time constant within which a prompt that no replica computes in time is found late, or was computed sooner than the
+measured rate says."""
 SAVE_S = 60.0
 """How often what has been learned is stored: half an hour of memory does not change much in a minute."""
 
@@ -63,6 +67,8 @@ class DemandLearning:
         self._learners: dict[str, tuple[tuple[float, ...], StandbyLearner]] = {}
         self._forecasts: dict[str, DemandForecast] = {}
         self._counted: dict[str, Arrived] = {}
+        # By model: prompts too long for the target that have not been found late.
+        self._hopeless: dict[str, float] = {}
         self._looked_s: float | None = None
 
     def learned(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
@@ -70,10 +76,13 @@ class DemandLearning:
         now_s = self._now_s()
         look = self._looked_s is None or now_s - self._looked_s >= LOOK_S
         if look:
+            passed_s = 0.0 if self._looked_s is None else now_s - self._looked_s
             self._looked_s = now_s
             names = {d.model for d in deployments}
             self._learners = {name: kept for name, kept in self._learners.items() if name in names}
             self._forecasts = {name: kept for name, kept in self._forecasts.items() if name in names}
+            fade = math.exp(-passed_s / HOPELESS_S)
+            self._hopeless = {name: kept * fade for name, kept in self._hopeless.items() if name in names}
         return tuple(self._one(d, now_s, look) for d in deployments)
 
     def _one(self, deployment: DeploymentView, now_s: float, look: bool) -> DeploymentView:
@@ -89,15 +98,27 @@ class DemandLearning:
         learner = self._learner(deployment, deployment.ttft_target_s)
         if look:
             works_s = _works_s(new, rate)
+            late = _found_late(new, deployment.ttft_target_s)
+            hopeless = self._of_them_hopeless(deployment.model, late, deployment.ttft_target_s, works_s)
+            load = demand_.load(deployment, self._config)
             seen = Seen(
                 works_s=works_s,
-                load=demand_.load(deployment, self._config),
-                late=_found_late(new, deployment.ttft_target_s, works_s),
+                load=load,
+                running=load * _running_part(deployment.demand, traffic.arrived),
+                late=late - hopeless,
+                hopeless=hopeless,
                 awake=traffic.awake,
             )
             learner.seen(now_s, seen)
             self._save(deployment.model, now_s)
         return replace(deployment, standby=learner.best)
+
+    def _of_them_hopeless(self, model: str, late: int, target_s: float, works_s: list[float]) -> int:
+        """How many of the late requests have a prompt that no replica computes in time."""
+        waiting = self._hopeless.get(model, 0.0) + sum(work_s > target_s for work_s in works_s)
+        found = min(late, round(waiting))
+        self._hopeless[model] = max(waiting - found, 0.0)
+        return found
 
     def _rising(self, deployment: DeploymentView, traffic: Traffic, now_s: float, look: bool) -> DeploymentView:
         forecast = self._forecasts.setdefault(deployment.model, DemandForecast(self._config.next_answer_s))
@@ -159,11 +180,19 @@ def _works_s(new: Arrived, rate: float) -> list[float]:
     return [one * scale for one in tokens]
 
 
-def _found_late(new: Arrived, target_s: float, works_s: list[float]) -> int:
-    """Streams whose first token came after the target, less the prompts that no replica computes in that time."""
-    late = sum(
+def _running_part(demand: Demand, arrived: Mapping[str, Arrived]) -> float:
+    """Share of the requests in flight that have a first token: of the others the prompts' tokens are known."""
+    requests = sum(one.requests for one in arrived.values())
+    tokens = sum(one.prompt_tokens for one in arrived.values())
+    if not demand.requests or not tokens:
+        return 1.0
+    return max(1 - demand.waiting_tokens / (tokens / requests) / demand.requests, 0.0)
+
+
+def _found_late(new: Arrived, target_s: float) -> int:
+    """Streams whose first token came after the target."""
+    return sum(
         number
         for bucket, number in new.first_tokens.items()
         if SHORTEST_S * 2 ** ((bucket - 1) / BUCKETS_PER_DOUBLING) >= target_s
     )
-    return max(late - sum(work_s > target_s for work_s in works_s), 0)

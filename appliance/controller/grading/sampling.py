@@ -66,7 +66,7 @@ class _Question:
     @property
     def taken(self) -> Fraction:
         """Of the room of engines, in requests."""
-        return sum((line.share(self.asked["room"]) for line, _ in self.flying.values()), Fraction(0))
+        return sum((line.share for line, _ in self.flying.values()), Fraction(0))
 
 
 class RolloutSampling:
@@ -111,7 +111,8 @@ class RolloutSampling:
             return {"samples": [], "why": str(refusal.body["error"]["message"])}
         await self.look()
         patience_s = 0.0 if job_id in self._gave_up else self._patience_s
-        wanted = deque(line for prompt in asked["prompts"] for line in lines(prompt, asked["room"]))
+        in_flight = asked.get("in_flight", False)
+        wanted = deque(line for prompt in asked["prompts"] for line in lines(prompt, asked["room"], in_flight))
         question = _Question(job_id, key.id if key else "", asked, patience_s, wanted)
         stale = self._moves_on(question)
         self._asking[model].append(question)
@@ -178,7 +179,9 @@ class RolloutSampling:
         room = self._engines.sampling_room(base["model"], base["version"])
         # Whose requests are there already would have each place again that one of them leaves.
         share = -(-room.lines // len({one.job_id for one in asking}))
-        is_free = sum(one.taken for one in asking) < room.lines and sum(one.taken for one in own) < share
+        wanted = question.lines[0].share
+        taken, taken_by_job = (sum(one.taken for one in part) for part in (asking, own))
+        is_free = taken + wanted <= room.lines and taken_by_job + wanted <= share
         if is_free and len(question.flying) < MOST_AT_ONCE:
             return None
         return room.why or "its engines are busy"

@@ -18,21 +18,19 @@ _SEEDS = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request: `n` answers to these tokens, of which the first has this place and this seed. ids, log_probs,
-    spans: what is there of it already, where it is the rest of one answer. tries: that came back."""
+    """One request: `n` answers to these tokens, of which the first has this place and this seed. share: of what a whole
+    request takes of an engine. tries: that came back. ids, log_probs, spans: what is there of it already, where it is
+    the rest of one answer."""
 
     place: int
     n: int
     seed: int
     tokens: list[int]
+    share: Fraction = Fraction(1)
     tries: int = 0
     ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
     spans: tuple[tuple[str, int], ...] = ()
-
-    def share(self, room: int) -> Fraction:
-        """Of what one request takes of an engine: the rest of an answer is one of as many as a request has."""
-        return Fraction(1, sampling.answers_at_once(room)) if self.spans else Fraction(1)
 
     def request(self, model: str, room: int, ends: Sequence[int]) -> dict[str, Any]:
         """The body. room: tokens of a whole answer."""
@@ -42,12 +40,14 @@ class Line:
         return sampling.request(model, tokens, n=self.n, seed=seed, max_tokens=room - len(self.ids), ends=ends)
 
 
-def lines(prompt: dict[str, Any], room: int) -> list[Line]:
-    """A prompt's answers in requests of as many as one may have."""
+def lines(prompt: dict[str, Any], room: int, one_by_one: bool = False) -> list[Line]:
+    """A prompt's answers in requests of as many as one may have, or one_by_one: vLLM 0.32 never forgets a request of
+    several answers that is interrupted."""
     most, n = sampling.answers_at_once(room), prompt["n"]
+    each, share = (1, Fraction(1, most)) if one_by_one else (most, Fraction(1))
     return [
-        Line(prompt["place"] + first, min(most, n - first), prompt["seed"] + first, prompt["tokens"])
-        for first in range(0, n, most)
+        Line(prompt["place"] + first, min(each, n - first), prompt["seed"] + first, prompt["tokens"], share)
+        for first in range(0, n, each)
     ]
 
 

@@ -211,6 +211,128 @@ async def test_an_engine_that_ends_with_two_questions_of_a_job_has_ended_once(co
     assert sampling._deaths == {"ftjob-1": 1}
 
 
+class Interrupted:
+    """Engines that write one token of each answer, and the rest once they are let go or interrupted: then only what is
+    there."""
+
+    def __init__(self, engines):
+        self.engines, self.open, self.running = engines, asyncio.Event(), {}
+        engines.rule, engines.on_interrupt = self.rule, self.interrupt
+
+    async def rule(self, body):
+        params, (version, _, _) = body["sampling_params"], body["model"].partition("@")[2].partition(".")
+        step, begun, cut = int(version.removeprefix("step-")), len(body["token_ids"]) - 2, asyncio.Event()
+        self.running[body["request_id"]] = step, cut
+        waits = [asyncio.ensure_future(one.wait()) for one in (cut, self.open)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for one in waits:
+            one.cancel()
+        del self.running[body["request_id"]]
+        size = 1 if cut.is_set() else params["max_tokens"]
+        # Every second answer has ended before anybody interrupts it.
+        choices = [
+            {
+                "index": index,
+                "token_ids": [step] * size,
+                "logprobs": {"content": [{"logprob": -float(begun + 1 + one)} for one in range(size)]},
+                "finish_reason": "abort" if cut.is_set() and (begun or params["seed"] % 2 == 0) else "length",
+            }
+            for index in range(params["n"])
+        ]
+        return EngineAnswer(200, {"choices": choices})
+
+    def interrupt(self, request_ids):
+        for request_id in request_ids:
+            self.running[request_id][1].set()
+
+    async def are(self, *steps):
+        while sorted(step for step, _ in self.running.values()) != list(steps):
+            await asyncio.sleep(0)
+
+
+def of(version, prompts, n, in_flight=True):
+    return {
+        **question(prompts, n),
+        "policy": {"name": ".policy/ftjob-1", "version": version},
+        "in_flight": in_flight,
+    }
+
+
+async def test_an_answer_goes_on_by_newer_weights_and_each_span_knows_its_own(control, engines):
+    engines.lines, there = 8, Interrupted(engines)
+    sampling = sampling_of(control)
+    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+        first = asking.create_task(sampling.sample("ftjob-1", of("step-3.ab", 2, 2)))
+        await there.are(3, 3, 3, 3)
+        second = asking.create_task(sampling.sample("ftjob-1", of("step-4.ab", 1, 2)))
+        await there.are(4, 4, 4, 4)
+        third = asking.create_task(sampling.sample("ftjob-1", of("step-5.ab", 1, 2)))
+        await there.are(5, 5, 5, 5, 5)
+        there.open.set()
+    assert all(body["sampling_params"]["n"] == 1 for body in engines.sent)
+    parts = {part["place"]: part for part in first.result()["samples"]}
+    assert parts.keys() == {0, 1, 2, 3} and first.result()["why"] == ""
+    for place, part in parts.items():
+        if place % 2:  # whole when it was interrupted
+            assert part["ids"] == [[3]] and part["spans"] == [[["step-3.ab", 1]]]
+        else:
+            assert part["ids"] == [[3, 4, 5, 5]] and part["log_probs"] == [[-1.0, -2.0, -3.0, -4.0]]
+            assert part["spans"] == [[["step-3.ab", 1], ["step-4.ab", 1], ["step-5.ab", 2]]]
+    assert len(by_place(second.result())) == len(by_place(third.result())) == 2
+    # What goes on says what was there, has room for the rest, and numbers of its own.
+    on, begun = ([body for body in engines.sent if (len(body["token_ids"]) > 2) is later] for later in (True, False))
+    assert all(body["sampling_params"]["max_tokens"] == ROOM - (len(body["token_ids"]) - 2) for body in on)
+    assert not {body["sampling_params"]["seed"] for body in on} & {body["sampling_params"]["seed"] for body in begun}
+
+
+async def test_an_answer_that_is_not_in_flight_is_of_one_version(control, engines):
+    engines.lines, there = 8, Interrupted(engines)
+    sampling = sampling_of(control)
+    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+        told = [asking.create_task(sampling.sample("ftjob-1", of("step-3.ab", 2, 2, in_flight=False)))]
+        await there.are(3, 3)
+        told.append(asking.create_task(sampling.sample("ftjob-1", of("step-4.ab", 1, 2, in_flight=False))))
+        await there.are(3, 3, 4)
+        there.open.set()
+    spans = [[one["spans"] for one in answered.result()["samples"]] for answered in told]
+    assert spans == [[[[["step-3.ab", ROOM]]]] * 4, [[[["step-4.ab", ROOM]]]] * 2]
+
+
+async def test_what_goes_on_takes_no_more_room_than_what_it_was(control, engines):
+    """Sixteen answers, for which a job that is not in flight has two requests, are sixteen."""
+    engines.lines, there = 2, Interrupted(engines)
+    sampling = sampling_of(control)
+    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+        told = asking.create_task(sampling.sample("ftjob-1", of("step-3.ab", 2, 8)))
+        await there.are(*[3] * 16)
+        newer = asking.create_task(sampling.sample("ftjob-1", of("step-4.ab", 1, 16)))
+        await there.are(*[4] * 16)  # the eight that go on, and of the others as many as there is room for
+        there.open.set()
+    assert len(by_place(told.result())) == 16 and len(by_place(newer.result())) == 16
+
+
+async def test_an_engine_that_dies_takes_no_answer_that_was_begun(control, engines):
+    engines.lines, there = 8, Interrupted(engines)
+    sampling, died = sampling_of(control), []
+
+    async def rule(body):
+        if len(body["token_ids"]) > 2 and not died:
+            died.append(body)
+            raise LineReturned("it was wanted", yielded=True)
+        return await there.rule(body)
+
+    engines.rule = rule
+    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+        told = asking.create_task(sampling.sample("ftjob-1", of("step-3.ab", 1, 1)))
+        await there.are(3)
+        newer = asking.create_task(sampling.sample("ftjob-1", of("step-4.ab", 1, 1)))
+        await there.are(4, 4)
+        there.open.set()
+    (part,) = told.result()["samples"]
+    assert died and part["spans"] == [[["step-3.ab", 1], ["step-4.ab", ROOM - 1]]]
+    assert newer.result()["why"] == ""
+
+
 async def test_without_an_engine_the_ranks_wait_once(control, engines):
     engines.lines = 0
     sampling = sampling_of(control, patience_s=0.05)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.shadow import Seen, standby_costs
+from scheduler.autoscale.shadow import Seen, Shadow, standby_costs
 from scheduler.autoscale.standby import StandbyLearner, levels
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.idle import Idle, IdleSettings
@@ -41,7 +41,7 @@ def lived(
     for look in range(int(minutes * 60 / LOOK_S)):
         now_s = look * LOOK_S
         requests = poisson(rng, work_per_s(now_s) * LOOK_S / 0.05)
-        best = found.seen(now_s, Seen([0.05] * requests, load, awake=found.best.replicas))
+        best = found.seen(now_s, Seen([0.05] * requests, load, running=load, awake=found.best.replicas))
         if look % int(60 / LOOK_S) == 0:
             chosen.append(best)
     return found, chosen
@@ -52,6 +52,8 @@ def test_levels_are_every_number_up_to_eight_then_few() -> None:
     many = levels(1, 512)
     assert many[-1] == 512 and many == sorted(set(many)) and len(many) < 40
     assert levels(3, 0) == [0], "never more than there may be"
+    splits = levels(1, 1024, 64, 33 / 32)
+    assert splits[:64] == list(range(1, 65)) and len(splits) < 170, "every static split of a box of 64"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -304,3 +306,49 @@ def test_a_constant_that_has_spent_its_allowance_in_a_burst_gives_way_though_mov
         if not found.best.fixed:
             break
     assert not found.best.fixed, "and not two, then three, a hand-over each"
+
+
+def test_every_static_split_of_a_large_box_is_a_choice() -> None:
+    costs = standby_costs(CONFIG, 32)
+    found = StandbyLearner(costs, least=1, most=32, target_s=2.0, late_share=0.01)
+    constants = {shadow[0].split()[0] for shadow in found.state()["choices"] if shadow[0].endswith("fixed")}
+    assert constants == {str(n) for n in range(1, 33)}
+
+
+def test_prompts_too_long_for_the_target_leave_the_allowance_alone_while_they_are_in_time() -> None:
+    spared, spent = (learner() for _ in range(2))
+    for look in range(2000):
+        now_s = look * LOOK_S
+        too_long = [2.5] if look % 50 == 0 else []
+        spared.seen(now_s, Seen([0.05, *too_long], awake=1))
+        spent.seen(now_s, Seen([0.05, *too_long], hopeless=len(too_long), awake=1))
+    assert spared._allowed > 5 * spent._allowed
+
+
+@pytest.mark.parametrize(("running", "late"), [(0.5, 0), (0.9, 20)])
+def test_requests_that_wait_fill_caches_only_where_they_wait_for_room(running: float, late: int) -> None:
+    shadow = Shadow(Standby(2, fixed=True), 2.0)
+    burst = Seen([0.1] * 20, load=3.0, running=running, awake=1)
+    assert shadow.live(10.0, 0.25, burst, 8, standby_costs(CONFIG, 8)) == late, "two compute twenty prompts in a second"
+
+
+def test_the_only_device_costs_the_job_a_stop_in_both_directions() -> None:
+    costs = standby_costs(CONFIG, 1)
+    assert costs.stop_s(1) == costs.stop_s(0) == costs.pause_s, "else going there and back for a second seems worth it"
+
+
+def test_where_nothing_suffices_a_choice_stays_until_another_saves_a_hand_over() -> None:
+    found = learner()
+    for look in range(4 * 200):
+        found.seen(look * LOOK_S, Seen([0.05], late=look % 2, awake=found.best.replicas))
+    all_of_them, nearly_all = found._constants[-1], found._moving[6]
+    for shadow in found._shadows:
+        shadow.late, shadow.cost_s = 1000.0, 500.0
+    for shadow, cost_s in ((all_of_them, 1600.0), (nearly_all, 1599.0)):
+        shadow.late, shadow.cost_s = 400.0, cost_s
+    found._in_force = all_of_them
+    found._choose(200.0, 0.0)
+    assert found._in_force is all_of_them, "neither suffices, and a second is no reason"
+    nearly_all.cost_s = 500.0
+    found._choose(200.25, 0.0)
+    assert found._in_force is nearly_all

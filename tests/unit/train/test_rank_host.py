@@ -174,6 +174,38 @@ async def test_a_rank_that_begins_may_be_silent_for_longer_than_one_that_trains(
     assert (error["code"], error["reason"]) == ("rank_hung", "did not answer within 5.0 s (stopped or starved)")
 
 
+async def test_a_rank_whose_profile_ends_may_be_silent_for_longer(monkeypatch, tmp_path):
+    """torch holds Python's lock while its profiler stops (torch.autograd._disable_profiler), whatever it holds."""
+    one, (child,) = await started(monkeypatch, tmp_path)
+    limits, asked = [], asyncio.Event()
+
+    async def call(method, timeout_s=None, **_):
+        if method == "ping":
+            limits.append(timeout_s)
+            asked.set()
+            return {"phase": "profiling", "step": 1, "in_phase_s": 7.0}
+
+    async def next_limit():
+        limits.clear(), asked.clear()
+        await asked.wait()
+        return limits[0]
+
+    child.call = call
+    group = Group(limits=PingLimits(ping_every_s=0))
+    await group.adopt("j", [one])
+    child.say("ready", step=0, seconds={"join": 1.0, "prepare": 0.0})
+    async with asyncio.timeout(5):
+        while await next_limit() != 5.0:
+            pass
+        await group.profile(steps=1)
+        await next_limit()  # of one on its way
+        assert await next_limit() == 60.0
+        child.say("profiled", step=1, steps=1)
+        while await next_limit() != 5.0:
+            pass
+    await group.kill()
+
+
 async def test_what_a_dead_rank_said_last_is_heard_before_another_is_blamed(monkeypatch, tmp_path):
     monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0)
     hosts, children = [], []

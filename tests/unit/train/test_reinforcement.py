@@ -29,7 +29,7 @@ from train.model.model import load_model, load_tokenizer
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter, InvalidTrainingData, NothingGraded
 from train.plan.spec import TrainSpec
-from train.rollouts import grader, rollouts, sampler
+from train.rollouts import engine_samples, grader, sampler
 from train.rollouts.grader import advantages
 from train.rollouts.rollouts import ASKED_AT_ONCE, FILE
 from train.rollouts.sampler import Answers, sample
@@ -629,7 +629,7 @@ def test_samples_of_an_engine_are_kept_until_they_are_graded(tmp_path):
 
 def test_no_question_has_more_than_whoever_answers_it_can_hold(tmp_path, monkeypatch):
     def numbers(run, most):
-        monkeypatch.setattr(rollouts, "ASKED_TOKENS", most)
+        monkeypatch.setattr(engine_samples, "ASKED_TOKENS", most)
         spec = lora_spec(tmp_path, run_dir=str(tmp_path / run), shm_root=str(tmp_path / run / "store"))
         box = Box(letters, Engines(WeightStore(spec.shm_root, budget_bytes=None)))
         assert box.run(spec)["outcome"] == "succeeded"

@@ -22,8 +22,9 @@ from tests.unit.train.test_reinforcement import (
     warned,
 )
 from train.plan.errors import InvalidHyperparameter
-from train.rollouts import rollouts
-from train.rollouts.asked import Policy, to_ask
+from train.rollouts import hearing
+from train.rollouts.asked import Policy, to_ask, told
+from train.rollouts.sampler import Answers
 from weights.format.errors import StoreFull
 from weights.memory.store import WeightStore
 
@@ -64,7 +65,7 @@ def test_what_is_asked_ahead_of_its_turn():
 
 
 class Slow(Box):
-    """Whose engine answers once it is asked for rewards: the ranks have gone on meanwhile."""
+    """Whose engine answers for a step once the one before is learnt."""
 
     def __init__(self, *given):
         super().__init__(*given)
@@ -79,13 +80,53 @@ class Slow(Box):
                 self.deliver()
             return
         super().__call__(event, **data)
-        if event == "ask":
+        if event == "metrics":
             self.deliver()
 
     def deliver(self):
-        for data, answer in self.waiting:
+        waiting, self.waiting = self.waiting, []
+        for data, answer in waiting:
             self.signals.answer(data["question"], answer)
-        self.waiting.clear()
+
+
+def step_of_question(data):
+    return int(data["question"].split("-")[1])
+
+
+def judged(box):
+    """The texts of each step that were judged, by the step."""
+    found = {}
+    for name, texts in box.questions:
+        step = step_of_question({"question": name})
+        assert step not in found, "each once"
+        found[step] = texts
+    return found
+
+
+def test_what_engines_have_written_ahead_is_judged_ahead(tmp_path):
+    """Whoever judges has each step's samples before the ranks have learnt from the one before."""
+    spec = stale(tmp_path, 1)
+    order = []
+
+    class Telling(Slow):
+        def __call__(self, event, **data):
+            if event == "ask" and data["kind"] == "grade":
+                order.append(("asked", 1 + step_of_question(data)))
+            super().__call__(event, **data)
+            if event == "metrics":
+                order.append(("learnt", data["step"]))
+
+    box = Telling(letters, Engines(WeightStore(spec.shm_root, budget_bytes=None)))
+    assert box.run(spec)["outcome"] == "succeeded"
+    assert judged(box).keys() == set(range(6))
+    assert all(order.index(("asked", step + 1)) < order.index(("learnt", step)) for step in range(1, 6))
+
+
+def test_samples_that_the_ranks_have_to_complete_are_judged_in_their_turn(tmp_path):
+    spec = stale(tmp_path, 1)
+    box = Box(letters, Engines(WeightStore(spec.shm_root, budget_bytes=None), silent={3}))
+    assert box.run(spec)["outcome"] == "succeeded"
+    assert judged(box).keys() == set(range(6)) and all(len(texts) == 32 for texts in judged(box).values())
 
 
 @pytest.mark.parametrize("box", [Box, Slow])
@@ -94,12 +135,15 @@ def test_a_job_ahead_that_gives_its_devices_back_loses_no_step_and_does_none_twi
     engines = Engines(WeightStore(spec.shm_root, budget_bytes=None))
 
     class Wanting(box):
-        """Its devices are wanted when it is asked for the third step's rewards."""
+        """Its devices are wanted once two steps are done, and it says nothing of the third one's samples."""
+
+        def __call__(self, event, **data):
+            super().__call__(event, **data)
+            if event == "metrics" and data["step"] == 2:
+                self.signals.ask("suspend")
 
         def answer(self, data):
-            if data["question"] == "train-2-0":
-                self.signals.ask("suspend")
-            else:
+            if step_of_question(data) != 2:
                 super().answer(data)
 
     first, second = Wanting(letters, engines), box(letters, engines)
@@ -110,14 +154,14 @@ def test_a_job_ahead_that_gives_its_devices_back_loses_no_step_and_does_none_twi
     assert [step["step"] for step in steps] == list(range(1, 7))
     # The step under way goes on with its samples, as stale as they were; what was asked ahead is asked for anew, by the
     # weights as they are.
-    assert first.questions[-1] == second.questions[0]
+    assert judged(first)[2] == judged(second)[2]
     assert staleness_of(steps) == [0, 1, 1, 1, 1, 1]
     assert [int(one["question"].split("-")[2]) for one in second.asked] == [3, 4, 5]
     assert not {one["question"] for one in first.asked} & {one["question"] for one in second.asked}
 
 
 def test_a_question_ahead_that_nobody_heard_is_asked_again_in_its_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollouts, "_ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(hearing, "ASK_AGAIN_S", 0.05)
     spec = stale(tmp_path, 1)
     engines = Engines(WeightStore(spec.shm_root, budget_bytes=None))
     lost = []
@@ -163,6 +207,65 @@ def test_a_store_without_room_for_the_model_is_said_and_no_step_waits(tmp_path, 
     assert staleness_of(steps) == [0, 1, 1, 1, 0, 1]
 
 
+class Swapping(Engines):
+    """Writes the first token of an answer by the version that the question names, and the rest, if there is one, by the
+    one that has followed it."""
+
+    def answer(self, prompt, place):
+        told = super().answer(prompt, place)
+        (ids,) = told["ids"]
+        name, _, world = self.seen[-1][0].partition(".")
+        later = f"step-{1 + int(name.removeprefix('step-'))}.{world}"
+        spans = [[self.seen[-1][0], 1], [later, len(ids) - 1]][: len(ids)]
+        return {**told, "spans": [spans]}
+
+
+def test_each_token_knows_the_weights_that_wrote_it(tmp_path):
+    spec = stale(tmp_path, 2)
+    engines = Swapping(WeightStore(spec.shm_root, budget_bytes=None))
+    first = []  # whose answers can only be of its own weights
+
+    def answered(asked):
+        first.append(asked)
+        return engines(asked) if len(first) > 1 else _without_spans(engines, asked)
+
+    box = Box(letters, answered)
+    assert box.run(spec)["outcome"] == "succeeded"
+    steps = box.of("metrics")
+    assert [step["engine_samples"] for step in steps] == [1.0] * 6
+    assert staleness_of(steps) == [0, 1, 2, 2, 2, 2]
+    sizes = [1 + (one["seed"] + place) % 5 for one in box.asked[-1]["prompts"] for place in places(one)]
+    # Of each answer one token is two updates old, the others one.
+    assert steps[-1]["staleness_mean"] == pytest.approx((sum(sizes) + len(sizes)) / sum(sizes))
+
+
+def places(prompt):
+    return range(prompt["place"], prompt["place"] + prompt["n"])
+
+
+def _without_spans(engines, asked):
+    told = engines(asked)
+    return {**told, "samples": [{key: one[key] for key in ("place", "ids", "log_probs")} for one in told["samples"]]}
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [["step-3.ab", 2]],  # too few
+        [["step-0.ab", 1], ["step-3.ab", 2]],  # staler than may be
+        [["step-4.ab", 3]],  # of weights that do not exist yet
+        [["step-2.cd", 3]],  # of another world
+        [["other", 3]],
+    ],
+)
+def test_an_answer_of_other_weights_than_may_be_is_none(spans):
+    made = Answers.empty(2, 4, staleness=2)
+    part = {"place": 0, "ids": [[5, 6, 7]] * 2, "log_probs": [[-1.0] * 3] * 2}
+    right = [["step-1.ab", 1], ["step-2.ab", 1], ["step-3.ab", 1]]
+    told([{**part, "spans": [spans, right]}], made, 10, 3, "step-1.ab")
+    assert made.sizes.tolist() == [0, 3] and made.older.tolist() == [[0, 0], [1, 1]]
+
+
 def test_staleness_is_for_engines(tmp_path):
     model = replace(MODEL, adapter_max_rank=32)
     given = {"lora_rank": 8, "rollouts": "engine", "staleness": 2}
@@ -170,6 +273,9 @@ def test_staleness_is_for_engines(tmp_path):
     assert REINFORCEMENT.resolve({"lora_rank": 8}, DATASET, model, 1)["options"]["staleness"] == 0
     with pytest.raises(InvalidHyperparameter, match="'staleness' is 1; expected 0 or 'auto' unless rollouts"):
         REINFORCEMENT.resolve({"lora_rank": 8, "staleness": 1}, DATASET, model, 1)
+    assert REINFORCEMENT.resolve({**given, "in_flight": True}, DATASET, model, 1)["options"]["in_flight"] is True
+    with pytest.raises(InvalidHyperparameter, match="without staleness"):
+        REINFORCEMENT.resolve({**given, "staleness": 0, "in_flight": True}, DATASET, model, 1)
     with pytest.raises(InvalidHyperparameter, match="a whole number from 0 to 4"):
         REINFORCEMENT.resolve({**given, "staleness": 5}, DATASET, model, 1)
 

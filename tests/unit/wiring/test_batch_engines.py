@@ -159,6 +159,35 @@ async def test_rollouts_go_to_engines_of_the_version_that_the_policy_belongs_to(
     assert answer.status == 404
 
 
+async def test_rollouts_are_interrupted_at_the_engines_that_have_them(lines, tmp_path):
+    seen, open_, interrupted = asyncio.Event(), asyncio.Event(), []
+
+    async def script(request, reply):
+        if request.target == sampling.INTERRUPT_URL:
+            interrupted.append(request.json)
+            open_.set()
+        else:
+            assert request.headers["x-request-id"] == "req_1"
+            seen.set()
+            await open_.wait()
+        await reply.json({"choices": []})
+
+    async with engine_of(tmp_path, script) as engine, asyncio.timeout(5):
+        lines._bus.set_models(table(("r1", engine.path, "open")))
+        asking = asyncio.create_task(lines.sample("starter", "v1", {"model": "private"}, "req_1"))
+        await seen.wait()
+        await lines.interrupt(["req_0", "req_1"])
+        assert (await asking).status == 200
+        await lines.interrupt(["req_1"])
+    assert interrupted == [{"request_ids": ["generate-tokens-req_1"]}], "once, and none that is not there"
+    assert not lines._sampling
+
+
+async def test_an_engine_that_is_gone_is_not_waited_for(lines):
+    lines._sampling["req_1"] = "/nowhere"
+    await lines.interrupt(["req_1"])
+
+
 async def test_the_wish_of_a_batch(lines):
     assert lines.demand("starter", Demand()) == Demand()
     lines.wants(["starter"])

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
+from appliance.controller.bus import demand_learning
 from appliance.controller.bus.arrivals import Arrivals
-from appliance.controller.bus.demand_learning import LOOK_S, DemandLearning
-from appliance.controller.bus.load import Load, Report, parse_report, total
+from appliance.controller.bus.demand_learning import LOOK_S, DemandLearning, Traffic
+from appliance.controller.bus.load import Arrived, Load, Report, parse_report, total
+from appliance.gateway.routing.canary_comparison import BUCKETS_PER_DOUBLING, SHORTEST_S
 from appliance.store.records import deployments, standby
 from appliance.wiring.routing_table import BusRouting
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
+from scheduler.autoscale.shadow import Seen
+from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import DeploymentView
+from scheduler.core.workload import Demand, DeploymentView
 
 RATE = 1000.0
 PROMPT_TOKENS = 50  # 0.05 replica-seconds
@@ -213,3 +218,30 @@ def test_what_was_learned_goes_with_the_deployment(box, db):
     assert standby.find(db, "starter") is not None
     deployments.delete(db, "starter")
     assert standby.find(db, "starter") is None
+
+
+def test_prompts_that_the_measured_rate_says_are_too_long_count_once_they_are_late(monkeypatch):
+    heard: list[Seen] = []
+
+    class Heard(StandbyLearner):
+        def seen(self, now_s, seen):
+            heard.append(seen)
+            return super().seen(now_s, seen)
+
+    monkeypatch.setattr(demand_learning, "StandbyLearner", Heard)
+    now_s, late = 0.0, 2 + math.ceil(BUCKETS_PER_DOUBLING * math.log2(2.0 / SHORTEST_S))
+    counts = {"requests": 4, "prompt_tokens": 4 * 3000, "prompts": {30: 4}}
+    traffic = {"m": Arrived(**counts)}
+    learning = DemandLearning(lambda model: Traffic(traffic, RATE, 1), SchedulerConfig(), 8, lambda: now_s)
+    demand = Demand(inflight=4, waiting_tokens=3000)
+    deployment = DeploymentView("m", "v1", max_replicas=8, ttft_target_s=2.0, demand=demand)
+    for first_tokens in ({}, {late: 1}, {late: 6}):
+        traffic["m"] = Arrived(**counts, first_tokens=first_tokens)
+        learning.learned((deployment,))
+        now_s += LOOK_S
+    assert [(seen.late, seen.hopeless) for seen in heard] == [(0, 0), (0, 1), (2, 3)], "two more are late than too long"
+    assert heard[-1].running == pytest.approx(0.75 * heard[-1].load), "one of the four waits for its prompt"
+    now_s += 600.0
+    traffic["m"] = Arrived(**counts, first_tokens={late: 7})
+    learning.learned((deployment,))
+    assert (heard[-1].late, heard[-1].hopeless) == (1, 0), "those too long were answered long ago"

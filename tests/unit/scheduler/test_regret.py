@@ -1,0 +1,63 @@
+"""What `auto` is held against, and the start-up cost that hindsight leaves it."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from scheduler.simulator.regret import Window, burst, deviation, window
+from scheduler.simulator.simulate import Figures
+from scheduler.simulator.trace import Requests
+
+REQUESTS = 1000
+
+
+def figures(late: int, trained_on: int, apart_s: float = 100.0) -> Figures:
+    """The first requests are late, a hundred seconds apart or in one burst."""
+    within = bytearray(n >= late for n in range(REQUESTS))
+    trained = [(0.0, REQUESTS * apart_s, trained_on)] if trained_on else []
+    return Figures(REQUESTS, 1.0, None, None, 0.0, 0, trained=trained, within={"m": within})
+
+
+def compared(late_by_serving: dict[int, int], apart_s: float, auto_late: int = 0) -> Window:
+    """Of a box of four devices."""
+    traces = {"m": Requests(array("d", (n * apart_s for n in range(REQUESTS))), array("l"), array("l"))}
+    splits = {n: figures(late, 4 - n, apart_s) for n, late in late_by_serving.items()}
+    ends = range(int(REQUESTS * apart_s))
+    return window(traces, figures(auto_late, 1, apart_s), splits.__getitem__, 4, ends, pause_s=2.0)
+
+
+def test_late_requests_of_a_minute_are_one_burst() -> None:
+    assert burst([]) == 1.0 and burst([0.0, 100.0, 200.0]) == 1.0
+    assert burst([0.0, 1.0, 2.0, 500.0]) == pytest.approx(10 / 4), "three in four are of three, one is alone"
+
+
+def test_bursts_make_a_share_less_certain() -> None:
+    assert deviation(10_000, 0.01, 1.0) == pytest.approx(9.95, abs=0.01)
+    assert deviation(10_000, 0.01, 4.0) == pytest.approx(2 * deviation(10_000, 0.01, 1.0))
+
+
+def test_a_split_that_is_barely_in_time_is_none_that_could_be_known_to_be() -> None:
+    found = compared({1: 40, 2: 9, 3: 1, 4: 0}, apart_s=100.0)
+    assert found.best_serving == 2 and found.sure_hours == pytest.approx(found.best_hours / 2), (
+        "9 and twice 3 is above 10"
+    )
+    assert compared({1: 40, 2: 2, 3: 1, 4: 0}, apart_s=100.0).sure_hours == pytest.approx(found.best_hours)
+
+
+def test_a_start_up_cost_comes_from_the_splits_not_from_auto() -> None:
+    good, bad = (compared({1: 40, 2: 9, 3: 1, 4: 0}, 100.0, late) for late in (0, 500))
+    assert (good.chance, good.trials_s, good.sure_hours) == (bad.chance, bad.trials_s, bad.sure_hours)
+    assert good.late(start_up=True) == 0 and bad.late(start_up=True) == pytest.approx(
+        bad.late(start_up=False) - 100 * bad.chance / REQUESTS
+    )
+
+
+def test_where_all_devices_are_late_too_only_lateness_counts() -> None:
+    found = compared({1: 400, 2: 90, 3: 30, 4: 30}, apart_s=100.0, auto_late=32)
+    assert found.best_serving == 3 and found.sure_hours == 0.0 and found.lost(start_up=True) == 0.0
+    assert found.late(start_up=False) == pytest.approx(0.1), "two more than possible, one of them free"
+    assert found.late(start_up=True) == found.late(start_up=False), "30 of 1,000 are not ten by chance"
+    unsure = compared({1: 400, 2: 90, 3: 12, 4: 12}, apart_s=100.0, auto_late=15)
+    assert unsure.late(start_up=False) == pytest.approx(0.2) and unsure.late(start_up=True) == 0, "twelve may be"
