@@ -1,8 +1,8 @@
 """Answers requests that only read: the query, what is made of its rows, and the JSON of it, on a thread of the store's.
 
 A route does it by being no coroutine: `def` instead of `async def`. It then gets what it needs of the loop's own state
-as a parameter (`Status`, `Readings`), which is taken on the loop before. One that has more to ask of the loop is a coroutine and
-ends with `answer`. Which coroutines read on the loop themselves, and why they may, stands in
+as a parameter (`Status`, `Readings`), which is taken on the loop before. One that has more to ask of the loop is a
+coroutine and ends with `answer`. Which coroutines read on the loop themselves, and why they may, stands in
 tests/unit/controller/test_reading_routes.py.
 """
 
