@@ -19,7 +19,6 @@ GROWS: Mapping[str, tuple[frozenset[str], str]] = {
     ),
     "round: housekeeping": (TOGETHER, "keys, one after the other"),
     "round: pipelines": (frozenset({"calls", "calls at once"}), "new_data.MOST_FILES, 10,000, once for each run"),
-    "POST /v1/uploads/.*/complete": (AT_ONCE, "upload_routes.MAX_PARTS, 10,000"),
     "POST /internal/responses": (AT_ONCE, "stored.MAX_TURNS, 2,000"),
     "GET /internal/responses/context": (TOGETHER, "stored.MAX_TURNS, one at a time"),
     "POST /v1/fine_tuning/jobs$": (AT_ONCE, "an owner's models: bounds.models, 200"),
