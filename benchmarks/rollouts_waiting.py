@@ -4,10 +4,10 @@
 
 One rank of a tiny model with LoRA, as a box runs it (train.run), in this process. The engine, the grader and most of
 the update are waits, so that two cores shared with others measure as a machine for each would: an engine writes the
-answers of one step after the other in `--answer` seconds, more or less by up to `--spread` of it, the same for all ways;
-a grader takes `--grade` seconds; an update `--learn` seconds and what the tiny model takes. Prints for each staleness,
-and for 2 in flight, the seconds of a step, the share of it in which the rank waits, and that in which it writes the
-model for engines.
+answers of one step after the other in `--answer` seconds, more or less by up to `--spread` of it, the same for all
+ways; a grader takes `--grade` seconds; an update `--learn` seconds and what the tiny model takes. Prints for each
+staleness, and for 2 in flight, the seconds of a step, the share of it in which the rank waits, and that in which it
+writes the model for engines.
 """
 
 from __future__ import annotations
@@ -151,10 +151,10 @@ def run(folder: Path, way: str, asked: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--steps", type=int, default=20)
-    options.add_argument("--answer", type=float, default=1.0)
+    options.add_argument("--answer", type=float, default=2.0)
     options.add_argument("--spread", type=float, default=0.3)
-    options.add_argument("--learn", type=float, default=0.6)
-    options.add_argument("--grade", type=float, default=0.2)
+    options.add_argument("--learn", type=float, default=2.0)
+    options.add_argument("--grade", type=float, default=0.3)
     options.add_argument("--json", type=Path)
     asked = options.parse_args()
     torch.set_num_threads(1)
