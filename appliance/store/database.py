@@ -137,7 +137,9 @@ class Database:
         except (SchemaTooNew, NoRoomForCopy, OSError):
             self._connection.close()
             raise
-        self._readers = Readers(path, BUSY_TIMEOUT_MS / 1000)
+        self._readers = Readers(
+            path, BUSY_TIMEOUT_MS / 1000, lambda: self.reserve is not None and self.reserve.is_released
+        )
         self._threads = ReadingThreads(self._readers)
         _OPEN.add(self)
 

@@ -91,10 +91,10 @@ class Reader:
 
 class Readers:
     """As many connections as ever read at once. timeout_s: that a reading waits for a lock, which it hardly ever has
-    to."""
+    to. disk_is_short: whether the log has to do with the length that it has."""
 
-    def __init__(self, path: Path, timeout_s: float):
-        self._path, self._timeout_s = path, timeout_s
+    def __init__(self, path: Path, timeout_s: float, disk_is_short: Callable[[], bool]):
+        self._path, self._timeout_s, self._disk_is_short = path, timeout_s, disk_is_short
         self._log = path.with_name(f"{path.name}-wal")
         self._functions: list[Function] = []
         self._changed = threading.Condition()
@@ -154,7 +154,7 @@ class Readers:
             self._changed.wait_for(lambda: not self._shortening)
             if time.monotonic() >= self._next_gap_s:
                 length, _ = state = self._log_state()
-                if length > LOG_BYTES and state != self._log_after_gap:
+                if length > (0 if self._disk_is_short() else LOG_BYTES) and state != self._log_after_gap:
                     self._make_gap(None if length > MOST_LOG_BYTES else _GAP_WAIT_S)
             if self._closed or stop.asked:
                 raise ReadingEnded

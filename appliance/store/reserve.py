@@ -40,6 +40,11 @@ class Reserve:
     def held_bytes(self) -> int:
         return self._held * _ROW_BYTES
 
+    @property
+    def is_released(self) -> bool:
+        """Whether the disk has no room for it now."""
+        return self._rows > 0 and not self._held
+
     def keep(self, *, rows: int = 1) -> None:
         """Make up to `rows` of the missing rows, if the disk has room for them. Deletes rows beyond a smaller
         setting."""

@@ -57,6 +57,12 @@ class Seen:
     hopeless: int = 0
     awake: int = 0
 
+    @property
+    def filled(self) -> float:
+        """Replicas whose caches are full. What waits for its prompt fills none, unless those awake are full: then it
+        waits for room."""
+        return self.load if self.running > FULL * self.awake else self.running
+
 
 class Shadow:
     """One choice, simulated. `free`: when each replica has computed its prompts, a heap."""
@@ -108,9 +114,9 @@ class Shadow:
             heapq.heapreplace(free, end_s)
             late += end_s > now_s + target_s and work_s <= target_s
             self.busy_until_s = max(self.busy_until_s, end_s)
-        if seen.running > self.replicas > 0:
-            # Full caches: what comes waits until others end. What waits for its prompt is in the queue already.
-            over = seen.running / self.replicas - 1
+        if seen.filled > self.replicas > 0:
+            # Full caches: what comes waits until others end.
+            over = seen.filled / self.replicas - 1
             late = max(late, len(seen.works_s) * min(over / _ALL_LATE, 1.0))
         return late
 

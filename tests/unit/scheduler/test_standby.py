@@ -325,12 +325,11 @@ def test_prompts_too_long_for_the_target_leave_the_allowance_alone_while_they_ar
     assert spared._allowed > 5 * spent._allowed
 
 
-def test_requests_that_wait_for_their_prompt_do_not_fill_caches_too() -> None:
-    waiting, running = (Shadow(Standby(2, fixed=True), 2.0) for _ in range(2))
-    burst = Seen([0.1] * 20, load=3.0, running=0.5)
-    assert waiting.live(10.0, 0.25, burst, 8, standby_costs(CONFIG, 8)) == 0, "two compute twenty prompts in a second"
-    full = replace(burst, running=3.0)
-    assert running.live(10.0, 0.25, full, 8, standby_costs(CONFIG, 8)) == 20
+@pytest.mark.parametrize(("running", "late"), [(0.5, 0), (0.9, 20)])
+def test_requests_that_wait_fill_caches_only_where_they_wait_for_room(running: float, late: int) -> None:
+    shadow = Shadow(Standby(2, fixed=True), 2.0)
+    burst = Seen([0.1] * 20, load=3.0, running=running, awake=1)
+    assert shadow.live(10.0, 0.25, burst, 8, standby_costs(CONFIG, 8)) == late, "two compute twenty prompts in a second"
 
 
 def test_the_only_device_costs_the_job_a_stop_in_both_directions() -> None:

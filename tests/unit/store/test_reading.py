@@ -207,8 +207,23 @@ async def test_a_forked_child_uses_nothing_of_its_parents(db: Database):
     assert await db.read(None, counted, db) == counted(db)
 
 
-def test_readings_without_a_gap_do_not_have_the_log_grow(db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(readers, "LOG_BYTES", 2 << 20)
+class Released:
+    """A reserve that the disk has no room for."""
+
+    is_released = True
+
+    def tend(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("disk_is_short", [False, True])
+def test_readings_without_a_gap_do_not_have_the_log_grow(
+    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk_is_short: bool
+):
+    """Where the disk is full it has to do with the length that it has, or no key could be revoked."""
+    monkeypatch.setattr(readers, "LOG_BYTES", 1 << 40 if disk_is_short else 2 << 20)
+    if disk_is_short:
+        db.reserve = Released()  # type: ignore[assignment]
     monkeypatch.setattr(readers, "_GAPS_EVERY_S", 0.05)
     done, texts = threading.Event(), "x" * 100_000
     overlapping = [threading.Event(), threading.Event()]
