@@ -25,7 +25,7 @@ GROWS: Mapping[str, tuple[frozenset[str], str]] = {
     "POST /v1/fine_tuning/jobs$": (AT_ONCE, "versions of an owner's models: bounds.models and bounds.model_bytes"),
     "POST /v1/evals(/.*/runs)?$": (AT_ONCE, "bounds.evals, 500"),
     "DELETE /v1/evals": (TOGETHER, "chunks.CHUNK_ROWS at a time"),
-    "DELETE /admin/v1/models/{model-0}$": (AT_ONCE, "versions of one model: bounds.model_bytes"),
+    "DELETE /admin/v1/models/{model-0}$": (TOGETHER, "chunks.CHUNK_ROWS versions at a time"),
     "POST /admin/v1/forget": (AT_ONCE, "an administrator forgets a person, once: each model goes at once"),
 }
 

@@ -61,6 +61,10 @@ class At:
         return going if self.goes_on else over
 
     @property
+    def is_first_due(self) -> bool:
+        return self.place == self.size.kept + self.size.going
+
+    @property
     def old_s(self) -> float:
         """A time that retention is over for, if this is due."""
         return self.now_s - (400 * DAY_S if self.is_due else 60)
@@ -478,8 +482,9 @@ TABLES: dict[str, tuple[Any, Make]] = {
             "key_id": at.key,
             "owner": at.owner,
             "spec": _pipeline_spec(at, at.id("pipe")),
-            "scheduled": int(at.is_due),
-            "next_s": at.now_s - 60 if at.is_due else at.now_s + DAY_S,
+            # One alone: how far a run comes in the look that begins it is a matter of time.
+            "scheduled": int(at.is_first_due),
+            "next_s": at.now_s - 60 if at.is_first_due else at.now_s + DAY_S,
         },
     ),
     "pipeline_runs": (
