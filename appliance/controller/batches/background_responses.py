@@ -32,7 +32,7 @@ from appliance.controller.responses.stored import DAY_S, StoredResponses
 from appliance.store.ids import new_id
 from appliance.store.objects import responses
 from appliance.store.records import keys
-from appliance.store.rows import ResponseRow
+from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow
 
 log = logging.getLogger("appliance.controller")
 
@@ -107,8 +107,9 @@ class BackgroundResponses:
         self._tell_wants()
 
     def cancel(self, row: ResponseRow) -> ResponseRow:
-        """Cancel it; returns the row afterwards. One that has ended stays unchanged."""
-        if not row.finished:
+        """Cancel it; returns the row afterwards. One that has ended, also since the row was read, stays unchanged."""
+        standing = responses.standing(self._db, row.id)
+        if standing is not None and standing[0] in UNFINISHED_RESPONSE:
             self.forget(row.id)
             self._end(row, {**orjson.loads(row.response), "status": "cancelled"})
         return responses.find(self._db, row.id) or row
@@ -133,19 +134,25 @@ class BackgroundResponses:
         )
 
     async def _follow(self, response_id: str, after: int, owner: str, held: Held) -> AsyncGenerator[bytes, None]:
+        # On threads: all who follow it hear of its end in one turn of the loop, and each has it read and written.
+        db = self._db
         try:
-            while (row := responses.find(self._db, response_id)) is not None:
+            while (row := await db.read(owner, responses.find, db, response_id)) is not None:
                 if not held.becomes(followed_bytes(row.response)):
                     yield objects.error_event(after + 1, TOO_MANY, self._followers.why(owner))
                     return
                 told = after
-                for place, event in objects.events(orjson.loads(row.response), told):
+                events = objects.events(await db.read(owner, orjson.loads, row.response), told)
+                while (found := await db.read(owner, objects.next_event, events)) is not None:
+                    after, event = found
                     yield event
-                    after = place
                 if after > told:
                     continue  # it may have changed in the meantime
                 if row.finished:
                     return
+                standing = responses.standing(db, response_id)
+                if standing is None or standing[0] != row.status:
+                    continue  # it changed while a thread was at it, and what tells of that was not waited for yet
                 if not await self._stored.news(response_id, COMMENT_EVERY_S):
                     yield b": waiting\n\n"
         finally:
@@ -307,8 +314,9 @@ class BackgroundResponses:
     def _set(self, row: ResponseRow, response: dict[str, Any], **changes: Any) -> None:
         text = orjson.dumps(response).decode()
         size = responses.bytes_of(row.input, text, row.request if "request" not in changes else None)
+        standing = responses.standing(self._db, row.id)  # the row may have been read before its last change
         responses.update(self._db, row.id, response=text, bytes=size, **changes)
-        self._stored.grew(row.key_id, size - row.bytes)
+        self._stored.grew(row.key_id, size - (row.bytes if standing is None else standing[1]))
         self._stored.tell(row.id)
 
     def _tell_wants(self) -> None:

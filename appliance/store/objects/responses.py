@@ -91,8 +91,16 @@ def touch_some(
     return bool(chosen)
 
 
-def delete(db: Database, response_id: str) -> None:
-    db.execute("DELETE FROM responses WHERE id = ?", [response_id])
+def standing(db: Database, response_id: str) -> tuple[str, int] | None:
+    """Its status and its bytes as they are now, without reading it; None if it is gone."""
+    found = db.execute("SELECT status, bytes FROM responses WHERE id = ?", [response_id]).fetchone()
+    return None if found is None else (found["status"], found["bytes"])
+
+
+def delete(db: Database, response_id: str) -> int | None:
+    """The bytes that it had; None if it had gone before."""
+    gone = db.execute("DELETE FROM responses WHERE id = ? RETURNING bytes", [response_id]).fetchall()
+    return gone[0]["bytes"] if gone else None
 
 
 def unfinished(db: Database, *, key_id: str | None = None) -> Iterator[ResponseRow]:
