@@ -201,7 +201,7 @@ class _Bus:
 
 async def _due(db: Database, runner: PipelineRunner) -> None:
     """From the look that begins a run to the one that has made its job, however many there are in between."""
-    pipeline_id = f"pipe-{OWNER}-3"
+    pipeline_id = f"pipe-{OWNER}-8"
     pipelines.update(db, pipeline_id, scheduled=1, next_s=0.0)
     for _ in range(10):
         await runner.look()

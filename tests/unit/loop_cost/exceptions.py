@@ -22,6 +22,7 @@ GROWS: Mapping[str, tuple[frozenset[str], str]] = {
         AT_ONCE,
         "once for each run: new_data.MOST_FILES, 10,000; check.COUNTED_EXAMPLES, 2,000; bounds.models, 200",
     ),
+    "POST /v1/uploads/.*/complete": (AT_ONCE, "the request names each part: upload_routes.MAX_PARTS, 10,000"),
     "POST /internal/responses": (AT_ONCE, "stored.MAX_TURNS, 2,000"),
     "GET /internal/responses/context": (TOGETHER, "stored.MAX_TURNS, one at a time"),
     "POST /v1/fine_tuning/jobs$": (AT_ONCE, "an owner's models: bounds.models, 200"),
