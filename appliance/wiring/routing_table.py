@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,14 +113,15 @@ class BusRouting:
 
     def refresh(self) -> int:
         """Publish the table from the current store and replicas; returns its generation."""
-        names = self._callable()
+        rows = {row.id: row for row in models.list_callable(self._db)}
+        names = self._callable(rows)
         self._guests, self._host_of = {}, {}
         for name, row in names.items():
             host = row.adapter.host if row.adapter is not None else row.pins
             if host is not None:
                 self._guests.setdefault(host, []).append(name)
                 self._host_of[name] = host
-        contexts = {row.id: self._context(row) for row in models.list_callable(self._db)}
+        contexts = {name: self._context(row) for name, row in rows.items()}
         contexts |= {row.name: contexts.get(row.model) for row in job_records.checkpoint_names(self._db)}
         contexts |= {row.name: contexts.get(row.model) for row in canaries.list_running(self._db)}
         audiences = models.audiences(self._db)
@@ -186,10 +187,9 @@ class BusRouting:
             self._replicas[replica_id] = replace(served, **changes)
         return self.refresh()
 
-    def _callable(self) -> dict[str, _Callable]:
+    def _callable(self, rows: Mapping[str, ModelRow]) -> dict[str, _Callable]:
         """Models with a deployment, their canaries, checkpoints of fine-tuning jobs, and `MODEL@VERSION` of versions
         that are active or that some engine serves."""
-        rows = {row.id: row for row in models.list_callable(self._db)}
         guests = {row.name: row for row in adapters.list_callable(self._db)}
         deployed = [row.model for row in deployments.list_all(self._db) if row.model in rows]
         found = {}

@@ -70,21 +70,17 @@ class SqliteStateStore:
             self.job_waiting(row.id, "the box was restarted")
 
     def load(self) -> Workload:
-        self._finish_cancelled()
+        unfinished = self._finish_cancelled(jobs.list_unfinished(self._db))
         mode = read_mode(self._db)
         self._settings = model_settings.digests(self._db)
-        active = {row.id: row.active_version for row in models.list_callable(self._db)}
+        active = models.active_versions(self._db)
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
         adapters = {row.name: row for row in adapter_rows.list_callable(self._db)}
         return Workload(
             policy=policy_of(mode, self._size.serving_floor),
             policy_since_s=mode.since_s,
             windows=mode_windows(self._db, self._size.serving_floor),
-            jobs=tuple(
-                self._job(row)
-                for row in jobs.list_unfinished(self._db)
-                if row.phase != "validating" and row.wanted != "cancel"
-            ),
+            jobs=tuple(self._job(row) for row in unfinished if row.phase != "validating" and row.wanted != "cancel"),
             deployments=self._live.bounded(
                 (
                     *self._own_engines(deployed, active, adapters),
@@ -133,12 +129,13 @@ class SqliteStateStore:
         """Only the loop keeps it: failures before a restart predict nothing about tries after it."""
         self._models_changed()
 
-    def _finish_cancelled(self) -> None:
-        """Finish cancelled jobs that hold nothing any more. A running one first stops because it is missing from the
-        workload, and is finished when its ranks are gone."""
-        for row in jobs.list_unfinished(self._db):
-            if row.wanted == "cancel" and row.phase != "running":
-                self._events.cancelled(row.id)
+    def _finish_cancelled(self, unfinished: list[JobRow]) -> list[JobRow]:
+        """Finish cancelled jobs that hold nothing any more; returns the others. A running one first stops because it is
+        missing from the workload, and is finished when its ranks are gone."""
+        gone = [row for row in unfinished if row.wanted == "cancel" and row.phase != "running"]
+        for row in gone:
+            self._events.cancelled(row.id)
+        return [row for row in unfinished if row not in gone]
 
     def _own_engines(
         self, deployed: list[DeploymentRow], active: Mapping[str, str], adapters: Mapping[str, AdapterRow]

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from appliance.controller.access.model_access import allowed_models
 from appliance.controller.access.naming import is_printable
 from appliance.store.database import Database
+from appliance.store.objects import jobs
 from appliance.store.records import keys, page_sessions, usage
 from appliance.store.rows import KeyRow
 
@@ -102,12 +102,17 @@ def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
     logins: dict[str, dict[str, Any]] = {}
     for login in page_sessions.list_live(db, now_s):
         logins.setdefault(login.key_id, {})[login.sha256] = {"id": login.id, "until_s": login.until_s}
-    return {row.sha256: _key(db, row, now_s, logins.get(row.id)) for row in keys.list_live(db)}
+    made: dict[str, list[str]] = {}
+    return {row.sha256: _key(db, row, now_s, logins.get(row.id), made) for row in keys.list_live(db)}
 
 
-def _key(db: Database, row: KeyRow, now_s: float, sessions: dict[str, Any] | None) -> dict[str, Any]:
+def _key(
+    db: Database, row: KeyRow, now_s: float, sessions: dict[str, Any] | None, made: dict[str, list[str]]
+) -> dict[str, Any]:
+    """made: by owner, the printable names of what his jobs made, once they are known: an owner may have many keys, each
+    with a list, and thousands of names."""
     limits = {
-        "models": None if row.models is None else _printable(row, allowed_models(db, row)),
+        "models": None if row.models is None else _allowed(db, row, made),
         "requests_per_minute": row.requests_per_minute,
         "tokens_per_minute": row.tokens_per_minute,
         "spent_until_s": spent_until_s(db, row, now_s),
@@ -115,6 +120,13 @@ def _key(db: Database, row: KeyRow, now_s: float, sessions: dict[str, Any] | Non
     }
     given = {name: value for name, value in limits.items() if value is not None}
     return {"id": row.id, "name": row.name, "owner": row.owner or row.id, "scopes": row.scopes} | given
+
+
+def _allowed(db: Database, row: KeyRow, made: dict[str, list[str]]) -> list[str]:
+    owner = row.owner or row.id
+    if owner not in made:
+        made[owner] = _printable(row, jobs.names_made_by(db, owner))
+    return sorted({*_printable(row, row.models or []), *made[owner]})
 
 
 def _printable(row: KeyRow, names: list[str]) -> list[str]:

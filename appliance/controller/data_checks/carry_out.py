@@ -34,7 +34,7 @@ async def check_file(
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
         options = await _options(context, body, caller, Path(folder))
         report = await _run(work, row.owner, check_request(context, [row], options))
-    report |= _epoch(context, body, report)
+    report |= await _epoch(context, body, report, caller)
     if files.find(context.db, row.id, viewer=None, now_s=0) is not None:
         files.update(context.db, row.id, data_check=report, check_status="done")
     return report
@@ -147,12 +147,15 @@ async def _options(context: ControllerContext, body: CheckAsked, caller: Princip
     return options
 
 
-def _epoch(context: ControllerContext, body: CheckAsked, report: dict[str, Any]) -> dict[str, Any]:
+async def _epoch(
+    context: ControllerContext, body: CheckAsked, report: dict[str, Any], caller: Principal
+) -> dict[str, Any]:
     """{"epoch"} with the cost of one over all of it, at the speed that jobs like it have had here."""
     if body.model is None:
         return {}
-    hours = {}
+    hours, db = dict[str, float | None](), context.db
     for name, full in (("lora", False), ("full", True)):
-        speeds = job_records.device_speeds(context.db, body.model, body.method or DEFAULT.name, full)
+        method = body.method or DEFAULT.name
+        speeds = await db.read(caller.viewer, job_records.device_speeds, db, body.model, method, full)
         hours[name] = report["tokens"]["total"] / median(speeds) / 3600 if speeds else None
     return {"epoch": {"model": body.model, "device_hours": hours}}

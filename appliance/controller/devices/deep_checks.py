@@ -83,9 +83,12 @@ class DeepChecks:
             async with self._taken([device_id], by):
                 await self._until_free(device_id, before)
                 rates, wrong = await self._unless_wanted([device_id], before, self._alone(device))
-                shared, said = ({}, []) if wrong else await self._with_others(device, by, before)
+                said: list[Measured] = []
+                if not wrong:
+                    shared, said = await self._with_others(device, by, before)
+                    rates = rates | shared
                 # Before it goes back: a device that fails stays where it is.
-                return self._kept(device, rates | shared, wrong, said, new_baseline)
+                return self._kept(device, rates, wrong, said, new_baseline)
 
     def before_return(self, device_id: str) -> None:
         """Check a cordoned device that is to be tried again; the verdict is told. Never raises."""

@@ -10,6 +10,7 @@ node stay visible (appliance/controller/devices/lost_nodes.py).
 from __future__ import annotations
 
 import logging
+import math
 import sqlite3
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from scheduler.devices.health import Death, Fault, failing, trial_after_s
 log = logging.getLogger(__name__)
 
 KEPT_READINGS = 120
+CHECK_PATIENCE_S = 1800.0
 
 
 class DeviceWatch:
@@ -51,7 +53,7 @@ class DeviceWatch:
         self._ours: set[str] = set(box.get(db, FAILING, {}))
         self._trials: dict[str, dict[str, Any]] = box.get(db, TRIALS, {})
         self._check: Callable[[str], None] | None = None
-        self._in_check: set[str] = set()
+        self._in_check: dict[str, float] = {}  # since when
         self._sound: set[str] = set()
         self._unsound: dict[str, Fault] = {}
 
@@ -62,7 +64,7 @@ class DeviceWatch:
 
     def measured(self, device_id: str, fault: Fault | None) -> None:
         """A deep check found this of a device (None: it is sound). What a person drained is theirs to judge."""
-        self._in_check.discard(device_id)
+        self._in_check.pop(device_id, None)
         if device_id in box.get(self._db, DRAINS, {}):
             return
         if fault is None:
@@ -225,9 +227,11 @@ class DeviceWatch:
                 trials.pop(device_id, None)
         due -= worse.keys()
         if self._check is not None:
-            for device_id in due - self._sound - self._in_check:
-                self._in_check.add(device_id)
-                self._check(device_id)
+            for device_id in due - self._sound:
+                # One that was never answered for, because it broke off with an error, is asked for again.
+                if now_s - self._in_check.get(device_id, -math.inf) > CHECK_PATIENCE_S:
+                    self._in_check[device_id] = now_s
+                    self._check(device_id)
             due &= self._sound
         return due, worse
 

@@ -7,7 +7,7 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +146,10 @@ async def described(
     status, details, report = "processed", None, None
     if purpose == "fine-tune":
         found = await context.file_work.check(caller.owner, path)
-        status, report = ("processed" if found.ok else "error"), asdict(found)
-        del report["example_tokens"]  # a row stays small; who plans a job counts anew, with the model's tokenizer
+        # Without the tokens of each example, before they are copied one by one: a row stays small, and who plans a job
+        # counts anew, with the model's tokenizer.
+        status, report = ("processed" if found.ok else "error"), asdict(replace(found, example_tokens=[]))
+        del report["example_tokens"]
         details = summary(found, f"/v1/files/{file_id}/errors")
     return FileRow(
         id=file_id,

@@ -97,16 +97,24 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
         raise refused(error, "hyperparameters") from error
     verdict = settings.verdict_on_box(context, base, chosen, method)
     told = planned(base.name, method, chosen, dataset, verdict, counted=body.training_file is not None)
-    return {**told, "device_hours": _device_hours(context, body.model, method, chosen, dataset)}
+    return {**told, "device_hours": await _device_hours(context, body.model, method, chosen, dataset, caller)}
 
 
-def _device_hours(
-    context: ControllerContext, model: str, method: Method, chosen: settings.Settings, dataset: auto.DatasetStats
+async def _device_hours(
+    context: ControllerContext,
+    model: str,
+    method: Method,
+    chosen: settings.Settings,
+    dataset: auto.DatasetStats,
+    caller: Principal,
 ) -> float | None:
     """Of the steps, at the speed that this box has had with jobs like it; None if there were none, or if the data does
     not say how many tokens there will be."""
     fields = chosen.resolved
-    speeds = [] if method.rolls_out else job_records.device_speeds(context.db, model, method.name, fields["full"])
+    speeds = list[float]()
+    if not method.rolls_out:
+        db = context.db
+        speeds = await db.read(caller.viewer, job_records.device_speeds, db, model, method.name, fields["full"])
     return dataset.n_tokens * fields["n_epochs"] / median(speeds) / 3600 if speeds else None
 
 

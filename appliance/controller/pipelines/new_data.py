@@ -59,6 +59,12 @@ def new(found: Found, taken: Found, data: Data) -> Found:
     return {name: told for name, told in found.items() if taken.get(name) != told}
 
 
+def join_chosen(chosen: Found, folder: Path | None, target: Path) -> str:
+    """`join` of these files, by their names in this folder, or with None by their paths."""
+    parts = [((folder / name) if folder is not None else Path(name), int(told[0])) for name, told in chosen.items()]
+    return join(parts, target)
+
+
 def join(parts: list[tuple[Path, int]], target: Path) -> str:
     """Write the lines of the files, of each so many bytes as were seen, into a new one; its SHA-256. Raises OSError,
     and NoData for what is not a regular file any more."""

@@ -12,7 +12,6 @@ import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from appliance.controller.access.model_access import caller_of
@@ -33,6 +32,7 @@ from appliance.controller.pipelines import new_data
 from appliance.controller.pipelines.new_data import Found, NoData
 from appliance.controller.pipelines.spec import Check, PipelineSpec, Prepare, Schedule, job_of
 from appliance.controller.pipelines.steps import End, Seen, beyond, end_of, steps_of
+from appliance.store.database import BOX
 from appliance.store.ids import new_id
 from appliance.store.objects import files, gates, jobs, models, pipelines
 from appliance.store.records import keys
@@ -96,7 +96,7 @@ class PipelineRunner:
     async def _begin_if_new(self, row: PipelineRow, spec: PipelineSpec) -> str:
         """Why not, "" if it was begun or there is nothing new."""
         try:
-            found = new_data.new(await self._found(row, spec), pipelines.taken(self._db, row.id), spec.data)
+            found = new_data.new(await self._found(row, spec), await self._taken(row), spec.data)
         except NoData as error:
             return str(error)
         last = pipelines.last_of(self._db, row.id)
@@ -165,16 +165,20 @@ class PipelineRunner:
                 raise NoData("the key of this pipeline is not an administrator's any more, and may read no folder")
             return await asyncio.to_thread(new_data.in_folder, data.folder, data.pattern, time.time())
         if data.uploads is not None:
-            return new_data.uploaded(self._context, data.uploads, row.owner)
+            return await self._db.read(row.owner or BOX, new_data.uploaded, self._context, data.uploads, row.owner)
         file = files.find(self._db, data.file or "", viewer=None, now_s=time.time())
         if file is None:
             raise NoData(f"the file {data.file} was deleted")
         return {file.id: [file.bytes, file.filename]}
 
+    async def _taken(self, row: PipelineRow) -> Found:
+        """Only a run of this pipeline changes it, of which there is one at a time."""
+        return await self._db.read(row.owner or BOX, pipelines.taken, self._db, row.id)
+
     async def _take_data(self, run: PipelineRunRow, row: PipelineRow, spec: PipelineSpec, caller: Principal) -> None:
         """Choose it, and then make one file of it, each kept before the next begins."""
         if not run.data_files:
-            found, taken = await self._found(row, spec), pipelines.taken(self._db, row.id)
+            found, taken = await self._found(row, spec), await self._taken(row)
             chosen = found if spec.data.file is not None else new_data.new(found, taken, spec.data)
             if not chosen:
                 self._end(run.id, row, End(False, "there is no new data; nothing was trained", "nothing_new"))
@@ -199,9 +203,8 @@ class PipelineRunner:
         with context.quotas.receiving(caller) as took, storage.growing(context, file_id) as (incoming,):
             took(size + run.data_files)
             # Only now: a run that waits for room asks for it every second.
-            chosen = pipelines.chosen(self._db, run.id)
-            parts = [((base / name) if base is not None else Path(name), int(told[0])) for name, told in chosen.items()]
-            sha256 = await context.file_work.run(run.owner, new_data.join, parts, incoming)
+            chosen = await self._db.read(run.owner or BOX, pipelines.chosen, self._db, run.id)
+            sha256 = await context.file_work.run(run.owner, new_data.join_chosen, chosen, base, incoming)
             made = await storage.described(
                 context, file_id, incoming, filename=f"{run.id}.jsonl", sha256=sha256, caller=caller
             )

@@ -95,8 +95,8 @@ def page_runs(
 def unfinished_ids(db: Database, *, eval_id: str | None = None, owner: str | None = None) -> list[str]:
     """Of runs, oldest first. Their rows may hold megabytes each."""
     rows = db.execute(
-        f"SELECT id FROM eval_runs WHERE status IN ({_UNFINISHED}) AND (?1 IS NULL OR eval_id = ?1) "
-        f"AND (?2 IS NULL OR owner = ?2) AND {_RUN_THERE} ORDER BY seq",
+        f"SELECT id FROM eval_runs INDEXED BY eval_runs_unfinished WHERE status IN ({_UNFINISHED})"
+        f" AND (?1 IS NULL OR eval_id = ?1) AND (?2 IS NULL OR owner = ?2) AND {_RUN_THERE} ORDER BY seq",
         [eval_id, owner],
     )
     return [row["id"] for row in rows]

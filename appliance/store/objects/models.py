@@ -76,6 +76,12 @@ def list_callable(db: Database) -> list[ModelRow]:
     return db.all(ModelRow, "SELECT * FROM models WHERE active_version IS NOT NULL ORDER BY seq")
 
 
+def active_versions(db: Database) -> dict[str, str]:
+    """By model, of those that can be called; by an index alone, for each round of the scheduler asks."""
+    rows = db.execute("SELECT id, active_version FROM models WHERE active_version IS NOT NULL")
+    return {name: version for name, version in rows.fetchall()}
+
+
 def update(db: Database, name: str, **changes: Any) -> None:
     """Raises RowNotFound, UnknownColumn."""
     db.update("models", ModelRow, {"id": name}, changes)

@@ -25,12 +25,12 @@ def insert(db: Database, row: PipelineRow) -> None:
 
 def find(db: Database, id_or_name: str, *, viewer: str | None = None) -> PipelineRow | None:
     """An admin who gives a name that several owners have gets the newest."""
-    return db.one(
-        PipelineRow,
-        "SELECT * FROM pipelines WHERE (id = ?1 OR name = ?1) AND (?2 IS NULL OR owner = ?2)"
-        " ORDER BY id = ?1 DESC, seq DESC LIMIT 1",
-        [id_or_name, viewer],
-    )
+    by_id = "SELECT * FROM pipelines WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)"
+    if (row := db.one(PipelineRow, by_id, [id_or_name, viewer])) is not None:
+        return row
+    if viewer is not None:
+        return of_owner(db, viewer, id_or_name)
+    return db.one(PipelineRow, "SELECT * FROM pipelines WHERE name = ? ORDER BY seq DESC LIMIT 1", [id_or_name])
 
 
 def of_owner(db: Database, owner: str, name: str) -> PipelineRow | None:

@@ -34,7 +34,7 @@ def forget(db: Database, before_s: float) -> int:
     Usage keeps their requests under no key, like those of the box itself."""
     with db.transaction():
         rows = db.execute(
-            "SELECT id FROM keys WHERE session AND revoked_s < ? ORDER BY seq LIMIT ?", [before_s, FORGET_AT_ONCE]
+            "SELECT id FROM keys WHERE session AND revoked_s < ? ORDER BY revoked_s LIMIT ?", [before_s, FORGET_AT_ONCE]
         )
         ids = [row["id"] for row in rows]
         for key_id in ids:

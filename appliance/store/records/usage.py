@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from appliance.store.database import Database
 
-HOUR_S = 3600
+HOUR_S, DAY_S = 3600, 86400
 By = Literal["key", "owner", "model", "version", "hour"]
 
 
@@ -69,10 +69,10 @@ def move(db: Database, from_key: str, to_key: str) -> None:
 
 
 def tokens_since(db: Database, key_id: str, since_s: float) -> int:
-    """Prompt and completion tokens of a key since `since_s`, which is on the hour."""
+    """Prompt and completion tokens of a key since `since_s`, which begins a day of UTC. By sums of days, which triggers
+    keep: each report of the gateways asks."""
     (total,) = db.execute(
-        "SELECT coalesce(sum(prompt_tokens + completion_tokens), 0) FROM usage WHERE key_id = ? AND hour_s >= ?",
-        [key_id, int(since_s)],
+        "SELECT coalesce(sum(tokens), 0) FROM spent WHERE key_id = ? AND day >= ?", [key_id, int(since_s // DAY_S)]
     ).fetchone()
     return total
 

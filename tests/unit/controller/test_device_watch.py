@@ -8,7 +8,7 @@ import pytest
 
 from appliance.controller.devices import cordons, lost_nodes
 from appliance.controller.devices.cordons import CORDONED, FAILING, TRIALS
-from appliance.controller.devices.device_watch import DeviceWatch
+from appliance.controller.devices.device_watch import CHECK_PATIENCE_S, DeviceWatch
 from appliance.controller.devices.meters import metered
 from appliance.store.records import audit, box
 from runtime.devices.kind import Reading
@@ -294,6 +294,21 @@ async def test_a_device_is_measured_before_it_is_tried_again(db):
     watch.judge()
     watch.measured("n0/3", None)
     assert asked == ["n0/3"] * 2 and box.get(db, CORDONED) == [] and box.get(db, FAILING) == {}
+
+
+async def test_a_check_that_broke_off_keeps_no_device_out_of_use_for_ever(db):
+    clock = Clock()
+    watch, asked = clock.watch(db), []
+    watch.checks_with(asked.append)
+    for _ in range(2):
+        watch.died(("n0/3",), "job a", "died")
+    clock.now_s += 61
+    watch.judge()
+    clock.now_s += CHECK_PATIENCE_S + 1
+    watch.judge()
+    assert asked == ["n0/3"] * 2
+    watch.measured("n0/3", None)
+    assert box.get(db, CORDONED) == []
 
 
 async def test_a_slow_device_that_nobody_had_cordoned_is(db):

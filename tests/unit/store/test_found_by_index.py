@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 
 from appliance.store.database import Database
-from appliance.store.objects import files, jobs, models, responses, uploads
+from appliance.store.objects import (
+    adapters,
+    files,
+    gates,
+    job_records,
+    jobs,
+    models,
+    pipelines,
+    responses,
+    sweeps,
+    uploads,
+)
+from appliance.store.records import keys
 
 
 @pytest.fixture
@@ -26,6 +38,13 @@ LOOKS: dict[str, Callable[[Database], Any]] = {
     "copies that jobs have": lambda db: jobs.data_of_unfinished(db, "ann"),
     "jobs that want devices": jobs.any_wants_devices,
     "snapshots to give back": jobs.list_left_snapshots,
+    # A key is asked for up to forty times in a request: each time all keys there ever were.
+    "a key by its name": lambda db: keys.find(db, "nobody"),
+    "a pipeline by its name": lambda db: pipelines.find(db, "nobody"),
+    "an owner's gates": lambda db: gates.page(db, viewer="ann", model=None, job_id=None, after=None, limit=20),
+    "sweeps to forget": lambda db: sweeps.forget_old(db, "ann"),
+    "adapters on a model": lambda db: adapters.list_on(db, "starter"),
+    "the name of a version": lambda db: job_records.checkpoint_of(db, "model", "v1"),
     # 20,000 files 0.09 s, 500,000 uploads that had ended 0.22 s, with each round of housekeeping.
     "files that have expired": lambda db: files.expired(db, now_s=1.0),
     "uploads to forget": lambda db: uploads.forget_some(db, 1.0),

@@ -8,6 +8,7 @@ import pytest
 
 from appliance.store.database import Database
 from appliance.store.records import keys, usage
+from appliance.store.upkeep import retention
 from tests.unit.store.test_holdings import Watched
 
 HOURS = 300
@@ -33,7 +34,30 @@ def test_what_a_key_has_spent_is_found_without_those_of_others(db: Database):
     while made.step():
         pass
     plans = [step for sql, plan in watched.asked if "FROM usage" in sql for step in plan if "usage" in step]
-    assert len(plans) > 2 and all("INDEX usage_of_keys (key_id=?" in step for step in plans), plans
+    assert len(plans) >= 2 and all("INDEX usage_of_keys (key_id=?" in step for step in plans), plans
+
+
+def test_what_a_key_has_spent_is_kept_by_the_day_as_it_changes(db: Database):
+    """Each report of the gateways, every few seconds, asks of each key that has a quota: all of a month's hours, models
+    and versions were summed anew."""
+
+    def agrees() -> None:
+        sums = "SELECT key_id, hour_s / 86400 AS day, sum(prompt_tokens + completion_tokens) AS tokens FROM usage"
+        counted = {tuple(row) for row in db.execute(f"{sums} GROUP BY 1, 2") if row["tokens"]}
+        assert {tuple(row) for row in db.execute("SELECT * FROM spent WHERE tokens != 0")} == counted
+
+    agrees()
+    ben, ann = (keys.find(db, name).id for name in ("ben", "ann-1"))  # type: ignore[union-attr]
+    again = {"key": ben, "model": "m0", "version": "v1", "requests": 1, "errors": 0}
+    usage.add(db, [{**again, "prompt_tokens": 7, "completion_tokens": 0}], 0.0)
+    agrees()
+    assert usage.tokens_since(db, ben, 0.0) == 5 * HOURS + 7
+    assert usage.tokens_since(db, ben, usage.DAY_S) == 5 * (HOURS - 24)
+    usage.move(db, ben, ann)
+    agrees()
+    assert (usage.tokens_since(db, ben, 0.0), usage.tokens_since(db, ann, 0.0)) == (0, 10 * HOURS + 7)
+    retention.usage(db, 10 * usage.DAY_S, 1000)
+    agrees()
 
 
 @pytest.mark.parametrize("by", ["key", "owner", "model", "version", "hour"])

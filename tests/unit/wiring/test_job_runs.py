@@ -52,6 +52,24 @@ def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path):
     assert len(job_records.page_events(db, "ftjob-1", after=None, limit=50).data) == 3
 
 
+def test_what_a_run_decided_of_its_learning_rate_is_known_before_ranks_start_again(db, tmp_path, add_job, runs):
+    """It went back while no controller ran, and the next world would have begun at the rate that broke it."""
+    add_job(phase="running")
+    jobs.update(db, "ftjob-1", snapshot={"step": 4, "path": "/s"})
+    folder = tmp_path / "jobs" / "ftjob-1"
+    folder.mkdir(parents=True)
+    log = EventLog(folder, lambda event, **data: None)
+    told = {"kind": "spike", "loss": 9.0, "grad_norm": 1.0, "usual": 2.0, "text": "it jumped"}
+    log("anomaly", step=7, action="rollback", cuts=[], **told)
+    for _ in range(2):
+        runs.catch_up("ftjob-1")
+        assert jobs.get(db, "ftjob-1").resolved["rate_cuts"] == [4]
+    log("anomaly", step=9, action="lower_rate", cuts=[4, 9], **told)
+    for _ in range(2):
+        runs.catch_up("ftjob-1")
+        assert jobs.get(db, "ftjob-1").resolved["rate_cuts"] == [4, 9]
+
+
 @contextlib.contextmanager
 def room(nbytes):
     """Files take no more than so many bytes from here on, as where the disk is full."""

@@ -158,7 +158,7 @@ def routes(
         attempt, earlier = attempted(request, caller, "model.verify", row.id)
         if earlier is not None:
             return _accepted(earlier)
-        paths = [paths_of(version) for version in models.list_versions(db, row.id)]
+        paths = await db.read(caller.viewer, lambda: [paths_of(one) for one in models.list_versions(db, row.id)])
 
         async def work(report: Report) -> dict[str, Any]:
             return await context.model_ops.verify(row.id, paths, report)
