@@ -157,7 +157,8 @@ def opened(objects: Objects, key_file: Path | None, *, make: bool) -> Objects:
                 "for encrypted ones, or no key"
             )
         if not make:
-            return objects  # there is none, and whoever asks says so
+            # There is none, and whoever asks says so; what the place shows him after all is not what was sealed.
+            return Encrypted(objects, secrets.token_bytes(KEY_BYTES))
         key = secrets.token_bytes(KEY_BYTES)
         objects.put(HEADER, _sealed(KeyFile.read(key_file), key))
         return Encrypted(objects, key)

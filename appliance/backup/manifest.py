@@ -22,6 +22,8 @@ from weights.tiers.objects import Objects
 
 FORMAT = 1
 CHUNK_BYTES = 16 << 20
+DATABASE_CHUNK_BYTES = 1 << 20
+"""Smaller, because some of its pages change before each backup and most do not: 16 MiB were written for a few kB."""
 _FOLDER = "backups/"
 _TIME = "%Y-%m-%dT%H-%M-%SZ"
 log = logging.getLogger(__name__)

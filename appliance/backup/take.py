@@ -22,7 +22,7 @@ from appliance import last_backup
 from appliance.backup import manifest as manifests
 from appliance.backup.encryption import chunk_digest
 from appliance.backup.errors import BackupError, BackupRunning, NotThisBox
-from appliance.backup.manifest import CHUNK_BYTES, Manifest, SavedFile, chunk_key
+from appliance.backup.manifest import CHUNK_BYTES, DATABASE_CHUNK_BYTES, Manifest, SavedFile, chunk_key
 from appliance.backup_copies import PREFIX, alone, remove_left
 from appliance.last_backup import LastBackup
 from appliance.paths import BoxPaths
@@ -168,9 +168,11 @@ class _Writer:
         return tuple(saved), {*before, *found} - {file.path for file in saved}
 
     def database(self, copied: Path) -> SavedFile:
-        return self._file(DATABASE, copied)
+        return self._file(DATABASE, copied, chunk_bytes=DATABASE_CHUNK_BYTES)
 
-    def _file(self, name: str, path: Path, status: os.stat_result | None = None) -> SavedFile:
+    def _file(
+        self, name: str, path: Path, status: os.stat_result | None = None, chunk_bytes: int = CHUNK_BYTES
+    ) -> SavedFile:
         """status: from before it is read, so that a file which changes meanwhile is read again next time."""
         known, mtime_ns = self._last.get(name), 0 if status is None else status.st_mtime_ns
         if known and status and (known.mtime_ns, known.bytes) == (mtime_ns, status.st_size):
@@ -178,7 +180,7 @@ class _Writer:
                 return known
         chunks, nbytes = [], 0
         with open(path, "rb") as file:
-            while piece := file.read(CHUNK_BYTES):
+            while piece := file.read(chunk_bytes):
                 digest = chunk_digest(self._objects, piece)
                 if digest not in self._there:
                     self._objects.put(chunk_key(digest), piece)

@@ -175,8 +175,9 @@ def _rollouts(given: Given, fields: dict[str, Any], model: ModelStats) -> str:
 
 
 def _staleness(given: Given, rollouts: str) -> int:
-    """Updates that may lie between the weights that write an answer and those that learn from it."""
-    asked = given.integer("staleness", 0, MOST_STALE, auto=0)
+    """Updates that may lie between the weights that write an answer and those that learn from it. One has hidden nearly
+    all that engines and graders take (benchmarks/rollouts_waiting.py), and is the least that can."""
+    asked = given.integer("staleness", 0, MOST_STALE, auto=1 if rollouts == "engine" else 0)
     if asked and rollouts != "engine":
         raise InvalidHyperparameter(
             "staleness",

@@ -14,7 +14,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import cordons, lost_nodes
 from appliance.controller.devices.meters import metered
 from appliance.controller.http.presence import while_present
-from appliance.controller.http.reading import Status
+from appliance.controller.http.reading import Readings, Status
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import Conflict, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import Caller
@@ -56,9 +56,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         )
 
     @router.get("/devices")
-    def devices(now: Status) -> dict[str, Any]:
+    def devices(now: Status, readings: Readings) -> dict[str, Any]:
         checks = context.deep_checks.results()
-        shown_devices = metered(lost_nodes.in_view(db, now["devices"]), context.device_readings())
+        shown_devices = metered(lost_nodes.in_view(db, now["devices"]), readings)
         return {"object": "list", "data": [{**one, "check": checks.get(one["id"])} for one in shown_devices]}
 
     async def checked(request: Request, device_id: str, caller: Caller, new_baseline: bool = False) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def routes(context: ControllerContext) -> APIRouter:
         if row.status == "completed":
             return _view(context, row, caller)  # the SDK retries when the first answer was lost
         row = _pending(context, upload_id, caller)
-        paths = _chosen(context, row, body, await db.read(row.owner, upload_rows.sizes, db, row.id))
+        _check_chosen(row, body, await db.read(row.owner, upload_rows.sizes, db, row.id))
         row = _pending(context, upload_id, caller)  # still
         if row.id in completing:
             raise _busy(row)
@@ -193,7 +193,9 @@ def routes(context: ControllerContext) -> APIRouter:
             try:
                 await _drop_all_but(context, row, set(body.part_ids))
                 try:
-                    sha256, md5 = await context.file_work.run(row.owner, _join, paths, incoming)
+                    sha256, md5 = await context.file_work.run(
+                        row.owner, _join, _folder(context, row.id), body.part_ids, incoming
+                    )
                 except FileNotFoundError:
                     _pending(context, upload_id, caller)  # it was cancelled or has expired, and its parts went
                     raise
@@ -293,8 +295,8 @@ def _check_parts(row: UploadRow, number: int) -> None:
         )
 
 
-def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete, known: dict[str, int]) -> list[Path]:
-    """The parts in the order of the file. known: bytes of those that are there. Raises BadRequest."""
+def _check_chosen(row: UploadRow, body: UploadComplete, known: dict[str, int]) -> None:
+    """known: bytes of the parts that are there. Raises BadRequest."""
     if body.md5 is not None and not _MD5.match(body.md5):
         raise BadRequest(
             f"Invalid value for 'md5': {shown(body.md5)} was given, expected 32 hexadecimal digits.",
@@ -313,8 +315,6 @@ def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete, kn
             param="part_ids",
             code="upload_size_mismatch",
         )
-    folder = _folder(context, row.id)
-    return [folder / part_id for part_id in body.part_ids]
 
 
 async def _drop_all_but(context: ControllerContext, row: UploadRow, part_ids: set[str]) -> None:
@@ -325,25 +325,25 @@ async def _drop_all_but(context: ControllerContext, row: UploadRow, part_ids: se
             for part_id in unnamed[first : first + CHUNK_ROWS]:
                 upload_rows.delete_part(context.db, part_id)
         await asyncio.sleep(0)
-    await to_thread.run_sync(_unlink, [_folder(context, row.id) / part_id for part_id in unnamed])
+    await to_thread.run_sync(_unlink, _folder(context, row.id), unnamed)
 
 
-def _unlink(paths: list[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
+def _unlink(folder: Path, part_ids: list[str]) -> None:
+    for part_id in part_ids:
+        (folder / part_id).unlink(missing_ok=True)
 
 
 def _busy(row: UploadRow) -> Conflict:
     return Conflict(f"The upload {row.id} is being completed by another request.", code="upload_busy")
 
 
-def _join(parts: list[Path], target: Path) -> tuple[str, str]:
+def _join(folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
     """SHA-256 and MD5 in hex of the parts' bytes, which are synced at `target` on return."""
     sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
     try:
         with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as out:
-            for path in parts:
-                with open(path, "rb", buffering=0) as part:
+            for part_id in part_ids:
+                with open(folder / part_id, "rb", buffering=0) as part:
                     while piece := part.read(_COPY_BYTES):
                         sha256.update(piece)
                         md5.update(piece)

@@ -92,7 +92,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
     @router.delete("/{response_id}")
     async def delete(response_id: str, caller: Caller) -> dict[str, Any]:
         row = await stored.find(response_id, caller.viewer)
-        stored.delete(row)
+        stored.delete(row.id)
         background.forget(row.id)
         return {"id": row.id, "object": "response", "deleted": True}
 

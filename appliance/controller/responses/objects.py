@@ -80,6 +80,11 @@ def events(response: Object, after: int = -1) -> Iterator[tuple[int, bytes]]:
             yield place, b"event: %b\ndata: %b\n\n" % (kind.encode(), told)
 
 
+def next_event(events: Iterator[tuple[int, bytes]]) -> tuple[int, bytes] | None:
+    """The next one of `events`, which takes as long as the response is large; None: there is no more."""
+    return next(events, None)
+
+
 def error_event(place: int, code: str, message: str) -> bytes:
     """What ends a stream early, in wire format."""
     told = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": place}

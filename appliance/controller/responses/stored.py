@@ -128,9 +128,7 @@ class StoredResponses:
         """Raises NotFound, equally late for other owners' responses: the timing must not reveal that one exists."""
         row = await self._arrived(response_id, viewer)
         if row is None:
-            raise NotFound(
-                f"Response with id {shown(response_id)} not found.", param="response_id", code="response_not_found"
-            )
+            raise _not_found(response_id)
         return row
 
     def turns(self, response_id: str, viewer: str | None, *, newest_first: bool) -> Iterator[ResponseRow]:
@@ -192,10 +190,13 @@ class StoredResponses:
         items = turn_items(row)
         return Turn(items, orjson.dumps(items))
 
-    def delete(self, row: ResponseRow) -> None:
-        responses.delete(self._db, row.id)
-        self._bytes -= row.bytes
-        self.tell(row.id)
+    def delete(self, response_id: str) -> None:
+        """Raises NotFound: whoever found it did so on a thread, and it may have gone since."""
+        size = responses.delete(self._db, response_id)
+        if size is None:
+            raise _not_found(response_id)
+        self._bytes -= size
+        self.tell(response_id)
 
     # --- news
 
@@ -269,6 +270,10 @@ class StoredResponses:
     async def _visible(self, response_id: str, viewer: str | None) -> ResponseRow | None:
         row = await self._db.read(viewer, responses.find, self._db, response_id)
         return row if row is not None and viewer in (None, row.owner) else None
+
+
+def _not_found(response_id: str) -> ApiError:
+    return NotFound(f"Response with id {shown(response_id)} not found.", param="response_id", code="response_not_found")
 
 
 def _too_long(response_id: str, most_bytes: int = CONVERSATION_BYTES) -> ApiError:

@@ -59,7 +59,5 @@ def sizes(db: Database, upload_id: str) -> dict[str, int]:
 
 def stored(db: Database, upload_id: str) -> tuple[int, int]:
     """Number and bytes of the parts that have arrived."""
-    number, size = db.execute(
-        "SELECT count(*), coalesce(sum(bytes), 0) FROM upload_parts WHERE upload_id = ?", [upload_id]
-    ).fetchone()
-    return number, size
+    found = db.execute("SELECT parts, parts_bytes FROM uploads WHERE id = ?", [upload_id]).fetchone()
+    return (0, 0) if found is None else (found["parts"], found["parts_bytes"])

@@ -91,8 +91,8 @@ def jobs(db: Database, key_id: str) -> int:
 def models(db: Database, key_id: str) -> tuple[int, int]:
     """Number of fine-tuned models, and bytes of all their versions."""
     owned = "models WHERE kind = 'fine-tuned' AND owner IN (SELECT owner FROM keys WHERE id = ?1)"
-    sizes = f"versions WHERE model IN (SELECT id FROM {owned})"
-    return _number(db, owned, key_id), _number_and_bytes(db, sizes, key_id)[1]
+    number, size = db.execute(f"SELECT count(*), coalesce(sum(versions_bytes), 0) FROM {owned}", [key_id]).fetchone()
+    return number, size
 
 
 def names(db: Database, owner: str) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,26 @@ def test_a_place_is_encrypted_from_its_first_backup_on_or_never(paths, place, ke
     take(paths, opened(place, None, make=True))
     with pytest.raises(BackupError, match="has backups that are not encrypted"):
         opened(place, key, make=True)
+
+
+def test_a_place_that_hides_a_backup_at_first_brings_none_back_that_is_not_sealed(
+    paths,  # noqa: F811
+    place,  # noqa: F811
+    key,
+    tmp_path,
+):
+    """Who keeps the place chooses what it lists, each time that it is asked: a box with keys of his own came back."""
+    take(paths, place)
+    hides, asked = type(place)(place.root), list[str]()
+
+    def listed(prefix: str) -> Iterator[tuple[str, int]]:
+        asked.append(prefix)
+        return iter([]) if len(asked) == 1 else place.list(prefix)
+
+    hides.list = listed
+    with pytest.raises(BackupDamaged):
+        restore(opened(hides, key, make=False), None, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 def chunk(place) -> Path:  # noqa: F811

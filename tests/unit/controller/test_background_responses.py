@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -188,6 +189,24 @@ async def test_who_takes_it_back_pays_for_what_was_computed(control: Control, wa
     assert row["prompt_tokens"] > 1000 and 30 <= row["completion_tokens"] < 40
 
 
+async def test_what_has_ended_since_it_was_found_is_not_cancelled_and_is_deleted_once(control: Control):
+    """A thread finds it and the loop goes on with what was found: a cancellation wrote over an answer that had come
+    meanwhile, and four deletions that came together took its bytes off the box's sum four times."""
+    stored, background = control.app.state.responses, control.app.state.background
+    scripted(control, EngineAnswer(200, answer(1, "2"), "v1"))
+    engines(control).lines = 0
+    made = await asked(control)
+    found_before = responses.find(control.db, made.id)
+    engines(control).lines = 1
+    assert (await ended(control, made.id)).status == "completed"
+    assert background.cancel(found_before).status == "completed"
+    assert (await control.sdk.responses.retrieve(made.id)).output_text == "2"
+    assert stored._bytes == responses.totals(control.db)[1]
+    told = await asyncio.gather(*(control.http.delete(f"/v1/responses/{made.id}") for _ in range(4)))
+    assert sorted(one.status_code for one in told) == [200, 404, 404, 404]
+    assert stored._bytes == responses.totals(control.db)[1] == 0
+
+
 async def test_owners_take_turns_however_many_one_of_them_has_asked(control: Control):
     engines(control).lines = 0
     scripted(control)
@@ -220,6 +239,41 @@ async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: 
     assert seen[-1].response.output_text == "two" and seen[0].response.status == "queued"
     again = await control.sdk.responses.retrieve(seen[0].response.id, stream=True, starting_after=5)
     assert [event.model_dump() async for event in again] == [event.model_dump() for event in seen[6:]]
+
+
+async def test_nothing_of_what_is_followed_is_read_parsed_or_written_on_the_loop(control: Control, monkeypatch):
+    """Two hundred who followed an answer of 0.4 MB with many values heard of its end in one turn of the loop, and held
+    it for 1.1 s."""
+    scripted(control, EngineAnswer(200, answer(1, "two"), "v1"))
+    made = await ended(control, (await asked(control)).id)
+    row, seen = responses.find(control.db, made.id), list[int]()
+
+    def noted(call: Any) -> Any:
+        return lambda *given: (seen.append(threading.get_ident()), call(*given))[1]
+
+    json_of = SimpleNamespace(loads=noted(background_responses.orjson.loads), dumps=noted(objects.orjson.dumps))
+    monkeypatch.setattr(background_responses, "orjson", json_of)
+    monkeypatch.setattr(objects, "orjson", json_of)
+    monkeypatch.setattr(responses, "find", noted(responses.find))
+    told = [event async for event in control.app.state.background.follow(row, -1, WHO)]
+    assert len(told) == 10 and len(seen) > 10 and threading.get_ident() not in seen
+
+
+async def test_who_follows_misses_no_end_that_comes_while_a_thread_is_at_it(control: Control, monkeypatch):
+    engines(control).lines = 0
+    made = await asked(control)
+    background: BackgroundResponses = control.app.state.background
+    row, loop, next_event = responses.find(control.db, made.id), asyncio.get_running_loop(), objects.next_event
+
+    def ends_meanwhile(events: Any) -> Any:
+        if (found := next_event(events)) is None:
+            loop.call_soon_threadsafe(background.cancel, row)
+        return found
+
+    monkeypatch.setattr(objects, "next_event", ends_meanwhile)
+    async with asyncio.timeout(background_responses.COMMENT_EVERY_S / 2):
+        told = [event async for event in background.follow(row, 1, WHO)]
+    assert told[-1].startswith(b"event: response.incomplete") and b": waiting\n\n" not in told
 
 
 def test_events_never_change_while_a_response_goes_on():

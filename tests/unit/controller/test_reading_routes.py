@@ -45,7 +45,7 @@ ON_THE_LOOP = {
     "/v1/evals/{eval_id}/runs": _THEN_ANSWER,
     "/v1/evals/{eval_id}/runs/{run_id}": _THEN_ANSWER,
     "/v1/responses/{response_id}/input_items": _THEN_ANSWER,
-    "/v1/responses/{response_id}": "waits for an answer on its way; the row is read on a thread, and sent as it stands",
+    "/v1/responses/{response_id}": "waits for an answer on its way; what it reads and follows is a thread's",
     "/internal/responses/context": "the same, turn by turn",
 }
 """GET routes that are coroutines, and why they may be."""

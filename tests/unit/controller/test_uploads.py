@@ -147,8 +147,8 @@ async def test_parts_are_bounded_by_number_however_small_they_are(control: Contr
 async def test_the_disk_holds_at_most_twice_what_was_announced_while_it_is_completed(control: Control, monkeypatch):
     join, held = upload_routes._join, []
 
-    def watched(parts: list[Path], target: Path) -> tuple[str, str]:
-        made = join(parts, target)
+    def watched(folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
+        made = join(folder, part_ids, target)
         folders = control.context.uploads_dir, control.context.files_dir
         held.append(sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()))
         return made
@@ -164,10 +164,10 @@ async def test_an_upload_that_is_cancelled_while_it_is_completed_says_so(control
     """Its parts had gone under the hand that joined them: a 500."""
     join = upload_routes._join
 
-    def cancelled_meanwhile(parts: list[Path], target: Path) -> tuple[str, str]:
+    def cancelled_meanwhile(folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
         cancelling = asyncio.run_coroutine_threadsafe(control.sdk.uploads.cancel(made.id), loop)
         cancelling.result(timeout=10)
-        return join(parts, target)
+        return join(folder, part_ids, target)
 
     loop = asyncio.get_running_loop()
     made = await control.sdk.uploads.create(bytes=4, filename="a", mime_type="text/plain", purpose="user_data")

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from appliance.store.database import Database
-from appliance.store.objects import responses
-from appliance.store.rows import ResponseRow
+from appliance.store.objects import models, responses, uploads
+from appliance.store.rows import ModelRow, ResponseRow, UploadPartRow, UploadRow, VersionRow
 from appliance.store.upkeep import holdings
 
 
@@ -129,3 +129,28 @@ def test_owners_are_summed_once_however_many_responses_go(db: Database):
     }
     assert abs(left["much"] - left["little"]) <= 100 and sum(left.values()) == 450
     assert db.execute("SELECT min(used_s) FROM responses WHERE owner = 'much'").fetchone()[0] > 300
+
+
+@given(changes=st.lists(st.tuples(st.sampled_from(["insert", "update", "delete"]), st.integers(0, 9)), max_size=30))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_parts_and_versions_are_summed_as_they_change(db: Database, changes: list[tuple[str, int]]):
+    with contextlib.suppress(ZeroDivisionError), db.transaction():
+        for name in ("a", "b"):
+            uploads.insert(db, UploadRow(name, "n", "batch", "text", 9, 1.0, 1.0))
+            models.insert(db, ModelRow(name, "base", "llama", 1, 1, "o", "s", 1.0))
+        for place, (what, size) in enumerate(changes):
+            of = "ab"[size % 2]
+            if what == "insert":
+                uploads.insert_part(db, UploadPartRow(f"part-{place}", of, size, 1.0))
+                models.insert_version(db, VersionRow(of, f"v{place}", "s", size, 1.0))
+            for table, whose in (("upload_parts", "upload_id"), ("versions", "model")):
+                first = f"seq = (SELECT min(seq) FROM {table} WHERE {whose} = ?1)"
+                if what == "update":
+                    db.execute(f"UPDATE {table} SET bytes = ?2 WHERE {first}", [of, size + 3])
+                elif what == "delete":
+                    db.execute(f"DELETE FROM {table} WHERE {first}", [of])
+        for name in ("a", "b"):
+            assert uploads.stored(db, name) == (len(sizes := uploads.sizes(db, name)), sum(sizes.values()))
+            kept = db.execute("SELECT versions_bytes FROM models WHERE id = ?", [name]).fetchone()[0]
+            assert kept == sum(row.bytes for row in models.list_versions(db, name))
+        raise ZeroDivisionError  # the next example begins with empty tables

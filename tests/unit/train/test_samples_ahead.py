@@ -270,7 +270,9 @@ def test_staleness_is_for_engines(tmp_path):
     model = replace(MODEL, adapter_max_rank=32)
     given = {"lora_rank": 8, "rollouts": "engine", "staleness": 2}
     assert REINFORCEMENT.resolve(given, DATASET, model, 1)["options"]["staleness"] == 2
-    assert REINFORCEMENT.resolve({"lora_rank": 8}, DATASET, model, 1)["options"]["staleness"] == 0
+    for rollouts, expected in (("engine", 1), ("ranks", 0)):
+        fields = REINFORCEMENT.resolve({"lora_rank": 8, "rollouts": rollouts}, DATASET, model, 1)
+        assert fields["options"]["staleness"] == expected
     with pytest.raises(InvalidHyperparameter, match="'staleness' is 1; expected 0 or 'auto' unless rollouts"):
         REINFORCEMENT.resolve({"lora_rank": 8, "staleness": 1}, DATASET, model, 1)
     assert REINFORCEMENT.resolve({**given, "in_flight": True}, DATASET, model, 1)["options"]["in_flight"] is True

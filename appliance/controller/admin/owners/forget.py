@@ -154,6 +154,7 @@ def routes(
         for response_id in forgotten.ids(db, "responses", owner, "status IN ('queued', 'in_progress')"):
             if (row := responses.find(db, response_id)) is not None:
                 background.cancel(row)
+            await asyncio.sleep(0)
         for sweep_id in sweeps.running(db, owner):
             if (sweep := sweeps.find(db, sweep_id)) is not None:
                 await sweeping.cancel(sweep)
