@@ -164,6 +164,7 @@ def routes(
             judging.cancel(gate_id)
         for run_id in evals.unfinished_ids(db, owner=owner):
             evaluations.cancel(run_id)
+            await asyncio.sleep(0)
         deadline_s = time.monotonic() + ENDS_WITHIN_S
         while (left := await db.read(None, forgotten.unfinished, db, owner)) and time.monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_EVERY_S)
