@@ -54,6 +54,13 @@ def _out_of_memory(found: re.Match[str], model: str) -> Words:
     )
 
 
+def _no_fabric(found: re.Match[str], model: str) -> Words:
+    return Words(
+        "the GPUs of this machine are joined by NVSwitches and cannot be used before nvidia-fabricmanager has set them "
+        "up: install it in the driver's very version and start it (`systemctl enable --now nvidia-fabricmanager`)"
+    )
+
+
 def _too_long(found: re.Match[str], model: str) -> Words:
     return Words(
         f"[serve] max_model_len is {found['asked']}, and {model} was made for at most {found['most']} tokens; set it "
@@ -117,6 +124,8 @@ _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...
         (r"Unknown quantization method: (?P<format>[\w.-]+)", _no_format),
         (r"(?P<format>[\w.-]+) quantization is currently not supported in \w+", _no_format),
         (r"is not supported for quantization method (?P<format>[\w-]+)", _no_format),
+        # CUDA's error 802 (CUDA driver API, CUDA_ERROR_SYSTEM_NOT_READY).
+        (r"system not yet initialized", _no_fabric),
         # An operator that the CPU's build declares and does not have.
         (r"_C::\w*(?P<format>fp8|int8)\w*\(\) expected at most 0 argument", _no_format),
         (r"out of memory|[Cc]an(?:'|no)t allocate memory|MemoryError|std::bad_alloc", _out_of_memory),
