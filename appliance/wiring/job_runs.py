@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from appliance.controller.access.model_access import base_of
 from appliance.controller.access.naming import version_prefix
 from appliance.controller.jobs.events import JobEvents, activate
-from appliance.store.database import Database
+from appliance.store.chunks import little_by_little
+from appliance.store.database import BOX, Database
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.facts import name_of
@@ -36,6 +39,7 @@ Answer = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 TIDY_EVERY_S = 10.0
 NUDGE_EVERY_S = 30.0
+_EVENTS_AT_ONCE = 20
 
 
 class JobRuns:
@@ -65,19 +69,36 @@ class JobRuns:
         self.policies = Policies(store, self._is_running)
         self._nudged_s = -NUDGE_EVERY_S
 
-    def catch_up(self, job_id: str) -> None:
-        """Ingest what was trained and asked while no controller was running. Called before ranks start again."""
-        known = {row.step for row in job_records.list_metrics(self._db, job_id)}
-        for event in read_events(self._jobs_dir / job_id):
-            new = event["event"] == "metrics" and event["step"] not in known
-            if event["event"] == "anomaly":  # what they say of the learning rate has to be known before ranks start
-                known_cuts = len((jobs.get(self._db, job_id).resolved or {}).get("rate_cuts", ()))
-                cuts = len(event["cuts"]) + (event["action"] == "rollback")
-                new = event["action"] in ("rollback", "lower_rate") and cuts > known_cuts
-            if event["event"] == "general":
-                new = event["when"] not in (jobs.get(self._db, job_id).general or {})
-            if new:
-                self._events.ingest(job_id, event)
+    async def catch_up(self, job_id: str) -> None:
+        """Ingest what was trained and asked while no controller was running, a few events at a time, with the loop free
+        in between. Called before ranks start again."""
+        left = deque(await self._db.read(BOX, self._missed, job_id))
+        await little_by_little(partial(self._ingest_some, job_id, left))
+
+    def _missed(self, job_id: str) -> list[dict[str, Any]]:
+        """Steps that the store has not, and what is told once; within a reading, for a job may have 100,000 steps."""
+        known = job_records.steps_of(self._db, job_id)
+        return [
+            event
+            for event in read_events(self._jobs_dir / job_id)
+            if event["event"] in ("anomaly", "general") or (event["event"] == "metrics" and event["step"] not in known)
+        ]
+
+    def _ingest_some(self, job_id: str, left: deque[dict[str, Any]]) -> bool:
+        """False: none is left."""
+        with self._db.transaction():
+            for _ in range(min(_EVENTS_AT_ONCE, len(left))):
+                if self._is_new(job_id, event := left.popleft()):
+                    self._events.ingest(job_id, event)
+        return bool(left)
+
+    def _is_new(self, job_id: str, event: dict[str, Any]) -> bool:
+        """Of what `_missed` has found, with what was ingested since."""
+        if event["event"] == "anomaly":  # what they say of the learning rate has to be known before ranks start
+            known_cuts = len((jobs.get(self._db, job_id).resolved or {}).get("rate_cuts", ()))
+            cuts = len(event["cuts"]) + (event["action"] == "rollback")
+            return event["action"] in ("rollback", "lower_rate") and cuts > known_cuts
+        return event["event"] == "metrics" or event["when"] not in (jobs.get(self._db, job_id).general or {})
 
     def answered_by(self, answers: Mapping[str, Answer], unload: Unload) -> None:
         """answers: by kind of question. unload: has every engine unload the adapters of these names."""

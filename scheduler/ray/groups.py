@@ -36,7 +36,7 @@ FRESH_EVERY_S = 0.05
 class Jobs(Protocol):
     """What a job's ranks should do, and where their events go."""
 
-    def catch_up(self, job_id: str) -> None:
+    async def catch_up(self, job_id: str) -> None:
         """Process what earlier ranks of the job did while no controller listened."""
 
     async def prepare(self, job_id: str) -> None:
@@ -103,7 +103,7 @@ class Groups:
         node_config = self._nodes.config_of(lease.device_ids, "start_group", job_id)
         await self._nodes.wait_warm(node_config, "train", "start_group", job_id)
         try:
-            self._jobs.catch_up(job_id)
+            await self._jobs.catch_up(job_id)
             await self._jobs.prepare(job_id)
             spec = self._jobs.spec(job_id)
         except LookupError as error:
@@ -356,7 +356,7 @@ class Groups:
         ids = {"job_id": job_id, "lease_id": lease.id}
         log.info("adopted its running ranks on %s", ", ".join(sorted(statuses)), extra=ids)
         try:
-            self._jobs.catch_up(job_id)
+            await self._jobs.catch_up(job_id)
         except LookupError as error:
             log.warning("cannot read the progress made without a controller: %s", error, extra=ids)
         in_order = sorted(statuses, key=lambda device_id: statuses[device_id]["rank"])

@@ -71,6 +71,8 @@ from serve.vllm.fingerprint_pass import run_fingerprint
 SEGMENT_NAME_BYTES = 8
 LATE_REPLY_S = 10.0
 """What the other workers have to reply once one has failed: they may wait for it in a collective, for ever."""
+OWED = "shm_owed"
+"""Attribute of a worker's queue: how many replies are to come that nobody waits for any more."""
 _applied: list[bool] = []
 
 
@@ -284,21 +286,32 @@ def with_every_reply(rpc):
 
 
 def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> list[Any]:
-    """One reply of each worker. Raises RuntimeError with the first failure, TimeoutError."""
+    """One reply of each worker. Raises RuntimeError with the first failure, TimeoutError. Replies that an earlier call
+    did not wait for come first in their queues, and are nobody's any more."""
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
     found: list[Any] = []
     failed: RuntimeError | None = None
+    late = False
     for queue in queues:
+        owed = vars(queue).setdefault(OWED, 0) + 1
         try:
-            status, result = queue.dequeue(timeout=None if until_s is None else max(0.0, until_s - time.monotonic()))
-        except TimeoutError as error:
-            raise failed or TimeoutError(f"RPC call to {method} timed out.") from error
+            while owed:
+                wait_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+                status, result = queue.dequeue(timeout=wait_s)
+                owed -= 1
+        except TimeoutError:
+            late = True
+            continue
+        finally:
+            setattr(queue, OWED, owed)
         found.append(result)
         if status != multiproc_executor.WorkerProc.ResponseStatus.SUCCESS and failed is None:
             failed = RuntimeError(f"Worker failed with error '{result}'; the stack trace stands in the engine's log")
             until_s = min(filter(None, (until_s, time.monotonic() + LATE_REPLY_S)))
     if failed is not None:
         raise failed
+    if late:
+        raise TimeoutError(f"RPC call to {method} timed out.")
     return found
 
 
@@ -354,9 +367,7 @@ def _load(
     """Run vLLM's weight-transfer sequence (AsyncLLM.start_weight_update, update_weights, finish_weight_update), then
     the fingerprint unless the load computed it. With `wake_kv` a sleeping engine's KV cache wakes in between, without
     its resume_scheduler."""
-    core.collective_rpc("start_weight_update")
-    core.collective_rpc("update_weights", kwargs={"update_info": update})
-    core.collective_rpc("finish_weight_update")
+    _transfer(core, update)
     core.set_weight_version(version)
     reports = core.collective_rpc("shm_report")
     if wake_kv:
@@ -368,6 +379,18 @@ def _load(
         answer = run_fingerprint(core, prompt, pooling_task)
         fingerprint_s = time.perf_counter() - began_s
     return {"reports": reports, "answer": answer, "fingerprint_s": fingerprint_s}
+
+
+def _transfer(core: EngineCore, update: dict[str, Any]) -> None:
+    """Whatever fails, every worker can begin another transfer: those that had no part in the failure are in the midst
+    of this one, and vLLM refuses a second (start_weight_update in vllm/v1/worker/gpu_worker.py)."""
+    try:
+        core.collective_rpc("start_weight_update")
+        core.collective_rpc("update_weights", kwargs={"update_info": update})
+        core.collective_rpc("finish_weight_update")
+    except Exception:
+        core.collective_rpc("shm_leave_update")
+        raise
 
 
 def _exchange(core: EngineCore, version: str, update: dict[str, Any]) -> Future | dict[str, Any]:
@@ -383,9 +406,7 @@ def _exchange(core: EngineCore, version: str, update: dict[str, Any]) -> Future 
     def exchange() -> dict[str, Any]:
         before = core.get_weight_version()
         try:
-            core.collective_rpc("start_weight_update")
-            core.collective_rpc("update_weights", kwargs={"update_info": update})
-            core.collective_rpc("finish_weight_update")
+            _transfer(core, update)
             reports = core.collective_rpc("shm_report")
             core.set_weight_version(version)
             finishing = core.scheduler.flip(before) if keep else 0

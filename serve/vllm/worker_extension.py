@@ -23,6 +23,7 @@ class ShmWorkerExtension:
     rank: int
     model_runner: Any
     vllm_config: Any
+    _weight_update_active: bool
 
     def shm_check(self, path: str) -> dict[str, Any]:
         """Check whether and how a version can be loaded: see ShmWeightTransferEngine.check.
@@ -62,6 +63,10 @@ class ShmWorkerExtension:
         if self.weight_transfer_engine.dirty:
             raise WrongState("the last load did not complete; the model holds mixed weights")
         return self.weight_transfer_engine.report
+
+    def shm_leave_update(self) -> None:
+        """Another worker's transfer failed, so nobody ends this worker's; the next load replaces what it wrote."""
+        self._weight_update_active = False
 
     def shm_sleeping(self) -> None:
         """Keep what a GPU's level 2 of sleep would lose for good."""

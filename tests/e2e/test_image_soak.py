@@ -37,14 +37,14 @@ def settings_of_pip() -> dict[str, str]:
     """What pip was told on this machine, by name without its section."""
     told = subprocess.run(["pip", "config", "list"], check=True, capture_output=True, text=True).stdout
     rows = (line.partition("=") for line in told.splitlines())
-    return {name.partition(".")[2]: value.strip("'\"") for name, _, value in rows if not name.startswith(":env:.user")}
+    return {name.partition(".")[2]: value.strip("'\"") for name, _, value in rows}
 
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("image")
     if podman("image", "exists", BASE, check=False).returncode != 0:
-        packages = "--include=python3.11,python3.11-venv,ca-certificates"
+        packages = "--include=python3.11,python3.11-venv,libpython3.11-dev,ca-certificates"
         base = folder / "base.tar"
         subprocess.run(["mmdebstrap", "--variant=minbase", packages, "bookworm", str(base), MIRROR], check=True)
         podman("import", str(base), BASE)

@@ -128,7 +128,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
     async def delete(eval_id: str, caller: Caller) -> dict[str, Any]:
         known(eval_id, caller)
         for run_id in evals.unfinished_ids(db, eval_id=eval_id):
-            runner.cancel(run_id)
+            runner.let_go(run_id)  # what goes is not ended first: 32 rows with their items held the loop for 4.4 s
         await runner.delete([eval_id])
         return {"object": "eval.deleted", "deleted": True, "eval_id": eval_id}
 
@@ -197,7 +197,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
     @router.delete("/{eval_id}/runs/{run_id}")
     async def delete_run(eval_id: str, run_id: str, caller: Caller) -> dict[str, Any]:
         known_run(eval_id, run_id, caller)
-        runner.cancel(run_id)
+        runner.let_go(run_id)
         await runner.delete([run_id])
         return {"object": "eval.run.deleted", "deleted": True, "run_id": run_id}
 

@@ -98,12 +98,11 @@ class EvalRunner:
 
     def cancel(self, run_id: str) -> None:
         """Items that are judged stay so. Idempotent."""
-        row = evals.find_run(self._db, run_id)
-        if row is not None and not row.finished:
-            self._end(run_id, "canceled", None)
+        self._end(run_id, "canceled", None)
         self.let_go(run_id)
 
     def let_go(self, run_id: str) -> None:
+        """Nothing goes on for it; its row stays as it is."""
         if (task := self._runs.get(run_id)) is not None:
             task.cancel()
 

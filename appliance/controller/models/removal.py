@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from appliance.controller.access.model_access import base_of, known_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, OperationFailed
 from appliance.controller.interfaces.ports import VersionPaths
 from appliance.controller.interfaces.principal import Principal
+from appliance.store import chunks
+from appliance.store.database import Database
 from appliance.store.objects import adapters, jobs, models
 from appliance.store.records import canaries
 from appliance.store.rows import ModelRow, VersionRow
@@ -46,7 +50,9 @@ async def remove(context: ControllerContext, found: Doomed, caller: Principal) -
     """Delete a model with all its versions, or one version by its checkpoint's or pinned name.
 
     Rows first: from then on nothing new can use the bytes; then the replicas leave; then the bytes go. A crash in
-    between leaves unreferenced bytes, which the weight store's sweep deletes. Raises Conflict.
+    between leaves unreferenced bytes, which the weight store's sweep deletes; of a model with many versions, whose rows
+    go a few at a time, it may leave the rest, which answers to nobody and can be deleted again. Raises Conflict, and
+    NotFound for what somebody else has deleted meanwhile.
     """
     db, model = context.db, found.model
     refuse_if_in_use(context, found, caller)
@@ -66,22 +72,42 @@ async def remove(context: ControllerContext, found: Doomed, caller: Principal) -
                 code="version_in_use",
             )
         models.delete_version(db, model.id, version.version)
-        await _unload(context, [version])
+        await _unload(context, _adapters([version]))
         await context.model_ops.remove(model.id, [paths_of(version)])
         context.scheduler.nudge(f"version {version.version} of {model.id} was deleted")
         return
-    versions = models.list_versions(db, model.id)
-    paths = [paths_of(row) for row in versions]
+    leaving = await db.read(caller.viewer, _leaving, db, model.id)
+    doomed(context, found.name)
+    refuse_if_in_use(context, found, caller)
+    if len(leaving.paths) > chunks.CHUNK_ROWS:
+        models.update(db, model.id, active_version=None)  # nothing begins with it while its versions go
+        await chunks.little_by_little(partial(models.delete_some_versions, db, model.id))
+        doomed(context, found.name)
     models.delete(db, model.id)
     context.scheduler.nudge(f"model {model.id} was deleted")
     await context.scheduler.withdraw(model.id)
-    await _unload(context, versions)
-    await context.model_ops.remove(model.id, paths)
+    await _unload(context, leaving.adapters)
+    await context.model_ops.remove(model.id, leaving.paths)
 
 
-async def _unload(context: ControllerContext, versions: list[VersionRow]) -> None:
-    """Make engines unload those of these versions that are adapters, so that their bytes can be deleted."""
-    names = [f"{row.model}@{row.version}" for row in versions if row.meta.get("adapter")]
+class _Leaving(NamedTuple):
+    """All versions of a model. adapters: names that engines know."""
+
+    paths: list[VersionPaths]
+    adapters: list[str]
+
+
+def _leaving(db: Database, model: str) -> _Leaving:
+    versions = models.list_versions(db, model)
+    return _Leaving([paths_of(row) for row in versions], _adapters(versions))
+
+
+def _adapters(versions: list[VersionRow]) -> list[str]:
+    return [f"{row.model}@{row.version}" for row in versions if row.meta.get("adapter")]
+
+
+async def _unload(context: ControllerContext, names: list[str]) -> None:
+    """Make engines unload these adapters, so that their bytes can be deleted."""
     if names:
         try:
             await context.scheduler.unload_adapters(names)

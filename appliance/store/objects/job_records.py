@@ -84,6 +84,11 @@ def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int 
     )
 
 
+def steps_of(db: Database, job_id: str) -> set[int]:
+    """All that there are metrics of."""
+    return {row["step"] for row in db.execute("SELECT step FROM job_metrics WHERE job_id = ?", [job_id])}
+
+
 def device_speeds(db: Database, model: str, method: str, full: bool, most: int = 200) -> list[float]:
     """Tokens a second on one device, of the newest steps of jobs of this kind."""
     rows = db.execute(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import ModelRow, VersionRow
@@ -133,6 +134,19 @@ def reactivate(db: Database, name: str, failed: str, previous: str | None) -> bo
         else:
             activate(db, name, previous)
         return True
+
+
+def delete_some_versions(db: Database, name: str) -> bool:
+    """Delete a few versions of a model of many, with the checkpoints that name them; False: those that are left are few
+    enough for `delete`."""
+    some = f"SELECT version FROM versions WHERE model = ? LIMIT {chunks.CHUNK_ROWS + 1}"
+    chosen = [[name, version] for (version,) in db.execute(some, [name]).fetchall()]
+    if len(chosen) <= chunks.CHUNK_ROWS:
+        return False
+    with db.transaction():
+        db.many("DELETE FROM versions WHERE model = ? AND version = ?", chosen[:-1])
+        db.many("DELETE FROM checkpoints WHERE model = ? AND version = ?", chosen[:-1])
+    return True
 
 
 def delete(db: Database, name: str) -> None:

@@ -103,16 +103,30 @@ def delete(db: Database, response_id: str) -> int | None:
     return gone[0]["bytes"] if gone else None
 
 
-def unfinished(db: Database, *, key_id: str | None = None) -> Iterator[ResponseRow]:
-    """Oldest first, the order in which they are answered, one after the other: those of one owner may have a gigabyte.
-    key_id: only those asked with this key."""
-    ids = db.execute(
-        f"SELECT id FROM responses WHERE status IN ({_UNFINISHED}) AND (?1 IS NULL OR key_id = ?1) ORDER BY seq",
-        [key_id],
-    ).fetchall()
-    for (response_id,) in ids:
+def unfinished(db: Database) -> Iterator[ResponseRow]:
+    """Oldest first, the order in which they are answered, one after the other: those of one owner may have a
+    gigabyte."""
+    for response_id in unfinished_ids(db):
         if (row := find(db, response_id)) is not None:
             yield row
+
+
+def unfinished_ids(db: Database, *, key_id: str | None = None) -> list[str]:
+    """Oldest first. key_id: only those asked with this key."""
+    rows = db.execute(
+        f"SELECT id FROM responses WHERE status IN ({_UNFINISHED}) AND (?1 IS NULL OR key_id = ?1) ORDER BY seq",
+        [key_id],
+    )
+    return [row["id"] for row in rows]
+
+
+def unfinished_of_revoked(db: Database) -> list[str]:
+    """Ids of those whose key was revoked, oldest first."""
+    rows = db.execute(
+        "SELECT responses.id FROM responses INDEXED BY responses_unfinished CROSS JOIN keys ON keys.id = key_id"
+        f" WHERE status IN ({_UNFINISHED}) AND revoked_s IS NOT NULL ORDER BY responses.seq"
+    )
+    return [row["id"] for row in rows]
 
 
 def totals(db: Database) -> tuple[int, int]:

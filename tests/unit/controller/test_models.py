@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from urllib.parse import quote
 
@@ -10,8 +11,10 @@ import pytest
 
 from appliance.controller.access.naming import fine_tuned_name, is_model_name, resolve, root_base
 from appliance.controller.interfaces.ports import VersionPaths
+from appliance.store import chunks
+from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs, models
-from appliance.store.rows import CheckpointRow, JobRow
+from appliance.store.rows import CheckpointRow, JobRow, VersionRow
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
 TUNED = "ft:starter:local:maths:AbCd1234"
@@ -102,6 +105,28 @@ async def test_a_model_none_of_whose_versions_answers_can_be_deleted(control: Co
     models.update(control.db, TUNED, active_version=None)
     assert (await control.sdk.models.delete(TUNED)).deleted
     assert models.find(control.db, TUNED) is None and control.ops.removed[0][0] == TUNED
+
+
+async def test_a_model_with_many_versions_goes_a_few_at_a_time(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """Each takes 125 steps of SQLite's and 33 pages, and all of them went in one transaction. Nothing begins with the
+    model meanwhile, and of two who delete it one does."""
+    insert_tuned(control)
+    for number in range(20):
+        models.insert_version(control.db, VersionRow(TUNED, f"more-{number}", "test", 10, 1.0))
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 5)
+    left, some = list[int](), models.delete_some_versions
+
+    def seen(db: Database, name: str) -> bool:
+        left.append(len(models.list_versions(db, name)))
+        assert resolve(db, name) is None
+        return some(db, name)
+
+    monkeypatch.setattr(models, "delete_some_versions", seen)
+    answers = await asyncio.gather(*(control.http.delete(f"/v1/models/{quote(TUNED, safe='')}") for _ in range(2)))
+    assert sorted(answer.status_code for answer in answers) == [200, 404]
+    assert {2, 7, 12, 17, 22} <= {*left}
+    assert models.find(control.db, TUNED) is None and job_records.find_checkpoint(control.db, CHECKPOINT) is None
+    assert [len(paths) for _, paths in control.ops.removed] == [22]
 
 
 async def test_deleting_a_checkpoint_takes_only_its_version_and_never_the_active_one(control: Control):

@@ -136,6 +136,35 @@ async def test_responses_in_background_of_a_revoked_key_fail_whether_they_wait_o
     assert not list(responses.unfinished(control.db)) and len(engines(control).sent) == 1
 
 
+async def test_gateways_hear_of_a_revocation_before_what_the_key_has_asked_fails_one_by_one(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    """Two hundred responses of 1 MB held the loop for 4.5 s, and the key was good meanwhile."""
+    key_id, told = control.as_key("laptop", owner="alice"), list[str]()
+    engines(control).lines = 0
+    for _ in range(5):
+        await control.sdk.responses.create(model="starter", input="1", background=True)
+
+    def noted(what: str, call: Any) -> Any:
+        return lambda *given: (told.append(what), call(*given))[1]
+
+    async def others() -> None:
+        while True:
+            told.append("others")
+            await asyncio.sleep(0)
+
+    background = control.app.state.background
+    monkeypatch.setattr(background, "_fail", noted("failed", background._fail))
+    sink = control.context.key_sink
+    monkeypatch.setattr(sink, "keys_changed", noted("published", sink.keys_changed))
+    beside = asyncio.create_task(others())
+    assert len((await revoke(control, key_id))["stopped"]["responses"]) == 5
+    beside.cancel()
+    seen = "".join({"failed": "f", "published": "p", "others": "o"}[one] for one in told).strip("o")
+    assert seen.count("f") == 5 and seen.startswith("p") and "ff" not in seen
+    assert not list(responses.unfinished(control.db))
+
+
 async def test_a_response_left_over_of_a_revoked_key_is_not_asked_for(control: Control):
     """The controller ended before it could say so: what the next one takes up of such a key fails."""
     key_id = control.as_key("laptop", owner="alice")

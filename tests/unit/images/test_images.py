@@ -35,7 +35,7 @@ def test_what_a_dockerfile_copies_exists_and_install_sh_does_the_rest(dockerfile
     runs = [arguments for name, arguments in steps if name == "RUN" and "install.sh" in arguments]
     assert len(runs) == 2 and all(f"--build {build}" in r for r in runs) and "--packages-only" in runs[0]
     assert not [a for name, a in steps if name == "RUN" and re.search(r"\bpip3? install|conda |uv ", a)]
-    assert ("USER", "appliance") in steps
+    assert ("USER", "appliance") in steps and any(name == "HEALTHCHECK" for name, _ in steps)
     assert steps[-2][0] == "ENTRYPOINT" and steps[-1][0] == "CMD" and '"up"' in steps[-1][1]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from tests.unit.loop_cost.fill import FEW_ROWS, MODEL, OTHER, OWNER
+from tests.unit.loop_cost.fill import FEW_ROWS, FILE, MODEL, OTHER, OWNER
 
 Route = tuple[str, str]
 WHOLE = "limit=10000"
@@ -76,7 +76,6 @@ _CRITERION = {
     "reference": "{{item.answer}}",
     "operation": "eq",
 }
-FILE = b'{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n' * 12
 DATA = {"/v1/files": FILE, "/v1/uploads/{upload_id}/parts": b"x"}
 _SPEC = {
     "name": "new",

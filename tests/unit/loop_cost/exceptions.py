@@ -18,13 +18,17 @@ GROWS: Mapping[str, tuple[frozenset[str], str]] = {
         "the table of keys itself: administrators make keys, and each person who comes by a login provider has one",
     ),
     "round: housekeeping": (TOGETHER, "keys, one after the other"),
-    "round: pipelines": (frozenset({"calls", "calls at once"}), "new_data.MOST_FILES, 10,000, once for each run"),
+    "round: a pipeline that is due": (
+        AT_ONCE,
+        "once for each run: new_data.MOST_FILES, 10,000; check.COUNTED_EXAMPLES, 2,000; bounds.models, 200",
+    ),
+    "POST /v1/uploads/.*/complete": (AT_ONCE, "the request names each part: upload_routes.MAX_PARTS, 10,000"),
     "POST /internal/responses": (AT_ONCE, "stored.MAX_TURNS, 2,000"),
     "GET /internal/responses/context": (TOGETHER, "stored.MAX_TURNS, one at a time"),
     "POST /v1/fine_tuning/jobs$": (AT_ONCE, "an owner's models: bounds.models, 200"),
     "POST /v1/evals(/.*/runs)?$": (AT_ONCE, "bounds.evals, 500"),
     "DELETE /v1/evals": (TOGETHER, "chunks.CHUNK_ROWS at a time"),
-    "DELETE /admin/v1/models/{model-0}$": (AT_ONCE, "versions of one model: bounds.model_bytes"),
+    "DELETE /admin/v1/models/{model-0}$": (TOGETHER, "chunks.CHUNK_ROWS versions at a time"),
     "POST /admin/v1/forget": (AT_ONCE, "an administrator forgets a person, once: each model goes at once"),
 }
 

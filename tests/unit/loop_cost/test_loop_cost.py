@@ -24,9 +24,10 @@ from tests.unit.loop_cost.fill import Size
 from tests.unit.loop_cost.meter import COUNTS, Cost, Meter, Told
 
 LITTLE, MUCH = Size(30, 6, 6), Size(300, 6, 6)
-SLACK = Cost(steps=250, pages=80, rows=20, bytes=20_000, parsed=20_000, calls=700, entries=20)
-"""What may be more: deeper trees, longer numbers, a turn of the loop. Each of 270 rows would be more than that."""
-SHARE = 1.25
+SLACK = Cost(steps=250, pages=80, rows=20, bytes=20_000, parsed=20_000, calls=2600, entries=20)
+"""What may be more: deeper trees, longer numbers, a turn of the loop, and in calls what is built when a route is first
+asked. Something for each of 270 rows is more than that."""
+SHARE = 0.25
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +36,13 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Counted, Counted]
     return count(folder / "little", LITTLE), count(folder / "much", MUCH)
 
 
-def grown(before: Told, after: Told) -> dict[str, str]:
-    """What grew: the counts together, or in the longest stretch of the loop."""
+def grown(before: Told, after: Told, part: float = 1.0) -> dict[str, str]:
+    """What grew: the counts together, or in the longest stretch of the loop. part: of what may be more."""
     found = {}
     for one in COUNTS:
         for which in ("all", "longest"):
             was, now = (getattr(getattr(told, which), one) for told in (before, after))
-            if now > SHARE * was + getattr(SLACK, one):
+            if now > was + part * (SHARE * was + getattr(SLACK, one)):
                 found[one if which == "all" else f"{one} at once"] = f"{was} -> {now}"
     return found
 
@@ -66,7 +67,7 @@ def compare(little: Counted, much: Counted) -> None:
         for pattern, (counts, _) in GROWS.items():
             if re.search(pattern, name):
                 allowed |= counts
-                if found.keys() & counts:
+                if grown(little.told[name], after, 0.2).keys() & counts:
                     unneeded.discard(pattern)
         if more := {count: told for count, told in found.items() if count not in allowed}:
             wrong.append(f"{name}: {more}")

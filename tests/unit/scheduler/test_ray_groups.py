@@ -128,7 +128,7 @@ class Box:
         )
         spec = SimpleNamespace(job_id="j")
         jobs = SimpleNamespace(
-            catch_up=lambda job: None,
+            catch_up=self.nothing,
             prepare=self.nothing,
             spec=lambda job: spec,
             newest_snapshot=lambda job: None,

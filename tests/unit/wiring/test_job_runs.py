@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import resource
 import shutil
+import threading
 
 import pytest
 
@@ -33,7 +35,7 @@ def metrics(step):
     return {"event": "metrics", "step": step, "total_steps": 9, "loss": 1.0 / step, "epoch": 0.1}
 
 
-def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path):
+async def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path):
     add_job(phase="running")
     folder = tmp_path / "jobs" / "ftjob-1"
     folder.mkdir(parents=True)
@@ -46,13 +48,13 @@ def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path):
         file.write('{"event": "metrics", "st')  # cut short by a kill
     assert passed_on == ["metrics"] * 3 and len(list(read_events(folder))) == 3
     events.ingest("ftjob-1", metrics(1))
-    runs.catch_up("ftjob-1")
-    runs.catch_up("ftjob-1")
+    await runs.catch_up("ftjob-1")
+    await runs.catch_up("ftjob-1")
     assert [row.step for row in job_records.list_metrics(db, "ftjob-1")] == [1, 2, 3]
     assert len(job_records.page_events(db, "ftjob-1", after=None, limit=50).data) == 3
 
 
-def test_what_a_run_decided_of_its_learning_rate_is_known_before_ranks_start_again(db, tmp_path, add_job, runs):
+async def test_what_a_run_decided_of_its_learning_rate_is_known_before_ranks_start_again(db, tmp_path, add_job, runs):
     """It went back while no controller ran, and the next world would have begun at the rate that broke it."""
     add_job(phase="running")
     jobs.update(db, "ftjob-1", snapshot={"step": 4, "path": "/s"})
@@ -62,12 +64,31 @@ def test_what_a_run_decided_of_its_learning_rate_is_known_before_ranks_start_aga
     told = {"kind": "spike", "loss": 9.0, "grad_norm": 1.0, "usual": 2.0, "text": "it jumped"}
     log("anomaly", step=7, action="rollback", cuts=[], **told)
     for _ in range(2):
-        runs.catch_up("ftjob-1")
+        await runs.catch_up("ftjob-1")
         assert jobs.get(db, "ftjob-1").resolved["rate_cuts"] == [4]
     log("anomaly", step=9, action="lower_rate", cuts=[4, 9], **told)
     for _ in range(2):
-        runs.catch_up("ftjob-1")
+        await runs.catch_up("ftjob-1")
         assert jobs.get(db, "ftjob-1").resolved["rate_cuts"] == [4, 9]
+
+
+async def test_of_a_long_job_nothing_is_read_in_again(runs, db, events, add_job, tmp_path, monkeypatch):
+    """Its steps past the 10,000th were, each time that its ranks started: minutes of the loop, and events without
+    end."""
+    add_job(phase="running")
+    folder = tmp_path / "jobs" / "ftjob-1"
+    folder.mkdir(parents=True)
+    last = 10_003
+    (folder / "events.jsonl").write_text("".join(json.dumps(metrics(step)) + "\n" for step in range(1, last + 1)))
+    db.many("INSERT INTO job_metrics (job_id, step, created_s) VALUES ('ftjob-1', ?, 0)", [[n] for n in range(1, last)])
+    ingested, read_on = list[int](), set[int]()
+    monkeypatch.setattr(events, "ingest", lambda job_id, event: ingested.append(event["step"]))
+    steps_of = job_records.steps_of
+    monkeypatch.setattr(
+        job_records, "steps_of", lambda *asked: (read_on.add(threading.get_ident()), steps_of(*asked))[1]
+    )
+    await runs.catch_up("ftjob-1")
+    assert ingested == [last] and threading.get_ident() not in read_on
 
 
 @contextlib.contextmanager

@@ -154,6 +154,7 @@ def routes(
         for response_id in forgotten.ids(db, "responses", owner, "status IN ('queued', 'in_progress')"):
             if (row := responses.find(db, response_id)) is not None:
                 background.cancel(row)
+            await asyncio.sleep(0)
         for sweep_id in sweeps.running(db, owner):
             if (sweep := sweeps.find(db, sweep_id)) is not None:
                 await sweeping.cancel(sweep)
@@ -163,6 +164,7 @@ def routes(
             judging.cancel(gate_id)
         for run_id in evals.unfinished_ids(db, owner=owner):
             evaluations.cancel(run_id)
+            await asyncio.sleep(0)
         deadline_s = time.monotonic() + ENDS_WITHIN_S
         while (left := await db.read(None, forgotten.unfinished, db, owner)) and time.monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_EVERY_S)

@@ -183,6 +183,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
         for batch_id in stopped["batches"]:
             runner.poke(batch_id)  # it checks itself that its key is revoked
         context.scheduler.nudge(f"{row.id} was revoked")
+        await background.revoked_ended()
         return views.key(row) | {"stopped": stopped, "already_revoked": before.revoked_s is not None}
 
 
