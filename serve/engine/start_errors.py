@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from runtime.devices import kinds
 from serve.core.sizing import INSTEAD_OF_QUANTISED
 
 
@@ -51,13 +52,6 @@ def _out_of_memory(found: re.Match[str], model: str) -> Words:
         f"memory ran out while the engine of {model} started; lower [serve] kv_cache_bytes or max_num_seqs, or free "
         "memory",
         memory=True,
-    )
-
-
-def _no_fabric(found: re.Match[str], model: str) -> Words:
-    return Words(
-        "the GPUs of this machine are joined by NVSwitches and cannot be used before nvidia-fabricmanager has set them "
-        "up: install it in the driver's very version and start it (`systemctl enable --now nvidia-fabricmanager`)"
     )
 
 
@@ -124,8 +118,6 @@ _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...
         (r"Unknown quantization method: (?P<format>[\w.-]+)", _no_format),
         (r"(?P<format>[\w.-]+) quantization is currently not supported in \w+", _no_format),
         (r"is not supported for quantization method (?P<format>[\w-]+)", _no_format),
-        # CUDA's error 802 (CUDA driver API, CUDA_ERROR_SYSTEM_NOT_READY).
-        (r"system not yet initialized", _no_fabric),
         # An operator that the CPU's build declares and does not have.
         (r"_C::\w*(?P<format>fp8|int8)\w*\(\) expected at most 0 argument", _no_format),
         (r"out of memory|[Cc]an(?:'|no)t allocate memory|MemoryError|std::bad_alloc", _out_of_memory),
@@ -139,4 +131,5 @@ def in_our_words(message: str, model: str) -> Words | None:
         found = pattern.search(message)
         if found is not None:
             return words(found, model)
-    return None
+    not_ready = kinds.not_ready(message)
+    return Words(not_ready) if not_ready else None
