@@ -79,8 +79,9 @@ async def swap(rollouts: Rollouts, old: str, new: str, answers: int, turn: int) 
     assert len(left) == answers, "none had ended"
     first, *others = sorted(left, key=lambda line: -len(line.ids))
     assert first.ids, "none had begun"
+    _, one_token = rollouts.ask(first, new, len(first.ids) + 1)
     going = [rollouts.ask(line, new, ROOM) for line in others]
-    await one_token_s(rollouts, first, new)
+    (await one_token).raise_for_status()
     standstill_s = time.perf_counter() - began_s
     await rollouts.interrupt([request_id for request_id, _ in going])
     await asyncio.gather(*(asking for _, asking in going))
@@ -132,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=sorted(SIZES), default="5M")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--answers", type=int, default=16)
+    parser.add_argument("--answers", type=int, default=8)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     dtype = "bfloat16" if HOST.computes_bf16() else "float32"

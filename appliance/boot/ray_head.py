@@ -85,7 +85,10 @@ def environment(paths: BoxPaths, start_timeout_s: float, certificate: NodeCertif
 def box_environment(paths: BoxPaths, start_timeout_s: float, certificate: NodeCertificate | None) -> dict[str, str]:
     """The environment of the processes of a box or node: ours, Ray's settings, and what tells whose they are."""
     settings = environment(paths, start_timeout_s, certificate)
-    return {**os.environ, **settings, BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1"}
+    # Numba keeps what it compiled beside the source, or in the home directory, and its import of a module that asks for
+    # that fails where it can write to neither, as in a container on a root that is read-only.
+    kept = {"NUMBA_CACHE_DIR": str(paths.caches / "numba")}
+    return {**os.environ, **settings, **kept, BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1"}
 
 
 async def start(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -82,15 +82,24 @@ def fingerprint_prompt(vocab_size: int, length: int = PROMPT_TOKENS) -> list[int
     return [int(vocab_size * ((index + 1) * 0.6180339887498949 % 1.0)) for index in range(length)]
 
 
-def version_key(version_path: str | Path, *, dtype: str, kind: str, tensor_parallel: int, task: str) -> str:
-    """Return a version's identity combined with everything that changes its rounding.
+def version_key(
+    version_path: str | Path,
+    *,
+    dtype: str,
+    kind: str,
+    tensor_parallel: int,
+    task: str,
+    rounding: Sequence[str] = (),
+) -> str:
+    """Return a version's identity combined with everything that changes its rounding. rounding: such arguments of its
+    engine (serve.core.model_settings): quantised when it is loaded, a version answers as another model does.
 
     A stored version never changes under its manifest's name and time of creation (checksums are added later, so
     the manifest's bytes are not its identity). The headers, sizes and modification times of its files identify a
     directory without a manifest.
     """
     path, digest = Path(version_path), hashlib.sha256()
-    digest.update(json.dumps([dtype, kind, tensor_parallel, task, PROMPT_TOKENS]).encode())
+    digest.update(json.dumps([dtype, kind, tensor_parallel, task, PROMPT_TOKENS, *rounding]).encode())
     digest.update((path / "config.json").read_bytes())
     if (path / MANIFEST_FILE).exists():
         stored = StoredVersion.read(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -49,6 +50,18 @@ ENGINE_ARGUMENTS = frozenset(
         "stream-interval",
     )
 )
+# After which the same version answers with other numbers, by more than the order of a kernel's sums.
+_ROUNDING = frozenset(
+    (
+        "attention-backend",
+        "disable-sliding-window",
+        "kv-cache-dtype",
+        "kv-sharing-fast-prefill",
+        "mamba-cache-dtype",
+        "mamba-ssm-cache-dtype",
+        "quantization",
+    )
+)
 # What has a setting of its own, or is the box's affair.
 ELSEWHERE = {
     "max-model-len": "--max-model-len",
@@ -70,6 +83,12 @@ ELSEWHERE = {
     "max-lora-rank": "[serve] adapter_max_rank",
     "max-cpu-loras": "[serve] adapters_resident",
 }
+
+
+def rounding(engine_arguments: Iterable[str]) -> list[str]:
+    """Those of an engine's arguments, as `spec_fields` writes them, that change what its models answer."""
+    named = ((argument.removeprefix("--").partition("=")[0], argument) for argument in engine_arguments)
+    return sorted(argument for name, argument in named if name.removeprefix("no-") in _ROUNDING)
 
 
 class Sampling(BaseModel):

@@ -44,6 +44,7 @@ from serve.api import answer_version
 from serve.api.turns import ROLLOUTS
 from serve.core.errors import BY_NAME, EngineFailed, ServeError, SwapFailed, WrongState
 from serve.core.fingerprint import FingerprintBook, FingerprintRecord, fingerprint_prompt, version_key
+from serve.core.model_settings import rounding
 from serve.core.spec import ReplicaSpec
 from serve.cpu.finishing_streams import FinishingStreams
 from serve.load.shm_source import lease
@@ -402,6 +403,7 @@ class EngineControl:
             kind=self.spec.kind,
             tensor_parallel=self.spec.tensor_parallel,
             task=self.spec.task,
+            rounding=rounding(self.spec.extra_args),
         )
         return self._book.open(key, what=path, tolerance=self._limits["fingerprint_logprob_tolerance"])
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from serve.core.errors import FingerprintMismatch
 from serve.core.fingerprint import PROMPT_TOKENS, Fingerprint, FingerprintBook, fingerprint_prompt, version_key
+from serve.core.model_settings import ModelSettings, rounding
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.store import WeightStore
 
@@ -94,6 +95,26 @@ def test_a_versions_key_follows_content_and_what_changes_rounding(tmp_path):
     assert version_key(tmp_path, **{**facts, "tensor_parallel": 2}) != key
     (tmp_path / "model.safetensors").write_bytes(b"abd_")
     assert version_key(tmp_path, **facts) != key
+
+
+def test_a_version_that_is_loaded_quantised_is_not_held_against_its_own_full_precision(tmp_path):
+    """A record of the engines before would keep every engine with such settings from starting."""
+    (tmp_path / "config.json").write_text("{}")
+    facts = {"dtype": "bfloat16", "kind": "cuda", "tensor_parallel": 1, "task": "generate"}
+
+    def key(**settings):
+        arguments = ModelSettings.model_validate(settings).spec_fields()["extra_args"]
+        return version_key(tmp_path, **facts, rounding=rounding(arguments))
+
+    plain = version_key(tmp_path, **facts)
+    assert plain == key() == key(draft_tokens=4, sampling={"temperature": 0.5}, engine_args={"seed": "1"})
+    others = [
+        key(kv_cache_dtype="fp8"),
+        key(engine_args={"quantization": "fp8"}),
+        key(engine_args={"quantization": "nvfp4_per_token"}),
+        key(engine_args={"disable-sliding-window": "true"}),
+    ]
+    assert len({plain, *others}) == 5
 
 
 def test_sealing_a_stored_version_keeps_its_key(tmp_path):

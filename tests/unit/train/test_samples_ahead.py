@@ -21,6 +21,7 @@ from tests.unit.train.test_reinforcement import (
     lora_spec,
     warned,
 )
+from train.control.progress import ControlSignals
 from train.plan.errors import InvalidHyperparameter
 from train.rollouts import hearing
 from train.rollouts.asked import Policy, to_ask, told
@@ -292,3 +293,16 @@ def test_a_run_learns_from_samples_of_the_weights_of_a_step_before(tmp_path):
     assert staleness_of(steps) == [0] + [1] * 23
     # By how much one update moves a token, and the truncated weight says how little that is.
     assert steps[0]["mismatch_mean"] < 0.01 < max(step["mismatch_mean"] for step in steps)
+
+
+def test_the_first_answer_to_a_question_counts_and_none_outlives_its_world():
+    signals, heard = ControlSignals(), []
+    signals.once_answered("q", heard.append)
+    signals.answer("q", 1)
+    signals.answer("q", 2)  # whoever was asked again
+    assert heard == [1] and signals.take_answer("q") == 1 and signals.take_answer("q") is None
+    signals.once_answered("r", heard.append)
+    signals.answer("s", 3)
+    signals.clear()  # the ranks are parked
+    signals.answer("r", 4)
+    assert heard == [1] and signals.take_answer("s") is None
