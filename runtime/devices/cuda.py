@@ -98,6 +98,15 @@ class Cuda(TorchCuda):
     def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]]:
         return _Watch(devices).read
 
+    def not_ready(self, message: str) -> str:
+        if "system not yet initialized" not in message:  # error 802 (CUDA driver API, CUDA_ERROR_SYSTEM_NOT_READY)
+            return ""
+        return (
+            "the GPUs of this machine are joined by NVSwitches and cannot be used before nvidia-fabricmanager has set "
+            "them up: install it in the driver's very version and start it (`systemctl enable --now "
+            "nvidia-fabricmanager`)"
+        )
+
     def foreign(self) -> dict[int, str]:
         try:
             pynvml.nvmlInit()

@@ -190,6 +190,10 @@ class DeviceKind(ABC):
         store. They come wherever the program runs, and on a machine with one device that is the same one each time."""
         return False
 
+    def not_ready(self, message: str) -> str:
+        """What to do where such a message says that no process can use any device of the kind; "" if it does not."""
+        return ""
+
     def foreign(self) -> dict[int, str]:
         """What processes hold of each device, in words, by index. Asked before the box starts any: they are others'."""
         return {}

@@ -72,6 +72,11 @@ def is_of_a_device(error: str, message: str) -> bool:
     return any(kind.at_fault(error, message) for kind in KINDS.values())
 
 
+def not_ready(message: str) -> str:
+    """See DeviceKind; of the kind that knows the message."""
+    return next(filter(None, (kind.not_ready(message) for kind in KINDS.values())), "")
+
+
 def before_fork() -> None:
     """See DeviceKind. Of every kind, for the same reason."""
     for kind in KINDS.values():

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from runtime.devices import kinds
 from serve.core.sizing import INSTEAD_OF_QUANTISED
 
 
@@ -130,4 +131,5 @@ def in_our_words(message: str, model: str) -> Words | None:
         found = pattern.search(message)
         if found is not None:
             return words(found, model)
-    return None
+    not_ready = kinds.not_ready(message)
+    return Words(not_ready) if not_ready else None

@@ -35,6 +35,11 @@ LONG = (
             True,
         ),
         (FULL, ["3.21 of 79.1 GiB", "[serve] gpu_memory_fraction"], True),
+        (
+            "AcceleratorError: CUDA error: system not yet initialized\nSearch for `cudaErrorSystemNotReady' in ...",
+            ["NVSwitches", "nvidia-fabricmanager"],
+            False,
+        ),
         (LONG, ["[serve] max_model_len is 99999", "2048"], False),
         (
             "ValueError: Model architectures ['OddForCausalLM'] are not supported for now. Supported architectures: []",
