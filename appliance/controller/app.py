@@ -38,7 +38,7 @@ from appliance.controller.grading.rollouts import RolloutGrading
 from appliance.controller.grading.sampling import WANTS_EVERY_S, RolloutSampling
 from appliance.controller.grading.teaching import Teaching
 from appliance.controller.http import error_handlers
-from appliance.controller.http.middleware import BodyLimits, KnownAtGateways, ReadsInTurns, RequestIds
+from appliance.controller.http.middleware import BodyLimits, InFlight, KnownAtGateways, ReadsInTurns, RequestIds
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
 from appliance.controller.jobs import plan_route
@@ -138,6 +138,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             await evaluations.tasks.stop()
             await graders.stop()
 
+    owner_of = partial(keys_of_store.owner_of, context.db)
     app = FastAPI(
         title="appliance",
         lifespan=lifespan,
@@ -147,7 +148,8 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         middleware=[
             Middleware(RequestIds),
             Middleware(KnownAtGateways, caught_up=lambda: context.key_sink.caught_up()),
-            Middleware(ReadsInTurns, owner_of=lambda key_id: keys_of_store.owner_of(context.db, key_id)),
+            Middleware(InFlight, owner_of=owner_of),
+            Middleware(ReadsInTurns, owner_of=owner_of),
             Middleware(BodyLimits, config=context.config),
         ],
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from weakref import WeakValueDictionary
 
@@ -16,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.controller.http.bodies import bound_of
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.errors import BodyTooLarge
-from appliance.controller.interfaces.identity import ADMIN, Identity
+from appliance.controller.interfaces.errors import ApiError, BodyTooLarge
+from appliance.controller.interfaces.identity import ADMIN, GATEWAY, Identity
 from runtime.logs import REQUEST_ID
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
@@ -28,6 +29,8 @@ _INTERNAL = "/internal/"
 READS_AT_ONCE = 4
 CONVERSATIONS_AT_ONCE = 16
 """For gateways, of 8 MiB each: whoever asked for one conversation 1,200 times had the controller hold 10 GiB."""
+MOST_IN_FLIGHT = 1024
+"""Of one owner, at one time: a gateway takes 20 in a second."""
 _UPLOAD_PART = re.compile(r"/v1/uploads/[^/]+/parts\Z")
 
 
@@ -74,11 +77,80 @@ class KnownAtGateways:
         await self._app(scope, receive, send_when_known)
 
 
+class InFlight:
+    """Refuses further requests of an owner who has many here, those included that nobody waits for any more: a gateway
+    counts a request no longer once its client has left, and its handler goes on. Administrators are not counted.
+
+    owner_of: the owner of a key's id."""
+
+    def __init__(self, app: ASGIApp, owner_of: Callable[[str], str], most: int = MOST_IN_FLIGHT):
+        self._app, self._owner_of, self._most = app, owner_of, most
+        self._here: Counter[str] = Counter()  # by owner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key_id = _bounded(scope)
+        if key_id is None:
+            await self._app(scope, receive, send)
+            return
+        owner = self._owner_of(key_id)
+        if self._here[owner] >= self._most:
+            text = f"{self._most} requests of your keys are under way. Please wait for their answers."
+            error = ApiError(429, text, kind="requests", code="too_many_requests", headers={"retry-after": "5"})
+            await JSONResponse(error.body(), error.status_code, error.headers)(scope, receive, send)
+            return
+        self._here[owner] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._here[owner] -= 1
+            if not self._here[owner]:
+                del self._here[owner]
+
+
+def _bounded(scope: Scope) -> str | None:
+    """The key that asks, whose owner is bounded; None: nobody is."""
+    identity = scope.get("state", {}).get("identity")
+    if scope["type"] != "http" or not isinstance(identity, Identity) or {ADMIN, GATEWAY} & identity.scopes:
+        return None
+    return identity.key_id
+
+
+class _Arriving:
+    """The messages of a request, also those that came while it waited for its turn."""
+
+    def __init__(self, receive: Receive):
+        self._receive = receive
+        self._kept: deque[Message] = deque()
+
+    async def __call__(self) -> Message:
+        return self._kept.popleft() if self._kept else await self._receive()
+
+    async def left(self) -> None:
+        """Returns when its client has left."""
+        while (message := await self._receive())["type"] != "http.disconnect":
+            self._kept.append(message)
+
+    async def has_turn(self, turn: asyncio.Semaphore) -> bool:
+        """False: its client left before it had one."""
+        taking, leaving = asyncio.ensure_future(turn.acquire()), asyncio.ensure_future(self.left())
+        here = False
+        try:
+            await asyncio.wait({taking, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            here = taking.done() and not leaving.done()
+            return here
+        finally:
+            for task in (taking, leaving):
+                task.cancel()
+            await asyncio.gather(taking, leaving, return_exceptions=True)
+            if not here and not taking.cancelled():
+                turn.release()
+
+
 class ReadsInTurns:
-    """Works on few reads and deletions of one owner at once; the others wait until one of them is answered. A limit per
-    minute would not bound what they cost. A gateway's reads for responses that somebody waits for have turns of their
-    own, which end with their answer: it is in memory until then, and a gateway reads at once. Administrators do not
-    wait.
+    """Works on few reads and deletions of one owner at once; the others wait until one of them is answered, or their
+    client has left. A limit per minute would not bound what they cost. A gateway's reads for responses that somebody
+    waits for have turns of their own, which end with their answer: it is in memory until then, and a gateway reads at
+    once. Administrators do not wait.
 
     owner_of: the owner of a key's id."""
 
@@ -88,20 +160,18 @@ class ReadsInTurns:
         self._turns: WeakValueDictionary[tuple[str, bool], asyncio.Semaphore] = WeakValueDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        identity = scope.get("state", {}).get("identity")
-        if (
-            scope["type"] != "http"
-            or scope["method"] not in ("GET", "HEAD", "DELETE")
-            or not isinstance(identity, Identity)
-            or identity.key_id is None
-            or ADMIN in identity.scopes
-        ):
+        key_id = _bounded(scope)
+        if key_id is None or scope["method"] not in ("GET", "HEAD", "DELETE"):
             await self._app(scope, receive, send)
             return
-        owner, internal = self._owner_of(identity.key_id), scope["path"].startswith(_INTERNAL)
+        owner, internal = self._owner_of(key_id), scope["path"].startswith(_INTERNAL)
         at_once = CONVERSATIONS_AT_ONCE if internal else self._at_once
         turn = self._turns.setdefault((owner, internal), asyncio.Semaphore(at_once))
-        await turn.acquire()
+        arriving = _Arriving(receive)
+        if not turn.locked():
+            await turn.acquire()
+        elif not await arriving.has_turn(turn):
+            return
         held = True
 
         async def send_and_give_turn(message: Message) -> None:
@@ -112,7 +182,7 @@ class ReadsInTurns:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_and_give_turn)
+            await self._app(scope, arriving, send_and_give_turn)
         finally:
             if held:
                 turn.release()

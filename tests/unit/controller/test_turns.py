@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.http.middleware import CONVERSATIONS_AT_ONCE, READS_AT_ONCE, ReadsInTurns
+from appliance.controller.http.middleware import CONVERSATIONS_AT_ONCE, READS_AT_ONCE, InFlight, ReadsInTurns
 from appliance.controller.interfaces.identity import ADMIN, BOX, Identity
 
 
@@ -33,13 +33,17 @@ async def ignore(message: Any) -> None:
     return None
 
 
+async def silent() -> Any:
+    await asyncio.Event().wait()
+
+
 OWNERS = {"key_1": "ann", "key_2": "ann", "key_3": "bob"}
 KEYS = {name: Identity(name, frozenset({"fine_tuning"})) for name in OWNERS}
 
 
 async def begun(app: Asked, *scopes: dict[str, Any]) -> tuple[ReadsInTurns, list[asyncio.Task[None]]]:
     turns = ReadsInTurns(app, owner_of=OWNERS.__getitem__)
-    tasks = [asyncio.ensure_future(turns(one, ignore, ignore)) for one in scopes]
+    tasks = [asyncio.ensure_future(turns(one, silent, ignore)) for one in scopes]
     await asyncio.sleep(0.01)
     return turns, tasks
 
@@ -92,9 +96,76 @@ async def test_a_turn_comes_back_from_whoever_fails_or_leaves():
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     app.at_work.clear()
-    again = [asyncio.ensure_future(turns(scope(KEYS["key_1"]), ignore, ignore)) for _ in range(6)]
+    again = [asyncio.ensure_future(turns(scope(KEYS["key_1"]), silent, ignore)) for _ in range(6)]
     await asyncio.sleep(0.01)
     assert len(app.at_work) == READS_AT_ONCE
     for task in again:
         task.cancel()
     await asyncio.gather(*again, return_exceptions=True)
+
+
+async def test_who_has_left_waits_for_no_turn():
+    """A gateway drops the requests of clients that leave, and counts them no more: they waited on, one in a second was
+    looked at, and 20 came in each."""
+    app, gone = Asked(), asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    turns, working = await begun(app, *[scope(KEYS["key_1"])] * READS_AT_ONCE)
+    waiting = [asyncio.ensure_future(turns(scope(KEYS["key_1"]), receive, ignore)) for _ in range(50)]
+    await asyncio.sleep(0.01)
+    gone.set()
+    done, _ = await asyncio.wait(waiting, timeout=1)
+    assert len(done) == 50 and len(app.at_work) == READS_AT_ONCE
+    app.go.set()
+    app.end.set()
+    await asyncio.gather(*working)
+    await asyncio.gather(*[turns(scope(KEYS["key_1"]), silent, ignore) for _ in range(2 * READS_AT_ONCE)])
+
+
+async def test_who_waits_for_a_turn_still_has_what_came_meanwhile():
+    app, got = Asked(), list[Any]()
+
+    async def asks(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/v1/batches":
+            got.append(await receive())
+        else:
+            await app(scope, receive, send)
+
+    messages = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    turns = ReadsInTurns(asks, owner_of=OWNERS.__getitem__)
+    working = [asyncio.ensure_future(turns(scope(KEYS["key_1"]), silent, ignore)) for _ in range(READS_AT_ONCE)]
+    await asyncio.sleep(0.01)
+    one = asyncio.ensure_future(turns(scope(KEYS["key_1"], "/v1/batches"), receive, ignore))
+    await asyncio.sleep(0.01)
+    assert not messages and not got
+    app.go.set()
+    app.end.set()
+    await asyncio.gather(*working, one)
+    assert [message["type"] for message in got] == ["http.request"]
+
+
+async def test_an_owner_has_so_many_requests_at_the_controller_whether_he_waits_for_them_or_not():
+    app, sent = Asked(), list[Any]()
+
+    async def keep(message: Any) -> None:
+        sent.append(message)
+
+    few = InFlight(app, owner_of=OWNERS.__getitem__, most=3)
+    hers = [asyncio.ensure_future(few(scope(KEYS["key_1"], method="POST"), silent, keep)) for _ in range(5)]
+    others = [few(scope(one, "/v1/batches"), silent, keep) for one in (KEYS["key_3"], BOX)]
+    others = [asyncio.ensure_future(one) for one in others]
+    await asyncio.sleep(0.01)
+    assert app.at_work == ["/v1/files"] * 3 + ["/v1/batches"] * 2
+    assert [message["status"] for message in sent if message["type"] == "http.response.start"] == [429, 429]
+    app.go.set()
+    app.end.set()
+    await asyncio.gather(*hers, *others)
+    await few(scope(KEYS["key_2"]), silent, ignore)
+    assert len(app.at_work) == 6
