@@ -185,6 +185,9 @@ def check_sampled(source: Sampled) -> None:
     if source.input_messages is None:
         raise InvalidGrader("input_messages", "is missing: what is the model to be asked for each item?")
     if isinstance(source.input_messages, Template):
+        # Filled in for each item.
+        if (variables := sum(one.text.count("{{") for one in source.input_messages.template)) > MAX_VARIABLES:
+            raise InvalidGrader("input_messages", f"has {variables} times '{{{{'; at most {MAX_VARIABLES} are taken")
         for place, message in enumerate(source.input_messages.template):
             templates.check(message.text, f"input_messages.template.{place}.content")
     else:

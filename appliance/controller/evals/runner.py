@@ -271,7 +271,7 @@ class EvalRunner:
         self, row: EvalRunRow, source: Sampled, item: dict[str, Any]
     ) -> tuple[ModelAnswer, dict[str, Any]]:
         try:
-            body = body_of(source, item)
+            body = await asyncio.to_thread(body_of, source, item)
         except GradingFailed as error:
             return ModelAnswer(model=str(source.model), error=str(error)), {}
         return await self._ask(row, body), body

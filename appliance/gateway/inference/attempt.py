@@ -16,9 +16,9 @@ from appliance.gateway.state.placeable import Placeable
 class Attempt:
     """row: the table row it is placed by, its model's or the canary's. path, body: of the engine's request. number: how
     many were sent and failed before it. deaths: engines that died of those (retry.py counts). lost: replicas that broke
-    off under them; echoes: how many broke off at one that had done so before, or reached none. alone: it goes where no
-    other request stands trial, and stands trial itself. continues: it generates the rest of a stream. moved_from: the
-    replica that it was taken from, empty if from none.
+    off under them; echoes: how many broke off at one that had done so before; unreached: how many reached none. alone:
+    it goes where no other request stands trial, and stands trial itself. continues: it generates the rest of a stream.
+    moved_from: the replica that it was taken from, empty if from none.
 
     ticket: while it waits, since held_since_s (0: it never waited) until hold_deadline_s; comment_s: when it is told
     so next. choice, connecting, conn: its replica, and the connection there. reconnects: a connection that was there
@@ -32,6 +32,7 @@ class Attempt:
     deaths: int = 0
     lost: tuple[str, ...] = ()
     echoes: int = 0
+    unreached: int = 0
     alone: bool = False
     reconnects: bool = False
     continues: bool = False
@@ -60,7 +61,7 @@ class Attempt:
         """The same once more, nothing of it having reached the client. It waits no longer than this one might have."""
         again = Attempt(self.row, self.path, self.body)
         again.number, again.deaths, again.alone, again.continues = self.number, self.deaths, self.alone, self.continues
-        again.lost, again.echoes = self.lost, self.echoes
+        again.lost, again.echoes, again.unreached = self.lost, self.echoes, self.unreached
         again.moved_from = self.moved_from
         again.held_since_s, again.hold_deadline_s = self.held_since_s, self.hold_deadline_s
         again.comment_s = self.comment_s
@@ -76,7 +77,7 @@ class Attempt:
         """The rest of a stream that failed, asked for with another request. It may wait for the whole hold time."""
         rest = Attempt(self.row, path, body)
         rest.number, rest.deaths, rest.continues = self.number + 1, deaths, True
-        rest.lost, rest.echoes = self.lost, self.echoes
+        rest.lost, rest.echoes, rest.unreached = self.lost, self.echoes, self.unreached
         return rest
 
     def broke_off(self, replica_id: str) -> bool:

@@ -207,7 +207,14 @@ class InferenceHandler(Placement):
         self._drop_upstream(failed=blame)
         continuation, model = self.checked.continuation, self.state.router.models.get(self.checked.model)
         resumable = continuation is not None and model is not None and continuation.can_resume(model.max_model_len)
-        verdict = may_retry(attempt.number + 1, deaths, attempt.echoes, relayed=attempt.relayed, resumable=resumable)
+        verdict = may_retry(
+            attempt.number + 1,
+            deaths,
+            attempt.echoes,
+            relayed=attempt.relayed,
+            resumable=resumable,
+            unreached=attempt.unreached,
+        )
         if verdict is Verdict.FAIL:
             self._fail(error)
         elif verdict is Verdict.CONDEMN:
@@ -238,7 +245,7 @@ class InferenceHandler(Placement):
         if conn is not None and wire.UNREACHED in conn.headers:
             # The node of this engine is gone, so no byte of the request got there: nothing died of it.
             self.state.metrics.events["upstream_unreached"] += 1
-            self._attempt.echoes += 1
+            self._attempt.unreached += 1
             self._failed(errors.engine_failed(), died=False)
             return
         route = self.request.route

@@ -9,8 +9,9 @@ engine after engine, and no innocent one is lost with them:
   engine that dies meanwhile died of that one (routing.router.Router.died), and a second death counts for no other.
 - A replica dies once: where the path to it breaks off again under the same request, that is an echo. (The tunnel to a
   node whose agent had been killed took the request once more before anybody knew, and the client was told that two
-  engines had died of it.) So is an attempt that reached no engine: the tunnel says so where a node is gone. (Each of
-  its streams was sent on to the node's next engine, and the clients were told the same.)
+  engines had died of it.)
+- An attempt that reached no engine ended none: the tunnel says so where a node is gone. (Each of its streams was sent
+  on to the node's next engine, and the clients were told that two engines had died of them.)
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import Final
 MAX_ATTEMPTS: Final = 3
 """Whatever the reasons, and deaths that are put down to others included."""
 MAX_DEATHS: Final = 2
-MAX_ECHOES: Final = 10
-"""Spread over seconds (routing.router.SUSPECT_FIRST_S): as long as it takes until a dead replica leaves the table. A
-node that is gone may have had eight."""
+MAX_ECHOES: Final = 4
+"""Spread over seconds (routing.router.SUSPECT_FIRST_S): as long as it takes until a dead replica leaves the table."""
+MAX_UNREACHED: Final = 10
+"""A node that is gone may have had eight replicas."""
 TRIAL_S: Final = 1.0
 """Engines that a request ends die while they read its prompt, or in the first steps after it."""
 
@@ -40,12 +42,14 @@ def is_suspect(waited_s: float, relayed: bool) -> bool:
     return not relayed and waited_s < TRIAL_S
 
 
-def may_retry(sent: int, deaths: int, echoes: int, *, relayed: bool, resumable: bool) -> Verdict:
+def may_retry(sent: int, deaths: int, echoes: int, *, relayed: bool, resumable: bool, unreached: int = 0) -> Verdict:
     """sent: attempts so far, the failed one included. deaths: engines that died of them. echoes: attempts that broke
-    off at a replica which had done so before, or reached none. relayed: the client has bytes of the answer; resumable:
-    of a stream that another engine can go on with."""
+    off at a replica which had done so before; unreached: those that reached none. relayed: the client has bytes of the
+    answer; resumable: of a stream that another engine can go on with."""
     if deaths >= MAX_DEATHS:
         return Verdict.CONDEMN
-    if sent - echoes >= MAX_ATTEMPTS or echoes >= MAX_ECHOES or (relayed and not resumable):
+    if sent - echoes - unreached >= MAX_ATTEMPTS or (relayed and not resumable):
+        return Verdict.FAIL
+    if echoes >= MAX_ECHOES or unreached >= MAX_UNREACHED:
         return Verdict.FAIL
     return Verdict.CONTINUE if relayed else Verdict.AGAIN

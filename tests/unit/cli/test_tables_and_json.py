@@ -52,7 +52,20 @@ def test_gpu_list(box):
     assert rows[1] == ["n0/0", "cpu", "simulated", "1.1", "GB", "ok", "-"]
     assert len(rows) == 9
     data = box.json("gpu", "list")["data"]
-    told = {"id", "node", "index", "kind", "name", "memory_bytes", "health", "holder", "drain", "lost", "meters"}
+    told = {
+        "id",
+        "node",
+        "index",
+        "kind",
+        "name",
+        "memory_bytes",
+        "health",
+        "holder",
+        "drain",
+        "lost",
+        "meters",
+        "check",
+    }
     assert set(data[0]) == told
 
 

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.inference.retry import MAX_ATTEMPTS, MAX_ECHOES, TRIAL_S, Verdict, is_suspect, may_retry
+from appliance.gateway.inference.retry import (
+    MAX_ATTEMPTS,
+    MAX_ECHOES,
+    MAX_UNREACHED,
+    TRIAL_S,
+    Verdict,
+    is_suspect,
+    may_retry,
+)
 from appliance.gateway.routing.holds import Bounds, Holds
 from appliance.gateway.routing.router import Model, Replica, Router
 from runtime.tunnel import UNREACHED_HEAD
@@ -251,6 +259,8 @@ def test_how_often_a_request_is_sent() -> None:
     assert verdict(1, 1, True, True) is Verdict.CONTINUE
     assert verdict(MAX_ATTEMPTS, 1, echoes=1) is verdict(MAX_ECHOES, 1, echoes=MAX_ECHOES - 1) is Verdict.AGAIN
     assert verdict(1 + MAX_ECHOES, 1, echoes=MAX_ECHOES) is Verdict.FAIL
+    assert may_retry(MAX_UNREACHED, 1, 0, relayed=False, resumable=False, unreached=MAX_UNREACHED - 1) is Verdict.AGAIN
+    assert may_retry(MAX_UNREACHED, 0, 0, relayed=False, resumable=False, unreached=MAX_UNREACHED) is Verdict.FAIL
     assert verdict(1, 1, True, False) is Verdict.FAIL
     assert is_suspect(0.0, False) and not is_suspect(0.0, True) and not is_suspect(TRIAL_S, False)
 
