@@ -12,6 +12,8 @@ from appliance.store.rows import EvalItemRow, GateVerdict
 
 MOST_UNJUDGED = 0.05
 """Of a suite's items: where more could not be asked or graded, the rest says too little."""
+MOST_REWARD = 1e100
+"""One that is larger, either way, counts as none: neither the sum nor the square of many would be a number."""
 Measure = Literal["pass_rate", "mean_reward"]
 _IN_WORDS = {"pass_rate": "pass rate", "mean_reward": "mean reward"}
 
@@ -65,8 +67,8 @@ def judged(row: EvalItemRow, criterion: str | None = None) -> Judged:
     results = [one for one in row.results or [] if criterion in (None, one["name"])]
     if row.status == "error" or not results or any("error" in one for one in results):
         return Judged(None)
-    reward = math.fsum(float(one["score"]) for one in results) / len(results)
-    return Judged(all(one["passed"] for one in results), reward if math.isfinite(reward) else None)
+    reward = math.fsum(float(one["score"]) / len(results) for one in results)
+    return Judged(all(one["passed"] for one in results), reward if abs(reward) <= MOST_REWARD else None)
 
 
 def decide(suites: Sequence[Suite]) -> Verdict:

@@ -157,3 +157,14 @@ def test_an_item_counts_by_all_graders_or_by_one():
     assert judged(row, "form") == Judged(True, 1.0)
     broken = EvalItemRow("i", "r", 0, 1.0, status="error", results=[{**results[0], "error": "x"}])
     assert judged(broken) == judged(broken, "form") == Judged(None)
+
+
+@pytest.mark.parametrize("score", [1e308, -1e308, 1e200])
+def test_rewards_that_cannot_be_reckoned_with_are_none_and_the_gate_ends(score: float):
+    """An exception came again with each look at the gate, every second, after all of its items were read."""
+    results = [{"name": name, "passed": True, "score": score} for name in "ab"]
+    new = [judged(EvalItemRow(f"i{at}", "r", at, 0.0, status="pass", results=results)) for at in range(20)]
+    old = [Judged(True, 0.5)] * 20
+    rules = Rules(mean_reward_at_least=0.0, not_worse_by=0.1, measure="mean_reward")
+    assert decide([Suite("s", rules, new, old)]).verdict == "refused"
+    assert decide([Suite("s", Rules(pass_rate_at_least=1.0), new, old)]).verdict == "passed"
