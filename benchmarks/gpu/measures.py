@@ -178,13 +178,13 @@ def compute() -> dict[str, Any]:
 
 
 def collectives(gpu: int, of: int, meet: str) -> dict[str, Any]:
-    """NCCL's all-reduce of 1 GiB over `of` ranks that meet through a file."""
+    """NCCL's all-reduce of 4 GiB over `of` ranks that meet through a file: the threshold is of larger ones still."""
     import torch
     import torch.distributed as dist
 
     torch.cuda.set_device(gpu)
     dist.init_process_group("nccl", init_method=f"file://{meet}", rank=gpu, world_size=of)
-    data = torch.ones(GIB // 4, dtype=torch.float32, device="cuda")
+    data = torch.ones(GIB, dtype=torch.float32, device="cuda")
     dist.all_reduce(data)
     right = bool((data == of).all())
     rate = _rate(torch, lambda: dist.all_reduce(data), data.nbytes)

@@ -179,15 +179,15 @@ class SweepRunner:
     async def cancel(self, row: SweepRow) -> None:
         """Idempotent."""
         if row.state == "running":
-            self._stop_jobs(row)
             await self._end(self._read(row), SweepSpec.model_validate(row.spec), "cancelled", "cancelled by request")
 
     def _stop_jobs(self, row: SweepRow) -> None:
         caller = caller_of(self._db, None)
-        for job_id in _job_ids(row):
-            job = jobs.find(self._db, job_id)
-            if job is not None and not job.finished:
-                ask(self._context, job.id, "cancel", caller)
+        with self._db.transaction():  # one commit for all: each syncs the disk
+            for job_id in _job_ids(row):
+                job = jobs.find(self._db, job_id)
+                if job is not None and not job.finished:
+                    ask(self._context, job.id, "cancel", caller)
 
     async def _end(self, row: SweepRow, spec: SweepSpec, state: RunState, reason: str) -> None:
         """The best is that of the latest round in which a trial came to a loss."""
