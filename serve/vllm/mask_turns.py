@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,12 +113,33 @@ def _in_turns(schedule: Callable[..., Any]) -> Callable[..., Any]:
         self.running = [request for request in self.running if request.request_id not in later]
         self.max_num_active_reqs = active - len(hidden)
         try:
-            return schedule(self, *args, **kwargs)
+            with _adapters_kept(self, hidden):
+                return schedule(self, *args, **kwargs)
         finally:
             self.max_num_active_reqs = active
             self.running = [*self.running, *hidden]
 
     return run
+
+
+@contextmanager
+def _adapters_kept(scheduler: Scheduler, hidden: list[Request]) -> Iterator[None]:
+    """Adapters that the hidden requests alone use keep their places in a batch meanwhile. Given to new requests, they
+    were too many once all were in one step again, and vLLM's scheduler died of it ("scheduled_loras")."""
+    config = scheduler.lora_config
+    if not config:
+        yield
+        return
+    most = config.max_loras
+    theirs, shown = (
+        {request.lora_request.lora_int_id for request in requests if request.lora_request}
+        for requests in (hidden, scheduler.running)
+    )
+    config.max_loras = most - len(theirs - shown)
+    try:
+        yield
+    finally:
+        config.max_loras = most
 
 
 def _later(scheduler: Scheduler) -> set[str]:

@@ -83,12 +83,17 @@ class DeepChecks:
             async with self._taken([device_id], by):
                 await self._until_free(device_id, before)
                 rates, wrong = await self._unless_wanted([device_id], before, self._alone(device))
+                names = {measure: measure for measure in rates}
                 said: list[Measured] = []
                 if not wrong:
-                    shared, said = await self._with_others(device, by, before)
+                    others = self._free_beside(device)
+                    shared, said = await self._with_others(device, others, by, before)
                     rates = rates | shared
+                    # Others may be joined to it by other links.
+                    with_them = " and ".join(sorted(map(self._identity, others)))
+                    names |= {measure: f"{measure}, with {with_them}" for measure in shared}
                 # Before it goes back: a device that fails stays where it is.
-                return self._kept(device, rates, wrong, said, new_baseline)
+                return self._kept(device, rates, names, wrong, said, new_baseline)
 
     def before_return(self, device_id: str) -> None:
         """Check a cordoned device that is to be tried again; the verdict is told. Never raises."""
@@ -186,13 +191,10 @@ class DeepChecks:
                 raise  # the host was short of something
             return {}, [f"it cannot be measured: {error}"]
 
-    async def _with_others(
-        self, device: DeviceStatus, by: str, held_before: int
-    ) -> tuple[dict[str, float], list[Measured]]:
-        """The rate of an all-reduce with the devices that happen to be free, empty if there is none; what failed of it,
-        which may be any of them."""
+    def _free_beside(self, device: DeviceStatus) -> list[str]:
+        """Those that happen to be free, and can compute together with it."""
         status, cordoned = self._scheduler.status(), cordons.read(self._db).cordoned
-        free = [
+        return [
             one["id"]
             for one in status["devices"]
             if one["node"] == device["node"]
@@ -201,6 +203,12 @@ class DeepChecks:
             and one["health"] == "ok"
             and one["id"] not in cordoned
         ]
+
+    async def _with_others(
+        self, device: DeviceStatus, free: list[str], by: str, held_before: int
+    ) -> tuple[dict[str, float], list[Measured]]:
+        """The rate of an all-reduce with those that are free, empty if there is none; what failed of it, which may be
+        any of them."""
         if not free:
             return {}, []
         together = [device["id"], *free]
@@ -220,15 +228,17 @@ class DeepChecks:
         self,
         device: DeviceStatus,
         rates: dict[str, float],
+        names: dict[str, str],
         wrong: list[str],
         said: list[Measured],
         new_baseline: bool,
     ) -> dict[str, Any]:
-        """Judge, keep, tell."""
+        """Judge, keep, tell. names: what each measure's baseline is kept under."""
         device_id = device["id"]
         name = self._identity(device_id)
         known = box.get(self._db, BASELINES, {})
-        baseline = {} if new_baseline else known.get(name, {})
+        kept = {} if new_baseline else known.get(name, {})
+        baseline = {measure: kept[names[measure]] for measure in rates if names[measure] in kept}
         on_host = kind_of(device["kind"]).on_host
         found = [*judged(rates, wrong, baseline, published(device["name"]), on_host=on_host), *said]
         result = {
@@ -240,7 +250,11 @@ class DeepChecks:
         }
         with self._db.transaction():
             if state_of(found) == "ok":
-                box.put(self._db, BASELINES, {**known, name: rates | baseline})
+                box.put(
+                    self._db,
+                    BASELINES,
+                    {**known, name: {names[measure]: rate for measure, rate in rates.items()} | kept},
+                )
             box.put(self._db, RESULTS, {**box.get(self._db, RESULTS, {}), device_id: result})
         _tell(device_id, found)
         self._on_verdict(device_id, fault_of(found))

@@ -55,8 +55,28 @@ async def test_a_device_is_measured_with_the_free_ones_and_goes_back(db, bench):
     result = await bench.checks.check("n0/0", "ann")
     assert result["state"] == "ok" and bench.verdicts == [("n0/0", None)] and in_use(db)
     assert bench.measure.together_of == [["n0/0", "n0/1", "n0/2"]]
-    assert box.get(db, BASELINES) == {"n0/0": {"from host": 10e9, "products": 1e12, "all-reduce of 3": 5e9}}
+    with_them = "all-reduce of 3, with n0/1 and n0/2"
+    assert box.get(db, BASELINES) == {"n0/0": {"from host": 10e9, "products": 1e12, with_them: 5e9}}
     assert bench.checks.results()["n0/0"]["rates"]["products"] == 1e12
+
+
+async def test_the_links_to_other_devices_are_no_fault_of_a_device(db, bench, monkeypatch):
+    """Two of a box may be joined by NVLink, and two others by the host's processors alone."""
+
+    def only(*free):
+        for device in bench.scheduler.devices:
+            device["holder"] = None if device["id"] in ("n0/0", *free) else {"kind": "job", "id": "j"}
+
+    async def rate(self, ids):
+        return {"all-reduce of 2": rates["n0/1" in ids]}
+
+    monkeypatch.setattr(SimulatedMeasure, "together", rate)
+    rates = {True: 100e9, False: 10e9}
+    for other in ("n0/1", "n0/2"):
+        only(other)
+        assert (await bench.checks.check("n0/0", "ann"))["state"] == "ok"
+    rates[False] = 4e9
+    assert (await bench.checks.check("n0/0", "ann"))["state"] == "warn", "slower than with the same one before"
 
 
 async def test_the_first_good_measures_stay_the_baseline_until_somebody_wants_others(db, bench):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,8 +54,8 @@ class MaskedEngine(Engine):
         monkeypatch.setattr(Scheduler, "schedule", schedule)
         monkeypatch.setattr(Scheduler, "_handle_blocked_waiting_request", ready)
 
-    def ask_form(self, owner: str, name: str, most: int, cost_s: float) -> None:
-        self.ask(owner, name, 20, most)
+    def ask_form(self, owner: str, name: str, most: int, cost_s: float, adapter: int = 0) -> None:
+        self.ask(owner, name, 20, most, adapter)
         self.scheduler.requests[name].structured_output_request = Form(cost_s)
 
 
@@ -97,6 +98,25 @@ def test_whose_own_form_takes_long_has_a_turn_among_those_of_others(
 ) -> None:
     gap_s, rate = neighbour(MaskedEngine(tmp_path, monkeypatch, turns=True), COST_S, own_s=COST_S)
     assert gap_s < 1 and rate > 2
+
+
+def test_who_waits_for_his_turn_keeps_his_adapters_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's scheduler asserts that what runs needs no more adapters than a batch has, which ended the engine."""
+    engine = MaskedEngine(tmp_path, monkeypatch, turns=True)
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=2)
+    for adapter in (1, 2):
+        engine.ask_form("many", f"form {adapter}", 40, COST_S, adapter)
+    for _ in range(10):
+        engine.step()
+    engine.ask("other", "short", 20, 40, adapter=3)
+    for _ in range(6):
+        engine.step()
+    assert 0 < len(engine.tokens["form 1"]) < 14 and 0 < len(engine.tokens["form 2"]) < 14, "one in each step"
+    for adapter in (1, 2):
+        setattr(engine.scheduler.requests[f"form {adapter}"].structured_output_request.grammar, MASK, 0.0)
+    while not all(len(tokens) == 40 for tokens in engine.tokens.values()):
+        engine.step()
+    assert engine.scheduler.lora_config.max_loras == 2
 
 
 def test_forms_that_take_little_are_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
