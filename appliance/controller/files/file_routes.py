@@ -131,13 +131,15 @@ def routes(context: ControllerContext) -> APIRouter:
 
 class _Content(FileResponse):
     """The bytes of a file: one of the reader's downloads. Deleted while it is read, the file counts for its owner until
-    this reader has left."""
+    this reader has left. Of several ranges all of it is sent, as a server may (RFC 9110, 14.2): each costs a thread."""
 
     def __init__(self, context: ControllerContext, row: FileRow, caller: Principal, headers: dict[str, str]):
         super().__init__(context.files_dir / row.id, media_type="application/octet-stream", headers=headers)
         self._quotas, self._row, self._caller = context.quotas, row, caller
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(name, value) for name, value in scope["headers"] if name != b"range" or b"," not in value]
+        scope = {**scope, "headers": headers}
         with self._quotas.reading(self._caller), self._quotas.kept.open(self._row.id, self._row.bytes):
             await super().__call__(scope, receive, send)
 

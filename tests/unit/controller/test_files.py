@@ -360,3 +360,13 @@ async def test_a_client_that_leaves_in_the_midst_of_a_file_leaves_nothing(
     assert sent[0] == 499 and left_on_disk(control) == []
     assert not [record for record in caplog.records if record.levelname == "ERROR" or record.exc_info]
     assert audit.page(control.context.db, after=None, limit=5).data == []
+
+
+async def test_of_a_files_content_one_range_is_sent_and_of_many_all_of_it(control: Control):
+    """3,000 ranges, in 32 KiB of a head, took the loop 20 ms to read, and each of them a thread."""
+    file_id = await control.upload(b"0123456789", purpose="user_data")
+    url = f"/v1/files/{file_id}/content"
+    one = await control.http.get(url, headers={"range": "bytes=2-4"})
+    assert (one.status_code, one.content) == (206, b"234")
+    many = await control.http.get(url, headers={"range": "bytes=2-4,6-7"})
+    assert (many.status_code, many.content) == (200, b"0123456789")
