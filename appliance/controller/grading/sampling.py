@@ -219,6 +219,8 @@ class RolloutSampling:
             # Whoever gives up pays for what was computed meanwhile.
             question.spent += self._metering.left(question.key_id, base["model"], [sent])
             raise
+        if answer.silent:
+            question.spent += self._metering.left(question.key_id, base["model"], [sent])
         if answer.status != 200:
             raise ValueError(_message(answer.body) or f"an engine answered with status {answer.status}")
         made = sampling.read(answer.body, line.n)

@@ -411,3 +411,17 @@ async def test_a_question_that_is_given_up_pays_for_what_was_computed(control, e
     asking.cancel()
     await asyncio.wait([asking])
     assert asking.cancelled() and spent(control)["trainer"].prompt_tokens == 2
+
+
+async def test_an_answer_that_takes_too_long_is_paid_for_by_the_time(control, engines):
+    """Nobody paid for it, and each step asked for it anew."""
+    control.as_key("trainer")
+    job_id = await control.job()
+
+    async def rule(body):
+        return EngineAnswer(504, {"error": {"message": "no answer in time"}}, silent=True)
+
+    engines.rule, engines.lines = rule, 1
+    told = await sampling_of(control).sample(job_id, question(3, 2))
+    assert told == {"samples": [], "why": "no answer in time"}
+    assert spent(control)["trainer"].prompt_tokens == 2
