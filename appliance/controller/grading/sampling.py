@@ -223,7 +223,11 @@ class RolloutSampling:
             question.spent += self._metering.left(question.key_id, base["model"], [sent])
         if answer.status != 200:
             raise ValueError(_message(answer.body) or f"an engine answered with status {answer.status}")
-        made = sampling.read(answer.body, line.n)
+        try:
+            made = sampling.read(answer.body, line.n)
+        except ValueError:
+            question.spent += self._metering.left(question.key_id, base["model"], [sent])
+            raise
         count = sum(len(one.ids) for one in made)
         question.spent.append(spent_by(question.key_id, base["model"], base["version"], prompt, count))
         return made

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import openai
 import pytest
 
-from appliance.controller.gates import terms
+from appliance.controller.gates import terms, verdict
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import Principal
@@ -399,3 +400,33 @@ async def test_the_newest_run_is_found_by_an_index(control: Control):
     (plan,) = [row["detail"] for row in control.db.execute(f"{sql}{where} ORDER BY seq DESC LIMIT 1")]
     assert plan == "SEARCH eval_runs USING INDEX eval_runs_sampled (eval_id=?)"
     assert evals.newest_sampled(control.db, "x", viewer=None) is None
+
+
+async def test_one_gate_is_reckoned_at_a_time(
+    control: Control, events: JobEvents, answers: Answers, monkeypatch: pytest.MonkeyPatch
+):
+    """Each takes a thread for seconds, and of many threads the loop hardly has a turn."""
+    rows = []
+    for name in ("fraud", "spam"):
+        gate = {"suites": [await suite(control, pass_rate_at_least=0.5)]}
+        job_id = await control.job(extra_body={"publish_as": name, "gate": gate})
+        run(control, events, job_id)
+        rows.append(gates.of_job(control.db, job_id))
+    at_once, most = 0, 0
+    both = threading.Event()
+    decide = verdict.decide
+
+    def slow(suites: Any) -> Any:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        if at_once == 2:
+            both.set()
+        both.wait(0.2)  # for the other one, which does not come
+        at_once -= 1
+        return decide(suites)
+
+    monkeypatch.setattr(verdict, "decide", slow)
+    for row in rows:
+        assert row is not None and (await seen_through(control, row.id)).verdict == "passed"
+    assert most == 1

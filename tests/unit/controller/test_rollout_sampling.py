@@ -425,3 +425,19 @@ async def test_an_answer_that_takes_too_long_is_paid_for_by_the_time(control, en
     told = await sampling_of(control).sample(job_id, question(3, 2))
     assert told == {"samples": [], "why": "no answer in time"}
     assert spent(control)["trainer"].prompt_tokens == 2
+
+
+async def test_answers_whose_numbers_cannot_be_used_are_paid_for(control, engines):
+    """Those of a model that has come apart: an engine writes them all the same."""
+    control.as_key("trainer")
+    job_id = await control.job()
+
+    async def rule(body):
+        answer = await written(body)
+        answer.body["choices"][0]["logprobs"]["content"][0]["logprob"] = -9999.0
+        return answer
+
+    engines.rule, engines.lines = rule, 1
+    told = await sampling_of(control).sample(job_id, question(3, 2))
+    assert told["samples"] == [] and "lack the log-probability" in told["why"]
+    assert spent(control)["trainer"].prompt_tokens == 2
