@@ -261,6 +261,7 @@ class Multi(_Grader):
 
 Grader = StringCheck | TextSimilarity | Python | ScoreModel | LabelModel | Multi
 _ANY: TypeAdapter[Grader] = TypeAdapter(Annotated[Grader, Field(discriminator="type")])
+_ASKING = ("score_model", "label_model")
 TYPES = ("string_check", "text_similarity", "python", "score_model", "label_model", "multi")
 
 
@@ -297,6 +298,12 @@ def _check_size(written: str) -> None:
 def leaves(grader: Grader) -> dict[str, StringCheck | TextSimilarity | Python | ScoreModel | LabelModel]:
     """Its graders by name; one alone stands by its own name."""
     return dict(grader.graders) if isinstance(grader, Multi) else {grader.name: grader}
+
+
+def models_asked(kept: Mapping[str, Any]) -> set[str]:
+    """Names of the models that a grader asks, as it was kept once it had been parsed: it is not looked through again."""
+    parts = _by_name(kept["graders"]).values() if kept["type"] == "multi" else [kept]
+    return {part["model"] for part in parts if part["type"] in _ASKING}
 
 
 def judges(grader: Grader) -> list[ScoreModel | LabelModel]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 from appliance.controller.access.model_access import check_may_ask
@@ -26,7 +27,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, EvalRunRow
 from train.graders.errors import InvalidGrader
-from train.graders.graders import judges, parse
+from train.graders.graders import models_asked
 
 
 def insert_run(
@@ -67,16 +68,24 @@ def checked_source(given: Jsonl | Sampled, param: str = "data_source") -> dict[s
     return data_source
 
 
-def check_judges(context: ControllerContext, of: EvalRow, caller: Principal) -> None:
-    """Another key may have made the eval. Raises Forbidden, NotFound."""
-    for judge in (judge for criterion in of.criteria for judge in judges(parse(criterion))):
-        check_may_ask(context.db, caller, judge.model)
+def check_judges(context: ControllerContext, of: EvalRow, caller: Principal, known: Collection[str] = ()) -> set[str]:
+    """The models that its graders ask, each checked once: another key may have made the eval. known: those that need no
+    further check. Raises Forbidden, NotFound."""
+    asked = set[str]().union(*map(models_asked, of.criteria)).difference(known)
+    for model in sorted(asked):
+        check_may_ask(context.db, caller, model)
+    return asked
 
 
 def check_given(
-    context: ControllerContext, given: Jsonl | Sampled, caller: Principal, param: str = "data_source"
+    context: ControllerContext,
+    given: Jsonl | Sampled,
+    caller: Principal,
+    param: str = "data_source",
+    *,
+    known: bool = False,
 ) -> None:
-    """Raises BadRequest, NotFound."""
+    """known: an engine takes its sampling parameters. Raises BadRequest, NotFound."""
     if isinstance(given.source, StoredSource):
         raise BadRequest(
             f"The source {given.source.type!r} is not kept on this box; give the items as 'file_content' or 'file_id'.",
@@ -94,4 +103,5 @@ def check_given(
                 param=f"{param}.{error.param}",
                 code="invalid_value",
             ) from None
-        check_asked(fields_of(given), f"{param}.sampling_params")
+        if not known:
+            check_asked(fields_of(given), f"{param}.sampling_params")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -23,6 +24,8 @@ MAX_EVALS_BYTES = MAX_SCHEMA_BYTES + MAX_CRITERIA_BYTES
 """Of a gate's evaluations together: as much as one may have."""
 MAX_TERMS_BYTES = 512 << 10
 """Two suites whose data sources are as long as those of runs may be, and sixteen of the usual length."""
+MAX_SAMPLING_BYTES = 48 << 10
+"""Of different sampling parameters of its suites together: an engine's tools and forms, of which 32 KiB take 0.1 s."""
 _ASKED_LATER = "the version that is judged"
 
 
@@ -52,7 +55,10 @@ def checked(context: ControllerContext, given: GateRequest, caller: Principal, p
             code="invalid_value",
         )
     _check_evals(context, given, param)
-    suites = [_suite(context, suite, caller, f"{param}.suites.{place}") for place, suite in enumerate(given.suites)]
+    looked = _Looked()
+    suites = [
+        _suite(context, suite, caller, f"{param}.suites.{place}", looked) for place, suite in enumerate(given.suites)
+    ]
     canary = (given.canary or GateCanary()).model_dump() if given.then == "canary" else None
     terms = {"suites": suites, "level": given.level, "then": given.then, "canary": canary}
     if (size := len(orjson.dumps(terms))) > MAX_TERMS_BYTES:
@@ -70,13 +76,37 @@ def _too_long(why: str, param: str) -> BadRequest:
     return BadRequest(f"'{param}' {why}.", param=param, code="invalid_value")
 
 
-def _suite(context: ControllerContext, suite: GateSuite, caller: Principal, param: str) -> dict[str, Any]:
+@dataclass(slots=True)
+class _Looked:
+    """What suites of one gate say that was looked at, on the controller's loop: each once. models: that graders ask.
+    sampling: parameters, as JSON."""
+
+    models: set[str] = field(default_factory=set)
+    sampling: set[bytes] = field(default_factory=set)
+
+    def knows(self, sampling: Any, param: str) -> bool:
+        """Whether these parameters were looked at before; if not, they are from now on. Raises BadRequest."""
+        text = orjson.dumps(sampling)
+        if text in self.sampling:
+            return True
+        self.sampling.add(text)
+        if (size := sum(map(len, self.sampling))) > MAX_SAMPLING_BYTES:
+            why = (
+                f"and those before it have sampling parameters of {size} bytes; at most {MAX_SAMPLING_BYTES} are taken"
+            )
+            raise _too_long(why, param)
+        return False
+
+
+def _suite(
+    context: ControllerContext, suite: GateSuite, caller: Principal, param: str, looked: _Looked
+) -> dict[str, Any]:
     of = evals.find(context.db, suite.eval_id, viewer=caller.viewer)
     if of is None:
         raise NotFound(
             f"No eval found with id {shown(suite.eval_id)}.", param=f"{param}.eval_id", code="eval_not_found"
         )
-    check_judges(context, of, caller)
+    looked.models |= check_judges(context, of, caller, looked.models)
     names = [criterion["name"] for criterion in of.criteria]
     if suite.criterion is not None and suite.criterion not in names:
         raise BadRequest(
@@ -86,7 +116,8 @@ def _suite(context: ControllerContext, suite: GateSuite, caller: Principal, para
         )
     source = suite.data_source if suite.data_source is not None else _last_source(context, of, caller, param)
     parsed = _parsed(source, f"{param}.data_source")
-    check_given(context, parsed, caller, f"{param}.data_source")
+    known = looked.knows(source.get("sampling_params"), f"{param}.data_source")
+    check_given(context, parsed, caller, f"{param}.data_source", known=known)
     kept = checked_source(parsed, f"{param}.data_source")
     if kept["source"]["type"] != "file_id":
         raise BadRequest(

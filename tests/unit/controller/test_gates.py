@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from appliance.controller.evals import new_run
 from appliance.controller.gates import terms, verdict
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.ports import EngineAnswer
@@ -430,3 +431,28 @@ async def test_one_gate_is_reckoned_at_a_time(
     for row in rows:
         assert row is not None and (await seen_through(control, row.id)).verdict == "passed"
     assert most == 1
+
+
+async def test_what_sixteen_suites_ask_is_looked_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """Sixteen suites with an evaluation of seven hundred judges asked eleven thousand times whether the key may ask a
+    model, and held the controller's loop for 1.5 s; sixteen with long expressions in their tools held it for 1.3 s."""
+    control.as_key("carol")
+    judge = {"type": "score_model", "model": "starter", "input": [{"role": "user", "content": "?"}]}
+    parts = [{**judge, "name": f"j{place}"} for place in range(8)]
+    criteria: Any = [
+        {"type": "multi", "name": name, "calculate_output": "j0", "graders": {one["name"]: one for one in parts}}
+        for name in ("a", "b")
+    ]
+    made = await control.http.post("/v1/evals", json={"data_source_config": SCHEMA, "testing_criteria": criteria})
+    asked = {**await suite(control, pass_rate_at_least=0.5), "eval_id": made.json()["id"]}
+    seen, may_ask, fields = list[str](), new_run.check_may_ask, list[Any]()
+    monkeypatch.setattr(new_run, "check_may_ask", lambda *of: (seen.append(of[2]), may_ask(*of)))
+    monkeypatch.setattr(new_run, "check_asked", lambda asked, param: fields.append(asked))
+    await gated(control, *[asked] * 16)
+    assert seen == ["starter"] and len(fields) == 1
+    monkeypatch.setattr(terms, "MAX_SAMPLING_BYTES", 40)
+    source = asked["data_source"]
+    others = [{**asked, "data_source": {**source, "sampling_params": {"seed": n}}} for n in range(100, 110)]
+    with pytest.raises(openai.BadRequestError, match="sampling parameters"):
+        await gated(control, *others)
+    assert len(fields) == 4, "before more of them are looked at"
