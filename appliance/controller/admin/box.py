@@ -77,7 +77,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
             "devices": metered(lost_nodes.in_view(db, now["devices"]), readings),
             "replicas": now["replicas"],
-            "jobs": [views.job(row) for row in jobs.list_unfinished(db)],
+            "jobs": [views.job(row) for row in jobs.list_unfinished_whole(db)],
             "requests": {
                 name: {"inflight": one.inflight, "held": one.held}
                 for name, one in load.models.items()
