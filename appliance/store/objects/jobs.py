@@ -74,8 +74,8 @@ def page(
 
 def list_unfinished(db: Database) -> list[JobRow]:
     """Oldest first, the order of the queue before priorities, without what only their owners read: metadata,
-    integrations and hyperparameters. Those of one owner's two hundred jobs may be 50 MB, and each round of the scheduler
-    asks for these rows."""
+    integrations and hyperparameters. Those of one owner's two hundred jobs may be 50 MB, and each round of the
+    scheduler asks for these rows."""
     return _unfinished(db, _IN_SHORT)
 
 
@@ -142,6 +142,21 @@ def names_made_by(db: Database, owner: str) -> list[str]:
         [owner, *sorted(FINISHED_PHASES), owner],
     )
     return [row["name"] for row in rows]
+
+
+def has_made(db: Database, owner: str, name: str) -> bool:
+    """Whether this is one of `names_made_by`; by indexes alone, for an owner may have ten thousand of them, and a request
+    asks of many names."""
+    live, ended = sql_list(_LIVE_PHASES), sql_list(sorted(FINISHED_PHASES))
+    found = db.execute(
+        f"SELECT 1 FROM jobs WHERE owner = ?1 AND phase IN ({live}) AND output_model = ?2 UNION ALL"
+        " SELECT 1 FROM models WHERE id = ?2 AND owner = ?1 AND EXISTS (SELECT 1 FROM jobs"
+        f"  WHERE jobs.owner = ?1 AND phase IN ({ended}) AND output_model = ?2) UNION ALL"
+        " SELECT 1 FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model"
+        " WHERE c.name = ?2 AND jobs.owner = ?1 LIMIT 1",
+        [owner, name],
+    )
+    return found.fetchone() is not None
 
 
 def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
