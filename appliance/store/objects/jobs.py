@@ -145,8 +145,8 @@ def names_made_by(db: Database, owner: str) -> list[str]:
 
 
 def has_made(db: Database, owner: str, name: str) -> bool:
-    """Whether this is one of `names_made_by`; by indexes alone, for an owner may have ten thousand of them, and a request
-    asks of many names."""
+    """Whether this is one of `names_made_by`; by indexes alone, for an owner may have ten thousand of them, and a
+    request asks of many names."""
     live, ended = sql_list(_LIVE_PHASES), sql_list(sorted(FINISHED_PHASES))
     found = db.execute(
         f"SELECT 1 FROM jobs WHERE owner = ?1 AND phase IN ({live}) AND output_model = ?2 UNION ALL"
