@@ -301,7 +301,7 @@ def leaves(grader: Grader) -> dict[str, StringCheck | TextSimilarity | Python | 
 
 
 def models_asked(kept: Mapping[str, Any]) -> set[str]:
-    """Names of the models that a grader asks, as it was kept when it had been parsed; it is not looked through again."""
+    """Names of the models that a grader asks, as it was kept when it was parsed; it is not parsed again."""
     parts = _by_name(kept["graders"]).values() if kept["type"] == "multi" else [kept]
     return {part["model"] for part in parts if part["type"] in _ASKING}
 
