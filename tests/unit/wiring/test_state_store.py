@@ -60,7 +60,7 @@ def test_a_job_is_scheduled_once_validated_and_until_cancelled(states, add_model
 
 def test_a_round_reads_nothing_of_jobs_that_only_their_owners_read(states, add_model, add_job, db, monkeypatch):
     """Metadata and integrations within OpenAI's limits are a quarter of a megabyte as JSON: of one owner's two hundred
-    queued jobs each round parsed 50 MB, and held the controller's loop for 0.35 s."""
+    queued jobs each round parsed 50 MB, and held the controller's loop for 0.16 s."""
     add_model()
     add_job(
         metadata={"of": "x" * 5000},
