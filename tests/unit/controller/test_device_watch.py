@@ -276,14 +276,20 @@ def test_logical_devices_leave_no_identity(db, watch):
     assert box.get(db, CORDONED) == ["n0/1"] and box.get(db, cordons.IDENTITIES, {}) == {}
 
 
-async def test_a_device_is_measured_before_it_is_tried_again(db):
-    """One that is still slow waits once more, and says why; one that is sound goes back."""
+def _due_for_a_check(db):
+    """Of n0/3, which died twice and has waited its minute: the clock, its watch, and what is asked to be measured."""
     clock = Clock()
     watch, asked = clock.watch(db), []
     watch.checks_with(asked.append)
     for _ in range(2):
         watch.died(("n0/3",), "job a", "died")
     clock.now_s += 61
+    return clock, watch, asked
+
+
+async def test_a_device_is_measured_before_it_is_tried_again(db):
+    """One that is still slow waits once more, and says why; one that is sound goes back."""
+    clock, watch, asked = _due_for_a_check(db)
     for _ in range(2):
         watch.judge()
     assert asked == ["n0/3"] and box.get(db, CORDONED) == ["n0/3"], "asked once, and not back before the answer"
@@ -297,12 +303,7 @@ async def test_a_device_is_measured_before_it_is_tried_again(db):
 
 
 async def test_a_check_that_broke_off_keeps_no_device_out_of_use_for_ever(db):
-    clock = Clock()
-    watch, asked = clock.watch(db), []
-    watch.checks_with(asked.append)
-    for _ in range(2):
-        watch.died(("n0/3",), "job a", "died")
-    clock.now_s += 61
+    clock, watch, asked = _due_for_a_check(db)
     watch.judge()
     clock.now_s += CHECK_PATIENCE_S + 1
     watch.judge()

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from tests.unit.loop_cost.fill import FEW_ROWS, FILE, MODEL, OTHER, OWNER
+from tests.unit.loop_cost.fill import CRITERION, FEW_ROWS, FILE, MODEL, OTHER, OWNER
 
 Route = tuple[str, str]
 WHOLE = "limit=10000"
@@ -69,13 +69,6 @@ NO_REQUEST = {
     "/openapi.json": "made once",
 }
 
-_CRITERION = {
-    "type": "string_check",
-    "name": "same",
-    "input": "{{sample.output_text}}",
-    "reference": "{{item.answer}}",
-    "operation": "eq",
-}
 DATA = {"/v1/files": FILE, "/v1/uploads/{upload_id}/parts": b"x"}
 _SPEC = {
     "name": "new",
@@ -120,15 +113,15 @@ CHANGES: dict[Route, Any] = {
     ("POST", "/v1/fine_tuning/jobs"): {"model": MODEL, "training_file": "{file-1}", "validation_file": "{file-2}"},
     ("POST", "/v1/fine_tuning/jobs/{job_id}/pause"): None,
     ("POST", "/v1/fine_tuning/jobs/{job_id}/resume"): None,
-    ("POST", "/v1/fine_tuning/alpha/graders/validate"): {"grader": _CRITERION},
+    ("POST", "/v1/fine_tuning/alpha/graders/validate"): {"grader": CRITERION},
     ("POST", "/v1/fine_tuning/alpha/graders/run"): {
-        "grader": _CRITERION,
+        "grader": CRITERION,
         "model_sample": "2",
         "item": {"answer": "2"},
     },
     ("POST", "/v1/evals"): {
         "data_source_config": {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True},
-        "testing_criteria": [_CRITERION],
+        "testing_criteria": [CRITERION],
         "name": "n",
     },
     ("POST", "/v1/evals/{eval_id}"): {"name": "other"},

@@ -74,7 +74,7 @@ LIST_TEXT = [{"text": LONG_TEXT}]
 MODEL = "starter"
 FILE = b'{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n' * 12
 """What each file has in it."""
-_CRITERION = {
+CRITERION = {
     "type": "string_check",
     "name": "same",
     "input": "{{sample.output_text}}",
@@ -289,7 +289,7 @@ TABLES: dict[str, tuple[Any, Make]] = {
     ),
     "job_judges": (
         rows.JobJudgeRow,
-        lambda at: {"job_id": at.id("job"), "judge": {"grader": {**_CRITERION, "text": LONG_TEXT}}},
+        lambda at: {"job_id": at.id("job"), "judge": {"grader": {**CRITERION, "text": LONG_TEXT}}},
     ),
     "job_events": (
         rows.JobEventRow,
@@ -421,7 +421,7 @@ TABLES: dict[str, tuple[Any, Make]] = {
             "id": at.id("eval"),
             "owner": at.owner,
             "key_id": at.key,
-            "criteria": [_CRITERION],
+            "criteria": [CRITERION],
             "item_schema": {"type": "object", "text": LONG_TEXT},
             "metadata": None,
         },

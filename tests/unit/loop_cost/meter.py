@@ -138,8 +138,8 @@ class Meter:
         for where, name in ((json, "loads"), (orjson, "loads")):
             put(where, name, self._of_argument(getattr(where, name)))
         for where, name in ((json, "dumps"), (orjson, "dumps")):
-            put(where, name, self._of_result(getattr(where, name)))
-        put(os, "listdir", self._listed(os.listdir))
+            put(where, name, self._of_result("parsed", getattr(where, name)))
+        put(os, "listdir", self._of_result("entries", os.listdir))
         collected = gc.isenabled()
         gc.disable()  # what it calls when it comes would be counted, and it comes at any time
         try:
@@ -189,20 +189,13 @@ class Meter:
 
         return counted
 
-    def _of_result(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _of_result(self, what: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        """what: the number of the span that grows by the length of what is made."""
+
         def counted(*args: Any, **named: Any) -> Any:
             made = real(*args, **named)
             if self._counts():
-                self._now.parsed += len(made)
-            return made
-
-        return counted
-
-    def _listed(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **named: Any) -> Any:
-            made = real(*args, **named)
-            if self._counts():
-                self._now.entries += len(made)
+                setattr(self._now, what, getattr(self._now, what) + len(made))
             return made
 
         return counted

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,23 +86,27 @@ def step(engine):
         engine.step()
 
 
+def _full_spec(folder: Path, base: Path, **settings: Any) -> TrainSpec:
+    """Of a job that trains all weights, a row at a time and two a step."""
+    return TrainSpec(
+        job_id="j",
+        base_path=str(base),
+        train_path=str(write_chat_file(folder / "t.jsonl", 4)),
+        run_dir=str(folder),
+        shm_root=str(folder / "store"),
+        output_model="m",
+        full=True,
+        micro_batch=1,
+        batch_size=2,
+        **settings,
+    )
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_what_offloading_leaves_on_the_device_beside_the_weights_is_what_was_estimated(tmp_path, monkeypatch, stage):
     """ZeRO 1 keeps the gradients of all micro-batches while it reduces them into another place."""
     base = make_model_dir(tmp_path / "base", family="llama", hidden_size=128, intermediate_size=256, head_dim=32)
-    spec = TrainSpec(
-        job_id="j",
-        base_path=str(base),
-        train_path=str(write_chat_file(tmp_path / "t.jsonl", 4)),
-        run_dir=str(tmp_path),
-        shm_root=str(tmp_path / "store"),
-        output_model="m",
-        zero_stage=stage,
-        full=True,
-        offload="optimizer",
-        micro_batch=1,
-        batch_size=2,
-    )
+    spec = _full_spec(tmp_path, base, zero_stage=stage, offload="optimizer")
     model = load_model(spec)
     shape = shape_of(base, model)
     engine = build_engine(SupervisedObjective(model), spec)
@@ -129,20 +134,7 @@ def test_what_offloading_leaves_on_the_device_beside_the_weights_is_what_was_est
 )
 def test_what_offloading_holds_in_host_memory_is_what_was_estimated(tmp_path, stage, offload, precision):
     base = make_model_dir(tmp_path / "base", family="llama", hidden_size=128, intermediate_size=256, head_dim=32)
-    spec = TrainSpec(
-        job_id="j",
-        base_path=str(base),
-        train_path=str(write_chat_file(tmp_path / "t.jsonl", 4)),
-        run_dir=str(tmp_path),
-        shm_root=str(tmp_path / "store"),
-        output_model="m",
-        zero_stage=stage,
-        full=True,
-        offload=offload,
-        precision=precision,
-        micro_batch=1,
-        batch_size=2,
-    )
+    spec = _full_spec(tmp_path, base, zero_stage=stage, offload=offload, precision=precision)
     model = load_model(spec)
     shape = shape_of(base, model)
     engine = build_engine(SupervisedObjective(model), spec)
