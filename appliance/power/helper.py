@@ -210,10 +210,10 @@ def _peer(writer: asyncio.StreamWriter) -> tuple[int, int]:
     return pid, user
 
 
-def unsafe(files: Sequence[str | None], owners: Sequence[int] = (0,)) -> str:
+def unsafe(files: Sequence[str], owners: Sequence[int] = (0,)) -> str:
     """Why root must not run these files: somebody else may write one, or its folder; "" if nobody can."""
     for file in files:
-        for path in () if file is None else (Path(file).resolve(), Path(file).resolve().parent):
+        for path in (Path(file).resolve(), Path(file).resolve().parent):
             found = path.stat()
             if found.st_uid not in owners or found.st_mode & 0o022:
                 return f"{path} is not root's alone to write; install the appliance as root, as images/README.md has it"
@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if control is None:
         print("error: nothing here sets limits of this machine's devices", file=sys.stderr)
         return 1
-    if os.geteuid() == 0 and (why := unsafe([__file__, *(module_file(name) for name in _RUN_BY_ROOT)])):
+    if os.geteuid() == 0 and (why := unsafe([__file__, *control.code()])):
         print(f"error: {why}", file=sys.stderr)
         return 1
     try:
@@ -259,13 +259,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     asyncio.run(run(options.socket, user, control))
     return 0
-
-
-_RUN_BY_ROOT = ("runtime.devices.kinds", "pynvml")
-
-
-def module_file(name: str) -> str | None:
-    return getattr(sys.modules.get(name), "__file__", None)
 
 
 if __name__ == "__main__":

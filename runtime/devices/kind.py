@@ -79,6 +79,9 @@ class PowerControl(Protocol):
     """Sets power and clock limits of this machine's devices, by UUID. Drivers let root alone do it. Its methods raise
     PowerRefused."""
 
+    def code(self) -> list[str]:
+        """Files that are run to do it."""
+
     def limits(self) -> dict[str, PowerLimits]:
         """Of every device whose limit can be set."""
 

@@ -19,6 +19,9 @@ LEAST_CLOCK_MHZ = 0  # the lower end of a locked range; the driver raises it to 
 class NvmlPower(PowerControl):
     """Of all GPUs of this machine, by UUID."""
 
+    def code(self) -> list[str]:
+        return [__file__, pynvml.__file__]
+
     def limits(self) -> dict[str, PowerLimits]:
         with _nvml():
             found = {}

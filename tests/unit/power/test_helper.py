@@ -182,7 +182,7 @@ def test_root_runs_nothing_that_others_may_write(tmp_path):
     owners = (os.getuid(),)
     tmp_path.chmod(0o755)
     code.chmod(0o644)
-    assert helper.unsafe([str(code), None], owners) == ""
+    assert helper.unsafe([str(code)], owners) == ""
     assert str(code) in helper.unsafe([str(code)], (os.getuid() + 1,))
     tmp_path.chmod(0o775)
     assert str(tmp_path) in helper.unsafe([str(code)], owners)
