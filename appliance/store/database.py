@@ -22,12 +22,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from appliance.store.errors import (
     DatabaseUnusable,
-    DuplicateRow,
     NoRoomForCopy,
     OpenedByParent,
-    RowNotFound,
     SchemaTooNew,
-    UnknownColumn,
     UnknownCursor,
     WriteWhileReading,
 )
@@ -237,34 +234,6 @@ class Database:
     def all(self, kind: type[Row], sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
         return [_decode(kind, row) for row in self.execute(sql, parameters)]
 
-    def insert(self, table: str, row: Any, *, name: str) -> None:
-        """Store a dataclass; `name` is what a DuplicateRow error calls it."""
-        values = {field.name: _encode(field, getattr(row, field.name)) for field in dataclasses.fields(row)}
-        columns, marks = ", ".join(values), ", ".join("?" * len(values))
-        try:
-            self.execute(f"INSERT INTO {table} ({columns}) VALUES ({marks})", list(values.values()))
-        except sqlite3.IntegrityError as error:
-            if "UNIQUE" in str(error):
-                raise DuplicateRow(table, name) from error
-            raise
-
-    def update(self, table: str, kind: type[Row], where: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-        """Change columns of the one row that `where` names. Raises RowNotFound, UnknownColumn."""
-        fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        unknown = [name for name in changes if name not in fields]
-        if unknown:
-            raise UnknownColumn(table, unknown)
-        if not changes:
-            return
-        assignments = ", ".join(f"{name} = ?" for name in changes)
-        conditions = " AND ".join(f"{name} = ?" for name in where)
-        cursor = self.execute(
-            f"UPDATE {table} SET {assignments} WHERE {conditions}",
-            [*(_encode(fields[name], value) for name, value in changes.items()), *where.values()],
-        )
-        if cursor.rowcount == 0:
-            raise RowNotFound(table, "/".join(str(value) for value in where.values()))
-
     def page(
         self,
         kind: type[Row],
@@ -344,7 +313,8 @@ def owned_by(viewer: str | None) -> dict[str, str]:
     return {} if viewer is None else {"owner": viewer}
 
 
-def _encode(field: dataclasses.Field[Any], value: Any) -> Any:
+def encode(field: dataclasses.Field[Any], value: Any) -> Any:
+    """A value as its column has it."""
     if field.metadata.get("json") and value is not None:
         return json.dumps(value, separators=(",", ":"))
     return value

@@ -115,7 +115,7 @@ def _runs(context: ControllerContext, runner: PipelineRunner) -> APIRouter:
     db = context.db
 
     def known(run_id: str, caller: Principal) -> PipelineRunRow:
-        if (row := pipelines.find_run(db, run_id, viewer=caller.viewer)) is None:
+        if (row := pipelines.find_run_visible(db, run_id, viewer=caller.viewer)) is None:
             raise NotFound(f"No run of a pipeline with id {shown(run_id)}.", param="run_id", code="run_not_found")
         return row
 

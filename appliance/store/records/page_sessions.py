@@ -9,6 +9,10 @@ from typing import NamedTuple
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.rows import PageSessionRow
+from appliance.store.table import Table
+
+_TABLE = Table("page_sessions", PageSessionRow)
+find = _TABLE.find
 
 
 class Halves(NamedTuple):
@@ -25,7 +29,7 @@ def create(
     halves = Halves(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
     row = PageSessionRow(new_id("session_", 16), fingerprint(halves), key_id, now_s, now_s, until_s, agent)
     with db.transaction():
-        db.insert("page_sessions", row, name=row.id)
+        _TABLE.insert(db, row)
         db.execute(
             "DELETE FROM page_sessions WHERE key_id = ?1 AND seq NOT IN"
             " (SELECT seq FROM page_sessions WHERE key_id = ?1 ORDER BY seen_s DESC, seq DESC LIMIT ?2)",
@@ -37,10 +41,6 @@ def create(
 def fingerprint(halves: Halves) -> str:
     """SHA-256 in hex, as the gateway computes it from the cookie and the page's header."""
     return hashlib.sha256(f"{halves.cookie}.{halves.page}".encode()).hexdigest()
-
-
-def find(db: Database, session_id: str) -> PageSessionRow | None:
-    return db.one(PageSessionRow, "SELECT * FROM page_sessions WHERE id = ?", [session_id])
 
 
 def is_live(db: Database, session_id: str, key_id: str, now_s: float) -> bool:
@@ -60,7 +60,7 @@ def list_live(db: Database, now_s: float, owner: str | None = None) -> list[Page
 
 def seen(db: Database, session_id: str, now_s: float, until_s: float) -> None:
     """Raises RowNotFound."""
-    db.update("page_sessions", PageSessionRow, {"id": session_id}, {"seen_s": now_s, "until_s": until_s})
+    _TABLE.update(db, session_id, seen_s=now_s, until_s=until_s)
 
 
 def end(db: Database, session_id: str) -> None:
