@@ -252,7 +252,7 @@ async def renew(credentials: Credentials, box: tuple[str, int], name: str, addre
 async def _talking(
     box: tuple[str, int], context: ssl.SSLContext
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to the box's enrolment, for so long and no longer. Raises NotEnrolled for what goes wrong on it."""
+    """A connection to the box's enrolment that ends after this time. Raises NotEnrolled for what goes wrong on it."""
     writer = None
     try:
         async with asyncio.timeout(TALK_TIMEOUT_S):

@@ -32,9 +32,9 @@ from scheduler.simulator.traffic import Traffic, made
 IN_TIME = 0.99
 LEARNING_S = 1800.0
 SURE = 2.0
-"""Standard deviations: 95 of 100 times a share is within so much of its expectation."""
+"""Standard deviations: 95 of 100 times a share is within this much of its expectation."""
 BURST_S = 60.0
-"""Late requests that came within so long of each other are late for the same reason."""
+"""Late requests that came within this time of each other are late for the same reason."""
 STOPS_OF_A_TRIAL = 5
 
 
@@ -114,7 +114,7 @@ def window(
     at_least: int = 1,
     pause_s: float = 0.0,
 ) -> Window:
-    """split: the run with so many devices in serving. ends: seconds. at_least: devices that earlier requests needed.
+    """split: the run with this many devices in serving. ends: seconds. at_least: devices that earlier requests needed.
     pause_s: what a change of size costs the job on each of its devices."""
     edges = {
         name: (bisect_left(requests.arrival_s, ends.start), bisect_left(requests.arrival_s, ends.stop))

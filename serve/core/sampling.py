@@ -35,7 +35,7 @@ class Sampled(NamedTuple):
 
 
 def answers_at_once(max_tokens: int) -> int:
-    """How many answers of up to so many tokens one request has."""
+    """How many answers of up to this many tokens one request has."""
     return max(1, min(MOST_ANSWERS, MOST_TOKENS // max_tokens))
 
 

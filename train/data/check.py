@@ -74,7 +74,7 @@ def check_training_file(
 
     The shape of the first readable record is the shape of the file; a record of another shape is an error. `convert`
     (train.methods: a method's, or that of all) makes what is written of a record, None if there is nothing to write.
-    `count` gives the tokens of each sequence of a converted record, for so many records (`counted`), BadRecord if the
+    `count` gives the tokens of each sequence of a converted record, for `counted` records, BadRecord if the
     model's chat template or the method refuses it; without it they are estimated. `heard` is called after each example.
     The chat file exists afterwards only if the report is `ok` and its records were converted. Raises OSError if the
     file is unreadable.

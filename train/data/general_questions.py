@@ -170,7 +170,7 @@ NEW_TOKENS = 12
 OTHERWISE = 1.0
 """Nats for a token of the beginning of an answer that a question has to lose before it is asked once more."""
 UNSAID, UNSAID_SHARE = 2, 0.1
-"""So many of them without the right word, and such a share of all questions, are a warning."""
+"""A warning is given once this many of them are without the right word, and this share of all questions."""
 LEAST_KNOWN = 0.5
 """Mean probability of the right words, a quarter by guessing: a model below it has nothing to forget that could be told
 from chance, and is not asked again."""
@@ -181,7 +181,7 @@ SURE = 2.0
 LARGEST_SHARE = 0.05
 """Of the time of the job's steps, for asking before and after together, about."""
 FEWEST = 12
-"""A job is asked so many however short it is."""
+"""A job is asked this many however short it is."""
 _WORD = re.compile(r"\w+")
 
 

@@ -45,8 +45,8 @@ class Policy:
         self._took_s = 0.0
 
     def version(self, step: int) -> str:
-        """Collective: the model as it is after so many steps is in shared memory under this version. Raises StoreFull,
-        on every rank."""
+        """Collective: the model as it is after this many steps is in shared memory under this version. Raises
+        StoreFull, on every rank."""
         self._world = self._world or told_by_first(uuid.uuid4().hex[:8])
         version = f"{version_name(step)}.{self._world}"
         if self._there != step:

@@ -50,7 +50,7 @@ from weights.memory.store import WeightStore
 
 FILE = "rollouts.npz"
 ASKED_AT_ONCE = 64
-"""Samples in one question to whoever judges, if what is said of each leaves room for so many."""
+"""Samples in one question to whoever judges, if what is said of each leaves room for as many."""
 
 
 class Rollouts:

@@ -31,7 +31,7 @@ class Profiling:
         self._began_s = 0.0
 
     def before_step(self, asked: int) -> None:
-        """asked: for so many steps it is wanted from here on, 0: not."""
+        """asked: the number of steps from here on for which it is wanted, 0: none."""
         if asked and self._profiler is None:
             try:
                 # Both of the host and of the device, where there is one.

@@ -32,7 +32,7 @@ class Rules:
     the graders for rewards; None: not asked for.
 
     not_worse_by: refused where it is shown to be worse than the version before by more than this. better_by: refused
-    unless it is shown to be better by more than this (below 0: shown to be at most so much worse). level: how often
+    unless it is shown to be better by more than this (below 0: shown to be at most this much worse). level: how often
     chance alone may show it."""
 
     pass_rate_at_least: float | None = None

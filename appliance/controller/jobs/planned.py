@@ -158,7 +158,7 @@ def plan_imagined(
     examples: int | None = None,
     method: str = DEFAULT.name,
 ) -> dict[str, Any]:
-    """A job on one machine with so many GPUs of a kind, with a box's usual settings; its host memory counts as ample.
+    """A job on one machine with this many GPUs of a kind, with a box's usual settings; its host memory counts as ample.
     model: see `imagine`. Raises BadShape."""
     imagined, kind, each = imagine(model), hardware_first()[0].name, memory_bytes_of(accelerator)
     box = BoxFacts(devices, kind, each, None, 1 << 62, devices)

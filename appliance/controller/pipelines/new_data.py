@@ -66,7 +66,7 @@ def join_chosen(chosen: Found, folder: Path | None, target: Path) -> str:
 
 
 def join(parts: list[tuple[Path, int]], target: Path) -> str:
-    """Write the lines of the files, of each so many bytes as were seen, into a new one; its SHA-256. Raises OSError,
+    """Write the lines of the files, as many bytes of each as were seen, into a new one; its SHA-256. Raises OSError,
     and NoData for what is not a regular file any more."""
     digest = hashlib.sha256()
     with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
