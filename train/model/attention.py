@@ -122,6 +122,13 @@ def _sliding_mask(length: int, window: int, device: torch.device) -> torch.Tenso
 
 
 def register() -> None:
-    """Make "packed" known to transformers; no mask is ever built for it."""
+    """Make "packed" known to transformers, for which no mask is ever built, and keep this process's other attention off
+    cuDNN.
+
+    torch prefers cuDNN on Hopper and Blackwell (sdp_utils.cpp, check_prefer_cudnn_attention), where it makes a plan for
+    every new shape (MHA.cpp: the lengths are in the cache's key). Answers grow by a token at a time, so sampling paid
+    for a plan, up to a second, with each token, and kept all of them.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
