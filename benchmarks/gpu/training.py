@@ -74,7 +74,7 @@ def attention(
     filled up."""
     from train.model import attention as packed
 
-    packed.register()  # a rank's calls per example do without cuDNN, which is fast only where lengths come again
+    kinds.unplanned_attention()  # as in ranks, where few lengths come again
     kind, segments = of_torch(device), _segments(tokens)
     shapes = ((1, heads, tokens, dim), (1, kv_heads, tokens, dim), (1, kv_heads, tokens, dim))
     torch.manual_seed(7)
