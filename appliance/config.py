@@ -19,7 +19,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -439,7 +439,8 @@ def _known_keys(location: tuple[str, ...]) -> set[str]:
     """Keys of the section at `location`; () for the sections themselves."""
     kind: Any = BoxConfig
     for part in location:
-        kind = kind.model_fields[part].annotation
+        # Of a table of sections each has the keys of its kind, whatever its name.
+        kind = kind.model_fields[part].annotation if hasattr(kind, "model_fields") else get_args(kind)[-1]
     return set(getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__", ()))
 
 

@@ -130,6 +130,19 @@ class OidcSettings(BaseModel):
         return self
 
 
+class Bucket(BaseModel):
+    """A bucket of an S3-compatible store that pipelines take data from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field(pattern=r"^s3://[^/]")
+    """s3://bucket/prefix; what lies below it is looked through."""
+    endpoint: str | None = None
+    region: str | None = None
+    credentials_file: str | None = None
+    credentials_profile: str | None = None
+
+
 class ControllerConfig(BaseModel):
     """Every limit and wait of the controller, with its unit in the name."""
 
@@ -151,6 +164,9 @@ class ControllerConfig(BaseModel):
     bounds: OwnerBounds = Field(default_factory=OwnerBounds)
     retention: RetentionSettings = Field(default_factory=RetentionSettings)
     oidc: OidcSettings = Field(default_factory=OidcSettings)
+    buckets: dict[str, Bucket] = {}
+    """By the names that pipelines know them by: `[controller.buckets.chats]` with `url` (s3://bucket/prefix) and, as
+    backups have them, `endpoint`, `region`, `credentials_file` and `credentials_profile`."""
     disk_floor_bytes: int | None = Field(None, ge=0)
     """Free bytes on the data directory's volume below which nothing more is stored; unset: 2 % of it, at least 2 and at
     most 20 GiB, and never more than a tenth."""
