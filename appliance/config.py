@@ -356,7 +356,7 @@ def enrolment_port(node_port: int) -> int:
 
 
 def _check_ports(box: BoxSettings, layers: list[_Layer]) -> None:
-    """Of a box that other nodes may join; without node_address nobody listens at node_port."""
+    """Checks the ports of a box that other nodes may join; without node_address nobody listens at node_port."""
     if box.node_address is None:
         return
     for port in (box.node_port, enrolment_port(box.node_port)):

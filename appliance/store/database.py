@@ -44,7 +44,8 @@ PAGE_BYTES = 2 * 2**20
 """Text of the rows of one page. Who reads a page waits for all of it."""
 PAGE_ROWS = 500
 PAGE_WEIGHT = 1 << 16
-"""Of the JSON in the rows of one page: a list or object counts as 12, a string as 4, any other value as 1."""
+"""The weight of the JSON in the rows of one page: a list or object counts as 12, a string as 4, any other value as
+1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,7 +337,7 @@ def _columns(kind: Any) -> tuple[tuple[str, bool], ...]:
 
 
 def _weight(text: str | None) -> int:
-    """Of a JSON text, at most: what stands in its strings counts too."""
+    """The weight of a JSON text, at most: what stands in its strings counts too."""
     if text is None:
         return 0
     return 12 * (text.count("[") + text.count("{")) + 2 * text.count('"') + text.count(",")

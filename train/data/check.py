@@ -121,7 +121,7 @@ class _Tokens:
         self._counted, self._tokens, self._estimated = 0, 0, 0
 
     def of(self, made: Record | None) -> list[int]:
-        """Of each sequence of a converted record. Raises BadRecord."""
+        """The tokens of each sequence of a converted record. Raises BadRecord."""
         if made is None:
             return [0]
         estimates = [estimate_tokens(chat) for chat in made.get("sequences", (made,))]
@@ -163,7 +163,7 @@ def _example(
 
 
 def estimate_tokens(chat: dict[str, Any]) -> int:
-    """Of a converted chat, from its bytes."""
+    """The tokens of a converted chat, estimated from its bytes."""
     size = len(orjson.dumps(chat["tools"])) if chat.get("tools") else 0
     for message in chat["messages"]:
         size += len(message["content"].encode()) + len(orjson.dumps(message.get("tool_calls", "")))

@@ -96,8 +96,8 @@ class Row:
 
 @dataclass(frozen=True)
 class RolloutRow(Row):
-    """Of answers that the model itself has sampled. advantages: (n,) float32, by how much each label is better than was
-    to be expected. sampled: (n,) float32, its log-probability when it was sampled."""
+    """A row of answers that the model itself has sampled. advantages: (n,) float32, by how much each label is better
+    than was to be expected. sampled: (n,) float32, its log-probability when it was sampled."""
 
     advantages: np.ndarray | None = None
     sampled: np.ndarray | None = None

@@ -143,7 +143,7 @@ class TrainSpec:
 
     @property
     def most_validations(self) -> int | None:
-        """Of the run: any of them may publish a version if the best is to be published."""
+        """The most that the run has: any of them may publish a version if the best is to be published."""
         return MOST_VERSIONS if self.publish == "best" else None
 
     def to_json(self) -> str:

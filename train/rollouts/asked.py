@@ -34,8 +34,8 @@ def to_ask(step: int, staleness: int, total: int, asked: Collection[int]) -> lis
 
 
 class Policy:
-    """Of one rank. `questions`: made of it for whoever runs the job. staleness: updates after which weights still
-    answer."""
+    """The policy of one rank. `questions`: made of it for whoever runs the job. staleness: updates after which weights
+    still answer."""
 
     def __init__(self, spec: TrainSpec, engine: Any, grid: Grid, store: WeightStore, staleness: int = 0):
         self._engine, self._grid, self._store, self._staleness = engine, grid, store, staleness

@@ -162,7 +162,7 @@ class Rollouts:
         return max(1, int(self._sizes[self._judge.counted(self._advantages, self._samples.group)].sum()))
 
     def tokens(self) -> int:
-        """Of the step's prompts and answers."""
+        """The tokens of the step's prompts and answers."""
         return int(self._sizes.sum()) + self._samples.group * self._train.tokens_in(
             self._plan.packs_of_step(self._step)
         )

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 class Profiling:
-    """Of one rank. collectives: what torch calls the library of its collectives, as it stands in the names of what it
-    does. folder: where trace files go."""
+    """Profiles one rank. collectives: what torch calls the library of its collectives, as it stands in the names of
+    what it does. folder: where trace files go."""
 
     def __init__(self, folder: Path, collectives: str, emit: Events, progress: Progress):
         self._folder, self._collectives, self._emit, self._progress = folder, collectives, emit, progress

@@ -22,7 +22,7 @@ from appliance.store.objects import gates, pipelines
 from appliance.store.rows import PipelineRow, PipelineRunRow
 
 MAX_PIPELINES = 100
-"""Of one owner."""
+"""As many as one owner may have."""
 Name = Annotated[str, Path(max_length=256)]
 
 

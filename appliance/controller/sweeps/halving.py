@@ -49,6 +49,6 @@ def rounds(trials: int, first: float, keep_one_in: int) -> list[Round]:
 
 
 def best(losses: Mapping[int, float | None], count: int) -> list[int]:
-    """Of the trials by number, the `count` with the least loss; none that has no finite one."""
+    """The numbers of the `count` trials with the least loss; none that has no finite one."""
     known = [(loss, number) for number, loss in losses.items() if loss is not None and math.isfinite(loss)]
     return [number for _, number in sorted(known)[:count]]

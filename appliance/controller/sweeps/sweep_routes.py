@@ -23,7 +23,7 @@ from appliance.store.objects import jobs, sweeps
 from appliance.store.rows import SweepRow
 
 MAX_RUNNING = 4
-"""Of one owner at the same time."""
+"""As many as one owner may run at the same time."""
 ROUTE = "sweeps"
 Id = Annotated[str, Path(max_length=256)]
 

@@ -50,7 +50,7 @@ def run_in_short(db: Database, run_id: str) -> EvalRunRow | None:
 
 
 def bytes_of(db: Database, eval_id: str) -> int:
-    """Of its definition; 0 if there is none."""
+    """The bytes of its definition; 0 if there is none."""
     found = db.execute("SELECT bytes FROM evals WHERE id = ?", [eval_id]).fetchone()
     return 0 if found is None else int(found["bytes"])
 
@@ -79,7 +79,7 @@ def page_runs(
 
 
 def unfinished_ids(db: Database, *, eval_id: str | None = None, owner: str | None = None) -> list[str]:
-    """Of runs, oldest first. Their rows may hold megabytes each."""
+    """Ids of unfinished runs, oldest first. Their rows may hold megabytes each."""
     rows = db.execute(
         f"SELECT id FROM eval_runs INDEXED BY eval_runs_unfinished WHERE status IN ({_UNFINISHED})"
         f" AND (?1 IS NULL OR eval_id = ?1) AND (?2 IS NULL OR owner = ?2) AND {_RUN_THERE} ORDER BY seq",
@@ -89,7 +89,7 @@ def unfinished_ids(db: Database, *, eval_id: str | None = None, owner: str | Non
 
 
 def delete(db: Database, ids: Iterable[str]) -> None:
-    """Of evals, which take their runs with them, and of runs."""
+    """Deletes evals, which take their runs with them, and runs."""
     db.many("INSERT OR IGNORE INTO eval_deletions VALUES (?)", [[one] for one in ids])
 
 
@@ -136,7 +136,7 @@ def queued_items(db: Database, run_id: str, limit: int) -> list[EvalItemRow]:
 def page_items(
     db: Database, run_id: str, *, status: str | None, after: str | None, limit: int, descending: bool
 ) -> Page[EvalItemRow]:
-    """Of those that are judged."""
+    """Items that are judged."""
     return db.page(
         EvalItemRow,
         "eval_items",

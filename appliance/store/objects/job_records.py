@@ -119,7 +119,7 @@ def list_checkpoints(db: Database) -> list[CheckpointRow]:
 
 
 def checkpoint_names(db: Database) -> list[CheckpointNameRow]:
-    """Of all, in order of creation, what each round of the scheduler and each table need of them."""
+    """What each round of the scheduler and each table need of all checkpoints, in order of creation."""
     return db.all(CheckpointNameRow, "SELECT name, model, version FROM checkpoints ORDER BY seq")
 
 

@@ -20,7 +20,7 @@ insert, find, find_visible = _TABLE.insert, _TABLE.find, _TABLE.find_visible
 
 
 class JobData(NamedTuple):
-    """Of which files a job has copies, or will have. id, phase: the job's."""
+    """The files of which a job has copies, or will have. id, phase: the job's."""
 
     id: str
     phase: str
@@ -89,7 +89,7 @@ def unfinished_making(db: Database, model: str) -> list[JobRow]:
 
 
 def data_of_unfinished(db: Database, owner: str) -> list[JobData]:
-    """Of this owner's."""
+    """Data of this owner's unfinished jobs."""
     rows = db.execute(
         "SELECT id, phase, training_file, validation_file FROM jobs"
         f" WHERE owner = ? AND phase IN ({sql_list(UNFINISHED_PHASES)})",

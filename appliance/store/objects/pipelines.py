@@ -17,7 +17,7 @@ from appliance.store.rows import PipelineRow, PipelineRunRow
 from appliance.store.table import Table
 
 RUNS_KEPT = 200
-"""Of one pipeline that have ended."""
+"""Ended runs that are kept of one pipeline."""
 _TABLE = Table("pipelines", PipelineRow, called="name")
 insert, update, page = _TABLE.insert, _TABLE.update, _TABLE.page_visible
 _RUNS = Table("pipeline_runs", PipelineRunRow)
@@ -76,7 +76,7 @@ def choose(db: Database, run_id: str, data: Mapping[str, list[Any]]) -> None:
 
 
 def shorten(db: Database, run_id: str) -> None:
-    """Of one that has ended: how much data it was stays, and the pipeline's name; the names of the files and what the
+    """A run that has ended keeps how much data it had, and the pipeline's name; the names of the files and what the
     pipeline said go. Ended runs are kept by the hundred."""
     db.execute(
         "UPDATE pipeline_runs SET data = '{}', spec = json_object('name', spec ->> '$.name') WHERE id = ?", [run_id]

@@ -10,7 +10,7 @@ from appliance.store.rows import SweepRow
 from appliance.store.table import Table
 
 KEPT = 100
-"""Of one owner that have ended."""
+"""Ended sweeps that are kept of one owner."""
 _TABLE = Table("sweeps", SweepRow)
 insert, find, update = _TABLE.insert, _TABLE.find, _TABLE.update
 find_visible, page = _TABLE.find_visible, _TABLE.page_visible

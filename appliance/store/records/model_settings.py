@@ -33,7 +33,7 @@ def current(db: Database, model: str) -> ModelSettingsRow | None:
 
 
 def digests(db: Database) -> dict[str, str]:
-    """Of the settings in force, by model; by an index alone, for each round of the scheduler asks."""
+    """Digests of the settings in force, by model; by an index alone, because each round of the scheduler asks."""
     by_index = "model_settings INDEXED BY model_settings_digests"
     rows = db.execute(f"SELECT model, digest FROM {by_index} WHERE (model, number) IN ({_NEWEST})")
     return {model: digest for model, digest in rows.fetchall()}

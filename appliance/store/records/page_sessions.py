@@ -16,7 +16,8 @@ find = _TABLE.find
 
 
 class Halves(NamedTuple):
-    """Of a session's token: the browser's cookie, and what the page's own origin keeps. Neither is of use alone."""
+    """The two halves of a session's token: the browser's cookie, and what the page's own origin keeps. Neither is of
+    use alone."""
 
     cookie: str
     page: str
@@ -49,7 +50,7 @@ def is_live(db: Database, session_id: str, key_id: str, now_s: float) -> bool:
 
 
 def list_live(db: Database, now_s: float, owner: str | None = None) -> list[PageSessionRow]:
-    """Of an owner's keys, None: of all; oldest first."""
+    """Live logins with an owner's keys, None: with all; oldest first."""
     return db.all(
         PageSessionRow,
         "SELECT page_sessions.* FROM page_sessions JOIN keys ON keys.id = key_id"
