@@ -161,7 +161,7 @@ def _content(path: Path) -> Content:
 
 
 def _commit() -> str:
-    """Of the checkout, with a "+" where it was changed since; "unknown" where git does not know it."""
+    """The commit of the checkout, with a "+" where it was changed since; "unknown" where git does not know it."""
     git = shutil.which("git")
     if git is None:
         return "unknown"

@@ -49,9 +49,7 @@ def up(
     port: Annotated[int | None, typer.Option("--port", min=1, max=65535, help="Default: 8000.")] = None,
     devices: Annotated[
         str | None,
-        typer.Option(
-            "--devices", metavar="auto|N", help="auto: every GPU, else 8 CPU devices; N: so many CPU devices."
-        ),
+        typer.Option("--devices", metavar="auto|N", help="auto: every GPU, else 8 CPU devices; N: N CPU devices."),
     ] = None,
     output_format: OUTPUT = "table",
 ) -> None:

@@ -24,7 +24,7 @@ app.registered_commands += [*submit.registered_commands, *queue.registered_comma
 @box_command(app, "appliance job list", "appliance job list --watch", "appliance job list -o json", name="list")
 def list_jobs(
     session: Session,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="So many, the newest first.")] = 100,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="How many to show, the newest first.")] = 100,
     watch: WATCH = False,
     every: EVERY = 2.0,
 ) -> None:

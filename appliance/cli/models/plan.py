@@ -81,11 +81,11 @@ def job(
     device_kind: Annotated[str | None, typer.Option("--device-kind", hidden=True)] = None,
     training: Training = NO_TRAINING,
     devices: Annotated[
-        int | None, typer.Option("--devices", metavar="N", min=1, help="At most so many. Default: all of the box.")
+        int | None, typer.Option("--devices", metavar="N", min=1, help="Use at most N. Default: all of the box.")
     ] = None,
     examples_: Annotated[
         int | None,
-        typer.Option("--examples", metavar="N", min=1, help="Without --file: so many of 200 tokens. Default: 1000."),
+        typer.Option("--examples", metavar="N", min=1, help="Without --file: N examples of 200 tokens. Default: 1000."),
     ] = None,
 ) -> None:
     """What a fine-tuning job would choose, and its memory per device; the job that follows chooses the same."""

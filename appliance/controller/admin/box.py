@@ -162,7 +162,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         after_step: Annotated[int, Query(ge=-1, lt=2**62)] = -1,
         limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
     ) -> dict[str, Any]:
-        """A page ends after so many steps as take 25 ms, however many are asked for; `has_more` says that there are
+        """A page ends after the steps that take 25 ms, however many are asked for; `has_more` says that there are
         more, behind the last one's step."""
         _known_job(job_id)
         limit = min(limit, _MOST_STEPS)

@@ -36,12 +36,12 @@ from runtime.devices.kind import Reading
 
 
 async def _no_doctor() -> dict[str, Any]:
-    """Of a controller without a box around it."""
+    """What a controller without a box around it has."""
     return {"exit_code": 0, "data": [], "at_s": time.time()}
 
 
 class _NoDeepChecks:
-    """Of a controller without devices around it."""
+    """What a controller without devices around it has."""
 
     async def check(self, device_id: str, by: str, *, new_baseline: bool = False) -> dict[str, Any]:
         raise OperationFailed("nothing measures devices here", code="not_measured")

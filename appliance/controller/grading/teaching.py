@@ -55,7 +55,7 @@ class Teaching:
         return {"log_probs": [None if isinstance(one, str) else one for one in told], "errors": errors}
 
     async def _asked(self, key_id: str | None, teacher: str, sample: dict[str, Any]) -> list[float] | str:
-        """Or why there are none."""
+        """What it answers, or why there are none."""
         tokens = sample["tokens"]
         answer = await self._answers.answer(key_id, scoring.URL, scoring.request(teacher, tokens), ANSWER_WITHIN_S)
         if isinstance(answer, str):

@@ -118,8 +118,8 @@ async def _device_hours(
     dataset: auto.DatasetStats,
     caller: Principal,
 ) -> float | None:
-    """Of the steps, at the speed that this box has had with jobs like it; None if there were none, or if the data does
-    not say how many tokens there will be."""
+    """Device hours of the steps, at the speed that this box has had with jobs like it; None if there were none, or if
+    the data does not say how many tokens there will be."""
     fields = chosen.resolved
     speeds = list[float]()
     if not method.rolls_out:

@@ -1,6 +1,6 @@
 """Deletes what is older than it has to be kept, in bounded chunks, so that no write waits long for one.
 
-What is beyond a number is found by going past so many, on a thread of the store's, and deleted by its own number.
+What is beyond a number is found by counting up to it, on a thread of the store's, and deleted by its own number.
 
 Each deletion finds the oldest rows by an index on their time and costs the same however many there are. Their order in
 the table says nothing: rows written while the clock was ahead, or long unfinished ones, come before older ones.

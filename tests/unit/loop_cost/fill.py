@@ -18,6 +18,7 @@ from typing import Any
 
 from appliance.store import rows
 from appliance.store.database import Database
+from appliance.store.records import keys
 
 OWNER, OTHER = "ann", "bob"
 OF_OTHER = 12
@@ -584,7 +585,7 @@ def fill(db: Database, size: Size) -> None:
     little = Size(OF_OTHER, min(size.going, 2), 0)
     with db.transaction():
         admin = rows.KeyRow("key_admin", "admin", "0" * 64, "", 1.0, owner="key_admin", scopes=["admin"])
-        db.insert("keys", admin, name="admin")
+        keys.insert(db, admin)
         for table in TABLES:
             most = dataclasses.replace(size, kept=FEW_ROWS) if table in FEW else size
             for owner, whose in ((OTHER, little), (OWNER, most)):
