@@ -426,11 +426,18 @@ def evaluated(front: Front) -> str:
     return eval_id
 
 
-def test_evaluations_gates_pipelines_and_sweeps_are_shown_to_the_last_item(visit: Visit, front: Front) -> None:
+@pytest.fixture(scope="module")
+def judged(front: Front) -> str:
+    """An evaluation, whose id this is; gates, a pipeline and a sweep."""
     context = front.context
     assert context is not None
-    evaluated(front)
     front.call(lambda: page_rows.insert(context.db, keys.list_live(context.db)[0].id, "everything"))
+    return evaluated(front)
+
+
+def test_evaluations_gates_pipelines_and_sweeps_are_shown_to_the_last_item(
+    visit: Visit, front: Front, judged: str
+) -> None:
     page = visit(place="#/evals")
     main = page.locator("main")
     page.get_by_role("link", name="sums").click()
@@ -456,14 +463,10 @@ def test_evaluations_gates_pipelines_and_sweeps_are_shown_to_the_last_item(visit
 
 
 @pytest.fixture(scope="module")
-def everything(front: Front) -> list[str]:
+def everything(front: Front, judged: str) -> list[str]:
     """Something of each kind is there; where each page of something is found."""
-    context = front.context
-    assert context is not None
-    key = key_with(front, "fine_tuning", "inference")
-    job_id, eval_id = trained(front, key), evaluated(front)
-    front.call(lambda: page_rows.insert(context.db, keys.list_live(context.db)[0].id, "all-of-it"))
-    return [f"#/jobs/{job_id}", "#/jobs/new", f"#/models/{MODEL}", f"#/evals/{eval_id}"]
+    job_id = trained(front, key_with(front, "fine_tuning", "inference"))
+    return [f"#/jobs/{job_id}", "#/jobs/new", f"#/models/{MODEL}", f"#/evals/{judged}"]
 
 
 def settled(page: Any) -> None:
