@@ -42,16 +42,15 @@ batches = _oldest("batches", "created_s", f"status NOT IN ({_LIVE})")
 
 
 def owners(db: Database, table: str) -> list[str]:
-    return [row["owner"] for row in db.execute(f"SELECT DISTINCT owner FROM {table}")]
+    return db.column(f"SELECT DISTINCT owner FROM {table}")
 
 
 def batches_past(db: Database, owner: str, keep: int, limit: int) -> list[int]:
     """Numbers of an owner's ended batches beyond the newest `keep`."""
-    rows = db.execute(
+    return db.column(
         f"SELECT seq FROM batches WHERE owner = ?1 AND status NOT IN ({_LIVE}) ORDER BY seq DESC LIMIT ?3 OFFSET ?2",
         [owner, keep, limit],
     )
-    return [row["seq"] for row in rows]
 
 
 def delete_rows(db: Database, table: str, numbers: list[int]) -> None:
@@ -70,27 +69,25 @@ def eval_runs(db: Database, before_s: float, limit: int) -> int:
 
 def eval_runs_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
     """Ids of an owner's ended runs beyond the newest `keep`, without those that are going."""
-    rows = db.execute(
+    return db.column(
         f"SELECT id FROM eval_runs WHERE owner = ?1 AND status NOT IN ({sql_list(UNFINISHED_EVAL_RUN)})"
         " AND id NOT IN (SELECT id FROM eval_deletions) ORDER BY seq DESC LIMIT ?3 OFFSET ?2",
         [owner, keep, limit],
     )
-    return [row["id"] for row in rows]
 
 
 def audit_past(db: Database, key_id: str, keep: int, limit: int) -> list[int]:
     """Numbers of a key's audit rows beyond the newest `keep`."""
-    rows = db.execute(
+    return db.column(
         "SELECT seq FROM audit WHERE key_id = ?1 ORDER BY seq DESC LIMIT ?3 OFFSET ?2", [key_id, keep, limit]
     )
-    return [row["seq"] for row in rows]
 
 
 def jobs_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
     """Ids of ended jobs of an owner beyond the newest `keep`; not of those whose snapshot is still to be given back, of
     whose models one is left (a version, under a name that jobs share), or whose device-hours are still told: these are
     billed by the job's row."""
-    rows = db.execute(
+    return db.column(
         f"SELECT id FROM jobs WHERE owner = ?1 AND phase IN ({_FINISHED}) AND snapshot IS NULL"
         " AND NOT EXISTS (SELECT 1 FROM device_time WHERE device_time.job_id = jobs.id)"
         " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model AND (NOT jobs.stable_name"
@@ -100,18 +97,16 @@ def jobs_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
         " WHERE checkpoints.job_id = jobs.id) ORDER BY seq DESC LIMIT ?3 OFFSET ?2",
         [owner, keep, limit],
     )
-    return [row["id"] for row in rows]
 
 
 def graders_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
     """An owner's ended jobs whose graders are beyond the newest `keep`: the jobs may stay, with a model or what they
     cost."""
-    rows = db.execute(
+    return db.column(
         "SELECT jobs.id FROM job_judges CROSS JOIN jobs ON jobs.id = job_id"
         f" WHERE owner = ?1 AND phase IN ({_FINISHED}) ORDER BY jobs.seq DESC LIMIT ?3 OFFSET ?2",
         [owner, keep, limit],
     )
-    return [row["id"] for row in rows]
 
 
 def delete_graders(db: Database, job_ids: list[str]) -> None:
@@ -120,12 +115,11 @@ def delete_graders(db: Database, job_ids: list[str]) -> None:
 
 def gate_terms_past(db: Database, owner: str, keep: int, limit: int) -> list[int]:
     """Numbers of an owner's ended gates whose terms are beyond those of the newest `keep`."""
-    rows = db.execute(
+    return db.column(
         "SELECT seq FROM gates WHERE owner = ?1 AND state = 'ended' AND has_terms = 1 ORDER BY seq DESC"
         " LIMIT ?3 OFFSET ?2",
         [owner, keep, limit],
     )
-    return [row["seq"] for row in rows]
 
 
 def empty_gate_terms(db: Database, numbers: list[int]) -> None:
@@ -169,11 +163,10 @@ def usage(db: Database, before_s: float, limit: int) -> int:
 
 def jobs_with_records(db: Database, table: str, before_s: float, limit: int) -> list[str]:
     """Ids of jobs that ended before this moment and have events (`job_events`) or steps (`job_metrics`)."""
-    rows = db.execute(
+    return db.column(
         f"SELECT id FROM jobs WHERE finished_s < ? AND EXISTS (SELECT 1 FROM {table} WHERE job_id = jobs.id) LIMIT ?",
         [before_s, limit],
     )
-    return [row["id"] for row in rows]
 
 
 def delete_records(db: Database, table: str, job_id: str, limit: int) -> int:
@@ -188,12 +181,11 @@ def delete_records(db: Database, table: str, job_id: str, limit: int) -> int:
 
 def events_past(db: Database, job_id: str, keep: int, limit: int) -> list[int]:
     """Numbers of one job's events beyond the newest `keep`, the oldest first."""
-    rows = db.execute(
+    return db.column(
         "SELECT seq FROM job_events WHERE job_id = ?1 AND seq <="
         " (SELECT seq FROM job_events WHERE job_id = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2) ORDER BY seq LIMIT ?3",
         [job_id, keep, limit],
     )
-    return [row["seq"] for row in rows]
 
 
 _NEEDED = (
@@ -205,11 +197,10 @@ _NEEDED = (
 
 def old_files(db: Database, before_s: float, limit: int) -> list[str]:
     """Ids of files made before this moment that nothing needs which has not ended."""
-    rows = db.execute(
+    return db.column(
         f"SELECT id FROM files WHERE created_s < ? AND NOT coalesce({_NEEDED}, 0) ORDER BY seq LIMIT ?",
         [before_s, limit],
     )
-    return [row["id"] for row in rows]
 
 
 def is_needed(db: Database, file_id: str) -> bool:
