@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.gateway.core.config import GatewayConfig, HoldLimits, Limits
 from appliance.gateway.core.errors import ConfigInvalid
+from appliance.power.settings import PowerSettings
 from scheduler.core.config import SchedulerConfig
 from serve.core.config import EngineConfig
 from weights.format.config import WeightsConfig, known_kind_of_url
@@ -232,6 +233,7 @@ class BoxConfig(_Section):
     backup: BackupSettings = Field(default_factory=BackupSettings)
     doctor: DoctorSettings = Field(default_factory=DoctorSettings)
     tracking: TrackingSettings = Field(default_factory=TrackingSettings)
+    power: PowerSettings = Field(default_factory=PowerSettings)
 
 
 Table = dict[str, Any]

@@ -13,6 +13,7 @@ from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.jobs.hyperparameters import NO_TRAINING, Training, with_training
 from appliance.cli.jobs.submit import file_id
+from appliance.cli.mode.power import energy_line
 
 app = group("Would it fit? An estimate before anything is started.")
 
@@ -181,6 +182,7 @@ def _table(plan: dict[str, Any]) -> Any:
             ("with", chosen),
             ("steps", plan["data"]["steps"]),
             ("device hours", _hours(plan.get("device_hours"))),
+            *([] if plan.get("device_hours") is None else [("energy", energy_line(plan["energy"]))]),
             ("may run on", _sizes_of(plan["sizes"])),
         ]
     return output.stack(

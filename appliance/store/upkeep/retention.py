@@ -139,6 +139,15 @@ def usage(db: Database, before_s: float, limit: int) -> int:
     ).rowcount
 
 
+def energy(db: Database, before_s: float, limit: int) -> int:
+    """Whole hours."""
+    return db.execute(
+        "DELETE FROM energy WHERE (kind, name, hour_s) IN"
+        " (SELECT kind, name, hour_s FROM energy WHERE hour_s < ? ORDER BY hour_s LIMIT ?)",
+        [before_s - 3600, limit],
+    ).rowcount
+
+
 def jobs_with_records(db: Database, table: str, before_s: float, limit: int) -> list[str]:
     """Ids of jobs that ended before this moment and have events (`job_events`) or steps (`job_metrics`)."""
     return db.column(

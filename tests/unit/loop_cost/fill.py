@@ -543,6 +543,16 @@ TABLES: dict[str, tuple[Any, Make]] = {
         None,
         lambda at: {"job_id": at.id("job"), "devices": 1, "from_s": at.old_s - 60, "to_s": at.old_s},
     ),
+    "energy": (
+        None,
+        lambda at: {
+            "kind": "job",
+            "name": at.id("job"),
+            "hour_s": int(at.old_s) // 3600 * 3600,
+            "joules": 1.0,
+            "metered_s": 1.0,
+        },
+    ),
     "eval_deletions": (None, lambda at: {"id": at.id("evalrun")} if at.is_due else {}),
 }
 
