@@ -69,7 +69,7 @@ def take(
         if last is not None and not _same_box(last.box_id, box_id):
             raise NotThisBox(
                 f"{objects.where} has backups of another box ({last.box_id}, {last.data_dir}), this is {box_id}; give "
-                "each box a place of its own. If this directory was set up anew, restore the backup first: taking "
+                "each box a place of its own. If this directory was set up again, restore the backup first: taking "
                 "others would in time delete it"
             )
         writer = _Writer(objects, {} if last is None else {file.path: file for file in last.files}, report)

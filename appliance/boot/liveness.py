@@ -50,9 +50,7 @@ class Pulse:
         elif await self._answers():
             self._asked, self._hung_s = (pid, now_s), HUNG_S
         elif self._clock() - self._asked[1] >= self._hung_s and self._process.pid == pid:
-            self._say(
-                f"the {self._process.name} lives and has not answered for {self._hung_s:.0f} s: it is started anew"
-            )
+            self._say(f"the {self._process.name} lives and has not answered for {self._hung_s:.0f} s: it is restarted")
             self._hung_s = min(2 * self._hung_s, LONGEST_HUNG_S)
             self._process.restart()
 

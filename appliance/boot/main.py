@@ -302,11 +302,14 @@ class Box:
     async def _look_at_clock(self) -> None:
         back_s, far_back_s = self._clock.set_back_s(), self._clock_of_ray.set_back_s()
         if far_back_s:
-            self._say(f"the clock was set back by {far_back_s:.0f} s: Ray starts anew, or it would wait for that")
+            self._say(
+                f"the clock was set back by {far_back_s:.0f} s: Ray is restarted, or it would wait for "
+                "the clock to catch up"
+            )
             self._ray.restart()  # and the controller with it
         elif back_s:
             why = f"the clock was set back by {back_s:.0f} s"
-            self._say(f"{why}: the controller starts anew, or it would wait for that")
+            self._say(f"{why}: the controller is restarted, or it would wait for the clock to catch up")
             self._controller.restart()
 
     async def _tell_troubles(self) -> None:

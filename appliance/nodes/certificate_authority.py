@@ -74,7 +74,7 @@ class Credentials:
         mine = self._mine()
         key = serialization.load_pem_private_key(self.files.key.read_bytes(), None)
         if mine.public_key() != key.public_key():
-            return "its certificate is of another key than the one beside it"
+            return "its certificate belongs to another key than the one next to it"
         if mine.not_valid_after_utc - (now or datetime.now(UTC)) < timedelta(0):
             return f"its certificate ended on {mine.not_valid_after_utc:%Y-%m-%d}"
         if mine.subject != _name(name):

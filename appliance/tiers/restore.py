@@ -82,7 +82,7 @@ class TierReturn:
             tier.level.of(name.kind).quarantine(name)
             tier.damaged += 1
             tier.dirty = True
-            removed = f"{name} was damaged and was removed, to be written anew"
+            removed = f"{name} was damaged and was removed, to be written again"
             self._tiers.note(tier, f"{removed}; the {good} tier had it whole: {fault}")
 
         def done(future: Future[None]) -> None:

@@ -282,7 +282,7 @@ def unfit(handle: Any) -> str:
     mode = _ask(lambda: pynvml.nvmlDeviceGetComputeMode(handle))
     if mode in _EXCLUSIVE:
         return (
-            f"is in compute mode {_EXCLUSIVE[mode]}, in which an engine cannot sleep beside another; "
+            f"is in compute mode {_EXCLUSIVE[mode]}, in which an engine cannot sleep next to another; "
             "`nvidia-smi -i N -c DEFAULT` changes that"
         )
     return ""

@@ -47,7 +47,7 @@ class Anomaly:
     @property
     def text(self) -> str:
         what = (
-            f"the loss of step {self.step} is not a number, or its gradient is none"
+            f"the loss of step {self.step} or its gradient is not a number"
             if self.kind == "not_finite"
             else f"the loss of step {self.step} jumped to {self.loss:.4g}, usual is {self.usual:.4g}"
         )

@@ -98,7 +98,7 @@ def run(
     "appliance eval harness starter --tasks gsm8k --limit 100 --hub                          data from Hugging Face",
     "",
     "Tasks are those of lm-evaluation-harness, and your own: a YAML file each, whose data may be a local file",
-    "(docs/evals.md). The library is optional: `pip install 'lm-eval[api]'` beside this command.",
+    "(docs/evals.md). The library is optional: `pip install 'lm-eval[api]'` in this command's environment.",
 )
 def harness(
     session: Session,
@@ -142,7 +142,7 @@ def harness(
     command = [sys.executable, "-P", "-m", "appliance.harness.main"]
     done = subprocess.run(command, input=json.dumps(wish), stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise CommandFailed("the tasks were not done; the reason stands above")
+        raise CommandFailed("the tasks were not done; the reason is above")
     session.show({"data": json.loads(done.stdout)}, _figures)
 
 

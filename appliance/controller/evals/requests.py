@@ -162,7 +162,7 @@ def check_source(source: dict[str, Any]) -> None:
     if source["source"].get("type") == "file_content" and not source["source"]["content"]:
         raise InvalidGrader("source.content", "has no items")
     if (size := size_of(without_items(source))) > MAX_SOURCE_BYTES:
-        raise InvalidGrader("", f"has {size} bytes beside its items; at most {MAX_SOURCE_BYTES} are taken")
+        raise InvalidGrader("", f"has {size} bytes besides its items; at most {MAX_SOURCE_BYTES} are taken")
 
 
 def check_eval(body: EvalCreate) -> None:

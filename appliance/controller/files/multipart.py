@@ -136,7 +136,7 @@ class _Form:
         """Call it before a piece of the body is parsed. Raises BadRequest if too much so far was not the file."""
         if self._seen - self._size > _MAX_FORM_BYTES:
             raise BadRequest(
-                f"The form has more than {_MAX_FORM_BYTES} bytes beside its file.", code="invalid_multipart"
+                f"The form has more than {_MAX_FORM_BYTES} bytes besides its file.", code="invalid_multipart"
             )
         self._seen += size
 

@@ -289,7 +289,7 @@ class JobEvents:
                 add_message(
                     db,
                     row.id,
-                    f"Published adapter {version}, {event['bytes']} bytes, to be served beside "
+                    f"Published adapter {version}, {event['bytes']} bytes, to be served alongside "
                     f"{adapter['base']} {adapter['base_version']}",
                     data=meta,
                 )
