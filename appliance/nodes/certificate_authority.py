@@ -4,7 +4,7 @@ The box makes it when it first starts with a `node_address`. Its key never leave
 asks for a certificate with a one-time token (appliance.nodes.enrolment); from then on both sides of every connection
 between nodes show theirs. What we listen with refuses the certificate of a node that was removed
 (runtime/removed_nodes.py); Ray's TLS knows no such list. Against that only a new authority helps: delete the folder,
-start again, let the others join anew.
+start again, let the others join again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Learns from each model's traffic: how fast it rises, and what to keep on standby. Fed by the gateways' reports.
 
 What has been learned of standby is stored every minute, and read when a learner begins: a restarted controller goes on
-with it, faded by the time between. A learner whose bounds or target have changed begins anew.
+with it, faded by the time between. A learner whose bounds or target have changed begins again.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ class JobEvents:
         when = str(event["when"])
         general = {**(row.general or {}), when: {name: event[name] for name in ("known", "begun", "spoken", "said")}}
         if when == "before":
-            general.pop("after", None)  # it begins anew
+            general.pop("after", None)  # it begins again
             general["of"] = event.get("of") or ""
         jobs.update(self._db, row.id, general=general)
         found = forgetting.verdict(general)

@@ -225,7 +225,7 @@ class _Budget:
             raise _too_complex(name, f"{self._choices} values to choose from", _CHOICES)
         for value in values:
             if isinstance(value, dict | list):
-                # Counted before it is walked and written: of constants within constants each level does so anew.
+                # Counted before it is walked and written: of constants within constants each level does so again.
                 self._parts(name, value)
             self._cost(name, literal_us(value))
             self._choice_chars += len(value) if isinstance(value, str) else 8

@@ -233,7 +233,7 @@ class RequestParser:
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
-            return  # parsed anew without the offer
+            return  # parsed again without the offer
         if self._pieces:
             self._body_came()
         request = self._connection.parsing
