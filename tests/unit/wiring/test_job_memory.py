@@ -32,7 +32,9 @@ def test_it_waits_with_the_numbers_and_begins_when_room_is_given_back(db, events
     add_model(params=1_000_000)  # 2 MB of result and 12 MB of snapshot
     add_job("ftjob-new", resolved=RESOLVED)
     room = JobMemory(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
-    states = SqliteStateStore(db, events, BoxSize(1, 8, 1), Live(lambda model: Demand(), room.waits_for), lambda: None)
+    states = SqliteStateStore(
+        db, events, BoxSize(1, 8, 1), Live(lambda: lambda model: Demand(), room.waits_for), lambda: None
+    )
     served = hold(store, 10 * MB)
     (view,) = states.load().jobs
     assert "need 14.0 MB, 10.0 MB can be allocated now" in view.lacks
