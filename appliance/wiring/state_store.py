@@ -39,9 +39,10 @@ class BoxSize:
 class Live:
     """Input for a scheduling round that is not in the store.
 
-    demands: made once for a round, what is wanted of each model. job_lacks: why a job cannot begin now, in a sentence; "" if it can. bounded: deployments with
-    values learned from their traffic, within what memory allows. job_nodes: nodes on which a job can run. max_asleep:
-    by node, how many sleeping engines may stay as processes; not in it: the configured number."""
+    demands: made once for a round, says what is wanted of each model. job_lacks: why a job cannot begin now, in a
+    sentence; "" if it can. bounded: deployments with values learned from their traffic, within what memory allows.
+    job_nodes: nodes on which a job can run. max_asleep: by node, how many sleeping engines may stay as processes; not
+    in it: the configured number."""
 
     demands: Callable[[], Callable[[str], Demand]]
     job_lacks: Callable[[JobRow], str] = lambda row: ""
