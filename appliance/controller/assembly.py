@@ -174,7 +174,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         db,
         events,
         BoxSize(floor, len(devices), config.serve.max_replicas),
-        Live(demands, job_lacks, bounded, memory.job_nodes, memory.max_asleep),
+        Live(demands, job_lacks, bounded, memory.job_nodes, memory.max_asleep, job_memory.keep),
         signals.models_changed,
     )
     trigger = HandoverTrigger(loop.status)

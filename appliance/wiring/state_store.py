@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,13 +42,14 @@ class Live:
     demands: made once for a round, says what is wanted of each model. job_lacks: why a job cannot begin now, in a
     sentence; "" if it can. bounded: deployments with values learned from their traffic, within what memory allows.
     job_nodes: nodes on which a job can run. max_asleep: by node, how many sleeping engines may stay as processes; not
-    in it: the configured number."""
+    in it: the configured number. keep_jobs: hears of the unfinished ones, for what is kept of others goes."""
 
     demands: Callable[[], Callable[[str], Demand]]
     job_lacks: Callable[[JobRow], str] = lambda row: ""
     bounded: Callable[[tuple[DeploymentView, ...]], tuple[DeploymentView, ...]] = lambda deployments: deployments
     job_nodes: Callable[[JobRow], tuple[str, ...]] = lambda row: (HOME_NODE,)
     max_asleep: Callable[[], Mapping[str, int]] = dict
+    keep_jobs: Callable[[Container[str]], None] = lambda jobs: None
 
 
 class SqliteStateStore:
@@ -73,6 +74,9 @@ class SqliteStateStore:
 
     def load(self) -> Workload:
         unfinished = self._finish_cancelled(jobs.list_unfinished(self._db))
+        ids = {row.id for row in unfinished}
+        self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
+        self._live.keep_jobs(ids)
         mode = read_mode(self._db)
         self._settings, self._demand = model_settings.digests(self._db), self._live.demands()
         active = models.active_versions(self._db)
