@@ -53,7 +53,7 @@ def make(
     n: Annotated[int, typer.Option("--n", min=1, max=128, help="Answers to each prompt.")] = 1,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0, max=2)] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Of an answer; longer ones are left out.")
+        int, typer.Option("--max-tokens", min=1, help="The longest answer; longer ones are left out.")
     ] = 1024,
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="What the teacher is told before each prompt.")

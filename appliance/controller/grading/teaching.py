@@ -61,7 +61,7 @@ class Teaching:
     async def _asked(
         self, key_id: str | None, teacher: str, sample: dict[str, Any], versions: set[str]
     ) -> list[float] | str:
-        """Or why there are none. The version that told them is added to `versions`."""
+        """What it answers, or why there are none. The version that told them is added to `versions`."""
         tokens = sample["tokens"]
         answer = await self._answers.answer(key_id, scoring.URL, scoring.request(teacher, tokens), ANSWER_WITHIN_S)
         if isinstance(answer, str):

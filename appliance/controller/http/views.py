@@ -57,7 +57,7 @@ def file_object(row: FileRow, caller: Principal) -> dict[str, Any]:
 
 
 def _data_check(row: FileRow) -> dict[str, Any]:
-    """Of training data: how far its check is, and how many examples each found something in, where the row has it."""
+    """For training data: how far its check is, and how many examples each found something in, where the row has it."""
     if row.check_status is None:
         return {}
     found = (row.data_check or {}).get("checks", {})

@@ -5,24 +5,21 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 
 from __future__ import annotations
 
-from typing import Any
-
 from appliance.store.database import Database, Page, owned_by, sql_list
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import UNFINISHED_BATCH, FileRow
+from appliance.store.table import Table
 
 _UNFINISHED_BATCH = sql_list(UNFINISHED_BATCH)
 
 ANY_SIZE = range(1 << 62)
-
-
-def insert(db: Database, row: FileRow) -> None:
-    db.insert("files", row, name=row.id)
+_TABLE = Table("files", FileRow)
+insert, update = _TABLE.insert, _TABLE.update
 
 
 def find(db: Database, file_id: str, *, viewer: str | None, now_s: float) -> FileRow | None:
     """None also for a file whose time has passed but that was not swept yet."""
-    row = db.one(FileRow, "SELECT * FROM files WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", [file_id, viewer])
+    row = _TABLE.find_visible(db, file_id, viewer=viewer)
     return None if row is None or (row.expires_s is not None and row.expires_s <= now_s) else row
 
 
@@ -51,11 +48,6 @@ def page(
         descending=descending,
         unread=("report", "data_check", "lineage"),
     )
-
-
-def update(db: Database, file_id: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("files", FileRow, {"id": file_id}, changes)
 
 
 def unchecked(db: Database, after: str = "", sizes: range = ANY_SIZE) -> FileRow | None:

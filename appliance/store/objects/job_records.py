@@ -16,17 +16,16 @@ from appliance.store.rows import (
     JobRow,
     PermissionRow,
 )
+from appliance.store.table import Table
 
+_JUDGES, _EVENTS = Table("job_judges", JobJudgeRow, "job_id"), Table("job_events", JobEventRow)
+insert_judge, find_judge, insert_event = _JUDGES.insert, _JUDGES.find, _EVENTS.insert
+_CHECKPOINTS = Table("checkpoints", CheckpointRow, "name")
+insert_checkpoint, find_checkpoint = _CHECKPOINTS.insert, _CHECKPOINTS.find
+_PERMISSIONS = Table("permissions", PermissionRow, "checkpoint", "project_id")
+insert_permission, find_permission = _PERMISSIONS.insert, _PERMISSIONS.find
 MOST_TEACHERS = 100
 """Versions of one job's teacher."""
-
-
-def insert_judge(db: Database, row: JobJudgeRow) -> None:
-    db.insert("job_judges", row, name=row.job_id)
-
-
-def find_judge(db: Database, job_id: str) -> JobJudgeRow | None:
-    return db.one(JobJudgeRow, "SELECT * FROM job_judges WHERE job_id = ?", [job_id])
 
 
 def page_with_judges(
@@ -65,10 +64,6 @@ def teachers_of_running(db: Database) -> list[str]:
         "WHERE phase = 'running' AND method = 'distillation' GROUP BY teacher ORDER BY min(seq)"
     )
     return [row[0] for row in rows.fetchall()]
-
-
-def insert_event(db: Database, row: JobEventRow) -> None:
-    db.insert("job_events", row, name=row.id)
 
 
 def page_events(db: Database, job_id: str, *, after: str | None, limit: int) -> Page[JobEventRow]:
@@ -126,14 +121,6 @@ def metric_at(db: Database, job_id: str, step: int) -> JobMetricRow | None:
     return db.one(JobMetricRow, "SELECT * FROM job_metrics WHERE job_id = ? AND step = ?", [job_id, step])
 
 
-def insert_checkpoint(db: Database, row: CheckpointRow) -> None:
-    db.insert("checkpoints", row, name=row.name)
-
-
-def find_checkpoint(db: Database, name: str) -> CheckpointRow | None:
-    return db.one(CheckpointRow, "SELECT * FROM checkpoints WHERE name = ?", [name])
-
-
 def checkpoint_of(db: Database, model: str, version: str) -> str | None:
     """The name of a version's checkpoint."""
     row = db.execute("SELECT name FROM checkpoints WHERE model = ? AND version = ?", [model, version]).fetchone()
@@ -145,23 +132,13 @@ def list_checkpoints(db: Database) -> list[CheckpointRow]:
 
 
 def checkpoint_names(db: Database) -> list[CheckpointNameRow]:
-    """Of all, in order of creation, what each round of the scheduler and each table need of them."""
+    """What each round of the scheduler and each table need of all checkpoints, in order of creation."""
     return db.all(CheckpointNameRow, "SELECT name, model, version FROM checkpoints ORDER BY seq")
 
 
 def page_checkpoints(db: Database, job_id: str, *, after: str | None, limit: int) -> Page[CheckpointRow]:
     """Newest first."""
     return db.page(CheckpointRow, "checkpoints", scope={"job_id": job_id}, after=after, limit=limit)
-
-
-def insert_permission(db: Database, row: PermissionRow) -> None:
-    db.insert("permissions", row, name=f"{row.checkpoint} for {row.project_id}")
-
-
-def find_permission(db: Database, checkpoint: str, project_id: str) -> PermissionRow | None:
-    return db.one(
-        PermissionRow, "SELECT * FROM permissions WHERE checkpoint = ? AND project_id = ?", [checkpoint, project_id]
-    )
 
 
 def page_permissions(

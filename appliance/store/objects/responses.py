@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow
+from appliance.store.table import Table
 
 # By an index that has all that is asked, and that SQLite would not choose: a row has it behind its texts.
 _CHAIN = """
@@ -22,6 +22,8 @@ _CHAIN = """
     )
 """
 _UNFINISHED = ", ".join(f"'{status}'" for status in UNFINISHED_RESPONSE)
+_TABLE = Table("responses", ResponseRow)
+find, update = _TABLE.find, _TABLE.update
 
 
 def bytes_of(*texts: str | None) -> int:
@@ -33,13 +35,8 @@ def insert(db: Database, row: ResponseRow) -> bool:
     """Does nothing and returns False if there is one with this id, because a copy may arrive twice."""
     if db.execute("SELECT 1 FROM responses WHERE id = ?", [row.id]).fetchone() is not None:
         return False
-    db.insert("responses", row, name=row.id)
+    _TABLE.insert(db, row)
     return True
-
-
-def find(db: Database, response_id: str) -> ResponseRow | None:
-    """For the box's own work; owners see theirs through `StoredResponses`."""
-    return db.one(ResponseRow, "SELECT * FROM responses WHERE id = ?", [response_id])
 
 
 def exists(db: Database, response_id: str, viewer: str | None = None) -> bool:
@@ -49,11 +46,6 @@ def exists(db: Database, response_id: str, viewer: str | None = None) -> bool:
         [response_id, viewer],
     )
     return found.fetchone() is not None
-
-
-def update(db: Database, response_id: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("responses", ResponseRow, {"id": response_id}, changes)
 
 
 def chain_bytes(db: Database, response_id: str, viewer: str | None, *, max_turns: int) -> int:

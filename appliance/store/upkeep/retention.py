@@ -1,6 +1,6 @@
 """Deletes what is older than it has to be kept, in bounded chunks, so that no write waits long for one.
 
-What is beyond a number is found by going past so many, on a thread of the store's, and deleted by its own number.
+What is beyond a number is found by counting up to it, on a thread of the store's, and deleted by its own number.
 
 Each deletion finds the oldest rows by an index on their time and costs the same however many there are. Their order in
 the table says nothing: rows written while the clock was ahead, or long unfinished ones, come before older ones.
@@ -163,6 +163,15 @@ def usage(db: Database, before_s: float, limit: int) -> int:
     """Whole hours."""
     return db.execute(
         "DELETE FROM usage WHERE rowid IN (SELECT rowid FROM usage WHERE hour_s < ? ORDER BY hour_s LIMIT ?)",
+        [before_s - 3600, limit],
+    ).rowcount
+
+
+def energy(db: Database, before_s: float, limit: int) -> int:
+    """Whole hours."""
+    return db.execute(
+        "DELETE FROM energy WHERE (kind, name, hour_s) IN"
+        " (SELECT kind, name, hour_s FROM energy WHERE hour_s < ? ORDER BY hour_s LIMIT ?)",
         [before_s - 3600, limit],
     ).rowcount
 
