@@ -59,11 +59,10 @@ def taught(db: Database, job_id: str, versions: Collection[str]) -> None:
 def teachers_of_running(db: Database) -> list[str]:
     """Models that teach running jobs."""
     # The few jobs that run come first, and of these the ones with a teacher: graders may have megabytes.
-    rows = db.execute(
+    return db.column(
         "SELECT judge ->> '$.teacher' AS teacher FROM jobs CROSS JOIN job_judges ON job_id = jobs.id "
         "WHERE phase = 'running' AND method = 'distillation' GROUP BY teacher ORDER BY min(seq)"
     )
-    return [row[0] for row in rows.fetchall()]
 
 
 def page_events(db: Database, job_id: str, *, after: str | None, limit: int) -> Page[JobEventRow]:
@@ -95,7 +94,7 @@ def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int 
 
 def steps_of(db: Database, job_id: str) -> set[int]:
     """All that there are metrics of."""
-    return {row["step"] for row in db.execute("SELECT step FROM job_metrics WHERE job_id = ?", [job_id])}
+    return set(db.column("SELECT step FROM job_metrics WHERE job_id = ?", [job_id]))
 
 
 def device_speeds(db: Database, model: str, method: str, full: bool, most: int = 200) -> list[float]:

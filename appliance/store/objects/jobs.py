@@ -79,7 +79,7 @@ def _unfinished(db: Database, columns: str) -> list[JobRow]:
 
 
 def unfinished_ids(db: Database) -> list[str]:
-    return [row["id"] for row in db.execute(f"SELECT id FROM jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)})")]
+    return db.column(f"SELECT id FROM jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)})")
 
 
 def unfinished_making(db: Database, model: str) -> list[JobRow]:
@@ -121,7 +121,7 @@ def names_made_by(db: Database, owner: str) -> list[str]:
     list, and somebody who makes and cancels jobs by turns would make it longer and longer.
     """
     live = ", ".join("?" * len(FINISHED_PHASES))
-    rows = db.execute(
+    return db.column(
         "SELECT output_model AS name FROM jobs WHERE owner = ?"
         f" AND (phase NOT IN ({live}) OR EXISTS (SELECT 1 FROM models WHERE id = output_model"
         # Not what somebody else made under a name that an ended job of this owner's was to have.
@@ -130,7 +130,6 @@ def names_made_by(db: Database, owner: str) -> list[str]:
         " WHERE jobs.owner = ?",
         [owner, *sorted(FINISHED_PHASES), owner],
     )
-    return [row["name"] for row in rows]
 
 
 def has_made(db: Database, owner: str, name: str) -> bool:
@@ -154,11 +153,10 @@ def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
 
 def models_sampled(db: Database) -> list[str]:
     """Models that running jobs of rewards have trained, whose rollouts engines are to sample."""
-    rows = db.execute(
+    return db.column(
         "SELECT model FROM jobs WHERE phase = 'running' AND json_extract(resolved, '$.options.rollouts') = 'engine' "
         "GROUP BY model ORDER BY min(seq)"
     )
-    return [row[0] for row in rows.fetchall()]
 
 
 def list_left_snapshots(db: Database) -> list[JobRow]:

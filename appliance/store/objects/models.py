@@ -39,8 +39,7 @@ def unshare(db: Database, name: str, owner: str) -> None:
 
 
 def shared_with(db: Database, name: str) -> list[str]:
-    rows = db.execute("SELECT owner FROM model_shares WHERE model = ? ORDER BY owner", [name])
-    return [row["owner"] for row in rows]
+    return db.column("SELECT owner FROM model_shares WHERE model = ? ORDER BY owner", [name])
 
 
 def is_visible(db: Database, name: str, viewer: str | None) -> bool:
