@@ -22,7 +22,7 @@ from typing import Any
 from runtime.replace_file import replace_file
 
 BACKDATED_S = 86400.0
-"""A certificate is valid from so long before it was given out, since clocks differ."""
+"""A certificate is valid from this long before it was given out, since clocks differ."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,8 +104,8 @@ def _read(objects: Objects, name: str) -> Manifest:
 
 
 def next_name(objects: Objects, made_s: float) -> str:
-    """Of a backup made now: after all others at the place, also those of a time when the clock was ahead, or the oldest
-    would be taken for the newest, and the newest would be deleted as the oldest."""
+    """The name of a backup made now: after all others at the place, also those of a time when the clock was ahead, or
+    the oldest would be taken for the newest, and the newest would be deleted as the oldest."""
     for name in reversed(names(objects)):
         try:
             last_s = calendar.timegm(time.strptime(name, _TIME))

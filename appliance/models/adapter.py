@@ -54,7 +54,7 @@ def is_adapter(directory: Path) -> bool:
 
 
 def wanted(where: str, names: Collection[str]) -> set[str]:
-    """Of the files of an adapter's directory or repository, those that are taken. Raises NotACheckpoint,
+    """The files of an adapter's directory or repository that are taken. Raises NotACheckpoint,
     PickleRefused."""
     if WEIGHTS_FILE not in names:
         if _PICKLE in names:

@@ -30,7 +30,8 @@ AUTHORITY_LIFE = timedelta(days=3650)
 NODE_LIFE = timedelta(days=730)
 CLOCKS_APART = timedelta(seconds=BACKDATED_S)
 RENEW_BEFORE = timedelta(days=60)
-"""A node that starts so long before the end of its certificate gets another one; `status` says it from then on."""
+"""A node that starts less than this before the end of its certificate gets another one; `status` says so from
+then on."""
 
 
 class Unfit(RuntimeError):

@@ -24,7 +24,7 @@ grow until the disk is full. Where it is longer than the first, a new reading wa
 and where it is longer than the second, until they have."""
 _GAP_WAIT_S, _WRITER_S, _GAPS_EVERY_S = 0.2, 0.05, 2.0
 _STEPS = 10_000
-"""Of SQLite's virtual machine, about 0.2 ms, between two looks whether somebody still waits for what is read."""
+"""Steps of SQLite's virtual machine, about 0.2 ms, between two looks whether somebody still waits for what is read."""
 
 
 Function = tuple[str, int, Callable[..., Any]]

@@ -253,7 +253,7 @@ class SocketEngines:
         return share.open_engines(self._bus.models.get(model), version)
 
     def _free(self, model: str, version: str | None = None) -> dict[str, str]:
-        """Of the open ones, those that are not kept for one line."""
+        """The open engines that are not kept for one line."""
         return {name: socket for name, socket in self._open(model, version).items() if name not in self._kept_for_one}
 
     def _least_loaded(self, model: str, version: str | None = None) -> tuple[str, str]:

@@ -95,7 +95,7 @@ class JobRuns:
         return bool(left)
 
     def _is_new(self, job_id: str, event: dict[str, Any]) -> bool:
-        """Of what `_missed` has found, with what was ingested since."""
+        """Whether an event that `_missed` found was not ingested since."""
         if event["event"] == "anomaly":  # what they say of the learning rate has to be known before ranks start
             known_cuts = len((jobs.get(self._db, job_id).resolved or {}).get("rate_cuts", ()))
             cuts = len(event["cuts"]) + (event["action"] == "rollback")

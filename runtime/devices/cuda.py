@@ -11,7 +11,8 @@ from typing import Any
 
 import pynvml
 
-from runtime.devices.kind import DeviceKind, DevicesRefused, Found, Reading
+from runtime.devices.kind import DeviceKind, DevicesRefused, Found, PowerControl, Reading
+from runtime.devices.nvml_power import NvmlPower
 from runtime.devices.torch_cuda import TorchCuda
 from runtime.devices.xids import fault_of
 
@@ -97,6 +98,9 @@ class Cuda(TorchCuda):
 
     def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]]:
         return _Watch(devices).read
+
+    def power_control(self) -> PowerControl:
+        return NvmlPower()
 
     def not_ready(self, message: str) -> str:
         if "system not yet initialized" not in message:  # error 802 (CUDA driver API, CUDA_ERROR_SYSTEM_NOT_READY)

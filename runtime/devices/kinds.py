@@ -83,6 +83,12 @@ def before_fork() -> None:
         kind.before_fork()
 
 
+def unplanned_attention() -> None:
+    """See DeviceKind; of every kind."""
+    for kind in KINDS.values():
+        kind.unplanned_attention()
+
+
 def copy_streams() -> ExitStack:
     """Give this thread's copies their own stream on the device that the process computes on."""
     with ExitStack() as streams:

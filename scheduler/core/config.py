@@ -49,7 +49,7 @@ class SchedulerConfig(BaseModel):
     max_resident_asleep: int = Field(8, ge=0)
     """Sleeping replicas kept as processes; the least recently used beyond this many are stopped."""
     max_asleep_per_device: int = Field(2, ge=0)
-    """Of them, on one GPU: each keeps 1 to 2 GB of its memory, which plans for jobs and engines leave free."""
+    """The most of them on one GPU: each keeps 1 to 2 GB of its memory, which plans for jobs and engines leave free."""
 
     # --- doing
     drain_timeout_s: Seconds = 600.0

@@ -36,7 +36,7 @@ NAMESPACE = "appliance"
 WARM_TIMEOUT_S = 180.0
 LOOK_EVERY_S = 1.0
 ANSWER_S = 1.0  # how long a look waits for a node's answer
-SILENT_LOOKS = 3  # a node that misses so many is silent: its tunnels may lead nowhere
+SILENT_LOOKS = 3  # a node that misses this many is silent: its tunnels may lead nowhere
 START_S = 60.0  # how long it waits for an agent that starts
 EMPTY_EVERY_S = 0.5
 

@@ -23,14 +23,15 @@ from vllm import device_allocator
 from runtime.devices.kinds import HOST
 
 MOST_BYTES = 1 << 20
-"""Of one of them. Larger ones are workspaces, which are written before they are read."""
+"""The size of one of them. Larger ones are workspaces, which are written before they are read."""
 
 Spans = Collection[tuple[int, int]]
 """Addresses on the device: (first, bytes)."""
 
 
 class LooseTensors:
-    """Of one model, as it was loaded first. They stay the same tensors: captured graphs read them where they are."""
+    """The loose tensors of one model, as it was loaded first. They stay the same tensors: captured graphs read them
+    where they are."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._first = dict(_loose(model))

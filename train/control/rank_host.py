@@ -106,7 +106,7 @@ class RankHost:
         return {"pid": self._child.pid}
 
     async def life(self) -> dict[str, Any]:
-        """Of this supervisor, see runtime.processes.kernel.life; also asked to see whether it lives."""
+        """The life of this supervisor, see runtime.processes.kernel.life; also asked to see whether it lives."""
         return life()
 
     async def parked(self) -> dict[str, Any] | None:

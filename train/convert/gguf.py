@@ -235,7 +235,8 @@ def _available_bytes() -> int:
 
 
 def _limit(*, memory_bytes: int, cpu_s: int) -> None:
-    """Of this process. memory_bytes: what it allocates; files that it maps do not count (setrlimit(2), RLIMIT_DATA)."""
+    """Limits this process. memory_bytes: what it allocates; files that it maps do not count (setrlimit(2),
+    RLIMIT_DATA)."""
     for kind, most in ((resource.RLIMIT_DATA, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
         resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
 

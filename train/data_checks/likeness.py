@@ -47,7 +47,7 @@ def likeness(one: np.ndarray, other: np.ndarray) -> float:
 def near_duplicates(
     bands: np.ndarray, members: np.ndarray, compare: Callable[[int, int], float], least: float = LIKE
 ) -> list[Pair]:
-    """Every example of `members` (ascending indices into `bands`, (n, BANDS) uint32) that is at least so much like an
+    """Every example of `members` (ascending indices into `bands`, (n, BANDS) uint32) that is at least this much like an
     earlier one which is not such an example itself."""
     candidates = _candidates(bands, members)
     of: dict[int, int] = {}

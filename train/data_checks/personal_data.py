@@ -145,7 +145,7 @@ def _joined(found: list[Found], more: Iterable[Found]) -> list[Found]:
 
 
 def _candidates(text: str) -> Iterator[Iterable[Found]]:
-    """Of each kind, in the order of KINDS, from the text's beginning to its end."""
+    """The candidates of each kind, in the order of KINDS, from the text's beginning to its end."""
     raw = text.encode("utf-8", "surrogatepass")
     zeros = raw.translate(_ZEROS)
     numbers = b"0" * _FEWEST_DIGITS in zeros.translate(None, _BETWEEN)

@@ -196,7 +196,7 @@ def _in_flight(given: Given, staleness: int) -> bool:
 
 
 def _shares(group: int, rows: int) -> int:
-    """Answers in each of so many rows."""
+    """Answers in each of this many rows."""
     return math.ceil(group / rows)
 
 

@@ -50,7 +50,7 @@ from weights.memory.store import WeightStore
 
 FILE = "rollouts.npz"
 ASKED_AT_ONCE = 64
-"""Samples in one question to whoever judges, if what is said of each leaves room for so many."""
+"""Samples in one question to whoever judges, if what is said of each leaves room for as many."""
 
 
 class Rollouts:
@@ -162,7 +162,7 @@ class Rollouts:
         return max(1, int(self._sizes[self._judge.counted(self._advantages, self._samples.group)].sum()))
 
     def tokens(self) -> int:
-        """Of the step's prompts and answers."""
+        """The tokens of the step's prompts and answers."""
         return int(self._sizes.sum()) + self._samples.group * self._train.tokens_in(
             self._plan.packs_of_step(self._step)
         )

@@ -106,8 +106,8 @@ class GeneralQuestions:
         return True
 
     def _share(self, count: int) -> list[int]:
-        """This rank's of so many. Equal shares, so that the shapes of all ranks are the same; what is asked twice is
-        counted once (`_together`)."""
+        """This rank's part of this many. Equal shares, so that the shapes of all ranks are the same; what is asked
+        twice is counted once (`_together`)."""
         size, at = self._grid.data_size, self._grid.data_rank
         return [(at + turn * size) % count for turn in range(-(-count // size))]
 

@@ -35,7 +35,7 @@ _PREFIX = "reference."  # of the names in a snapshot
 
 
 class Reference:
-    """Of the token sets of one run, by name. A set's `reference` is None until all of it is known."""
+    """The references of the token sets of one run, by name. A set's `reference` is None until all of it is known."""
 
     def __init__(
         self,

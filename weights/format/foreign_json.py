@@ -14,7 +14,7 @@ from typing import Any
 
 MOST_VALUES, MOST_DEPTH = 1 << 18, 64
 MOST_SIZE = (1 << 31) - 1
-"""Of one dimension of a model. Products of a few stay within a float."""
+"""The largest dimension of a model. Products of a few stay within a float."""
 CONFIG_FILE = "config.json"
 _CONFIG_BYTES = 4 << 20
 

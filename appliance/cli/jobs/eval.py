@@ -44,8 +44,10 @@ def run(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", autocompletion=complete_models)],
     suite: Annotated[Path, typer.Option("--suite", metavar="PATH", help="Prompts, with what graders compare with.")],
     grader: Annotated[Path | None, typer.Option("--grader", metavar="PATH", help="JSON: a grader or a list.")] = None,
-    eval_id: Annotated[str | None, typer.Option("--eval", metavar="EVAL_ID", help="Of an earlier suite.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of an answer.")] = 512,
+    eval_id: Annotated[
+        str | None, typer.Option("--eval", metavar="EVAL_ID", help="Use the graders of this evaluation.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The longest answer.")] = 512,
     temperature: Annotated[float, typer.Option("--temperature", min=0, max=2)] = 0.0,
     seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Return when all have ended; exit code 1 if badly.")] = False,

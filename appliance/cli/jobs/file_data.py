@@ -42,7 +42,9 @@ WORDS = Annotated[
 ]
 LIKE = Annotated[
     float | None,
-    typer.Option("--like", metavar="SHARE", help="Near duplicates share so much of their words. Default: 0.8."),
+    typer.Option(
+        "--like", metavar="SHARE", help="The share of their words that near duplicates have in common. Default: 0.8."
+    ),
 ]
 _TITLES = {
     "bad_lines": "bad lines",
@@ -138,13 +140,13 @@ def prepare(
         typer.Option("--decontaminate", metavar="FILE|FILE_ID", help="Drop what this validation set has too."),
     ] = None,
     split: Annotated[
-        float | None, typer.Option("--split", metavar="SHARE", help="Put so much into a validation file.")
+        float | None, typer.Option("--split", metavar="SHARE", help="Put this share into a validation file.")
     ] = None,
     mix: Annotated[
         str | None, typer.Option("--mix", metavar="FILE=SHARE,…", help="Several files, each its share of the result.")
     ] = None,
     order: Annotated[str, typer.Option("--order", help="given, shuffled, or length: short examples first.")] = "given",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The seed of what is drawn.")] = 0,
     model: MODEL = None,
     max_tokens: MAX_TOKENS = None,
     method: METHOD = None,

@@ -52,7 +52,9 @@ def make(
         Path, typer.Option("--key", exists=True, dir_okay=False, readable=True, help="The secret key that signs.")
     ],
     build: Annotated[str | None, typer.Option("--build", help="Default: the one installed here.")] = None,
-    version: Annotated[str | None, typer.Option("--version", help="Of the release. Default: pyproject.toml's.")] = None,
+    version: Annotated[
+        str | None, typer.Option("--version", help="The release's version. Default: pyproject.toml's.")
+    ] = None,
     output_format: OUTPUT = "table",
 ) -> None:
     """Make a bundle of this checkout, for this machine's Python and build."""

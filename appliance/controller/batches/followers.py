@@ -29,7 +29,7 @@ class Held:
         followers.bytes[owner] += size
 
     def becomes(self, size: int) -> bool:
-        """The response has so many bytes now. False if the owner's followers hold too much: this one has to leave."""
+        """The response has this many bytes now. False if the owner's followers hold too much: this one has to leave."""
         if self._size >= size:
             return True
         self._followers.bytes[self._owner] -= self._size

@@ -60,8 +60,8 @@ class Sent:
 
 
 class Metering:
-    """Of batches, responses in background and models that grade. `changed` republishes the keys when a quota was used
-    up."""
+    """Meters batches, responses in background and models that grade. `changed` republishes the keys when a quota was
+    used up."""
 
     def __init__(self, db: Database, changed: Callable[[], None]):
         self._db, self._spending = db, Spending(db, changed)

@@ -46,7 +46,7 @@ class DataWork:
                 del self._waiting[owner]
 
     async def look(self, sizes: range = files.ANY_SIZE) -> None:
-        """Check the uploads of so many bytes that wait for it: owners take turns, each one's smallest first."""
+        """Check the waiting uploads whose size is in this range: owners take turns, each one's smallest first."""
         db, last = self._context.db, ""
         while (row := files.unchecked(db, last, sizes)) is not None:
             last = row.owner

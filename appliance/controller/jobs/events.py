@@ -23,6 +23,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import gates, job_records, jobs, models
 from appliance.store.records import deployments
 from appliance.store.rows import CheckpointRow, DeploymentRow, JobEventRow, JobMetricRow, JobRow, ModelRow, VersionRow
+from train.methods.methods import METHODS
 
 log = logging.getLogger("appliance.controller")
 Level = Literal["info", "warn", "error"]
@@ -290,6 +291,9 @@ class JobEvents:
         adapter = event.get("adapter")
         if adapter:
             meta["adapter"] = adapter
+        # Not of every job: a grader may have megabytes.
+        if METHODS[row.method].judged_by == "teacher" and (judge := job_records.find_judge(db, row.id)) is not None:
+            meta["teacher"] = {"model": judge.judge["teacher"], "versions": judge.taught_by}
         if models.find_version(db, row.output_model, version) is None:
             models.insert_version(
                 db,

@@ -28,7 +28,7 @@ HEARTBEAT_S: Final = 15.0
 ROUNDS_KEPT: Final = 256
 """For a follower that comes back: two minutes at least."""
 MOST_IDS: Final = 100
-"""Of a topic in an event; beyond it the topic stands without ids, and anything of it may have changed."""
+"""Ids of a topic in an event; beyond it the topic stands without ids, and anything of it may have changed."""
 MOST_OF_A_KEY, MOST = 8, 256
 UNREAD_S: Final = 60.0
 

@@ -64,7 +64,7 @@ class BoxFacts:
         return self.takes(memory) <= self.room_per_rank(ranks)
 
     def room_per_worker(self, size: EngineSize, workers: int) -> int:
-        """What such an engine may take of each device, when so many workers of its kind share the box."""
+        """What such an engine may take of each device when this many workers of its kind share the box."""
         return self.room_per_device(workers) if self.on_host else size.room_bytes
 
 
@@ -193,7 +193,7 @@ def serve(
 ) -> Verdict:
     """`replicas` engines of a model of `weight_bytes`, each over `tensor_parallel` devices.
 
-    sizes: an engine over so many devices, as it would be started.
+    sizes: an engine over this many devices, as it would be started.
     """
     problems, instead, warnings = [], [], []
     used = replicas * tensor_parallel

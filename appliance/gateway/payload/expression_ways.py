@@ -94,7 +94,7 @@ def _repeated(part: _Part, low: int, high: int) -> int:
 
 
 def quantifier(pattern: str, at: int) -> tuple[int, int, int] | None:
-    """Of a quantifier at this position: lowest, highest (0: none), and where it ends. None for anything else, also for
+    """The quantifier at this position: lowest, highest (0: none), and where it ends. None for anything else, also for
     braces that are none."""
     char = pattern[at]
     if char in "*+?":

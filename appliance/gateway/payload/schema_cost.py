@@ -33,12 +33,12 @@ _NUMBERS: Final = frozenset({"integer", "number"})
 
 
 def node_us(node: dict[str, Any]) -> int:
-    """Of one object of a schema, without those inside it."""
+    """The cost of one object of a schema, without those inside it."""
     return _properties(node) + _text(node)
 
 
 def literal_us(value: Any) -> int:
-    """Of a name or value that answers have as it stands; of lists and objects the texts in them count."""
+    """The cost of a name or value that answers have as it stands; of lists and objects the texts in them count."""
     found, stack = 0, [value]
     while stack:
         one = stack.pop()
@@ -91,7 +91,8 @@ def _text(node: dict[str, Any]) -> int:
 
 
 def combinations_us(root: Any) -> int:
-    """Of all places where what must hold together has alternatives: each combination of them is a schema of its own."""
+    """The cost of all places where what must hold together has alternatives: each combination of them is a schema of
+    its own."""
     known: dict[int, int] = {}
     total = 0
 

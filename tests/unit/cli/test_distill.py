@@ -49,7 +49,8 @@ def engines(box: ControlledBox) -> SimulatedEngines:
             {"index": i, "finish_reason": end, "message": {"role": "assistant", "content": text, "refusal": refusal}}
             for i, (text, end, refusal) in enumerate(said)
         ]
-        return EngineAnswer(200, {"choices": choices, "usage": {"prompt_tokens": 3, "completion_tokens": 2}}, "v1")
+        usage, version = {"prompt_tokens": 3, "completion_tokens": 2}, "v2" if asked == "b?" else "v1"
+        return EngineAnswer(200, {"choices": choices, "usage": usage, "system_fingerprint": version}, version)
 
     found = box.context.batch_engines
     assert isinstance(found, SimulatedEngines)
@@ -70,6 +71,7 @@ def test_answers_become_a_training_file_and_what_is_none_is_counted(box, engines
     assert told["dropped"] == {"failed": 1, "refused": 1, "cut off": 1, "without an answer": 0, "duplicates": 1}
     assert told["dropped_lines"] == [[1, "duplicates"], [3, "cut off"], [3, "refused"], [4, "failed"]]
     assert (told["teacher"], told["read_examples"], told["made"][0]["examples"]) == ("starter", 4, 3)
+    assert told["teacher_versions"] == ["v1", "v2"], "whichever the name was while the batch ran"
     assert json.loads((tmp_path / "prompts.answers.lineage.json").read_text()) == told
     bodies = engines.sent[:4]
     assert all((one["n"], one["temperature"], one["max_completion_tokens"]) == (2, 0.7, 1024) for one in bodies)

@@ -23,6 +23,7 @@ FROZEN = {
     "down": ["--data-dir", "--force", "--help", "--timeout"],
     "status": [*BOX, "--every", "--watch"],
     "usage": [*BOX, "--by", "--since"],
+    "power": [*BOX, "--since"],
     "forget": [*BOX, "--cancel", "--models", "--owner", "--yes"],
     "doctor": ["--all", "--config", "--data-dir", "--deep", "--help", "--new-baseline", "--output", "DEVICES"],
     "support bundle": ["--config", "--data-dir", "--help", "--hours", "--output", "--to"],
