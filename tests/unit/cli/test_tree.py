@@ -230,6 +230,7 @@ FROZEN = {
         "--chat-template",
         "--examples",
         "--hub",
+        "--keep",
         "--limit",
         "--max-tokens",
         "--seed",
