@@ -80,6 +80,7 @@ class DemandLearning:
             self._looked_s = now_s
             names = {d.model for d in deployments}
             self._learners = {name: kept for name, kept in self._learners.items() if name in names}
+            self._saved_s = {name: kept for name, kept in self._saved_s.items() if name in names}
             self._forecasts = {name: kept for name, kept in self._forecasts.items() if name in names}
             fade = math.exp(-passed_s / HOPELESS_S)
             self._hopeless = {name: kept * fade for name, kept in self._hopeless.items() if name in names}

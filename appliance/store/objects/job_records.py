@@ -24,6 +24,8 @@ _CHECKPOINTS = Table("checkpoints", CheckpointRow, "name")
 insert_checkpoint, find_checkpoint = _CHECKPOINTS.insert, _CHECKPOINTS.find
 _PERMISSIONS = Table("permissions", PermissionRow, "checkpoint", "project_id")
 insert_permission, find_permission = _PERMISSIONS.insert, _PERMISSIONS.find
+MOST_TEACHERS = 100
+"""Versions of one job's teacher."""
 
 
 def page_with_judges(
@@ -33,14 +35,25 @@ def page_with_judges(
     judges by job: a hundred graders have 200 MiB."""
     room, judges = Room(), dict[str, JobJudgeRow]()
     for number, row in enumerate(page.data):
-        query = "SELECT judge FROM job_judges WHERE job_id = ?"
+        query = "SELECT judge, taught_by FROM job_judges WHERE job_id = ?"
         found = db.execute(query, [row.id]).fetchone() if row.method in methods else None
         if found is None:
             continue
         if not room.take([found["judge"]], [found["judge"]]) and number:
             return Page(page.data[:number], True), judges
-        judges[row.id] = JobJudgeRow(row.id, json.loads(found["judge"]))
+        judges[row.id] = JobJudgeRow(row.id, json.loads(found["judge"]), json.loads(found["taught_by"]))
     return page, judges
+
+
+def taught(db: Database, job_id: str, versions: Collection[str]) -> None:
+    """These versions of its teacher have told it something. The first `MOST_TEACHERS` are kept."""
+    with db.transaction():
+        found = db.execute("SELECT taught_by FROM job_judges WHERE job_id = ?", [job_id]).fetchone()
+        if found is not None:
+            known = json.loads(found["taught_by"])
+            all_ = [*known, *sorted(set(versions).difference(known))][:MOST_TEACHERS]
+            if all_ != known:
+                db.execute("UPDATE job_judges SET taught_by = ? WHERE job_id = ?", [json.dumps(all_), job_id])
 
 
 def teachers_of_running(db: Database) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -68,14 +69,21 @@ def list_unfinished(db: Database) -> list[JobRow]:
     return _unfinished(db, _IN_SHORT)
 
 
+def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> list[JobRow]:
+    """Of `list_unfinished`, those that train a model by one of these names, or are to make the other one."""
+    marks = ", ".join("?" * len(trained))
+    return _unfinished(db, _IN_SHORT, f" AND (model IN ({marks}) OR output_model = ?)", [*trained, made])
+
+
 def list_unfinished_whole(db: Database) -> list[JobRow]:
     """As `list_unfinished`, with all that the rows have: to be shown, on a thread."""
     return _unfinished(db, "*")
 
 
-def _unfinished(db: Database, columns: str) -> list[JobRow]:
+def _unfinished(db: Database, columns: str, also: str = "", parameters: Sequence[str] = ()) -> list[JobRow]:
     # By an index: of each owner two thousand have ended.
-    return db.all(JobRow, f"SELECT {columns} FROM jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)}) ORDER BY seq")
+    which = f"phase IN ({sql_list(UNFINISHED_PHASES)}){also}"
+    return db.all(JobRow, f"SELECT {columns} FROM jobs WHERE {which} ORDER BY seq", parameters)
 
 
 def unfinished_ids(db: Database) -> list[str]:

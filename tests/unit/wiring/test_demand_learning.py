@@ -57,7 +57,11 @@ class Box:
             routing.traffic, SchedulerConfig(), 8, lambda: self.now_s, self._db, lambda: 1e9 + self.now_s
         )
         self._states = SqliteStateStore(
-            self._db, self._events, BoxSize(1, 8, 8), Live(routing.demand, bounded=self.standbys.learned), lambda: None
+            self._db,
+            self._events,
+            BoxSize(1, 8, 8),
+            Live(lambda: routing.demand, bounded=self.standbys.learned),
+            lambda: None,
         )
         self._counts: dict[str, int] = {}
         self._began_s: dict[str, float] = {}
