@@ -58,7 +58,7 @@ check: setup ## the inner loop, under a minute: lint, types, unit tests of what 
 	@$(PY) -m mypy
 	@$(PYTEST) --numprocesses "$$(nproc)" --maxprocesses 8 --dist worksteal $$($(PY) -m tests.tools.changed)
 
-map: setup ## draw docs/architecture.md anew from the imports
+map: setup ## draw docs/architecture.md again from the imports
 	@$(PY) -m tests.tools.code_map
 
 pictures: setup ## take the pictures of the page in docs/ anew, in Debian's chromium-headless-shell
@@ -67,7 +67,7 @@ pictures: setup ## take the pictures of the page in docs/ anew, in Debian's chro
 hooks: ## let git run lint and the architecture test before each commit
 	@git config core.hooksPath .githooks && echo "git runs .githooks/pre-commit before each commit"
 
-lock: ## resolve images/requirements/*.in anew into cpu.txt, cuda.txt, test.txt and tracking.txt, with hashes
+lock: ## resolve images/requirements/*.in again into cpu.txt, cuda.txt, test.txt and tracking.txt, with hashes
 	images/lock.sh
 
 sbom: setup ## what the appliance is made of, with licences: build/sbom.json (CycloneDX)

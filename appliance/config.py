@@ -82,7 +82,7 @@ class BoxSettings(_Section):
     )
     numa_bind: bool = Field(
         True,
-        description="engines and ranks run on the processors beside their GPU, on a machine with several NUMA nodes",
+        description="engines and ranks run on the processors near their GPU, on a machine with several NUMA nodes",
     )
     node_address: str | None = Field(
         None, description="this machine's address on the network of the box's nodes; unset: no other node can join"

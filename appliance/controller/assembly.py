@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -167,8 +168,9 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     memory = BoxMemory(db, HostMemory(db, StoredHere(store), reserve, means), nodes, reserve, means)
     learning = DemandLearning(routing.traffic, config.scheduler, len(devices), db=db)
 
-    def demand(model: str) -> Demand:
-        return lines.demand(model, routing.demand(model))
+    def demands() -> Callable[[str], Demand]:
+        with_lines = lines.demands()
+        return lambda model: with_lines(model, routing.demand(model))
 
     def job_lacks(row: JobRow) -> str:
         return memory.waits_for(row) or job_memory.waits_for(row)
@@ -180,7 +182,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         db,
         events,
         BoxSize(floor, len(devices), config.serve.max_replicas),
-        Live(demand, job_lacks, bounded, memory.job_nodes, memory.max_asleep),
+        Live(demands, job_lacks, bounded, memory.job_nodes, memory.max_asleep, job_memory.keep),
         signals.models_changed,
     )
     trigger = HandoverTrigger(loop.status)

@@ -235,6 +235,10 @@ class Database:
     def all(self, kind: type[Row], sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
         return [_decode(kind, row) for row in self.execute(sql, parameters)]
 
+    def column(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
+        """The first column of what the statement finds."""
+        return [row[0] for row in self.execute(sql, parameters)]
+
     def page(
         self,
         kind: type[Row],

@@ -282,7 +282,7 @@ def unfit(handle: Any) -> str:
     mode = _ask(lambda: pynvml.nvmlDeviceGetComputeMode(handle))
     if mode in _EXCLUSIVE:
         return (
-            f"is in compute mode {_EXCLUSIVE[mode]}, in which an engine cannot sleep beside another; "
+            f"is in compute mode {_EXCLUSIVE[mode]}, in which an engine cannot sleep next to another; "
             "`nvidia-smi -i N -c DEFAULT` changes that"
         )
     return ""
@@ -346,7 +346,7 @@ class _Watch:
     """Reads on demand. The driver collects Xids (`xids`) from the first `read` on, of each GPU that answers then.
 
     Whose handle was asked for is open until NVML is closed, and the driver resets no GPU that somebody has open
-    (nvidia-smi, --gpu-reset: not even a monitoring application may). So NVML is opened anew to let one go.
+    (nvidia-smi, --gpu-reset: not even a monitoring application may). So NVML is opened again to let one go.
     """
 
     def __init__(self, devices: Mapping[int, str]):

@@ -22,7 +22,7 @@ def prompt(record: Record) -> Record:
     if messages[-1]["role"] != "user":
         raise BadRecord(
             f"the last message is from {messages[-1]['role']!r}; expected 'user': the model answers while it trains, "
-            "and what its answer is compared with stands in fields beside 'messages'"
+            "and what its answer is compared with belongs in fields next to 'messages'"
         )
     if any("weight" in message for message in messages):
         raise BadRecord("has a message with a 'weight'; of a prompt nothing is learnt")

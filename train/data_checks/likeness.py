@@ -25,7 +25,7 @@ _TERMS = _random.integers(0, 2**32, BANDS * ROWS, dtype=np.uint64).astype(np.uin
 
 
 class Pair(NamedTuple):
-    """Example `index` is almost `of`, an earlier one that is none itself."""
+    """Example `index` is almost `of`, an earlier one that is not a near duplicate itself."""
 
     index: int
     of: int

@@ -377,7 +377,7 @@ def _read(path: Path, step: int, shape: tuple[int, int], staleness: int) -> dict
         with np.load(path) as file:
             kept = {name: file[name] for name in file.files}
     except (OSError, ValueError, zipfile.BadZipFile):
-        return None  # a crash of the machine: it is sampled anew
+        return None  # a crash of the machine: it is sampled again
     kept = {"older": np.zeros((shape[0], 0), np.int64), **kept}  # of a run that began before samples could be stale
     if int(kept["step"]) != step or kept["ids"].shape != shape or kept["older"].shape[1] != staleness:
         return None

@@ -55,7 +55,7 @@ class Prompt(NamedTuple):
 class GeneralQuestions:
     """One rank's part. Emits "general" on rank 0: when ("before" or "after"), of (which model, `TrainSpec.general_of`),
     known, begun, spoken and said (train.data.general_questions.Answers), answers (texts of the spoken ones), seconds.
-    trained_tokens: of the whole job, each epoch anew."""
+    trained_tokens: of the whole job, each epoch again."""
 
     def __init__(
         self,

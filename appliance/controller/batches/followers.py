@@ -4,11 +4,11 @@ event of it."""
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
 from appliance.controller.interfaces.errors import ApiError
+from runtime.when_gone import when_gone
 
 FOLLOWED_BYTES = 128 << 20
 """An owner's followers together; one alone may follow a larger response."""
@@ -77,5 +77,5 @@ class Followers:
         self.check(owner, size)
         held = Held(self, owner, size)
         found = events(held)
-        weakref.finalize(found, held.leave)  # one that is never asked for an event has no end of its own
+        when_gone(found, held.leave)  # one that is never asked for an event has no end of its own
         return found

@@ -113,7 +113,7 @@ class Provider:
             bearer = {"authorization": f"Bearer {answer.get('access_token')}"}
             told = await self._ask("GET", endpoints["userinfo_endpoint"], headers=bearer)
             if told.get("sub") != claims["sub"]:
-                raise refused("the provider told of somebody else")
+                raise refused("the provider answered about somebody else")
             claims = {**told, **claims}
         return claims
 

@@ -38,7 +38,7 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
     db, organization = context.db, context.config.organization
 
     def shown_as(row: JobRow, caller: Principal, found: JobJudgeRow | None) -> dict[str, Any]:
-        return views.job_object(row, organization, caller, found.judge if found else None)
+        return views.job_object(row, organization, caller, found)
 
     def shown_job(row: JobRow, caller: Principal) -> dict[str, Any]:
         return shown_as(row, caller, job_records.find_judge(db, row.id) if row.method in _JUDGED else None)

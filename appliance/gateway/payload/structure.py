@@ -225,7 +225,7 @@ class _Budget:
             raise _too_complex(name, f"{self._choices} values to choose from", _CHOICES)
         for value in values:
             if isinstance(value, dict | list):
-                # Counted before it is walked and written: of constants within constants each level does so anew.
+                # Counted before it is walked and written: of constants within constants each level does so again.
                 self._parts(name, value)
             self._cost(name, literal_us(value))
             self._choice_chars += len(value) if isinstance(value, str) else 8
@@ -296,7 +296,7 @@ class _Budget:
             raise _too_complex(
                 name,
                 f"its grammar would take about {self._us / 1e6:.1f} s of an engine's time (counted or optional "
-                "properties, long texts that stand as they are, formats, or alternatives that must hold together)",
+                "properties, long literal texts, formats, or alternatives that must hold together)",
                 "1 s",
             )
 
@@ -324,7 +324,7 @@ class _Budget:
             raise _too_complex(
                 name,
                 f"{expressions} regular expressions and formats in schemas that are combined (`allOf`, or a `$ref`, "
-                "`anyOf` or `oneOf` with further restrictions beside it)",
+                "`anyOf` or `oneOf` with further restrictions next to it)",
                 _TOGETHER,
             )
         while self._of_xgrammar and self._unread:
@@ -414,7 +414,7 @@ def _too_complex(name: str, what: str, limit: int | str) -> HttpError:
 def _too_many_ways(name: str) -> HttpError:
     return errors.bad_request(
         f"`{name}` is too complex: a regular expression has several parts, or a repeated one, whose length may differ "
-        "(`{m,n}`, `?`), so that a text fits it in many ways. In tools whose arguments are enforced, and beside "
+        "(`{m,n}`, `?`), so that a text fits it in many ways. In tools whose arguments are enforced, and next to "
         "`patternProperties` and `propertyNames`, write it with parts of one length, or without a bound (`*`, `+`).",
         param=name.partition(".")[0],
         code="structure_too_complex",

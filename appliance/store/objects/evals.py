@@ -80,12 +80,11 @@ def page_runs(
 
 def unfinished_ids(db: Database, *, eval_id: str | None = None, owner: str | None = None) -> list[str]:
     """Ids of unfinished runs, oldest first. Their rows may hold megabytes each."""
-    rows = db.execute(
+    return db.column(
         f"SELECT id FROM eval_runs INDEXED BY eval_runs_unfinished WHERE status IN ({_UNFINISHED})"
         f" AND (?1 IS NULL OR eval_id = ?1) AND (?2 IS NULL OR owner = ?2) AND {_RUN_THERE} ORDER BY seq",
         [eval_id, owner],
     )
-    return [row["id"] for row in rows]
 
 
 def delete(db: Database, ids: Iterable[str]) -> None:

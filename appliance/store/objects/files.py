@@ -66,7 +66,7 @@ _EXPIRED = f"expires_s <= ? AND id NOT IN (SELECT input_file_id FROM batches WHE
 def expired(db: Database, *, now_s: float) -> list[str]:
     """Ids of files whose time has passed, but not the input of an unfinished batch: it would stay on the disk,
     uncounted, as long as the batch reads it."""
-    return [row["id"] for row in db.execute(f"SELECT id FROM files WHERE {_EXPIRED}", [now_s])]
+    return db.column(f"SELECT id FROM files WHERE {_EXPIRED}", [now_s])
 
 
 def find_expired(db: Database, file_id: str, *, now_s: float) -> FileRow | None:
@@ -83,7 +83,7 @@ def bytes_of(db: Database, file_id: str, *, now_s: float) -> int:
 
 
 def ids(db: Database) -> set[str]:
-    return {row["id"] for row in db.execute("SELECT id FROM files")}
+    return set(db.column("SELECT id FROM files"))
 
 
 def delete(db: Database, file_id: str) -> None:

@@ -38,7 +38,7 @@ def of_model(db: Database, model: str, limit: int = 20) -> list[GateRow]:
 
 def unfinished(db: Database) -> list[str]:
     """Their ids, oldest first."""
-    return [row["id"] for row in db.execute("SELECT id FROM gates WHERE state != 'ended' ORDER BY seq")]
+    return db.column("SELECT id FROM gates WHERE state != 'ended' ORDER BY seq")
 
 
 def outline(db: Database, gate_id: str) -> GateRow | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -68,18 +69,25 @@ def list_unfinished(db: Database) -> list[JobRow]:
     return _unfinished(db, _IN_SHORT)
 
 
+def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> list[JobRow]:
+    """Of `list_unfinished`, those that train a model by one of these names, or are to make the other one."""
+    marks = ", ".join("?" * len(trained))
+    return _unfinished(db, _IN_SHORT, f" AND (model IN ({marks}) OR output_model = ?)", [*trained, made])
+
+
 def list_unfinished_whole(db: Database) -> list[JobRow]:
     """As `list_unfinished`, with all that the rows have: to be shown, on a thread."""
     return _unfinished(db, "*")
 
 
-def _unfinished(db: Database, columns: str) -> list[JobRow]:
+def _unfinished(db: Database, columns: str, also: str = "", parameters: Sequence[str] = ()) -> list[JobRow]:
     # By an index: of each owner two thousand have ended.
-    return db.all(JobRow, f"SELECT {columns} FROM jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)}) ORDER BY seq")
+    which = f"phase IN ({sql_list(UNFINISHED_PHASES)}){also}"
+    return db.all(JobRow, f"SELECT {columns} FROM jobs WHERE {which} ORDER BY seq", parameters)
 
 
 def unfinished_ids(db: Database) -> list[str]:
-    return [row["id"] for row in db.execute(f"SELECT id FROM jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)})")]
+    return db.column(f"SELECT id FROM jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)})")
 
 
 def unfinished_making(db: Database, model: str) -> list[JobRow]:
@@ -121,7 +129,7 @@ def names_made_by(db: Database, owner: str) -> list[str]:
     list, and somebody who makes and cancels jobs by turns would make it longer and longer.
     """
     live = ", ".join("?" * len(FINISHED_PHASES))
-    rows = db.execute(
+    return db.column(
         "SELECT output_model AS name FROM jobs WHERE owner = ?"
         f" AND (phase NOT IN ({live}) OR EXISTS (SELECT 1 FROM models WHERE id = output_model"
         # Not what somebody else made under a name that an ended job of this owner's was to have.
@@ -130,11 +138,10 @@ def names_made_by(db: Database, owner: str) -> list[str]:
         " WHERE jobs.owner = ?",
         [owner, *sorted(FINISHED_PHASES), owner],
     )
-    return [row["name"] for row in rows]
 
 
 def has_made(db: Database, owner: str, name: str) -> bool:
-    """Whether this is one of `names_made_by`; by indexes alone, for an owner may have ten thousand of them, and a
+    """Whether this is one of `names_made_by`; by indexes alone, because an owner may have ten thousand of them, and a
     request asks of many names."""
     live, ended = sql_list(_LIVE_PHASES), sql_list(sorted(FINISHED_PHASES))
     found = db.execute(
@@ -154,11 +161,10 @@ def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
 
 def models_sampled(db: Database) -> list[str]:
     """Models that running jobs of rewards have trained, whose rollouts engines are to sample."""
-    rows = db.execute(
+    return db.column(
         "SELECT model FROM jobs WHERE phase = 'running' AND json_extract(resolved, '$.options.rollouts') = 'engine' "
         "GROUP BY model ORDER BY min(seq)"
     )
-    return [row[0] for row in rows.fetchall()]
 
 
 def list_left_snapshots(db: Database) -> list[JobRow]:

@@ -48,8 +48,7 @@ def delete(db: Database, pipeline_id: str) -> None:
 
 def due(db: Database, now_s: float) -> list[str]:
     """Their ids."""
-    found = db.execute("SELECT id FROM pipelines WHERE scheduled AND next_s <= ? ORDER BY next_s", [now_s])
-    return [row["id"] for row in found]
+    return db.column("SELECT id FROM pipelines WHERE scheduled AND next_s <= ? ORDER BY next_s", [now_s])
 
 
 def taken(db: Database, pipeline_id: str) -> dict[str, list[Any]]:
@@ -90,7 +89,7 @@ def sha256_of(data: Mapping[str, list[Any]]) -> str:
 
 def running(db: Database) -> list[str]:
     """Their ids, oldest first."""
-    return [row["id"] for row in db.execute("SELECT id FROM pipeline_runs WHERE state = 'running' ORDER BY seq")]
+    return db.column("SELECT id FROM pipeline_runs WHERE state = 'running' ORDER BY seq")
 
 
 def running_of(db: Database, pipeline_id: str) -> PipelineRunRow | None:

@@ -18,10 +18,9 @@ find_visible, page = _TABLE.find_visible, _TABLE.page_visible
 
 def running(db: Database, owner: str | None = None) -> list[str]:
     """Their ids, oldest first."""
-    found = db.execute(
+    return db.column(
         "SELECT id FROM sweeps WHERE state = 'running' AND (?1 IS NULL OR owner = ?1) ORDER BY seq", [owner]
     )
-    return [row["id"] for row in found]
 
 
 def forget_old(db: Database, owner: str) -> None:

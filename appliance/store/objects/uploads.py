@@ -13,7 +13,7 @@ insert_part, find_part = _PARTS.insert, _PARTS.find
 
 
 def pending_ids(db: Database) -> set[str]:
-    return {row["id"] for row in db.execute("SELECT id FROM uploads WHERE status = 'pending'")}
+    return set(db.column("SELECT id FROM uploads WHERE status = 'pending'"))
 
 
 def overdue(db: Database, *, now_s: float) -> list[UploadRow]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from appliance.ui.site import CONTENT_SECURITY, CONTENT_TYPES, DOCUMENT, STATIC, answer, read_site, site
+from train.methods.methods import METHODS
 
 SCRIPTS = sorted(path for path in STATIC.rglob("*.js") if path.parent.name != "vendor")
 LANGUAGES = ("en", "zh-CN")
@@ -140,6 +141,16 @@ def test_all_words_that_are_said_are_there_and_no_others():
     families = tuple(re.findall(r"[(`]([a-z_.]+\.)\$\{", source))
     unsaid = {name for name in words("en") if name not in quoted and not name.startswith(families)}
     assert not unsaid
+
+
+def test_the_form_of_a_job_has_every_method_and_what_each_takes():
+    source = (STATIC / "pages" / "new_job.js").read_text()
+    (listed,) = re.findall(r"const METHODS = (\[.*?\]);", source)
+    assert json.loads(listed) == list(METHODS)
+    for method in METHODS.values():
+        assert f"new.method.{method.name}" in words("en")
+        for name in method.takes:
+            assert name == "response_format" or f"form.{name}" in source, name
 
 
 # --- what is vendored

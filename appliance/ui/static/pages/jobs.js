@@ -79,7 +79,7 @@ function useEvents(id, may) {
   }, 2, [id, may], [`jobs/${id}`]);
 }
 
-/** All metrics of the job by step; each look asks again for the last steps, which a resume may have done anew. */
+/** All metrics of the job by step; each look asks again for the last steps, which a resume may have done again. */
 function useMetrics(id, may) {
   const known = useRef(new Map());
   return useLive(async (signal) => {
