@@ -260,12 +260,12 @@ def _found(index: int, handles: Mapping[int, Any]) -> Found:
 def _memory_bytes(handle: Any, known_unfit: bool) -> int:
     if not known_unfit:
         return _usable_bytes(handle)
-    # Of a GPU that is cut by MIG the driver tells its memory to root alone (NVML API, nvmlDeviceGetMemoryInfo).
+    # The driver tells the memory of a GPU that is cut by MIG to root alone (NVML API, nvmlDeviceGetMemoryInfo).
     return _ask(lambda: _usable_bytes(handle)) or 0
 
 
 def _usable_bytes(handle: Any) -> int:
-    """What CUDA hands out. Of NVML's total, which nvidia-smi shows, driver and firmware keep some hundreds of MB (NVML
+    """What CUDA hands out. Driver and firmware keep some hundreds of MB of NVML's total, which nvidia-smi shows (NVML
     API, nvmlMemory_v2_t)."""
     try:
         told = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
