@@ -26,7 +26,7 @@ from typing import Any
 WHITESPACE = 32
 # Seconds of one step; real forms take 0.01 to 4 ms to accept a token. And how much all steps may take beyond it.
 STEP_S = 0.02
-# Seconds of one mask: a text of `maxLength` 500 takes 0.2 s with 151,936 tokens on busy cores, most forms a millisecond.
+# Seconds of one mask: a text of `maxLength` 500 takes 0.2 s with 151,936 tokens on busy cores, most forms 1 ms.
 MASK_S = 0.3
 MOST_BEYOND_S = 0.5
 # Rows of logits: 80 MB of each copy with a vocabulary of 151,936.
