@@ -19,9 +19,9 @@ from typing import Any
 from appliance.store.errors import ReadingEnded, WriteWhileReading
 
 LOG_BYTES, MOST_LOG_BYTES = 32 << 20, 256 << 20
-"""A log begins anew only when nobody reads what stands in it, so that readings without a gap between them would have it
-grow until the disk is full. Where it is longer than the first, a new reading waits a moment for those at work to end,
-and where it is longer than the second, until they have."""
+"""A log begins again only when nobody reads what stands in it, so that readings without a gap between them would have
+it grow until the disk is full. Where it is longer than the first, a new reading waits a moment for those at work to
+end, and where it is longer than the second, until they have."""
 _GAP_WAIT_S, _GAPS_EVERY_S = 0.2, 2.0
 _QUIET_S, _WRITER_S, _BUSY_WRITER_S, _LOOK_S = 0.05, 0.2, 5.0, 0.005
 _STEPS = 10_000
@@ -165,7 +165,7 @@ class Readers:
             return reader
 
     def _make_gap(self, at_all_costs: bool) -> None:
-        """Carries the log over while nobody reads, so that the writer begins it anew. It never holds the writer up."""
+        """Carries the log over while nobody reads, so that the writer begins it again. It never holds the writer up."""
         self._shortening = True
         begun = self._log_begun()
         try:
@@ -180,10 +180,10 @@ class Readers:
             self._changed.notify_all()
 
     def _await_writer(self, begun: bytes, most_s: float) -> None:
-        """Returns once the log, which began with `begun`, has been begun anew, or nobody writes.
+        """Returns once the log, which began with `begun`, has been begun again, or nobody writes.
 
         A writer that is at it carries the rest over itself after its commit, while nobody reads, and begins the log
-        anew with its next transaction. Who read again after 50 ms kept one whose transactions or whose disk took longer
+        again with its next transaction. Who read again after 50 ms kept one whose transactions or whose disk took longer
         from it, time and again, and the log grew by 60 MB a second."""
         now_s = time.monotonic()
         until_s, quiet_s, state = now_s + most_s, now_s + _QUIET_S, self._log_state()

@@ -2,7 +2,7 @@
 
 What must outlive the controller is in the rows. A step is done once its result stands there: a file and the run's
 `file_id`, a job and its `job_id` are written in one transaction, so that a controller that is killed in between begins
-the step anew, and never makes a second of either.
+the step again, and never makes a second of either.
 """
 
 from __future__ import annotations
