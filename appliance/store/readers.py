@@ -183,8 +183,8 @@ class Readers:
         """Returns once the log, which began with `begun`, has been begun again, or nobody writes.
 
         A writer that is at it carries the rest over itself after its commit, while nobody reads, and begins the log
-        again with its next transaction. Who read again after 50 ms kept one whose transactions or whose disk took longer
-        from it, time and again, and the log grew by 60 MB a second."""
+        again with its next transaction. When readers went on after 50 ms, one whose transactions or whose disk took
+        longer never came to it, and the log grew by 60 MB a second."""
         now_s = time.monotonic()
         until_s, quiet_s, state = now_s + most_s, now_s + _QUIET_S, self._log_state()
         while not self._closed and now_s < until_s and self._log_begun() == begun:
