@@ -27,7 +27,7 @@ BACKDATED_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class RemovedNodes:
-    """`file`: {name: {"before_s": Unix time of the removal, "out": whether the name has not joined anew}}. A file that
+    """`file`: {name: {"before_s": Unix time of the removal, "out": whether the name has not joined again}}. A file that
     cannot be read is an error (ValueError, OSError), not an empty list."""
 
     file: Path

@@ -1,7 +1,7 @@
 """What one backup holds: a list of files, each a list of chunks by their SHA-256; backups share what is the same.
 
 In the place, `backups/NAME.json` is a manifest and `chunks/AB/ABCD...` a chunk. A manifest is written last: a backup
-that was broken off is none, and its chunks serve the next one.
+that was broken off is not a backup, and its chunks serve the next one.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ class Parts:
 def make(target: Path, key: SecretKey, *, build: str | None, version: str | None, say: Say) -> Manifest:
     """Raises Unusable, Refused."""
     if not (PROJECT / "images" / "requirements").is_dir():
-        raise Unusable(f"a bundle is made from a checkout, and {PROJECT} is none; call it in one, after `make setup`")
+        raise Unusable(
+            f"a bundle is made from a checkout, and {PROJECT} is not one; call it in one, after `make setup`"
+        )
     build = build or wheels.build_here(PROJECT)
     if build not in wheels.builds(PROJECT):
         raise Unusable(f"there is no lock of a build {build!r}; there are {', '.join(sorted(wheels.builds(PROJECT)))}")

@@ -28,7 +28,7 @@ _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _MORE_THAN_FACTORS = {
     "use_dora": "DoRA",
     "lora_bias": "biases in the factors",
-    "modules_to_save": "whole modules beside the factors",
+    "modules_to_save": "whole modules in addition to the factors",
     "trainable_token_indices": "embeddings of its own for some tokens",
     "target_parameters": "factors on parameters (experts) and not on layers",
     "layer_replication": "repeated layers",

@@ -100,7 +100,7 @@ class ModelLibrary:
             raise NotACheckpoint(
                 "",
                 f"{path} is an adapter's directory; expected a checkpoint with config.json and weights. An adapter is "
-                "imported beside its base (`appliance model import DIR --base NAME`)",
+                "imported together with its base (`appliance model import DIR --base NAME`)",
             )
         if not path.is_dir():
             what = "is a file and no GGUF" if path.exists() else "does not exist"

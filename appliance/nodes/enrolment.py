@@ -301,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     credentials = Credentials(paths.certificates)
     if not credentials.files.certificate.exists():
         refused = f"no other machine can join the box on {paths.data_dir}"
-        print(f"{refused}: set node_address in [box] of its appliance.toml, then start it anew", file=sys.stderr)
+        print(f"{refused}: set node_address in [box] of its appliance.toml, then restart it", file=sys.stderr)
         return 1
     if options.remove is not None:
         if not NODE_NAME.fullmatch(options.remove) or options.remove == "n0":

@@ -78,7 +78,8 @@ class JobRuns:
         await little_by_little(partial(self._ingest_some, job_id, left))
 
     def _missed(self, job_id: str) -> list[dict[str, Any]]:
-        """Steps that the store has not, and what is told once; within a reading, for a job may have 100,000 steps."""
+        """Steps that the store has not, and what is told once; within a reading, because a job may have 100,000
+        steps."""
         known = job_records.steps_of(self._db, job_id)
         return [
             event

@@ -261,7 +261,8 @@ class DeviceKind(ABC):
         return lambda: None
 
     def unplanned_attention(self) -> None:  # noqa: B027
-        """Keep torch's attention, in this process, off kernels that are planned anew for every length of a sequence."""
+        """Keep torch's attention, in this process, off kernels that are planned again for every length of a
+        sequence."""
 
     def copy_stream(self) -> AbstractContextManager[Any]:
         """Give this thread's copies their own stream in this context. In the compute stream a copy would wait for all

@@ -42,7 +42,7 @@ class HostEnergy:
         return cls(found) if has_package else None
 
     def joules(self) -> float | None:
-        """Drawn since this was made; each counter begins anew at its `max_energy_range_uj`, after some minutes at full
+        """Drawn since this was made; each counter begins again at its `max_energy_range_uj`, after some minutes at full
         load at the least, so it has to be asked more often. None: one cannot be read any more."""
         try:
             for zone in self._zones:

@@ -43,7 +43,7 @@ class EngineConfig(BaseModel):
         60.0,
         gt=0,
         description="an engine that gives no sign of life for this long and whose processes do nothing, or are "
-        "stopped, is killed and started anew",
+        "stopped, is killed and restarted",
     )
     hung_busy_s: float = Field(
         900.0, gt=0, description="the same for one whose processes run: one step may take minutes on a slow processor"

@@ -31,7 +31,7 @@ def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True) -> l
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The endless stream of packs (epoch after epoch, each shuffled anew) cut into steps of `batch_size`."""
+    """The endless stream of packs (epoch after epoch, each shuffled again) cut into steps of `batch_size`."""
 
     n_packs: int
     batch_size: int

@@ -134,7 +134,7 @@ def hinted(text: str, found: Found) -> str:
 
 
 def _joined(found: list[Found], more: Iterable[Found]) -> list[Found]:
-    """Both, in order; what overlaps one found before is left out. One step each, for a text may be full of them."""
+    """Both, in order; what overlaps one found before is left out. One step each, because a text may be full of them."""
     at, new = 0, []
     for one in more:
         while at < len(found) and found[at].end <= one.start:

@@ -253,7 +253,7 @@ class Multi(_Grader):
         for name, leaf in self.graders.items():
             if not name.isidentifier():
                 raise InvalidGrader(
-                    f"{param}graders", f"the name {name!r} cannot stand in a formula: use letters, digits and _"
+                    f"{param}graders", f"the name {name!r} cannot be used in a formula: use letters, digits and _"
                 )
             leaf.check(f"{param}graders.{name}.")
         formula.check(self.calculate_output, set(self.graders), f"{param}calculate_output")

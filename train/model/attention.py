@@ -123,7 +123,7 @@ def _sliding_mask(length: int, window: int, device: torch.device) -> torch.Tenso
 
 def register() -> None:
     """Make "packed" known to transformers, for which no mask is ever built. Other attention of this process, in which
-    answers grow by a token at a time, does without kernels that are planned anew for every length."""
+    answers grow by a token at a time, does without kernels that are planned again for every length."""
     unplanned_attention()
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

@@ -93,7 +93,7 @@ class EngineSamples:
                 asked = ahead if ahead is not None and number == 0 else None
                 version = self.policy.version(step) if asked is None else asked.version
             except StoreFull as full:  # raised on every rank
-                why = f"no room for the model as it stands: {full}"
+                why = f"no room for the model as it is: {full}"
                 break
             question = _name(wanted, version, lines)
             answered, answer = self._hearing.heard(question, self._question(version, wanted, lines))

@@ -55,7 +55,7 @@ class Prompt(NamedTuple):
 class GeneralQuestions:
     """One rank's part. Emits "general" on rank 0: when ("before" or "after"), of (which model, `TrainSpec.general_of`),
     known, begun, spoken and said (train.data.general_questions.Answers), answers (texts of the spoken ones), seconds.
-    trained_tokens: of the whole job, each epoch anew."""
+    trained_tokens: of the whole job, each epoch again."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class GeneralQuestions:
         if when == "before" and self._known(len(prompts)):
             return True
         with answering(self._model):
-            # Of all prompts, not of this rank's: the passes of all ranks are the same.
+            # The lengths of all prompts, not of this rank's: the passes of all ranks are the same.
             prefix = Prefix(self._model, [prompt.asked for prompt in prompts], self._device)
             share = self._share(len(prompts))
             scored = score(self._model, [prompts[number] for number in share], prefix, wanted)

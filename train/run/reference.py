@@ -83,7 +83,7 @@ class Reference:
         return True
 
     def save(self) -> None:
-        """What is known so far, so that a run that is interrupted before its first step does not begin anew."""
+        """What is known so far, so that a run that is interrupted before its first step does not begin again."""
         if self._grid.rank == 0:
             for values in self._learning.values():
                 values.save()

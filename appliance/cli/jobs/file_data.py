@@ -119,14 +119,15 @@ def check(
     "appliance file prepare a.jsonl --mix a.jsonl=0.7,b.jsonl=0.3 --order length",
     "appliance file prepare file-abc123 --model smollm2-135m --drop-too-long     a new file on the box",
     "",
-    "Beside a local file stands its lineage (.lineage.json): what it was made of, and every line that was dropped.",
+    "The lineage of a local file (.lineage.json) is written next to it: what it was made of, and every line that was",
+    "dropped.",
     boxless=_is_here,
 )
 def prepare(
     session: Session,
     target: TARGET,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where a local file goes. Default: beside it, as NAME.prepared.jsonl.")
+        Path | None, typer.Option("--out", help="Where a local file goes. Default: next to it, as NAME.prepared.jsonl.")
     ] = None,
     dedup: Annotated[bool, typer.Option("--dedup", help="Drop what repeats an earlier example.")] = False,
     near_dedup: Annotated[bool, typer.Option("--near-dedup", help="Drop what nearly repeats an earlier one.")] = False,

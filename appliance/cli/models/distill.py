@@ -34,9 +34,10 @@ _LEFT_OUT = ("failed", "refused", "cut off", "without an answer", "duplicates")
     "appliance distill make prompts.jsonl --teacher large --system 'Answer in one sentence.'",
     "appliance job submit --model small --file prompts.answers.jsonl             then the student learns from it",
     "",
-    'A line of prompts.jsonl: {"messages": [..., {"role": "user", "content": "..."}]} or {"prompt": "..."}; of a',
-    "conversation that was answered already, the last answer is left away.",
-    "Beside the file stands its lineage (.lineage.json): teacher, prompts, and every line that was left out, and why.",
+    'A line of prompts.jsonl: {"messages": [..., {"role": "user", "content": "..."}]} or {"prompt": "..."}. The',
+    "last answer of a conversation that was answered already is left out.",
+    "The file's lineage (.lineage.json) is written next to it: teacher, prompts, and every line that was left",
+    "out, and why.",
 )
 def make(
     session: Session,
@@ -48,7 +49,7 @@ def make(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where the file goes. Default: PROMPTS.answers.jsonl, beside it.")
+        Path | None, typer.Option("--out", help="Where the file goes. Default: PROMPTS.answers.jsonl, next to it.")
     ] = None,
     n: Annotated[int, typer.Option("--n", min=1, max=128, help="Answers to each prompt.")] = 1,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0, max=2)] = None,

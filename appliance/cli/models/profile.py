@@ -60,7 +60,7 @@ def job(
                 raise CommandFailed(event["message"])
         if now is not None and now["status"] in _ENDED:
             raise CommandFailed(f"{job_id} has ended before its steps were profiled")
-        patience.pause(f"{job_id} has not done the steps to be profiled after {patience.limit}; an event tells of them")
+        patience.pause(f"{job_id} has not done the steps to be profiled after {patience.limit}; an event will say so")
 
 
 @box_command(

@@ -79,10 +79,10 @@ def verify(file: FILE, key: KEY = None, output_format: OUTPUT = "table") -> None
 @app.command(
     epilog=examples(
         "appliance bundle install appliance-0.2.0.run /opt/appliance",
-        "appliance bundle install appliance-0.3.0.run       beside the release that this command is of",
+        "appliance bundle install appliance-0.3.0.run       alongside the release of this command",
         "sh appliance-0.2.0.run install /opt/appliance      where no appliance is installed",
         "",
-        "A release is installed beside those that are there; `appliance upgrade` makes it the current one.",
+        "A release is installed alongside those that are there; `appliance upgrade` makes it the current one.",
     )
 )
 def install(

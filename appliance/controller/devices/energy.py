@@ -53,7 +53,7 @@ class EnergyMeter:
                 continue  # no newer reading since
             now = _Seen(reading.at_s, reading.energy_j, holders.get(device_id, NOBODY))
             self._seen[device_id] = now
-            if before is None or now.joules < before.joules:  # its driver, or who reads it, has begun anew
+            if before is None or now.joules < before.joules:  # its driver, or who reads it, has begun again
                 continue
             for holder in (before.holder, now.holder):
                 booked[holder][0] += (now.joules - before.joules) / 2

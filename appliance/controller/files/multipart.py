@@ -149,7 +149,7 @@ class _Form:
             raise BadRequest("The boundary of the multipart body stands within its parts.", code="invalid_multipart")
         if self._seen - self._size > _MAX_FORM_BYTES:
             raise BadRequest(
-                f"The form has more than {_MAX_FORM_BYTES} bytes beside its file.", code="invalid_multipart"
+                f"The form has more than {_MAX_FORM_BYTES} bytes besides its file.", code="invalid_multipart"
             )
         self._seen += len(chunk)
 

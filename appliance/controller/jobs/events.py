@@ -262,7 +262,7 @@ class JobEvents:
         when = str(event["when"])
         general = {**(row.general or {}), when: {name: event[name] for name in ("known", "begun", "spoken", "said")}}
         if when == "before":
-            general.pop("after", None)  # it begins anew
+            general.pop("after", None)  # it begins again
             general["of"] = event.get("of") or ""
         jobs.update(self._db, row.id, general=general)
         found = forgetting.verdict(general)
@@ -314,7 +314,7 @@ class JobEvents:
                 add_message(
                     db,
                     row.id,
-                    f"Published adapter {version}, {event['bytes']} bytes, to be served beside "
+                    f"Published adapter {version}, {event['bytes']} bytes, to be served alongside "
                     f"{adapter['base']} {adapter['base_version']}",
                     data=meta,
                 )

@@ -120,7 +120,7 @@ def job(
     if budget is not None and needed > budget >= version:
         needed = version
         warnings.append(
-            f"A snapshot takes {gb(snapshot)} of shared memory and does not fit beside the result in the store's "
+            f"A snapshot takes {gb(snapshot)} of shared memory and does not fit next to the result in the store's "
             f"{gb(budget)}: snapshots go to disk, and moving the job between devices takes longer."
         )
     shown = fitting[-1] if fitting else sizes[-1]
@@ -238,7 +238,7 @@ def serve(
         )
     if budget is not None and 2 * weight_bytes > budget:
         warnings.append(
-            f"A second version ({gb(weight_bytes)}) does not fit beside this one in the store's {gb(budget)}: the "
+            f"A second version ({gb(weight_bytes)}) does not fit next to this one in the store's {gb(budget)}: the "
             "old one must be on disk before a new one is published."
         )
     numbers = {

@@ -141,7 +141,7 @@ def names_made_by(db: Database, owner: str) -> list[str]:
 
 
 def has_made(db: Database, owner: str, name: str) -> bool:
-    """Whether this is one of `names_made_by`; by indexes alone, for an owner may have ten thousand of them, and a
+    """Whether this is one of `names_made_by`; by indexes alone, because an owner may have ten thousand of them, and a
     request asks of many names."""
     live, ended = sql_list(_LIVE_PHASES), sql_list(sorted(FINISHED_PHASES))
     found = db.execute(

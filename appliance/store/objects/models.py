@@ -76,7 +76,7 @@ def list_callable(db: Database) -> list[ModelRow]:
 
 
 def active_versions(db: Database) -> dict[str, str]:
-    """By model, of those that can be called; by an index alone, for each round of the scheduler asks."""
+    """By model, of those that can be called; by an index alone, because each round of the scheduler asks."""
     rows = db.execute("SELECT id, active_version FROM models WHERE active_version IS NOT NULL")
     return {name: version for name, version in rows.fetchall()}
 

@@ -68,7 +68,7 @@ def touch_some(
 ) -> bool:
     """Notes that this response and those that lead to it were continued, of a few of them: each is kept as long as the
     newest that needs it. False: none was left. It leaves rows that were touched lately, because an update writes all
-    pages of a row anew, with its texts: 64 MiB of a long conversation took 0.5 s."""
+    pages of a row again, with its texts: 64 MiB of a long conversation took 0.5 s."""
     found = db.execute(
         f"{_CHAIN} SELECT seq, chain.bytes FROM chain JOIN responses USING (id) WHERE used_s < ?4",
         [response_id, viewer, max_turns - 1, older_than_s],

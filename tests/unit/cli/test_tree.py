@@ -231,6 +231,7 @@ FROZEN = {
         "--chat-template",
         "--examples",
         "--hub",
+        "--keep",
         "--limit",
         "--max-tokens",
         "--seed",

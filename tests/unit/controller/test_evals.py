@@ -634,7 +634,7 @@ async def test_a_run_is_bounded_beside_its_items(control: Control, monkeypatch: 
     monkeypatch.setattr(requests, "MAX_SOURCE_BYTES", 100)
     eval_id = await made(control)
     await control.sdk.evals.runs.create(eval_id, data_source=given(("a" * 500, "a")))
-    with pytest.raises(openai.BadRequestError, match="beside its items"):
+    with pytest.raises(openai.BadRequestError, match="besides its items"):
         await control.sdk.evals.runs.create(eval_id, data_source=asked())
 
 

@@ -229,7 +229,7 @@ async def test_an_adapter_is_told_of_and_keeps_its_base_in_place(control: Contro
     events.started(job_id, ["n0/0"], resumed=False)
     events.ingest(job_id, {**published(10), "adapter": adapter})
     events.succeeded(job_id)
-    assert "Published adapter step-10, 1000 bytes, to be served beside starter v1" in await control.messages(job_id)
+    assert "Published adapter step-10, 1000 bytes, to be served alongside starter v1" in await control.messages(job_id)
     name = jobs.get(db, job_id).output_model
     listed = (await control.http.get("/admin/v1/models", headers=ADMIN)).json()["data"]
     (shown,) = [model for model in listed if model["name"] == name]

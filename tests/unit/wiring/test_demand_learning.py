@@ -214,7 +214,7 @@ def test_what_was_learned_with_another_target_or_cannot_be_read_is_learned_anew(
     box.begin()
     box.report("g-0")
     assert box.seen().standby.replicas <= 1
-    assert "learned anew" in caplog.text
+    assert "learned again" in caplog.text
 
 
 def test_what_was_learned_goes_with_the_deployment(box, db):
