@@ -60,9 +60,9 @@ def test_it_is_known_of_which_models_an_example_changes_the_next_one_in_its_row(
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with torch.no_grad():
         row = model(input_ids=ids, position_ids=positions, use_cache=False, segments=((0, 9), (9, 16))).logits[0, 9:]
-        alone = model(
-            input_ids=ids[:, 9:], position_ids=positions[:, 9:], use_cache=False, segments=((0, 7),)
-        ).logits[0]
+        alone = model(input_ids=ids[:, 9:], position_ids=positions[:, 9:], use_cache=False, segments=((0, 7),)).logits[
+            0
+        ]
     assert keeps_state(model) == (not torch.allclose(row, alone, atol=1e-4))
 
 
