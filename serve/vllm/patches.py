@@ -27,8 +27,10 @@ from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.renderers.base import BaseRenderer
 from vllm.sampling_params import SamplingParams
+from vllm.utils.flashinfer import has_flashinfer
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -73,6 +75,8 @@ LATE_REPLY_S = 10.0
 """What the other workers have to reply once one has failed: they may wait for it in a collective, for ever."""
 OWED = "shm_owed"
 """Attribute of a worker's queue: how many replies are to come that nobody waits for any more."""
+FP8_FROM = DeviceCapability(8, 9)
+"""Triton's kernels compute in FP8 from Ada on."""
 _applied: list[bool] = []
 
 
@@ -210,13 +214,21 @@ def forget_devices(platform: type) -> None:
 
 def prefer_ready_made(platform: Any, compiled: str) -> None:
     """A platform of vLLM's takes an attention backend with `compiled` in its name only where no other computes the
-    model, or an argument of the engine asks for it."""
+    model, or an argument of the engine asks for it.
+
+    Triton's count as valid for keys and values in FP8 on every GPU, but before Ada their layers raise
+    (TritonAttentionImpl in vllm/v1/attention/backends/triton_attn.py). There the compiled one is taken if a compiler is
+    there; else Triton's, which says what is wrong."""
     every = platform.get_valid_backends.__func__
 
     @functools.wraps(every)
-    def get_valid_backends(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        found, refused = every(cls, *args, **kwargs)
-        return [one for one in found if compiled not in one.backend.name] or found, refused
+    def get_valid_backends(cls: Any, device_capability: Any, attn_selector_config: Any, **more: Any) -> Any:
+        found, refused = every(cls, device_capability, attn_selector_config, **more)
+        ready = [one for one in found if compiled not in one.backend.name]
+        if (attn_selector_config.kv_cache_dtype or "").startswith("fp8") and device_capability < FP8_FROM:
+            computes = [one for one in ready if not one.backend.name.startswith("TRITON")]
+            ready = computes or ([] if has_flashinfer() else ready)
+        return ready or found, refused
 
     platform.get_valid_backends = classmethod(get_valid_backends)
 
