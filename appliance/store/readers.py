@@ -19,12 +19,12 @@ from typing import Any
 from appliance.store.errors import ReadingEnded, WriteWhileReading
 
 LOG_BYTES, MOST_LOG_BYTES = 32 << 20, 256 << 20
-"""A log begins anew only when nobody reads what stands in it, so that readings without a gap between them would have it
-grow until the disk is full. Where it is longer than the first, a new reading waits a moment for those at work to end,
-and where it is longer than the second, until they have."""
+"""A log begins again only when nobody reads what stands in it, so that readings without a gap between them would have
+it grow until the disk is full. Where it is longer than the first, a new reading waits a moment for those at work to
+end, and where it is longer than the second, until they have."""
 _GAP_WAIT_S, _WRITER_S, _GAPS_EVERY_S = 0.2, 0.05, 2.0
 _STEPS = 10_000
-"""Of SQLite's virtual machine, about 0.2 ms, between two looks whether somebody still waits for what is read."""
+"""Steps of SQLite's virtual machine, about 0.2 ms, between two looks whether somebody still waits for what is read."""
 
 
 Function = tuple[str, int, Callable[..., Any]]
@@ -164,7 +164,7 @@ class Readers:
             return reader
 
     def _make_gap(self, wait_s: float | None) -> None:
-        """Carries the log over while nobody reads, so that the writer begins it anew. It never holds the writer up."""
+        """Carries the log over while nobody reads, so that the writer begins it again. It never holds the writer up."""
         self._shortening = True
         try:
             if self._changed.wait_for(lambda: not self._at_work, wait_s) and not self._closed:

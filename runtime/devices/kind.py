@@ -62,6 +62,36 @@ THROTTLES = ("heat", "hardware", "power_brake", "power_cap")
 ordered. `power_cap`: at its power limit, which is no fault."""
 
 
+@dataclass(frozen=True, slots=True)
+class PowerLimits:
+    """Of one device, in watts: the power limit as it is set, and between which it may be set."""
+
+    limit_w: float
+    least_w: float
+    most_w: float
+
+
+class PowerRefused(RuntimeError):
+    """The driver does not do it; the message says why."""
+
+
+class PowerControl(Protocol):
+    """Sets power and clock limits of this machine's devices, by UUID. Drivers let root alone do it. Its methods raise
+    PowerRefused."""
+
+    def code(self) -> list[str]:
+        """Files that are run to do it."""
+
+    def limits(self) -> dict[str, PowerLimits]:
+        """Of every device whose limit can be set."""
+
+    def set_limit(self, uuid: str, limit_w: float) -> None:
+        """Of its power."""
+
+    def set_clock(self, uuid: str, most_mhz: int | None) -> None:
+        """Bound the clock of its processors; None: no bound but the driver's own."""
+
+
 class PageLock(Protocol):
     """Locks pages of the host's memory for copies to a device. Ranges may not overlap."""
 
@@ -134,6 +164,10 @@ class DeviceKind(ABC):
     def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]] | None:
         """Return a function that reads the health of the devices {index: id} in some milliseconds. It is given the ids
         of those to let go: it reads nothing of them and keeps nothing of them open. None: they report nothing."""
+        return None
+
+    def power_control(self) -> PowerControl | None:
+        """None: nothing sets their limits."""
         return None
 
     def computes_bf16(self) -> bool:
@@ -225,6 +259,10 @@ class DeviceKind(ABC):
     def mark(self) -> Callable[[], None]:
         """Return a function, for any thread, that waits for the work that this thread has submitted by now."""
         return lambda: None
+
+    def unplanned_attention(self) -> None:  # noqa: B027
+        """Keep torch's attention, in this process, off kernels that are planned again for every length of a
+        sequence."""
 
     def copy_stream(self) -> AbstractContextManager[Any]:
         """Give this thread's copies their own stream in this context. In the compute stream a copy would wait for all

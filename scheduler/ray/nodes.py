@@ -36,7 +36,7 @@ NAMESPACE = "appliance"
 WARM_TIMEOUT_S = 180.0
 LOOK_EVERY_S = 1.0
 ANSWER_S = 1.0  # how long a look waits for a node's answer
-SILENT_LOOKS = 3  # a node that misses so many is silent: its tunnels may lead nowhere
+SILENT_LOOKS = 3  # a node that misses this many is silent: its tunnels may lead nowhere
 START_S = 60.0  # how long it waits for an agent that starts
 EMPTY_EVERY_S = 0.5
 
@@ -180,7 +180,7 @@ class Nodes:
         return {name: known.memory for name, known in self._known.items() if known.memory is not None}
 
     def certificates_end(self) -> dict[str, float]:
-        """Until when each node's certificate is good, in seconds since 1970; of those that have one."""
+        """Until when each node's certificate is good, in seconds since 1970, for nodes that have one."""
         ends = {name: known.config.certificate_ends_s for name, known in self._known.items()}
         return {name: ends_s for name, ends_s in ends.items() if ends_s is not None}
 

@@ -40,7 +40,7 @@ class ServedShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], stored_bytes: int, n_parameters: int) -> ServedShape:
-        """From a Hugging Face config.json; of a multimodal model its text part."""
+        """From a Hugging Face config.json; the text part of a multimodal model."""
         text = text_part(config)
         number = partial(size, text)
         hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")

@@ -322,7 +322,7 @@ def _sampling(config: EngineConfig, shape: ServedShape, task: str, per_entry: in
 
 
 def _guessed(seqs: int, vocab: int, draft_tokens: int, tokens: int, context: int | None) -> int:
-    """Of a GPU: logits of each guessed token, once more where they are joined from shards (what is computed in float32
+    """On a GPU: logits of each guessed token, once more where they are joined from shards (what is computed in float32
     comes a part at a time: vllm/v1/worker/gpu/spec_decode/rejection_sampler.py), and the tokens of every request, in
     which guesses are looked up (states.py there)."""
     return min(seqs * draft_tokens, tokens) * vocab * 4 + seqs * (context or 0) * 4

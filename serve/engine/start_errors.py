@@ -33,7 +33,7 @@ def _kv_too_small(found: re.Match[str], model: str) -> Words:
 
 def _no_room_for_kv(found: re.Match[str], model: str) -> Words:
     return Words(
-        f"no memory is left for the KV cache of {model} beside its weights; raise [serve] kv_cache_bytes, spread it "
+        f"no memory is left for the KV cache of {model} besides its weights; raise [serve] kv_cache_bytes, spread it "
         f"over more devices (`appliance model deploy {model} --tensor-parallel N`), or stop what else uses the device",
         memory=True,
     )

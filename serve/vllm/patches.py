@@ -318,7 +318,7 @@ def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> lis
             setattr(queue, OWED, owed)
         found.append(result)
         if status != multiproc_executor.WorkerProc.ResponseStatus.SUCCESS and failed is None:
-            failed = RuntimeError(f"Worker failed with error '{result}'; the stack trace stands in the engine's log")
+            failed = RuntimeError(f"Worker failed with error '{result}'; the stack trace is in the engine's log")
             until_s = min(filter(None, (until_s, time.monotonic() + LATE_REPLY_S)))
     if failed is not None:
         raise failed

@@ -88,6 +88,7 @@ SUBPACKAGES = (
     "appliance.ui",
     "appliance.bundle.carried",
     "appliance.models",
+    "appliance.power",
     "appliance.store.upkeep",
     "appliance.store.objects",
     "appliance.store.records",

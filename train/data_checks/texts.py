@@ -23,7 +23,7 @@ class Said(NamedTuple):
 
 
 def said(made: Record) -> Said:
-    """Of an example as a method has converted it."""
+    """The texts of an example as a method has converted it."""
     chats = made.get("sequences", (made,))
     body, system = [], []
     for number, chat in enumerate(chats):

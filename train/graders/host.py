@@ -1,5 +1,5 @@
 """Grades in a worker process: the side of whoever asks. A worker starts when it is asked for, ends after a while
-without work, and is ended and started anew when it takes too long or breaks."""
+without work, and is ended and started again when it takes too long or breaks."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch.nn.attention import varlen
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from runtime.devices.kinds import in_host_memory
+from runtime.devices.kinds import in_host_memory, unplanned_attention
 
 NAME = "packed"
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
@@ -122,6 +122,8 @@ def _sliding_mask(length: int, window: int, device: torch.device) -> torch.Tenso
 
 
 def register() -> None:
-    """Make "packed" known to transformers; no mask is ever built for it."""
+    """Make "packed" known to transformers, for which no mask is ever built. Other attention of this process, in which
+    answers grow by a token at a time, does without kernels that are planned again for every length."""
+    unplanned_attention()
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

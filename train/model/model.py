@@ -120,5 +120,10 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
         raise UnsupportedModel(f"{config.model_type} caps its attention logits, which packed attention does not")
-    if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "_supports_sdpa", False):
-        raise UnsupportedModel(f"{config.model_type} does not take an attention implementation of ours")
+    if not getattr(model, "_supports_sdpa", False):
+        # Nor without it where the model takes implementations of others: those with attention sinks (gpt-oss), which
+        # packed attention would leave out without a word.
+        raise UnsupportedModel(
+            f"{config.model_type} does not compute its attention with torch's scaled_dot_product_attention (as models "
+            "with attention sinks), which packed attention and sampling do"
+        )

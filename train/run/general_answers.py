@@ -55,7 +55,7 @@ class Prompt(NamedTuple):
 class GeneralQuestions:
     """One rank's part. Emits "general" on rank 0: when ("before" or "after"), of (which model, `TrainSpec.general_of`),
     known, begun, spoken and said (train.data.general_questions.Answers), answers (texts of the spoken ones), seconds.
-    trained_tokens: of the whole job, each epoch anew."""
+    trained_tokens: of the whole job, each epoch again."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class GeneralQuestions:
         if when == "before" and self._known(len(prompts)):
             return True
         with answering(self._model):
-            # Of all prompts, not of this rank's: the passes of all ranks are the same.
+            # The lengths of all prompts, not of this rank's: the passes of all ranks are the same.
             prefix = Prefix(self._model, [prompt.asked for prompt in prompts], self._device)
             share = self._share(len(prompts))
             scored = score(self._model, [prompts[number] for number in share], prefix, wanted)
@@ -106,8 +106,8 @@ class GeneralQuestions:
         return True
 
     def _share(self, count: int) -> list[int]:
-        """This rank's of so many. Equal shares, so that the shapes of all ranks are the same; what is asked twice is
-        counted once (`_together`)."""
+        """This rank's part of this many. Equal shares, so that the shapes of all ranks are the same; what is asked
+        twice is counted once (`_together`)."""
         size, at = self._grid.data_size, self._grid.data_rank
         return [(at + turn * size) % count for turn in range(-(-count // size))]
 

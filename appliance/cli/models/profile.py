@@ -16,7 +16,7 @@ from appliance.cli.operations import Patience
 JOB = Annotated[str, typer.Argument(metavar="JOB_ID", autocompletion=complete_jobs)]
 MODEL = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)]
 _ENGINE_S = 150.0  # a minute for the steps, and what the profiler then takes
-_NEWEST = 100  # events: of so many a profile is one, once it is there
+_NEWEST = 100  # events: a profile is among this many, once it is there
 _ENDED = ("succeeded", "failed", "cancelled")
 
 app = group("Where does the time of a running job or engine go?")
@@ -35,12 +35,14 @@ def profile() -> None:
 def job(
     session: Session,
     job_id: JOB,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, max=50, help="So many, within a minute.")] = 3,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", min=1, max=50, help="Profile N steps, within a minute.")
+    ] = 3,
     timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=1)] = 300.0,
 ) -> None:
     """Profile a job's next steps on its first rank: compute, communication, input, idle, and the longest operators.
 
-    The trace file opens in ui.perfetto.dev or chrome://tracing. The job goes on, somewhat slower for so many steps.
+    The trace file opens in ui.perfetto.dev or chrome://tracing. The job goes on, somewhat slower during these steps.
     """
     known = {event["id"] for event in _events(session, job_id)}
     session.client.post(f"{paths.admin_job(job_id)}/profile", {"steps": steps})
@@ -58,7 +60,7 @@ def job(
                 raise CommandFailed(event["message"])
         if now is not None and now["status"] in _ENDED:
             raise CommandFailed(f"{job_id} has ended before its steps were profiled")
-        patience.pause(f"{job_id} has not done the steps to be profiled after {patience.limit}; an event tells of them")
+        patience.pause(f"{job_id} has not done the steps to be profiled after {patience.limit}; an event will say so")
 
 
 @box_command(
@@ -69,7 +71,9 @@ def job(
 def engine(
     session: Session,
     model: MODEL,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, max=50, help="So many, within a minute.")] = 3,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", min=1, max=50, help="Profile N steps, within a minute.")
+    ] = 3,
 ) -> None:
     """Profile the next steps of an engine of this model, on its first worker, while it answers.
 

@@ -131,7 +131,8 @@ def routes(context: ControllerContext) -> APIRouter:
 
 class _Content(FileResponse):
     """The bytes of a file: one of the reader's downloads. Deleted while it is read, the file counts for its owner until
-    this reader has left. Of several ranges all of it is sent, as a server may (RFC 9110, 14.2): each costs a thread."""
+    this reader has left. If several ranges are asked for, all of it is sent, as a server may (RFC 9110, 14.2): each
+    costs a thread."""
 
     def __init__(self, context: ControllerContext, row: FileRow, caller: Principal, headers: dict[str, str]):
         super().__init__(context.files_dir / row.id, media_type="application/octet-stream", headers=headers)

@@ -33,7 +33,7 @@ from train.data.part import NoPart, write_apart
 log = logging.getLogger("appliance.controller")
 LOOK_EVERY_S = 2.0
 LEAST_LINES = 16
-"""Of a part: less is not training data."""
+"""What a part has at least: less is not training data."""
 
 
 class _Failed(Exception):
@@ -213,7 +213,8 @@ class SweepRunner:
                 storage.remove(self._context, made)
 
     async def _delete_models(self, row: SweepRow, keep: str | None) -> None:
-        """Of jobs that have ended and are not of the round that goes on, or of all but `keep` once it has ended."""
+        """Deletes models of jobs that have ended and are not of the current round; of all but `keep` once it has
+        ended."""
         caller = caller_of(self._db, row.key_id)
         ended = (sweeps.find(self._db, row.id) or row).state != "running"
         for trial in row.trials:

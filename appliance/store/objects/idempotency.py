@@ -5,6 +5,9 @@ from __future__ import annotations
 from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.rows import IdempotencyRow
+from appliance.store.table import Table
+
+_TABLE = Table("idempotency", IdempotencyRow, "key_id", "route", "resource_id")
 
 
 def remember(db: Database, row: IdempotencyRow) -> None:
@@ -14,7 +17,7 @@ def remember(db: Database, row: IdempotencyRow) -> None:
             "DELETE FROM idempotency WHERE key_id = ? AND route = ? AND idempotency_key = ?",
             [row.key_id, row.route, row.idempotency_key],
         )
-    db.insert("idempotency", row, name=row.idempotency_key or row.body_sha256)
+    _TABLE.insert(db, row)
 
 
 def by_key(db: Database, key_id: str, route: str, idempotency_key: str) -> IdempotencyRow | None:

@@ -12,10 +12,13 @@ from appliance.store.errors import RowNotFound
 from appliance.store.ids import new_id
 from appliance.store.records import page_sessions
 from appliance.store.rows import KeyRow
+from appliance.store.table import Table
 
 KEY_PREFIX = "sk-appl-"
 SCOPES = ("inference", "fine_tuning", "read", "metrics", "admin")
 _SHOWN_CHARACTERS = len(KEY_PREFIX) + 4
+_TABLE = Table("keys", KeyRow, called="name")
+insert, update = _TABLE.insert, _TABLE.update
 
 
 def create(db: Database, name: str, scopes: list[str], owner: str | None = None, **limits: Any) -> tuple[KeyRow, str]:
@@ -39,15 +42,6 @@ def create(db: Database, name: str, scopes: list[str], owner: str | None = None,
     return row, key
 
 
-def insert(db: Database, row: KeyRow) -> None:
-    db.insert("keys", row, name=row.name)
-
-
-def update(db: Database, key_id: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("keys", KeyRow, {"id": key_id}, changes)
-
-
 def fingerprint(key: str) -> str:
     """SHA-256 of the key in hex, as the gateway computes it from the Authorization header."""
     return hashlib.sha256(key.encode()).hexdigest()
@@ -57,7 +51,7 @@ def find(db: Database, id_or_name: str) -> KeyRow | None:
     """The key with this id, else the live key of this name, else the last revoked one."""
     # One after the other, each by its index: asked for both at once, SQLite goes through all keys.
     of_name = "SELECT * FROM keys WHERE name = ? ORDER BY revoked_s IS NULL DESC, seq DESC LIMIT 1"
-    return db.one(KeyRow, "SELECT * FROM keys WHERE id = ?", [id_or_name]) or db.one(KeyRow, of_name, [id_or_name])
+    return _TABLE.find(db, id_or_name) or db.one(KeyRow, of_name, [id_or_name])
 
 
 def of_subject(db: Database, subject: str) -> KeyRow | None:

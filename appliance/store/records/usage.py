@@ -78,7 +78,7 @@ def tokens_since(db: Database, key_id: str, since_s: float) -> int:
 
 
 def devices_held(db: Database, job_id: str, devices: int, now_s: float) -> None:
-    """Note that the job holds so many devices from now on. The same number again changes nothing."""
+    """Note that the job holds this many devices from now on. The same number again changes nothing."""
     with db.transaction():
         row = db.execute("SELECT seq, devices FROM device_time WHERE job_id = ? AND to_s IS NULL", [job_id]).fetchone()
         if row is not None and row["devices"] == devices:

@@ -37,8 +37,7 @@ def jobs_of(db: Database, owner: str) -> list[JobRow]:
 
 
 def ids(db: Database, table: str, owner: str, where: str = "1") -> list[str]:
-    rows = db.execute(f"SELECT id FROM {table} WHERE {_mine(db, table)} AND {where} ORDER BY seq", [owner])
-    return [row["id"] for row in rows]
+    return db.column(f"SELECT id FROM {table} WHERE {_mine(db, table)} AND {where} ORDER BY seq", [owner])
 
 
 def unfinished(db: Database, owner: str) -> list[str]:
@@ -55,14 +54,13 @@ def models_made(db: Database, owner: str) -> list[str]:
     """Names of models that the owner's jobs made, or that somebody's jobs made of the owner's files; one of several
     versions is enough."""
     files = f"SELECT id FROM files WHERE {_mine(db, 'files')}"
-    rows = db.execute(
+    return db.column(
         f"WITH known AS (SELECT id FROM jobs WHERE {_mine(db, 'jobs')}"
         f" OR training_file IN ({files}) OR validation_file IN ({files}))"
         " SELECT id FROM models WHERE job_id IN known"
         " OR id IN (SELECT model FROM versions WHERE meta ->> '$.job_id' IN known) ORDER BY seq",
         [owner],
     )
-    return [row["id"] for row in rows]
 
 
 def delete_some(db: Database, owner: str, table: str) -> bool:

@@ -97,12 +97,11 @@ def models(db: Database, key_id: str) -> tuple[int, int]:
 
 def names(db: Database, owner: str) -> list[str]:
     """Public names of this owner's models and of their checkpoints."""
-    rows = db.execute(
+    return db.column(
         "SELECT id AS name FROM models WHERE owner = ?1 UNION"
         " SELECT name FROM checkpoints WHERE model IN (SELECT id FROM models WHERE owner = ?1)",
         [owner],
     )
-    return [row["name"] for row in rows]
 
 
 def _held(db: Database, kind: str, key_id: str) -> tuple[int, int]:

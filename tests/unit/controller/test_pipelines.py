@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from appliance.config import BoxConfig
 from appliance.controller.data_checks import data_work
 from appliance.controller.files import storage
 from appliance.controller.jobs.events import JobEvents
@@ -393,7 +394,7 @@ async def test_what_cannot_be_a_pipeline_is_refused_in_words(control: Control, f
     data = {"folder": str(folder)}
     suites = {"eval": "eval_x"}
     for fields, says_ in (
-        ({"data": {}}, "one of 'file', 'uploads' and 'folder'"),
+        ({"data": {}}, "one of 'file', 'uploads', 'folder' and 'bucket'"),
         ({"data": data | {"file": "file-1"}}, "one of"),
         ({"data": {"file": "file-x"}}, "No such File"),
         ({"data": {"folder": "here"}}, "folder"),
@@ -433,10 +434,14 @@ def documented(page: str) -> list[dict[str, Any]]:
 
 
 def test_what_the_documents_show_is_what_the_box_takes():
-    (nightly,) = documented("pipelines.md")
+    nightly, settings, of_bucket = documented("pipelines.md")
     spec = PipelineSpec.model_validate(nightly)
     gate = job_of(spec, "file-1").gate
     assert gate is not None and gate.then == "canary" and gate.suites[0].better_by == 0
+    known = BoxConfig.model_validate(settings).controller.buckets
+    fields = {name: part for name, part in nightly.items() if name not in ("data", "schedule")}
+    data = PipelineSpec.model_validate(fields | of_bucket).data
+    assert data.bucket is not None and known[data.bucket].credentials_profile == "reader"
     (rates,) = documented("sweeps.md")
     assert len(trials_of(SweepSpec.model_validate(rates))) == 6
     (terms,) = documented("gates.md")

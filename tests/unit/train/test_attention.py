@@ -123,3 +123,9 @@ def test_the_backward_pass_fills_no_row_per_example():
     ]
     assert not whole
     assert not any("SliceBackward" in event.name for event in told.events())
+
+
+def test_a_rank_keeps_torchs_attention_off_kernels_that_are_planned_for_every_length():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    attention.register()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -119,3 +119,10 @@ def test_lora_freezes_all_but_its_factors_and_starts_as_the_base(spec, tmp_path)
         load_model(TrainSpec(**{**spec.__dict__, "full": False, "lora_targets": ("nowhere",)}))
     with pytest.raises(UnsupportedModel, match="cannot be loaded"):
         load_model(TrainSpec(**{**spec.__dict__, "base_path": str(tmp_path)}))
+
+
+def test_attention_sinks_are_refused_because_packed_attention_would_leave_them_out(tmp_path):
+    base = make_model_dir(tmp_path / "base", family="gpt_oss")
+    spec = TrainSpec(job_id="j", base_path=str(base), train_path="", run_dir="", shm_root="", output_model="o")
+    with pytest.raises(UnsupportedModel, match="gpt_oss .* attention sinks"):
+        load_model(spec)
