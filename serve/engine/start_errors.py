@@ -91,9 +91,9 @@ def _no_format(found: re.Match[str], model: str) -> Words:
 
 def _no_fp8_cache(found: re.Match[str], model: str) -> Words:
     return Words(
-        f"keys and values in FP8 need a GPU of compute capability 8.9 or higher (Ada, Hopper, Blackwell), or nvcc and "
-        f"ninja to compile other kernels with; {found['device']} is of {found['capability']}: `appliance model deploy "
-        f"{model} --kv-cache-dtype none` keeps them as the model computes them"
+        "keys and values in FP8 need compute capability 8.9 or higher, or a compiler for other kernels (docs/gpu.md), "
+        f"and {found['device']} has {found['capability']}: `appliance model deploy {model} --kv-cache-dtype none` "
+        "keeps them as the model computes them"
     )
 
 

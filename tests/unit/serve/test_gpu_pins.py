@@ -25,7 +25,6 @@ from runtime.devices.kinds import kind_of
 from serve.core.model_settings import ModelSettings
 from serve.core.spec import ReplicaSpec
 from serve.engine.start_errors import in_our_words
-from serve.vllm import patches
 from serve.vllm.arguments import engine_arguments, engine_environment
 from serve.vllm.patches import prefer_ready_made
 
@@ -99,7 +98,7 @@ def platform(monkeypatch):
     """vLLM's for NVIDIA GPUs, with every attention backend at hand; those that read no FP8 say so."""
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
     module = importlib.import_module("vllm.platforms.cuda")
-    monkeypatch.setattr(patches, "has_flashinfer", lambda: False)
+    monkeypatch.setattr("vllm.utils.flashinfer.has_flashinfer", lambda: False)
 
     def refuses(backend, asked):
         hopper = asked["device_capability"].major == 9
@@ -134,16 +133,16 @@ def test_no_attention_is_taken_that_nvcc_compiles_while_another_computes_the_mod
     platform, capability, asked, before, now
 ):
     assert taken(platform, capability, **asked) == before, "or vLLM has another order now: look which are compiled"
-    prefer_ready_made(platform, kind_of("cuda").compiled_attention)
+    prefer_ready_made(platform, kind_of("cuda"))
     assert taken(platform, capability, **asked) == now
-    prefer_ready_made(platform, "")  # no other is left
+    prefer_ready_made(platform, SimpleNamespace(compiled_attention=""))  # no other is left
     assert taken(platform, capability, **asked) == now
 
 
 @pytest.mark.parametrize(("nvcc", "backend"), [(True, "FLASHINFER"), (False, "TRITON_ATTN")])
 def test_fp8_before_ada_is_computed_by_what_nvcc_compiles(platform, monkeypatch, nvcc, backend):
     """Triton's backend counts as valid there, and its layers raise."""
-    monkeypatch.setattr(patches, "has_flashinfer", lambda: nvcc)
+    monkeypatch.setattr("vllm.utils.flashinfer.has_flashinfer", lambda: nvcc)
     monkeypatch.setattr(triton_attn, "current_platform", SimpleNamespace(
         is_cuda=lambda: True,
         get_device_capability=lambda: DeviceCapability(8, 6),
@@ -155,7 +154,7 @@ def test_fp8_before_ada_is_computed_by_what_nvcc_compiles(platform, monkeypatch,
             triton_attn.TritonAttentionImpl(8, 128, 1.0, 8, None, None, name)
         words = in_our_words(str(raised.value), "m")
         assert words is not None and "8.6" in words.text and "`appliance model deploy m --kv-cache-dtype" in words.text
-    prefer_ready_made(platform, kind_of("cuda").compiled_attention)
+    prefer_ready_made(platform, kind_of("cuda"))
     assert taken(platform, (8, 6), kv_cache_dtype="fp8") == backend
     assert taken(platform, (8, 6), kv_cache_dtype="auto") == "FLASH_ATTN"
 
