@@ -13,6 +13,8 @@ from train.model.adapter import ADAPTER, merge_into
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 
+# Of transformers' types of layers, those that carry something from token to token besides keys and values.
+_KEEP_STATE = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention"})
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -104,14 +106,23 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
     )
 
 
+def keeps_state(model: PreTrainedModel) -> bool:
+    """Whether layers carry a state from token to token (mamba, gated delta nets, convolutions): it knows no bounds of
+    examples, and no part of a row can be computed ahead and shared."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return bool(model._is_stateful) or not _KEEP_STATE.isdisjoint(kinds)
+
+
 def checkpoint_name(name: str) -> str:
     """Name in the model's own checkpoint of a parameter of the (LoRA-wrapped) model."""
     return name.replace(".base_layer.", ".")
 
 
 def _choose_experts(model: PreTrainedModel) -> None:
-    """torch's grouped matrix product, which transformers takes by default, wants rows of whole 16 bytes."""
-    uneven = any(p.ndim == 3 and p.shape[-1] * p.element_size() % 16 for p in model.parameters())
+    """torch's grouped matrix product, which transformers takes by default, wants rows of whole 16 bytes. (Not those of
+    a convolution, which has three dimensions too.)"""
+    experts = [p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name]
+    uneven = any(p.shape[-1] * p.element_size() % 16 for p in experts)
     if uneven and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
 
