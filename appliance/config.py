@@ -441,7 +441,7 @@ def _known_keys(location: tuple[str, ...]) -> set[str]:
     """Keys of the section at `location`; () for the sections themselves."""
     kind: Any = BoxConfig
     for part in location:
-        # Of a table of sections each has the keys of its kind, whatever its name.
+        # Each section of a table of sections has the keys of its kind, whatever its name.
         kind = kind.model_fields[part].annotation if hasattr(kind, "model_fields") else get_args(kind)[-1]
     return set(getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__", ()))
 

@@ -52,6 +52,7 @@ class Cuda(TorchCuda):
     # vLLM takes them first on Blackwell, and with keys and values in FP8 on all but Hopper, without asking for the nvcc
     # that compiles their kernels, or the network that they come from (vllm/platforms/cuda.py, _get_backend_priorities).
     compiled_attention = "FLASHINFER"
+    has_compiler = "vllm.utils.flashinfer:has_flashinfer"
     report_commands = (("nvidia-smi", "-q"),)
     runtime_library = "libcudart"
     runtime_prefix = "cuda"
@@ -135,7 +136,9 @@ class Cuda(TorchCuda):
     def fork_environment(self) -> dict[str, str]:
         # Makes torch.cuda.is_available() query NVML instead of CUDA, which no forked process could use afterwards
         # ("Cannot re-initialize CUDA in forked subprocess").
-        return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        # Its import starts two compilers in the background, with a thread each that waits for them, in a process that
+        # forks, and they outlive it. Whoever uses its kernels compiles them when it needs them (humming/ops/utils.py).
+        return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "HUMMING_DISABLE_PARALLEL_BUILD": "1"}
 
     def before_fork(self) -> None:
         # DeepSpeed's accelerator keeps NVML open from its import on, and so does every torch.cuda.is_available() that
@@ -269,12 +272,12 @@ def _found(index: int, handles: Mapping[int, Any]) -> Found:
 def _memory_bytes(handle: Any, known_unfit: bool) -> int:
     if not known_unfit:
         return _usable_bytes(handle)
-    # Of a GPU that is cut by MIG the driver tells its memory to root alone (NVML API, nvmlDeviceGetMemoryInfo).
+    # The driver tells the memory of a GPU that is cut by MIG to root alone (NVML API, nvmlDeviceGetMemoryInfo).
     return _ask(lambda: _usable_bytes(handle)) or 0
 
 
 def _usable_bytes(handle: Any) -> int:
-    """What CUDA hands out. Of NVML's total, which nvidia-smi shows, driver and firmware keep some hundreds of MB (NVML
+    """What CUDA hands out. Driver and firmware keep some hundreds of MB of NVML's total, which nvidia-smi shows (NVML
     API, nvmlMemory_v2_t)."""
     try:
         told = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)

@@ -102,7 +102,7 @@ class Node(NodeAgent, NodeCopies):
         NodeCopies.__init__(self, node_config.shm_root, node_config.jobs_dir, node_config.budget_bytes, shared)
         self._config = node_config
         sockets = (node_config.run_dir / "r", node_config.adapter_socket)
-        # Of shared memory what may be lent, and no more of it: the gateways' token is there too.
+        # Only what may be lent of shared memory: the gateways' token is there too.
         lent = (node_config.shm_root / f"{kind}s" for kind in KINDS)
         folders = (*lent, node_config.jobs_dir, *node_config.lends)
         self._tunnel_server = TunnelServer(node_config.address, shared, sockets=sockets, folders=folders)

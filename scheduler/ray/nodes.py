@@ -182,7 +182,7 @@ class Nodes:
         return {name: known.memory for name, known in self._known.items() if known.memory is not None}
 
     def certificates_end(self) -> dict[str, float]:
-        """Until when each node's certificate is good, in seconds since 1970; of those that have one."""
+        """Until when each node's certificate is good, in seconds since 1970, for nodes that have one."""
         ends = {name: known.config.certificate_ends_s for name, known in self._known.items()}
         return {name: ends_s for name, ends_s in ends.items() if ends_s is not None}
 

@@ -148,7 +148,7 @@ class RankHost:
         On a fully loaded machine the kernel takes longer than the wait to free its memory. Giving up then left a
         finished job running for ever.
         """
-        # Of this life: the next one may begin while this call still waits.
+        # Belongs to this life: the next one may begin while this call still waits.
         child, meeting, place = self._child, self._meeting, self._place
         while child is not None:
             try:

@@ -62,7 +62,7 @@ def main(file: Path, out: Path) -> None:
             cpu_s=_HEADER_CPU_S + parameters // _PARAMETERS_PER_CPU_S,
         )
         with tempfile.TemporaryDirectory(dir=out.parent) as alone:
-            # Of the directory that the file lies in nothing else is read: transformers would take its tokenizer_config,
+            # Nothing else is read of the file's directory: transformers would take its tokenizer_config,
             # with code in it, for the model's.
             (Path(alone) / file.name).symlink_to(file.resolve())
             _say("done", **_convert(Path(alone) / file.name, out))

@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 
 
 def bands_of(grams: np.ndarray) -> np.ndarray:
-    """(BANDS,) uint32 of a text's grams; of a text without words all are 0."""
+    """(BANDS,) uint32 of a text's grams; all are 0 for a text without words."""
     return _bands(grams, _FACTORS, _TERMS)
 
 

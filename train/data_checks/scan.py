@@ -30,9 +30,9 @@ from train.data_checks.words import grams, words_of
 Convert = Callable[[Record, str], Record]
 BIT = {name: 1 << place for place, name in enumerate(CHECKS)}
 MOST_SHOWN = 20
-# Of these every example is counted, of those after them each so-manieth; all that may be too long are.
+# The first examples are all counted, then one in this many; all that may be too long are.
 COUNTED_EXAMPLES, COUNTED_EACH = 2000, 50
-# Of these the language is told, of those after them each so-manieth.
+# The language of the first examples is found, then of one in this many.
 TOLD_EXAMPLES, TOLD_EACH = 100_000, 10
 _ODD_LANGUAGE_SHARE = 0.02
 _TIMES_AS_LONG = 3

@@ -73,7 +73,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], n_parameters: int) -> ModelShape:
-        """From a Hugging Face config.json; of a multimodal model its text part."""
+        """From a Hugging Face config.json; the text part of a multimodal model."""
         number = partial(size, text_part(config))
         hidden, layers, heads = (number(f) for f in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
         head_dim = number("head_dim") or (hidden // heads if heads else 0)
@@ -170,7 +170,7 @@ class RankMemory:
 
 
 def trained_parameters(shape: ModelShape, fields: Mapping[str, Any]) -> int:
-    """`fields` are those of a TrainSpec. Of LoRA with targets named the default's count, which is more."""
+    """`fields` are those of a TrainSpec. For LoRA with targets named, the default's count, which is more."""
     return shape.n_parameters if fields["full"] else shape.lora_sides * fields["lora_rank"]
 
 

@@ -92,7 +92,7 @@ class Rollouts:
                 vocabulary=engine.module.model.config.get_text_config().vocab_size,
                 device=engine.device,
             )
-        # Of the step that is ready, as `Answers` has them, on the host: each look at a device waits for it.
+        # Figures of the step that is ready, as `Answers` has them, on the host: each look at a device waits for it.
         self._step = -1
         self._ids, self._log_probs, self._sizes = np.zeros((0, 0), np.int64), np.zeros((0, 0)), np.zeros(0, np.int64)
         self._verdict: Verdict = {}

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from train.plan.estimate import SAMPLING_BYTES, ModelShape
 
 _ATTENTION = "sdpa"  # packed rows know no cache
-# Of a row and a token of the vocabulary while the next token is chosen: logits and their log_softmax in float32,
+# Bytes of a row and a token of the vocabulary while the next token is chosen: logits and their log_softmax in float32,
 # probabilities and their sums in float64.
 _CHOICE_BYTES = 2 * 4 + 2 * 8
 

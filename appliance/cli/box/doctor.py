@@ -83,7 +83,7 @@ def _deep(session: Session, devices: list[str], new_baseline: bool) -> dict[str,
                     timeout_s=CHECK_TIMEOUT_S,
                 )
             except Conflict as error:
-                # Who names a device wants to know of it; of all, those that are busy are left for another time.
+                # Who names a device wants to know of it; where all are asked for, busy ones are left for another time.
                 state = "warn" if devices else "skip"
                 rows.append({"check": device_id, "state": state, "found": str(error), "wanted": "", "remedy": ""})
                 continue

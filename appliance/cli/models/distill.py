@@ -34,8 +34,8 @@ _LEFT_OUT = ("failed", "refused", "cut off", "without an answer", "duplicates")
     "appliance distill make prompts.jsonl --teacher large --system 'Answer in one sentence.'",
     "appliance job submit --model small --file prompts.answers.jsonl             then the student learns from it",
     "",
-    'A line of prompts.jsonl: {"messages": [..., {"role": "user", "content": "..."}]} or {"prompt": "..."}; of a',
-    "conversation that was answered already, the last answer is left away.",
+    'A line of prompts.jsonl: {"messages": [..., {"role": "user", "content": "..."}]} or {"prompt": "..."}. The',
+    "last answer of a conversation that was answered already is left out.",
     "The file's lineage (.lineage.json) is written next to it: teacher, prompts, and every line that was left",
     "out, and why.",
 )

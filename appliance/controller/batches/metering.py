@@ -28,7 +28,7 @@ from appliance.store.database import Database
 from appliance.store.records import keys
 from appliance.store.rows import BatchRow, KeyRow
 
-# Of a request, to estimate its cost before an engine reports it.
+# Per request, to estimate its cost before an engine reports it.
 BYTES_PER_TOKEN = 4
 _UNBOUNDED = 1 << 20
 

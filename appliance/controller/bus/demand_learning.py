@@ -153,7 +153,7 @@ class DemandLearning:
         try:
             learner.restore(row.state, self._now_s(), self._unix_s() - row.saved_s)
         except (KeyError, TypeError, ValueError) as error:
-            # Of another release: an hour of learning is not worth a box that does not start.
+            # It is of another release: an hour of learning is not worth a box that does not start.
             log.warning("what was learned of the traffic of %s cannot be read, and is learned again: %r", model, error)
 
     def _save(self, model: str, now_s: float) -> None:

@@ -17,7 +17,7 @@ from train.data_checks.process import CheckFailed, answer_of, command_of
 LOOK_EVERY_S = 5.0
 SMALL, LARGE = range(16 << 20), range(16 << 20, 1 << 62)
 """Bytes of uploads that are checked beside each other: one that is made to take hours holds up other large ones."""
-# Of one owner at the same time; the first of them runs.
+# As many as one owner has at the same time; the first of them runs.
 _MOST_WAITING = 4
 
 

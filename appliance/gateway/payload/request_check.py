@@ -454,7 +454,7 @@ def _answer_logprobs(route: Route, data: dict[str, Any], completion: int, sequen
             param=name,
             code="too_many_values",
         )
-    # Of completions an engine writes 16 tokens unless it is told otherwise.
+    # An engine writes 16 tokens of a completion unless it is told otherwise.
     return b"" if completion or route.name == "completions" else b',"%b":%d' % (name.encode(), most)
 
 

@@ -48,7 +48,7 @@ _CALL_TEXTS: Final = ("id", "namespace", "name")
 _FILE_TEXTS: Final = ("file_data", "file_url", "filename")
 MESSAGE_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 ANTHROPIC_ROLES: Final = frozenset({"system", "user", "assistant"})
-# Of an engine's forms of Anthropic's messages; what a tool in them would cost is not measured.
+# An engine's forms of Anthropic's messages; what a tool in them would cost is not measured.
 _TOOL_CHANGES: Final = frozenset({"tool_addition", "tool_removal"})
 _MESSAGE_OBJECTS: Final = ("audio", "function_call")
 _FEW: Final = 16

@@ -25,14 +25,14 @@ from appliance.gateway.payload.shapes import SCHEMA_FIELDS, schema_holders
 _REGEX_CHARS: Final = 1024
 _REGEX_QUANTIFIERS: Final = 16
 _REGEX_GROUPS_DEEP: Final = 16
-# Of one expression: how many characters it gains when its repeats are expanded.
+# For one expression: how many characters it gains when its repeats are expanded.
 _REGEX_REPEATS: Final = 256
-# Of all expressions of a request, each counted once: a gateway reads every character of them, some twice.
+# The same for all expressions of a request, each counted once: a gateway reads every character of them, some twice.
 _REGEX_CHARS_TOGETHER: Final = 32 * 1024
 _SCHEMA_DEPTH: Final = 48
-# Of one list: more than that many items, and engines took 19 s to compile it; 2**31 never ended.
+# For one list: more than that many items, and engines took 19 s to compile it; 2**31 never ended.
 _ITEMS: Final = 1000
-# Of all lists together, as for characters: each bounded item is a rule.
+# For all lists together, as for characters: each bounded item is a rule.
 _ITEMS_TOGETHER: Final = 4000
 # Number ranges are compiled digit by digit: 150 of twelve digits took 5.4 s.
 _RANGES: Final = 32
