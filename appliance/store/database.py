@@ -136,7 +136,10 @@ class Database:
             self._connection.close()
             raise
         self._readers = Readers(
-            path, BUSY_TIMEOUT_MS / 1000, lambda: self.reserve is not None and self.reserve.is_released
+            path,
+            BUSY_TIMEOUT_MS / 1000,
+            lambda: self.reserve is not None and self.reserve.is_released,
+            lambda: self._depth > 0,
         )
         self._threads = ReadingThreads(self._readers)
         _OPEN.add(self)

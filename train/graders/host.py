@@ -106,7 +106,8 @@ class GraderHost:
             (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
             if length > _RESULT_BYTES:
                 raise ValueError(f"an answer of {length} bytes")
-            told = json.loads(await process.stdout.readexactly(length))
+            answer = await process.stdout.readexactly(length)
+            told = json.loads(answer) if length <= _AT_ONCE_BYTES else await asyncio.to_thread(json.loads, answer)
             mark = await process.stdout.readexactly(1)
         status = (await process.stdout.readexactly(1))[0]
         if mark != END or status or told is None:

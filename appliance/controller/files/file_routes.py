@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
+from anyio import to_thread
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse
 from starlette.types import Receive, Scope, Send
@@ -142,7 +144,16 @@ class _Content(FileResponse):
         headers = [(name, value) for name, value in scope["headers"] if name != b"range" or b"," not in value]
         scope = {**scope, "headers": headers}
         with self._quotas.reading(self._caller), self._quotas.kept.open(self._row.id, self._row.bytes):
-            await super().__call__(scope, receive, send)
+            try:
+                # Opened once, and sent from there: it may be deleted after its row was read, and after its length was.
+                opened = await to_thread.run_sync(os.open, self.path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise storage.no_such_file(self._row.id) from None
+            try:
+                self.path = f"/proc/self/fd/{opened}"
+                await super().__call__(scope, receive, send)
+            finally:
+                os.close(opened)
 
 
 def _keep_s(fields: dict[str, str]) -> float | None:

@@ -29,8 +29,12 @@ def known_file(context: ControllerContext, file_id: str, caller: Principal, para
     """Raises NotFound, also for another owner's file."""
     row = files.find(context.db, file_id, viewer=caller.viewer, now_s=time.time())
     if row is None:
-        raise NotFound(f"No such File object: {shown(file_id)}", param=param, code="file_not_found")
+        raise no_such_file(file_id, param)
     return row
+
+
+def no_such_file(file_id: str, param: str = "id") -> NotFound:
+    return NotFound(f"No such File object: {shown(file_id)}", param=param, code="file_not_found")
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:

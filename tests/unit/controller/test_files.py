@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sqlite3
 import stat
 import time
@@ -14,7 +15,7 @@ import pytest
 from openai.types import FileObject
 
 from appliance.controller.app import keep_house
-from appliance.controller.files import multipart, storage
+from appliance.controller.files import file_routes, multipart, storage
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.store import database
@@ -408,3 +409,23 @@ async def test_nothing_of_a_form_that_the_parser_goes_through_byte_by_byte_is_lo
         with pytest.raises(BadRequest):
             await received(start, *spaces[:-1], spaces[-1] + b" " * (1 << 16), *[b" " * (1 << 16)] * 2)
         assert max(sizes) <= multipart._SLICE_BYTES
+
+
+async def test_a_file_that_goes_between_its_row_and_its_bytes_is_not_found_or_sent_whole(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    """It was a 500."""
+    file_id = await control.upload(b"0123456789", purpose="user_data")
+    opens = os.open
+
+    def opened_last(path: str, flags: int, *more: int) -> int:
+        found = opens(path, flags, *more)
+        if Path(path).name == file_id:
+            Path(path).unlink()
+        return found
+
+    monkeypatch.setattr(file_routes.os, "open", opened_last)
+    answer = await control.http.get(f"/v1/files/{file_id}/content")
+    assert (answer.status_code, answer.content) == (200, b"0123456789")
+    answer = await control.http.get(f"/v1/files/{file_id}/content")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "file_not_found")
