@@ -30,7 +30,9 @@ pytestmark = [
 
 
 def podman(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["podman", *arguments], check=check, capture_output=True, text=True)
+    done = subprocess.run(["podman", *arguments], capture_output=True, text=True)
+    assert not check or done.returncode == 0, f"podman {arguments[0]} ended with {done.returncode}: {done.stderr[-4000:]}"
+    return done
 
 
 def settings_of_pip() -> dict[str, str]:
@@ -53,10 +55,9 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
     conf = folder / "pip.conf"
     conf.write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in kept.items()))
     local = {word.removeprefix("file://") for value in kept.values() for word in value.split()}
-    there = sorted(
-        {str(Path(word).parent if word.endswith("/simple") else Path(word)) for word in local if word[0] == "/"}
-    )
-    mounts = [f"--volume={path}:{path}:ro" for path in there]
+    there = {Path(word).parent if word.endswith("/simple") else Path(word) for word in local if word[0] == "/"}
+    # pip passes over a folder that is not there; podman refuses to mount it.
+    mounts = [f"--volume={path}:{path}:ro" for path in sorted(there) if path.exists()]
     podman(
         *("build", "--format", "docker", "--network", "host", "-f", "images/Dockerfile.cpu", "-t", IMAGE),
         *(f"--secret=id=pip.conf,src={conf}", *mounts, str(PROJECT)),
