@@ -52,6 +52,7 @@ class Cuda(TorchCuda):
     # vLLM takes them first on Blackwell, and with keys and values in FP8 on all but Hopper, without asking for the nvcc
     # that compiles their kernels, or the network that they come from (vllm/platforms/cuda.py, _get_backend_priorities).
     compiled_attention = "FLASHINFER"
+    has_compiler = "vllm.utils.flashinfer:has_flashinfer"
     report_commands = (("nvidia-smi", "-q"),)
     runtime_library = "libcudart"
     runtime_prefix = "cuda"
@@ -99,6 +100,15 @@ class Cuda(TorchCuda):
     def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]]:
         return _Watch(devices).read
 
+    def hardware_trace(self, indices: Collection[int], seconds: int, file: Path) -> list[str]:
+        # Nsight Systems cannot attach to processes that run; the GPUs' counters it samples without any (its user guide,
+        # GPU Metrics), for as long as the program that it starts.
+        return [
+            *("nsys", "profile", f"--gpu-metrics-devices={','.join(map(str, sorted(indices)))}"),
+            *("--trace=none", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true", f"--output={file}"),
+            *("sleep", str(seconds)),
+        ]
+
     def power_control(self) -> PowerControl:
         return NvmlPower()
 
@@ -126,7 +136,9 @@ class Cuda(TorchCuda):
     def fork_environment(self) -> dict[str, str]:
         # Makes torch.cuda.is_available() query NVML instead of CUDA, which no forked process could use afterwards
         # ("Cannot re-initialize CUDA in forked subprocess").
-        return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        # Its import starts two compilers in the background, with a thread each that waits for them, in a process that
+        # forks, and they outlive it. Whoever uses its kernels compiles them when it needs them (humming/ops/utils.py).
+        return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "HUMMING_DISABLE_PARALLEL_BUILD": "1"}
 
     def before_fork(self) -> None:
         # DeepSpeed's accelerator keeps NVML open from its import on, and so does every torch.cuda.is_available() that

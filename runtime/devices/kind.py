@@ -117,10 +117,10 @@ class DeviceKind(ABC):
     `context_bytes`: what one process takes of a device before its first tensor: context, collectives' buffers, math
     libraries' workspaces. `asleep_bytes`: what a sleeping engine keeps of one. `engine_modules`: what the parent of
     engines imports of vLLM for them, which leaves the devices alone. `compiled_attention`: in the names of vLLM's
-    attention backends that need a compiler which the box does not install; "": none does. `report_commands`: the
-    maker's tools that print their state, for a support bundle. `head_sizes`: elements of an attention head that engines
-    compute on it; empty where only the engine knows. `untried`: of a kind that was written by reading alone, what it
-    lacks; a box refuses its devices unless told to try.
+    attention backends that need a compiler which the box does not install; "": none does. `has_compiler`: the function
+    of vLLM's that says whether it is there. `report_commands`: the maker's tools that print their state, for a support
+    bundle. `head_sizes`: elements of an attention head that engines compute on it; empty where only the engine knows.
+    `untried`: of a kind that was written by reading alone, what it lacks; a box refuses its devices unless told to try.
     """
 
     name: str
@@ -134,6 +134,7 @@ class DeviceKind(ABC):
     asleep_bytes: int = 0
     engine_modules: tuple[str, ...] = ()
     compiled_attention: str = ""
+    has_compiler: str = ""
     report_commands: tuple[tuple[str, ...], ...] = ()
     head_sizes: frozenset[int] = frozenset()
     untried: str = ""
@@ -165,6 +166,11 @@ class DeviceKind(ABC):
         """Return a function that reads the health of the devices {index: id} in some milliseconds. It is given the ids
         of those to let go: it reads nothing of them and keeps nothing of them open. None: they report nothing."""
         return None
+
+    def hardware_trace(self, indices: Collection[int], seconds: int, file: Path) -> list[str]:
+        """The command that samples these devices' own counters for so long, whoever computes on them, with the tool of
+        their maker; empty: there is none for the kind."""
+        return []
 
     def power_control(self) -> PowerControl | None:
         """None: nothing sets their limits."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from weights.format.foreign_json import size, text_part
 
+QUANTISED = ("quantization_config", "compression_config")  # vllm/model_executor/model_loader/weight_utils.py
+
 
 @dataclass(frozen=True, slots=True)
 class ServedShape:
@@ -57,7 +59,7 @@ class ServedShape:
         return cls(
             stored_bytes,
             n_parameters,
-            bool(config.get("quantization_config")),
+            any(part.get(name) for part in (config, text) for name in QUANTISED),
             hidden,
             active,
             number("vocab_size"),

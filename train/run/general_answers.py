@@ -33,7 +33,7 @@ from train.data.general_questions import (
     how_many,
     is_right,
 )
-from train.model.model import load_tokenizer
+from train.model.model import keeps_state, load_tokenizer
 from train.plan.spec import TrainSpec
 from train.rollouts.sampler import answering, last, next_logits, padded
 from train.state.fragments import Grid
@@ -187,7 +187,9 @@ class Prefix:
         config = model.config.get_text_config()
         self.device, self.common, self._cache = device, _common(rows), DynamicCache(config=config)
         window = getattr(config, "sliding_window", None)
-        if window and window < max(map(len, rows)) + room:
+        if keeps_state(model):
+            self.common = 0  # transformers repeats no state (DynamicCache.batch_repeat_interleave)
+        elif window and window < max(map(len, rows)) + room:
             self.common = 0  # what rows are filled up with would stand inside the window, behind the common tokens
         if self.common:
             begun = torch.tensor([rows[0][: self.common]], device=device)
