@@ -49,7 +49,7 @@ from appliance.tiers.tiers import Tiers
 from appliance.wiring.adapter_source import AdapterSource
 from appliance.wiring.batch_engines import SocketEngines, circumstances
 from appliance.wiring.box_status import BoxStatus
-from appliance.wiring.device_measure import DeviceProcesses
+from appliance.wiring.device_measure import NodeMeasures
 from appliance.wiring.doctor_process import DoctorProcess
 from appliance.wiring.handover_trigger import HandoverTrigger
 from appliance.wiring.job_runs import JobRuns
@@ -196,7 +196,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     deep_checks = DeepChecks(
         db,
         port,
-        DeviceProcesses(devices, numa_bind=config.box.numa_bind, folder=paths.run),
+        NodeMeasures(nodes, node_config),
         lambda: sum(model.held for model in bus.load().models.values()),
         health.measured,
         config.scheduler.drain_timeout_s,

@@ -238,6 +238,11 @@ class Database:
     def all(self, kind: type[Row], sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
         return [_decode(kind, row) for row in self.execute(sql, parameters)]
 
+    def value(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
+        """The first column of the first row; None if there is no row."""
+        row = self.execute(sql, parameters).fetchone()
+        return None if row is None else row[0]
+
     def column(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
         """The first column of what the statement finds."""
         return [row[0] for row in self.execute(sql, parameters)]

@@ -78,6 +78,7 @@ class WandbTracker:
             console="off",
             silent=True,
             host="appliance",
+            program="appliance",  # else the path of the exporter, which may have a name of a person in it
             disable_code=True,
             disable_git=True,
             save_code=False,

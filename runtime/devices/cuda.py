@@ -100,6 +100,15 @@ class Cuda(TorchCuda):
     def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]]:
         return _Watch(devices).read
 
+    def hardware_trace(self, indices: Collection[int], seconds: int, file: Path) -> list[str]:
+        # Nsight Systems cannot attach to processes that run; the GPUs' counters it samples without any (its user guide,
+        # GPU Metrics), for as long as the program that it starts.
+        return [
+            *("nsys", "profile", f"--gpu-metrics-devices={','.join(map(str, sorted(indices)))}"),
+            *("--trace=none", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true", f"--output={file}"),
+            *("sleep", str(seconds)),
+        ]
+
     def power_control(self) -> PowerControl:
         return NvmlPower()
 

@@ -167,6 +167,11 @@ class DeviceKind(ABC):
         of those to let go: it reads nothing of them and keeps nothing of them open. None: they report nothing."""
         return None
 
+    def hardware_trace(self, indices: Collection[int], seconds: int, file: Path) -> list[str]:
+        """The command that samples these devices' own counters for so long, whoever computes on them, with the tool of
+        their maker; empty: there is none for the kind."""
+        return []
+
     def power_control(self) -> PowerControl | None:
         """None: nothing sets their limits."""
         return None

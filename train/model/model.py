@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
@@ -78,7 +79,7 @@ def _without_weights(spec: TrainSpec) -> PreTrainedModel | None:
 
 def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
     """Put LoRA layers (Hu et al., 2021; peft) into `model` in place and freeze everything else."""
-    targets = list(spec.lora_targets) or linear_layers(model)
+    targets = _none_of_experts(list(spec.lora_targets) or linear_layers(model), model, asked=bool(spec.lora_targets))
     config = LoraConfig(
         r=spec.lora_rank,
         lora_alpha=spec.lora_alpha,
@@ -92,6 +93,24 @@ def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except ValueError as error:
         raise UnsupportedModel(f"lora_targets {targets} do not fit the model: {error}") from error
+
+
+def _none_of_experts(targets: list[str], model: PreTrainedModel, *, asked: bool) -> list[str]:
+    """`targets` without those that peft takes for the fused experts: of some mixtures (DeepSeek, GLM 4, Qwen3-Next) it
+    takes the names of their matrices in older checkpoints, which are those of the dense and the shared MLPs. Raises
+    UnsupportedModel if they were asked for."""
+    config = LoraConfig(target_modules=targets)
+    convert_peft_config_for_transformers(config, model, None)
+    if not config.target_parameters:
+        return targets
+    left = sorted(config.target_modules or ())
+    if asked:
+        meant = sorted(set(targets) - set(left))
+        raise UnsupportedModel(
+            f"lora_targets {targets}: {', '.join(meant)} would be those of the experts of {model.config.model_type} "
+            "too, which get no adapters here; name other layers"
+        )
+    return left
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:

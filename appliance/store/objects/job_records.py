@@ -122,8 +122,8 @@ def metric_at(db: Database, job_id: str, step: int) -> JobMetricRow | None:
 
 def checkpoint_of(db: Database, model: str, version: str) -> str | None:
     """The name of a version's checkpoint."""
-    row = db.execute("SELECT name FROM checkpoints WHERE model = ? AND version = ?", [model, version]).fetchone()
-    return None if row is None else str(row["name"])
+    name: str | None = db.value("SELECT name FROM checkpoints WHERE model = ? AND version = ?", [model, version])
+    return name
 
 
 def list_checkpoints(db: Database) -> list[CheckpointRow]:

@@ -109,12 +109,12 @@ def data_of_unfinished(db: Database, owner: str) -> list[JobData]:
 def any_wants_devices(db: Database) -> bool:
     """Whether one waits for devices, or has some and goes on."""
     asked = "phase IN ('queued', 'running', 'suspended') AND wanted = 'run' AND NOT held"
-    return db.execute(f"SELECT 1 FROM jobs WHERE {asked} LIMIT 1").fetchone() is not None
+    return db.value(f"SELECT 1 FROM jobs WHERE {asked} LIMIT 1") is not None
 
 
 def has_ended(db: Database, job_id: str, before_s: float) -> bool:
     """Whether it ended before this moment."""
-    return db.execute("SELECT 1 FROM jobs WHERE id = ? AND finished_s < ?", [job_id, before_s]).fetchone() is not None
+    return db.value("SELECT 1 FROM jobs WHERE id = ? AND finished_s < ?", [job_id, before_s]) is not None
 
 
 def list_unfinished_of(db: Database, key_id: str) -> list[JobRow]:

@@ -179,8 +179,8 @@ FROZEN = {
     "job resume": [*BOX, "JOB_ID"],
     "job cancel": [*BOX, "JOB_ID"],
     "job tensorboard": ["--data-dir", "--help", "--port", "JOB_IDS"],
-    "profile engine": [*BOX, "--steps", "MODEL"],
-    "profile job": [*BOX, "--steps", "--timeout", "JOB_ID"],
+    "profile engine": [*BOX, "--nsight", "--seconds", "--steps", "MODEL"],
+    "profile job": [*BOX, "--nsight", "--seconds", "--steps", "--timeout", "JOB_ID"],
     "plan serve": [*BOX, "--replicas", "--tensor-parallel", "MODEL"],
     "plan job": [
         *BOX,
