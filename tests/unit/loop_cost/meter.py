@@ -59,8 +59,8 @@ COUNTS = tuple(one.name for one in fields(Cost))
 
 @dataclass
 class Told:
-    """all: together. longest: of each count, the most of one callback or step of a task. round: the most of one round of
-    the loop, of all that were ready when it began: whoever comes meanwhile waits for all of them."""
+    """all: together. longest: of each count, the most of one callback or step of a task. round: the most of one round
+    of the loop, of all that were ready when it began: whoever comes meanwhile waits for all of them."""
 
     all: Cost
     longest: Cost

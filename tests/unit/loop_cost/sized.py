@@ -78,9 +78,10 @@ async def _measure(folder: Path, meter: Meter, only: str) -> Sized:
             async with app.router.lifespan_context(app):
                 box = FromBox(app)
                 for (method, route), body in asked.CHANGES.items():
-                    if body is not None and route not in WITHOUT and only in f"{method} {route}":
+                    bases = [*([] if body is None else [body]), *bodies.MORE.get((method, route), ())]
+                    if bases and route not in WITHOUT and only in f"{method} {route}":
                         found.routes.add((method, route))
-                        await _Route(found, meter, box, method, route, document).grow(body)
+                        await _Route(found, meter, box, method, route, document).grow(bases)
     return found
 
 
@@ -96,9 +97,9 @@ class _Route:
         self._schema = content.get("application/json", {}).get("schema", {})
         self._definitions = document["components"]["schemas"]
 
-    async def grow(self, body: Any) -> None:
+    async def grow(self, bases: list[Any]) -> None:
         seen = set[str]()
-        for base in (body, *bodies.MORE.get((self._method, self._route), ())):
+        for base in bases:
             base = asked._body(base, self._by, KEPT - 1, KEPT)
             await self._send(base, "as it is")
             for one in growing(self._schema, self._definitions, base):

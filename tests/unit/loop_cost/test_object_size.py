@@ -1,6 +1,6 @@
-"""No body of a control route, however large its route takes it, and nothing that is made of it, holds the loop for long:
-each list, map, text and nesting of each route's body is grown to the route's own bound, and what one round of the loop
-does is counted.
+"""No body of a control route, however large its route takes it, and nothing that is made of it, holds the loop for
+long: each list, map, text and nesting of each route's body is grown to the route's own bound, and what one round of the
+loop does is counted.
 
 Each of many bodies (a gate of many suites, an evaluation of many judges, a sweep of long values) once held the loop,
 and with it everybody's control routes and hand-overs, and each was found alone. A new field grows by itself; a route
