@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -208,10 +207,9 @@ class _Box:
             await self._ask("/v1/fine_tuning/jobs", body, headers)
         await self.count("one more job", self._ask("/v1/fine_tuning/jobs", *asked[-1]), patience_s=0.01)
         await self.count("jobs are validated", self._app.state.validation.tasks.idle())
-        print(
-            self._db.execute("SELECT phase, error, count(*) FROM jobs GROUP BY 1,2").fetchall()[1][:], file=sys.stderr
-        )
-        (self._found.begun["jobs"],) = self._db.execute("SELECT count(*) FROM jobs WHERE phase = 'queued'").fetchone()
+        (self._found.begun["jobs"],) = self._db.execute(
+            "SELECT count(*) FROM jobs WHERE phase IN ('validating', 'queued')"
+        ).fetchone()
 
     async def evals(self) -> None:
         source = {
