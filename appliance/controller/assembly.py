@@ -34,6 +34,7 @@ from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
+from appliance.store.objects.callable_names import CallableNames
 from appliance.store.rows import JobRow
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.levels import make_levels
@@ -118,7 +119,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     spending = Spending(db, signals.keys_changed)
     sizes = EngineSizes(db, config.serve, partial(_of_engines, devices, loop), config.scheduler.max_asleep_per_device)
-    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.context, loop.trouble)
+    names = CallableNames(db)
+    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.context, loop.trouble, names)
     lines = SocketEngines(
         bus,
         config.controller,
@@ -174,6 +176,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         BoxSize(floor, len(devices), config.serve.max_replicas),
         Live(demand, job_lacks, bounded, memory.job_nodes, memory.max_asleep),
         signals.models_changed,
+        names,
     )
     trigger = HandoverTrigger(loop.status)
     journal = SqliteJournal(db, trigger.now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -72,11 +73,11 @@ def page(
     return db.page(JobRow, "jobs", scope=owned_by(viewer), where=where, parameters=parameters, after=after, limit=limit)
 
 
-def list_unfinished(db: Database) -> list[JobRow]:
+def list_unfinished(db: Database, among: Sequence[str] | None = None) -> list[JobRow]:
     """Oldest first, the order of the queue before priorities, without what only their owners read: metadata,
     integrations and hyperparameters. Those of one owner's two hundred jobs may be 50 MB, and each round of the
-    scheduler asks for these rows."""
-    return _unfinished(db, _IN_SHORT)
+    scheduler asks for these rows. among: those of these ids."""
+    return _unfinished(db, _IN_SHORT, among)
 
 
 def list_unfinished_whole(db: Database) -> list[JobRow]:
@@ -84,9 +85,14 @@ def list_unfinished_whole(db: Database) -> list[JobRow]:
     return _unfinished(db, "*")
 
 
-def _unfinished(db: Database, columns: str) -> list[JobRow]:
+def _unfinished(db: Database, columns: str, among: Sequence[str] | None = None) -> list[JobRow]:
     # By an index: of each owner two thousand have ended.
-    return db.all(JobRow, f"SELECT {columns} FROM jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)}) ORDER BY seq")
+    which = "" if among is None else f"AND id IN ({', '.join('?' * len(among))}) "
+    return db.all(
+        JobRow,
+        f"SELECT {columns} FROM jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)}) {which}ORDER BY seq",
+        among or (),
+    )
 
 
 def unfinished_ids(db: Database) -> list[str]:
