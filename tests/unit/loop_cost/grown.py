@@ -202,7 +202,9 @@ def _example(schema: Schema, definitions: dict[str, Schema]) -> Any:
 
 
 def _again(value: Any, place: int) -> Any:
-    """Another like it, for what has to have names or values of its own."""
+    """Another like it, for what has to have names or values of its own; the first is as it was."""
+    if not place:
+        return value
     if isinstance(value, str):
         return f"{value}{place}" if not value.startswith("{{") else value
     if isinstance(value, dict) and isinstance(value.get("name"), str):

@@ -27,7 +27,7 @@ from tests.unit.loop_cost.grown import Growing, growing, largest
 from tests.unit.loop_cost.meter import Meter, Told
 
 KEPT = 12
-STEP = 64
+STEP = 16
 """Where the largest is refused the next is so many times smaller, until one is taken."""
 PIECE = 64 << 10
 """Bytes of a body that come at once, as from a socket."""
