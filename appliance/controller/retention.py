@@ -38,7 +38,7 @@ MAX_CHUNKS = 200
 def _rules(kept: RetentionSettings) -> Iterator[tuple[float, retention.Drop]]:
     for days, drops in (
         (kept.audit_days, (retention.audit,)),
-        (kept.usage_days, (retention.usage, retention.device_time)),
+        (kept.usage_days, (retention.usage, retention.device_time, retention.energy)),
         (kept.handovers_days, (retention.handovers,)),
         (kept.operations_days, (retention.operations,)),
         (kept.batches_days, (retention.batches,)),

@@ -28,7 +28,7 @@ class Statements(Protocol):
 
 
 class Reserve:
-    """`want_bytes` of rows. It is released when the volume is nearly full, and made anew row by row when there is
+    """`want_bytes` of rows. It is released when the volume is nearly full, and made again row by row when there is
     room."""
 
     def __init__(self, db: Statements, want_bytes: int, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs):
@@ -84,7 +84,7 @@ class Reserve:
         return now.f_bavail * now.f_frsize, min(2 * WAL_BYTES, now.f_blocks * now.f_frsize // 40)
 
     def _count(self) -> int:
-        return self._db.execute("SELECT count(*) FROM reserve").fetchone()[0]
+        return int(self._db.value("SELECT count(*) FROM reserve"))
 
     def _lengthen_log(self) -> None:
         log = self._db.path.with_name(f"{self._db.path.name}-wal")

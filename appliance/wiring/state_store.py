@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,15 +40,17 @@ class BoxSize:
 class Live:
     """Input for a scheduling round that is not in the store.
 
-    demand: of a model. job_lacks: why a job cannot begin now, in a sentence; "" if it can. bounded: deployments with
-    values learned from their traffic, within what memory allows. job_nodes: nodes on which a job can run. max_asleep:
-    by node, how many sleeping engines may stay as processes; not in it: the configured number."""
+    demands: made once for a round, says what is wanted of each model. job_lacks: why a job cannot begin now, in a
+    sentence; "" if it can. bounded: deployments with values learned from their traffic, within what memory allows.
+    job_nodes: nodes on which a job can run. max_asleep: by node, how many sleeping engines may stay as processes; not
+    in it: the configured number. keep_jobs: hears of the unfinished ones, for what is kept of others goes."""
 
-    demand: Callable[[str], Demand]
+    demands: Callable[[], Callable[[str], Demand]]
     job_lacks: Callable[[JobRow], str] = lambda row: ""
     bounded: Callable[[tuple[DeploymentView, ...]], tuple[DeploymentView, ...]] = lambda deployments: deployments
     job_nodes: Callable[[JobRow], tuple[str, ...]] = lambda row: (HOME_NODE,)
     max_asleep: Callable[[], Mapping[str, int]] = dict
+    keep_jobs: Callable[[Container[str]], None] = lambda jobs: None
 
 
 class SqliteStateStore:
@@ -71,6 +73,7 @@ class SqliteStateStore:
         self._unfinished = KeptRows(db, {"jobs": "ROW.id"}, _unfinished)
         self._models_changed = models_changed
         self._settings: dict[str, str] = {}
+        self._demand = live.demands()
         self._remaining_device_s: dict[str, float] = {}  # as reported by each job when it last ran
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
@@ -83,8 +86,11 @@ class SqliteStateStore:
 
     def load(self) -> Workload:
         unfinished = self._finish_cancelled(self._unfinished.all())
+        ids = {row.id for row in unfinished}
+        self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
+        self._live.keep_jobs(ids)
         mode = read_mode(self._db)
-        self._settings = model_settings.digests(self._db)
+        self._settings, self._demand = model_settings.digests(self._db), self._live.demands()
         active = models.active_versions(self._db)
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
         adapters = self._names.adapters()
@@ -164,7 +170,7 @@ class SqliteStateStore:
                     version=adapter.base_version,
                     min_replicas=0,
                     pinned=False,
-                    demand=self._live.demand(adapter.host),
+                    demand=self._demand(adapter.host),
                     idle=Idle(limit_s=CHECKPOINT_IDLE_S),
                 )
         for row in deployed:
@@ -189,7 +195,7 @@ class SqliteStateStore:
             version=row.version,
             min_replicas=1,
             max_replicas=max(1, stable.max_replicas),
-            demand=self._live.demand(row.name),
+            demand=self._demand(row.name),
             idle=Idle(),
             pinned=False,
         )
@@ -201,7 +207,7 @@ class SqliteStateStore:
             DeploymentView(
                 row.name,
                 row.version,
-                demand=self._live.demand(row.name),
+                demand=self._demand(row.name),
                 idle=Idle(limit_s=CHECKPOINT_IDLE_S),
                 settings=self._settings.get(row.model, ""),
             )
@@ -244,7 +250,7 @@ class SqliteStateStore:
             max_replicas=max(row.min_replicas, self._size.max_replicas)
             if row.max_replicas is None
             else row.max_replicas,
-            demand=self._live.demand(row.model),
+            demand=self._demand(row.model),
             ttft_target_s=row.ttft_p95_s,
             tpot_target_s=None if row.tpot_p95_ms is None else row.tpot_p95_ms / 1000,
             idle=Idle(IdleSettings.model_construct(**row.idle)),

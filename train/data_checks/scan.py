@@ -30,9 +30,9 @@ from train.data_checks.words import grams, words_of
 Convert = Callable[[Record, str], Record]
 BIT = {name: 1 << place for place, name in enumerate(CHECKS)}
 MOST_SHOWN = 20
-# Of these every example is counted, of those after them each so-manieth; all that may be too long are.
+# The first examples are all counted, then one in this many; all that may be too long are.
 COUNTED_EXAMPLES, COUNTED_EACH = 2000, 50
-# Of these the language is told, of those after them each so-manieth.
+# The language of the first examples is found, then of one in this many.
 TOLD_EXAMPLES, TOLD_EACH = 100_000, 10
 _ODD_LANGUAGE_SHARE = 0.02
 _TIMES_AS_LONG = 3
@@ -204,7 +204,7 @@ class Scan:
         return does("near_duplicates") or does("toxic") or self._index is not None
 
     def _language(self, index: int, place: Place, text: Said) -> str | None:
-        """Of an example that is not asked about, the one of most others."""
+        """The language of an example; where it is not asked about, the one of most others."""
         if self._languages is None:
             return None
         if index >= TOLD_EXAMPLES and index % TOLD_EACH:
@@ -226,7 +226,7 @@ class Scan:
                     self._flag("personal_data", index, place, kind=one.kind, value=personal_data.hinted(part, one))
 
     def _tokens(self, index: int, place: Place, made: Record) -> int:
-        """Of an example: counted, or estimated from its bytes and what those counted have said."""
+        """The tokens of an example: counted, or estimated from its bytes and what those counted have said."""
         chats = made.get("sequences", (made,))
         estimates = [estimate_tokens(chat) for chat in chats]
         # No tokenizer makes more tokens of a text than it has bytes.

@@ -22,7 +22,7 @@ from runtime.processes.kernel import die_with_parent
 from train.graders.errors import GradingErrors, GradingFailed
 
 TIME_S = 120
-"""Of the wall clock and, apart from it, of CPU: as OpenAI's API has it, like the memory."""
+"""Seconds of the wall clock and, apart from it, of CPU: as OpenAI's API has it, like the memory."""
 MEMORY_BYTES = 2 << 30
 THREADS = 64
 """Stacks may be so small that its memory holds more threads than the machine has numbers for: no other process of it

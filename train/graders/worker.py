@@ -34,7 +34,7 @@ _NICENESS = 10
 _REFUSED_SHOWN = 20
 CHECK_CPU_S = 10
 CHECK_BYTES = 1 << 30
-"""Of a check of items: a schema's patterns can take for ever, and its references can go in circles."""
+"""The memory of a check of items: a schema's patterns can take for ever, and its references can go in circles."""
 
 
 def main() -> None:

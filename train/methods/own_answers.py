@@ -138,7 +138,7 @@ class OwnAnswers(Method, ABC):
         ((ids, _),) = sequences
         if len(ids) > max_length:
             raise BadRecord(
-                f"the prompt has {len(ids)} tokens, and {max_length} are left for it beside max_completion_tokens: "
+                f"the prompt has {len(ids)} tokens, and {max_length} are left for it besides max_completion_tokens: "
                 "give a larger max_length, or shorten it"
             )
         return sequences
@@ -196,7 +196,7 @@ def _in_flight(given: Given, staleness: int) -> bool:
 
 
 def _shares(group: int, rows: int) -> int:
-    """Answers in each of so many rows."""
+    """Answers in each of this many rows."""
     return math.ceil(group / rows)
 
 

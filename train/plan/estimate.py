@@ -73,7 +73,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], n_parameters: int) -> ModelShape:
-        """From a Hugging Face config.json; of a multimodal model its text part."""
+        """From a Hugging Face config.json; the text part of a multimodal model."""
         number = partial(size, text_part(config))
         hidden, layers, heads = (number(f) for f in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
         head_dim = number("head_dim") or (hidden // heads if heads else 0)
@@ -115,7 +115,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of keys and values in bf16, over all layers."""
+        """The bytes of keys and values in bf16, over all layers."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -170,7 +170,7 @@ class RankMemory:
 
 
 def trained_parameters(shape: ModelShape, fields: Mapping[str, Any]) -> int:
-    """`fields` are those of a TrainSpec. Of LoRA with targets named the default's count, which is more."""
+    """`fields` are those of a TrainSpec. For LoRA with targets named, the default's count, which is more."""
     return shape.n_parameters if fields["full"] else shape.lora_sides * fields["lora_rank"]
 
 
@@ -230,21 +230,21 @@ def held_rows(rows: int, chunk: int, hidden: int, element: int) -> int:
 
 
 def snapshot_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
-    """Of one snapshot of the job in the weight store: what the optimizer holds, over all ranks."""
+    """The bytes of one snapshot of the job in the weight store: what the optimizer holds, over all ranks."""
     return OPTIMIZER_BYTES * trained_parameters(shape, fields)
 
 
 def version_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
-    """Of what the job publishes: an adapter, or a whole model."""
+    """The bytes of what the job publishes: an adapter, or a whole model."""
     adapter = not fields["full"] and fields.get("lora_publish") == "adapter"
     elements = trained_parameters(shape, fields) if adapter else shape.n_parameters
     return ELEMENT_BYTES[fields.get("serve_dtype", "bf16")] * elements
 
 
 def _buffers(shape: ModelShape, fields: Mapping[str, Any], trained: int) -> int:
-    """Of the reduction of gradients. DeepSpeed 0.19.8 allocates whole buckets: in ZeRO-1 fp32, of which overlap_comm
-    has two (stage_1_and_2.py, setup_buckets); in ZeRO-2 two in bf16, with a copy in fp32 of the one that is reduced; in
-    ZeRO-3 one in fp32 (stage3.py, "IPG"), beside what is scattered from it."""
+    """The bytes for the reduction of gradients. DeepSpeed 0.19.8 allocates whole buckets: in ZeRO-1 fp32, of which
+    overlap_comm has two (stage_1_and_2.py, setup_buckets); in ZeRO-2 two in bf16, with a copy in fp32 of the one that
+    is reduced; in ZeRO-3 one in fp32 (stage3.py, "IPG"), beside what is scattered from it."""
     elements = max(min(trained, BUCKET_ELEMENTS), _largest(shape, fields, trained))
     return (4 if _on_host(fields) else 8) * elements
 

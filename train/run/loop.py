@@ -245,7 +245,7 @@ class Run:
             level="info",
             text=(
                 f"step {self.step + 1} was left after {lost_s:.1f} s because its devices are wanted; it will be "
-                "done anew"
+                "done again"
             ),
         )
         self.saving.foresee(self.step)

@@ -173,7 +173,7 @@ _METERS: tuple[tuple[str, str, Callable[[Reading], float | None]], ...] = (
 
 
 def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
-    """Of devices whose driver tells it."""
+    """Meters of devices whose driver has them."""
     for name, text, value in _METERS:
         family = GaugeMetricFamily(f"appliance_device_{name}", text, labels=["device"])
         for device_id, reading in readings.items():

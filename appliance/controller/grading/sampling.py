@@ -33,7 +33,7 @@ MOST_AT_ONCE = 256
 """Requests of one question, whatever engines have room for."""
 LOOK_EVERY_S, WANTS_EVERY_S = 0.5, 10.0
 TRIES = 5
-"""Of one request, each at an engine that was then wanted for something else."""
+"""How often one request is tried, each time at an engine that was then wanted for something else."""
 MOST_DEATHS = 2
 """Engines that end while they sample for a job, before its ranks sample: whatever it brings that ends them, its prompts
 or what it has learnt, comes again with each step, and other requests of these engines end with them."""
@@ -65,7 +65,7 @@ class _Question:
 
     @property
     def taken(self) -> Fraction:
-        """Of the room of engines, in requests."""
+        """The room of engines that it takes, in requests."""
         return sum((line.share for line, _ in self.flying.values()), Fraction(0))
 
 
@@ -167,7 +167,7 @@ class RolloutSampling:
             self._wake()
 
     def _is_next(self, question: _Question) -> bool:
-        """Of those of its job."""
+        """Whether it is the next question of its job."""
         asking = self._asking[question.asked["base"]["model"]]
         return next(one for one in asking if one.job_id == question.job_id and one.wants) is question
 

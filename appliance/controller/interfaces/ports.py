@@ -305,14 +305,14 @@ class LineReturned(Exception):
 
 
 class DeviceMeasure(Protocol):
-    """Measures devices of this machine that nobody holds (`serve.load.device_rates`). Cancelled, it ends at once."""
+    """Measures devices that nobody holds, each on its node (`serve.load.device_rates`). Cancelled, it ends at once."""
 
     async def alone(self, device_id: str) -> tuple[dict[str, float], list[str]]:
         """The rates of one device by measure, and what it did wrong. Raises OperationFailed if it cannot be measured,
         which of a device that is not of the host is a fault of its own."""
 
     async def together(self, device_ids: list[str]) -> dict[str, float]:
-        """The rate of an all-reduce over these devices, under its measure. Raises OperationFailed."""
+        """The rate of an all-reduce over these devices of one node, under its measure. Raises OperationFailed."""
 
 
 class DeepCheckPort(Protocol):

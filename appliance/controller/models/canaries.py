@@ -295,8 +295,8 @@ class Canaries:
         have, needed = len(self._context.scheduler.status()["devices"]), 2 * deployment.tensor_parallel
         if not is_adapter and have < needed:
             raise Conflict(
-                f"A canary needs an engine beside that of {model.active_version}: {needed} devices, and this box has "
-                f"{have}. Publish {version.version} with `appliance model rollback {model.id} --version "
+                f"A canary needs an engine in addition to that of {model.active_version}: {needed} devices, and this "
+                f"box has {have}. Publish {version.version} with `appliance model rollback {model.id} --version "
                 f"{version.version}`, and roll back the same way.",
                 param="version",
                 code="no_room_for_canary",

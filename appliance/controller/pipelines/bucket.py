@@ -15,7 +15,7 @@ from weights.tiers.objects_s3 import S3Objects
 from weights.tiers.places import s3_at
 
 MOST_KEYS = 1_000_000
-"""Looked at; of a bucket with more nothing is taken."""
+"""Objects that are looked at; nothing is taken from a bucket with more."""
 
 
 class Changed(Exception):

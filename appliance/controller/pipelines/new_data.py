@@ -67,8 +67,8 @@ def new(found: Found, taken: Found, data: Data) -> Found:
 
 
 def join_chosen(chosen: Found, folder: Path | None, target: Path) -> str:
-    """One file of these, by their names in this folder, or with None by their paths; of each so many bytes as were
-    seen. Its SHA-256. Raises OSError, and NoData for what is not a regular file any more."""
+    """One file of these, by their names in this folder, or with None by their paths; as many bytes of each as were
+    seen; its SHA-256. Raises OSError, and NoData for what is not a regular file any more."""
     parts = [((folder / name) if folder is not None else Path(name), int(told[0])) for name, told in chosen.items()]
     return write_lines((_blocks(path, most) for path, most in parts), target)
 

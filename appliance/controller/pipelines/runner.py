@@ -2,7 +2,7 @@
 
 What must outlive the controller is in the rows. A step is done once its result stands there: a file and the run's
 `file_id`, a job and its `job_id` are written in one transaction, so that a controller that is killed in between begins
-the step anew, and never makes a second of either.
+the step again, and never makes a second of either.
 """
 
 from __future__ import annotations
@@ -96,8 +96,14 @@ class PipelineRunner:
         else:
             note = await self._begin_if_new(row, spec)
         next_s = _next_s(spec.schedule, time.time())
-        if pipelines.find(self._db, row.id) is not None:
+        if self._is_due_still(row):
             pipelines.update(self._db, row.id, next_s=next_s, note=note)
+
+    def _is_due_still(self, row: PipelineRow) -> bool:
+        """Whether it is as it was when it was due: a bucket takes its time, within which it may be deleted, changed or
+        switched off, by whoever takes it over with another key too."""
+        now = pipelines.find(self._db, row.id)
+        return now is not None and bool(now.scheduled) and (now.spec, now.key_id) == (row.spec, row.key_id)
 
     async def _begin_if_new(self, row: PipelineRow, spec: PipelineSpec) -> str:
         """Why not, "" if it was begun or there is nothing new."""
@@ -105,10 +111,11 @@ class PipelineRunner:
             found = new_data.new(await self._found(row, spec), await self._taken(row), spec.data)
         except (NoData, TierUnavailable) as error:
             return str(error)
-        last = pipelines.last_of(self._db, row.id)
-        if not found or pipelines.running_of(self._db, row.id) is not None:
+        sha256 = await asyncio.to_thread(pipelines.sha256_of, found)
+        if not found or not self._is_due_still(row) or pipelines.running_of(self._db, row.id) is not None:
             return ""
-        if last is not None and last.state != "succeeded" and last.data_sha256 == pipelines.sha256_of(found):
+        last = pipelines.last_of(self._db, row.id)
+        if last is not None and last.state != "succeeded" and last.data_sha256 == sha256:
             return f"{last.id} has {last.state} on this data; it is tried again once there is other data"
         self.begin(row, "data")
         return ""

@@ -124,7 +124,7 @@ class StoredResponses:
         )
 
     def grew(self, key_id: str, more: int) -> None:
-        """A response in background was answered: it has so many bytes more. The next one that comes, or housekeeping,
+        """A response in background was answered: it has this many bytes more. The next one that comes, or housekeeping,
         looks at its owner's bounds: this may be within the transaction that revokes a key."""
         self._bytes += more
         self._unchecked[key_id] += max(0, more)

@@ -34,7 +34,7 @@ LOOK_EVERY_S = 2.0
 _AT_ONCE = 8
 """Jobs that are stopped before others have their turn: of forty that took the loop 50 ms."""
 LEAST_LINES = 16
-"""Of a part: less is not training data."""
+"""What a part has at least: less is not training data."""
 
 
 class _Failed(Exception):
@@ -237,7 +237,8 @@ class SweepRunner:
         return best
 
     async def _delete_models(self, row: SweepRow, keep: str | None) -> None:
-        """Of jobs that have ended and are not of the round that goes on, or of all but `keep` once it has ended."""
+        """Deletes models of jobs that have ended and are not of the current round; of all but `keep` once it has
+        ended."""
         caller = caller_of(self._db, row.key_id)
         ended = (sweeps.find(self._db, row.id) or row).state != "running"
         for trial in row.trials:

@@ -62,12 +62,12 @@ def list_callable(db: Database, of: Sequence[str] | None = None) -> list[Adapter
 
 def base_of_model(db: Database, model: str) -> str | None:
     """The base of a model whose active version is an adapter; None for others."""
-    row = db.execute(
+    base: str | None = db.value(
         "SELECT json_extract(v.meta, '$.adapter.base') FROM models m "
         "JOIN versions v ON v.model = m.id AND v.version = m.active_version WHERE m.id = ?",
         [model],
-    ).fetchone()
-    return row[0] if row else None
+    )
+    return base
 
 
 def list_on(db: Database, base: str) -> list[AdapterRow]:

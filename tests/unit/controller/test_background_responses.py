@@ -348,6 +348,7 @@ async def test_a_stream_that_is_asked_for_again_is_one_more_follower(control: Co
     refused = await control.http.post("/v1/responses", **again)
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_streams")
     del first
+    await asyncio.sleep(0)
     assert not background._followers.bytes, "one that never began has left, too"
     assert "response.completed" in (await control.http.post("/v1/responses", **again)).text
 

@@ -327,6 +327,8 @@ def test_a_conversation_is_followed_by_an_index_alone(db: Database):
             plans.extend(row["detail"] for row in execute(db, f"EXPLAIN QUERY PLAN {sql}", parameters))
             return execute(db, sql, parameters)
 
+        column, value = Database.column, Database.value  # type: ignore[assignment]
+
     for look in (responses.chain_bytes, responses.chain_ids):
         look(Planned(), "resp_1", "ann", max_turns=2000)  # type: ignore[arg-type]
     looks = [plan for plan in plans if "responses" in plan or "earlier" in plan]
