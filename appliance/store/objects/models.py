@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import Any
 
 from appliance.store import chunks
 from appliance.store.database import Database
