@@ -73,7 +73,7 @@ class SqliteStateStore:
         self._unfinished = KeptRows(db, {"jobs": "ROW.id"}, _unfinished)
         self._models_changed = models_changed
         self._settings: dict[str, str] = {}
-        self._demand = live.demands()
+        self._demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
         self._remaining_device_s: dict[str, float] = {}  # as reported by each job when it last ran
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
