@@ -92,8 +92,8 @@ def _no_format(found: re.Match[str], model: str) -> Words:
 def _no_fp8_cache(found: re.Match[str], model: str) -> Words:
     return Words(
         "keys and values in FP8 need compute capability 8.9 or higher, or a compiler for other kernels (docs/gpu.md), "
-        f"and {found['device']} has {found['capability']}: `appliance model deploy {model} --kv-cache-dtype none` "
-        "keeps them as the model computes them"
+        f"and {found['device']} has {found['capability']}: `appliance model deploy {model} --kv-cache-dtype bfloat16` "
+        "(float16 for a model set to that) keeps them in full, whatever the checkpoint asks for"
     )
 
 
