@@ -56,8 +56,8 @@ class Page(Generic[Row]):
     has_more: bool
 
 
-class Room:
-    """What one page has for its texts, and for the JSON among them."""
+class PageBudget:
+    """What one page may still take: bytes of text, and weight of the JSON among it."""
 
     def __init__(self) -> None:
         self._bytes, self._weight = PAGE_BYTES, PAGE_WEIGHT
@@ -293,9 +293,9 @@ class Database:
         )
         rows: list[Row] = []
         written = [name for name, is_json in _columns(kind) if is_json]
-        room, has_more = Room(), False
+        budget, has_more = PageBudget(), False
         for row in cursor:
-            fits = room.take((value for value in row if isinstance(value, str)), (row[name] for name in written))
+            fits = budget.take((value for value in row if isinstance(value, str)), (row[name] for name in written))
             if has_more := len(rows) == limit or (bool(rows) and not fits):
                 break
             rows.append(_decode(kind, row))

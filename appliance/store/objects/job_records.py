@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
-from appliance.store.database import Database, Page, Room
+from appliance.store.database import Database, Page, PageBudget
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import (
     CheckpointNameRow,
@@ -33,13 +33,13 @@ def page_with_judges(
 ) -> tuple[Page[JobRow], dict[str, JobJudgeRow]]:
     """The page as far as it has room for the judges of jobs of these methods too, with one job at least, and these
     judges by job: a hundred graders have 200 MiB."""
-    room, judges = Room(), dict[str, JobJudgeRow]()
+    budget, judges = PageBudget(), dict[str, JobJudgeRow]()
     for number, row in enumerate(page.data):
         query = "SELECT judge, taught_by FROM job_judges WHERE job_id = ?"
         found = db.execute(query, [row.id]).fetchone() if row.method in methods else None
         if found is None:
             continue
-        if not room.take([found["judge"]], [found["judge"]]) and number:
+        if not budget.take([found["judge"]], [found["judge"]]) and number:
             return Page(page.data[:number], True), judges
         judges[row.id] = JobJudgeRow(row.id, json.loads(found["judge"]), json.loads(found["taught_by"]))
     return page, judges
