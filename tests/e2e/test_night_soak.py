@@ -16,8 +16,8 @@ from tests.train_support.tiny import make_model_dir
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
 
 STEPS, RATE = 16, 6.0
-"""At this rate the weights of so small a model overflow what it squares at about the eighth step; at half of it, from one
-of the first steps on, they do not within sixteen. Up to sixteen losses no jump is a spike: nothing is usual yet."""
+"""At this rate the weights of so small a model overflow what it squares at about the eighth step; at half of it, from
+one of the first steps on, they do not within sixteen. Up to sixteen losses no jump is a spike: nothing is usual yet."""
 
 
 def anomalies(box: WholeBox, job_id: str) -> list[dict[str, Any]]:
