@@ -56,8 +56,8 @@ class Page(Generic[Row]):
     has_more: bool
 
 
-class Room:
-    """What one page has for its texts, and for the JSON among them."""
+class PageBudget:
+    """What one page may still take: bytes of text, and weight of the JSON among it."""
 
     def __init__(self) -> None:
         self._bytes, self._weight = PAGE_BYTES, PAGE_WEIGHT
@@ -201,6 +201,10 @@ class Database:
         finally:
             self._depth -= 1
 
+    @property
+    def is_in_transaction(self) -> bool:
+        return self._depth > 0
+
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         if (reader := self._readers.here) is not None:
             return reader.execute(sql, parameters)
@@ -237,6 +241,11 @@ class Database:
 
     def all(self, kind: type[Row], sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
         return [_decode(kind, row) for row in self.execute(sql, parameters)]
+
+    def value(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
+        """The first column of the first row; None if there is no row."""
+        row = self.execute(sql, parameters).fetchone()
+        return None if row is None else row[0]
 
     def column(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
         """The first column of what the statement finds."""
@@ -284,9 +293,9 @@ class Database:
         )
         rows: list[Row] = []
         written = [name for name, is_json in _columns(kind) if is_json]
-        room, has_more = Room(), False
+        budget, has_more = PageBudget(), False
         for row in cursor:
-            fits = room.take((value for value in row if isinstance(value, str)), (row[name] for name in written))
+            fits = budget.take((value for value in row if isinstance(value, str)), (row[name] for name in written))
             if has_more := len(rows) == limit or (bool(rows) and not fits):
                 break
             rows.append(_decode(kind, row))

@@ -179,7 +179,8 @@ def engine_size(
     # One block more than a sequence fills: vLLM keeps one that no request gets.
     whole = (-(-wanted // BLOCK_TOKENS) + 1) * block_bytes if wanted else 0
 
-    not_computed = problem = _not_computed(kind, shape, dtype, adapter_rank_limit(config, task=task, arch=arch))
+    rank = adapter_rank_limit(config, task=task, arch=arch)
+    not_computed = problem = _not_computed(kind, shape, dtype, kv_cache_dtype, rank)
     if config.kv_cache_bytes is not None:
         kv = config.kv_cache_bytes
     elif kind.on_host:
@@ -216,7 +217,9 @@ def engine_size(
     )
 
 
-def _not_computed(kind: DeviceKind, shape: ServedShape, dtype: str, adapter_rank: int) -> str:
+def _not_computed(
+    kind: DeviceKind, shape: ServedShape, dtype: str, kv_cache_dtype: str | None, adapter_rank: int
+) -> str:
     lacking = kind.lacks_for_quantised() if shape.quantized else ""
     if lacking:
         return (
@@ -227,6 +230,11 @@ def _not_computed(kind: DeviceKind, shape: ServedShape, dtype: str, adapter_rank
         return (
             f"it is set to float32, in which engines on a {kind.title} compute no adapters: set bfloat16 or float16, "
             "or [serve] adapter_slots to 0"
+        )
+    if kv_cache_dtype in ELEMENT_BYTES and kv_cache_dtype != dtype and not kind.on_host:
+        return (
+            f"its keys and values are set to {kv_cache_dtype} and it is computed in {dtype}, which engines on a "
+            f"{kind.title} do not mix: set both alike, or leave keys and values to follow (--kv-cache-dtype none)"
         )
     sizes = kind.head_sizes
     if shape.latent or not shape.head_dim or not sizes or shape.head_dim in sizes:

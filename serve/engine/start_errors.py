@@ -92,8 +92,16 @@ def _no_format(found: re.Match[str], model: str) -> Words:
 def _no_fp8_cache(found: re.Match[str], model: str) -> Words:
     return Words(
         "keys and values in FP8 need compute capability 8.9 or higher, or a compiler for other kernels (docs/gpu.md), "
-        f"and {found['device']} has {found['capability']}: `appliance model deploy {model} --kv-cache-dtype none` "
-        "keeps them as the model computes them"
+        f"and {found['device']} has {found['capability']}: `appliance model deploy {model} --kv-cache-dtype bfloat16` "
+        "(float16 for a model set to that) keeps them in full, whatever the checkpoint asks for"
+    )
+
+
+def _too_many_at_once(found: re.Match[str], model: str) -> Words:
+    return Words(
+        f"{model} keeps a state of each request, and memory holds {found['held']} of them, not {found['asked']}: "
+        f"`appliance model deploy {model} --max-num-seqs {found['held']}`, or spread it over more devices "
+        "(`--tensor-parallel N`)"
     )
 
 
@@ -122,6 +130,10 @@ _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...
         (r"attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<devices>\d+)\)", _heads),
         (r"Unsupported CPU attention configuration: head_dim=(?P<size>\d+)", _head_size),
         (r"Head size (?P<size>\d+) is not supported", _head_size),
+        (
+            r"max_num_seqs \((?P<asked>\d+)\) exceeds available Mamba cache blocks \((?P<held>\d+)\)",
+            _too_many_at_once,
+        ),
         (
             r"FP8 KV cache is not supported by the Triton .*? on (?P<device>.+?) "
             r"\(compute capability (?P<capability>[\d.]+)",

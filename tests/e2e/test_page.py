@@ -313,6 +313,25 @@ def test_a_file_is_checked_by_line_and_a_job_made_of_a_good_one(visit: Visit, tm
     page.get_by_text("cancelled", exact=True).first.wait_for()
 
 
+def test_a_job_of_a_teacher_is_asked_for_with_it(visit: Visit, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"messages": [{"role": "user", "content": f"{number}?"}]} for number in range(12)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page, asked = visit(place="#/jobs/new"), list[Any]()
+    page.route("**/v1/fine_tuning/jobs", lambda route: asked.append(route.request.post_data_json))  # not answered
+    page.get_by_label("Or upload one").first.set_input_files(prompts)
+    page.get_by_text("has no faults").wait_for()
+    assert page.locator("input[list=teachers]").count() == 0
+    page.get_by_label("Method").select_option("distillation")
+    page.locator("input[list=teachers]").fill("boxer@v2")
+    page.get_by_role("button", name="Begin the job").click()
+    page.wait_for_function("() => document.querySelector('form button.main').disabled")
+    assert asked[0]["method"] == {
+        "type": "distillation",
+        "distillation": {"hyperparameters": {}, "teacher": "boxer@v2"},
+    }
+
+
 def key_with(front: Front, *scopes: str) -> str:
     """Of an owner of its own; it is known to the gateways."""
     with front.http() as http:

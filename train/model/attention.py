@@ -46,6 +46,12 @@ def packed_attention(
     grouped = query.shape[1] != key.shape[1]
     if _one_kernel(query, value, dropout):
         return _varlen(query, key, value, segments, scaling, sliding_window, grouped), None
+    if grouped and not in_host_memory(query.device):
+        # Here come float32 and heads beyond 256 (Gemma 4's are 512 wide in one layer of six), which of torch's fused
+        # kernels CUTLASS's alone computes. That of torch 2.13 takes no groups, and who gives it some gets the plain
+        # computation, whose memory is the square of an example's length.
+        key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
+        grouped = False
     lengths = [end - start for start, end in segments]
     outputs = []
     # Split, not sliced: in the backward pass each slice fills a tensor of the whole row's size with zeros, 33 times q's

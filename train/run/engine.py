@@ -138,6 +138,9 @@ def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter])
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
+        # It is on by default, tells nobody, and waits for the device at both ends of every micro-batch: nothing of the
+        # next one could be launched meanwhile.
+        "timers": {"throughput": {"enabled": False}},
         "wall_clock_breakdown": False,
     }
     if spec.precision == "bf16":

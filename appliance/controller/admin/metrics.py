@@ -151,6 +151,7 @@ class ControllerCollector:
             if value is not None:
                 used.add_metric([what], value)
         yield used
+        tiers = self._tiers()
         for name, key, text in (
             ("appliance_tier_bytes", "bytes", "Bytes of versions and snapshots in a tier."),
             ("appliance_tier_limit_bytes", "limit_bytes", "Size limit of a tier."),
@@ -158,7 +159,7 @@ class ControllerCollector:
             ("appliance_tier_damaged", "damaged", "Damaged copies found in a tier."),
         ):
             family = GaugeMetricFamily(name, text, labels=["tier"])
-            for tier in self._tiers:
+            for tier in tiers:
                 if tier[key] is not None:
                     family.add_metric([tier["name"]], tier[key])
             yield family

@@ -51,8 +51,7 @@ def run_in_short(db: Database, run_id: str) -> EvalRunRow | None:
 
 def bytes_of(db: Database, eval_id: str) -> int:
     """The bytes of its definition; 0 if there is none."""
-    found = db.execute("SELECT bytes FROM evals WHERE id = ?", [eval_id]).fetchone()
-    return 0 if found is None else int(found["bytes"])
+    return int(db.value("SELECT bytes FROM evals WHERE id = ?", [eval_id]) or 0)
 
 
 def page_runs(
@@ -170,7 +169,7 @@ def newest_sampled(db: Database, eval_id: str, *, viewer: str | None) -> EvalRun
 
 
 def has_items(db: Database, run_id: str) -> bool:
-    return db.execute("SELECT 1 FROM eval_items WHERE run_id = ? LIMIT 1", [run_id]).fetchone() is not None
+    return db.value("SELECT 1 FROM eval_items WHERE run_id = ? LIMIT 1", [run_id]) is not None
 
 
 def clear_some(db: Database, run_id: str) -> bool:

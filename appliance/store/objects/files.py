@@ -76,10 +76,8 @@ def find_expired(db: Database, file_id: str, *, now_s: float) -> FileRow | None:
 
 def bytes_of(db: Database, file_id: str, *, now_s: float) -> int:
     """0 of one that is gone, or whose time has passed."""
-    found = db.execute(
-        "SELECT bytes FROM files WHERE id = ? AND (expires_s IS NULL OR expires_s > ?)", [file_id, now_s]
-    ).fetchone()
-    return 0 if found is None else found["bytes"]
+    size = "SELECT bytes FROM files WHERE id = ? AND (expires_s IS NULL OR expires_s > ?)"
+    return int(db.value(size, [file_id, now_s]) or 0)
 
 
 def ids(db: Database) -> set[str]:

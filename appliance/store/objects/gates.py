@@ -49,8 +49,7 @@ def outline(db: Database, gate_id: str) -> GateRow | None:
 def suites_of(db: Database, gate_id: str) -> int:
     """How many it has."""
     sql = "SELECT json_array_length(terms, '$.suites') FROM gates WHERE id = ?"
-    found = db.execute(sql, [gate_id]).fetchone()
-    return int(found[0] or 0) if found is not None else 0
+    return int(db.value(sql, [gate_id]) or 0)
 
 
 def page(

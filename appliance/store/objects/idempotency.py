@@ -41,7 +41,7 @@ def last_by_body(db: Database, key_id: str, route: str, body_sha256: str, *, sin
 def any_since(db: Database, key_id: str, route: str, since_s: float) -> bool:
     """Whether this key has made anything by this route since then."""
     found = "SELECT 1 FROM idempotency WHERE key_id = ? AND route = ? AND created_s >= ? LIMIT 1"
-    return db.execute(found, [key_id, route, since_s]).fetchone() is not None
+    return db.value(found, [key_id, route, since_s]) is not None
 
 
 def forget(db: Database, key_id: str, route: str, resource_id: str) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from appliance.store.database import Database, Page, Room
+from appliance.store.database import Database, Page, PageBudget
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import (
     CheckpointNameRow,
@@ -33,13 +33,13 @@ def page_with_judges(
 ) -> tuple[Page[JobRow], dict[str, JobJudgeRow]]:
     """The page as far as it has room for the judges of jobs of these methods too, with one job at least, and these
     judges by job: a hundred graders have 200 MiB."""
-    room, judges = Room(), dict[str, JobJudgeRow]()
+    budget, judges = PageBudget(), dict[str, JobJudgeRow]()
     for number, row in enumerate(page.data):
         query = "SELECT judge, taught_by FROM job_judges WHERE job_id = ?"
         found = db.execute(query, [row.id]).fetchone() if row.method in methods else None
         if found is None:
             continue
-        if not room.take([found["judge"]], [found["judge"]]) and number:
+        if not budget.take([found["judge"]], [found["judge"]]) and number:
             return Page(page.data[:number], True), judges
         judges[row.id] = JobJudgeRow(row.id, json.loads(found["judge"]), json.loads(found["taught_by"]))
     return page, judges
@@ -122,17 +122,19 @@ def metric_at(db: Database, job_id: str, step: int) -> JobMetricRow | None:
 
 def checkpoint_of(db: Database, model: str, version: str) -> str | None:
     """The name of a version's checkpoint."""
-    row = db.execute("SELECT name FROM checkpoints WHERE model = ? AND version = ?", [model, version]).fetchone()
-    return None if row is None else str(row["name"])
+    name: str | None = db.value("SELECT name FROM checkpoints WHERE model = ? AND version = ?", [model, version])
+    return name
 
 
 def list_checkpoints(db: Database) -> list[CheckpointRow]:
     return db.all(CheckpointRow, "SELECT * FROM checkpoints ORDER BY seq")
 
 
-def checkpoint_names(db: Database) -> list[CheckpointNameRow]:
-    """What each round of the scheduler and each table need of all checkpoints, in order of creation."""
-    return db.all(CheckpointNameRow, "SELECT name, model, version FROM checkpoints ORDER BY seq")
+def checkpoint_names(db: Database, of: Sequence[str] | None = None) -> list[CheckpointNameRow]:
+    """Of all, in order of creation, what each round of the scheduler and each table need of them. of: these models'
+    alone."""
+    where = "" if of is None else f"WHERE model IN ({', '.join('?' * len(of))}) "
+    return db.all(CheckpointNameRow, f"SELECT name, model, version FROM checkpoints {where}ORDER BY seq", of or ())
 
 
 def page_checkpoints(db: Database, job_id: str, *, after: str | None, limit: int) -> Page[CheckpointRow]:

@@ -62,11 +62,13 @@ def page(
     return db.page(JobRow, "jobs", scope=owned_by(viewer), where=where, parameters=parameters, after=after, limit=limit)
 
 
-def list_unfinished(db: Database) -> list[JobRow]:
+def list_unfinished(db: Database, among: Sequence[str] | None = None) -> list[JobRow]:
     """Oldest first, the order of the queue before priorities, without what only their owners read: metadata,
     integrations and hyperparameters. Those of one owner's two hundred jobs may be 50 MB, and each round of the
-    scheduler asks for these rows."""
-    return _unfinished(db, _IN_SHORT)
+    scheduler asks for these rows. among: those of these ids."""
+    if among is None:
+        return _unfinished(db, _IN_SHORT)
+    return _unfinished(db, _IN_SHORT, f" AND id IN ({', '.join('?' * len(among))})", among)
 
 
 def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> list[JobRow]:
@@ -109,12 +111,12 @@ def data_of_unfinished(db: Database, owner: str) -> list[JobData]:
 def any_wants_devices(db: Database) -> bool:
     """Whether one waits for devices, or has some and goes on."""
     asked = "phase IN ('queued', 'running', 'suspended') AND wanted = 'run' AND NOT held"
-    return db.execute(f"SELECT 1 FROM jobs WHERE {asked} LIMIT 1").fetchone() is not None
+    return db.value(f"SELECT 1 FROM jobs WHERE {asked} LIMIT 1") is not None
 
 
 def has_ended(db: Database, job_id: str, before_s: float) -> bool:
     """Whether it ended before this moment."""
-    return db.execute("SELECT 1 FROM jobs WHERE id = ? AND finished_s < ?", [job_id, before_s]).fetchone() is not None
+    return db.value("SELECT 1 FROM jobs WHERE id = ? AND finished_s < ?", [job_id, before_s]) is not None
 
 
 def list_unfinished_of(db: Database, key_id: str) -> list[JobRow]:

@@ -38,7 +38,7 @@ def of_owner(db: Database, owner: str, name: str) -> PipelineRow | None:
 
 
 def number_of(db: Database, owner: str) -> int:
-    return int(db.execute("SELECT count(*) FROM pipelines WHERE owner = ?", [owner]).fetchone()[0])
+    return int(db.value("SELECT count(*) FROM pipelines WHERE owner = ?", [owner]))
 
 
 def delete(db: Database, pipeline_id: str) -> None:
@@ -121,8 +121,7 @@ def forget_old_runs(db: Database, pipeline_id: str) -> None:
 
 
 def _data(db: Database, sql: str, row_id: str) -> dict[str, list[Any]]:
-    row = db.execute(sql, [row_id]).fetchone()
-    return {} if row is None else dict(json.loads(row[0]))
+    return dict(json.loads(db.value(sql, [row_id]) or "{}"))
 
 
 def _json(data: Mapping[str, list[Any]]) -> str:

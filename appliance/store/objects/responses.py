@@ -41,19 +41,18 @@ def insert(db: Database, row: ResponseRow) -> bool:
 
 def exists(db: Database, response_id: str, viewer: str | None = None) -> bool:
     """Without reading it: 200 of one owner may have a gigabyte. viewer: whether it is this owner's."""
-    found = db.execute(
+    found = db.value(
         "SELECT 1 FROM responses INDEXED BY responses_chain WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)",
         [response_id, viewer],
     )
-    return found.fetchone() is not None
+    return found is not None
 
 
 def chain_bytes(db: Database, response_id: str, viewer: str | None, *, max_turns: int) -> int:
     """Bytes of this response and of those that lead to it, as far back as max_turns: of this owner's, or of all for
     None."""
     parameters = [response_id, viewer, max_turns - 1]
-    (size,) = db.execute(f"{_CHAIN} SELECT SUM(bytes) FROM chain", parameters).fetchone()
-    return size or 0
+    return int(db.value(f"{_CHAIN} SELECT SUM(bytes) FROM chain", parameters) or 0)
 
 
 def chain_ids(db: Database, response_id: str, viewer: str | None, *, max_turns: int) -> list[str]:

@@ -61,13 +61,12 @@ def of_subject(db: Database, subject: str) -> KeyRow | None:
 
 def owner_of(db: Database, key_id: str) -> str:
     """The owner of what is made with this key. An unknown key shares with no other: its own id is the owner."""
-    row = db.execute("SELECT owner FROM keys WHERE id = ?", [key_id]).fetchone()
-    return (row["owner"] if row is not None else "") or key_id
+    return db.value("SELECT owner FROM keys WHERE id = ?", [key_id]) or key_id
 
 
 def count_owners(db: Database) -> int:
     """Owners who have a live key."""
-    return db.execute("SELECT count(DISTINCT owner) FROM keys WHERE revoked_s IS NULL AND NOT session").fetchone()[0]
+    return int(db.value("SELECT count(DISTINCT owner) FROM keys WHERE revoked_s IS NULL AND NOT session"))
 
 
 def standing(db: Database, key_id: str) -> tuple[str, bool]:
@@ -78,7 +77,7 @@ def standing(db: Database, key_id: str) -> tuple[str, bool]:
 
 def is_revoked(db: Database, key_id: str | None) -> bool:
     """None: the box itself, and what was made before there were keys."""
-    return db.execute("SELECT 1 FROM keys WHERE id = ? AND revoked_s IS NOT NULL", [key_id]).fetchone() is not None
+    return db.value("SELECT 1 FROM keys WHERE id = ? AND revoked_s IS NOT NULL", [key_id]) is not None
 
 
 def list_all(db: Database) -> list[KeyRow]:

@@ -46,7 +46,7 @@ def fingerprint(halves: Halves) -> str:
 
 def is_live(db: Database, session_id: str, key_id: str, now_s: float) -> bool:
     query = "SELECT 1 FROM page_sessions WHERE id = ? AND key_id = ? AND until_s > ?"
-    return db.execute(query, [session_id, key_id, now_s]).fetchone() is not None
+    return db.value(query, [session_id, key_id, now_s]) is not None
 
 
 def list_live(db: Database, now_s: float, owner: str | None = None) -> list[PageSessionRow]:

@@ -113,7 +113,7 @@ def _held(db: Database, kind: str, key_id: str) -> tuple[int, int]:
 
 
 def _number(db: Database, where: str, key_id: str) -> int:
-    return db.execute(f"SELECT count(*) FROM {where}", [key_id]).fetchone()[0]
+    return int(db.value(f"SELECT count(*) FROM {where}", [key_id]))
 
 
 def _number_and_bytes(db: Database, where: str, key_id: str) -> tuple[int, int]:

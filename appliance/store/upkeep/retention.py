@@ -192,4 +192,4 @@ def old_files(db: Database, before_s: float, limit: int) -> list[str]:
 
 def is_needed(db: Database, file_id: str) -> bool:
     """By a batch or a job that has not ended."""
-    return db.execute(f"SELECT 1 FROM files WHERE id = ? AND {_NEEDED}", [file_id]).fetchone() is not None
+    return db.value(f"SELECT 1 FROM files WHERE id = ? AND {_NEEDED}", [file_id]) is not None

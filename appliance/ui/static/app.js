@@ -74,7 +74,7 @@ function Login({ told, onIn }) {
       <p>${t("login.what")}</p>
       ${window.isSecureContext ? null : html`<p class="alert warm">${t("login.insecure")}</p>`}
       <label class="field"><span>${t("login.key")}</span>
-        <input ref=${field} type="password" name="key" autocomplete="off" spellcheck="false" autocapitalize="off" placeholder="sk-appl-…" aria-describedby="login-error" required />
+        <input ref=${field} type="password" name="key" autocomplete="off" spellcheck=${false} autocapitalize="off" placeholder="sk-appl-…" aria-describedby="login-error" required />
       </label>
       <p id="login-error" class=${error ? "alert bad" : "visually-hidden"} role="alert">${error}</p>
       <button class="main" disabled=${busy}>${busy ? t("login.busy") : t("login.enter")}</button>

@@ -106,6 +106,15 @@ def test_a_batch_counts_with_as_many_tokens_as_vllm_gives_it():
     assert activations(throughput=True, whole_prompts=True, batched_tokens=8192) == activations()
 
 
+def test_keys_and_values_are_not_kept_in_another_half_precision_on_a_gpu():
+    """FlashAttention: "query and key must have the same dtype"; Triton's products neither take two."""
+    found = size(kv_cache_dtype="float16")
+    assert found.problem == found.not_computed and "computed in bfloat16" in found.problem
+    assert size(EngineConfig(adapter_slots=0), dtype="float32", kv_cache_dtype="bfloat16").not_computed
+    alike = [(None, "bfloat16"), ("float16", "float16"), ("float16", None), ("float16", "auto"), (None, "fp8")]
+    assert not any(size(dtype=dtype, kv_cache_dtype=kv).problem for dtype, kv in alike)
+
+
 def test_adapters_are_not_computed_in_float32_on_a_gpu():
     """vLLM's kernels assert it, in a batch that it runs before the engine serves."""
     kernel = Path(vllm.__file__).parent / "lora" / "ops" / "triton_ops" / "lora_shrink_op.py"

@@ -129,9 +129,9 @@ function Settings({ file, validation }) {
     </div>
     ${method === "dpo" ? html`<${Field} label="beta" hint=${t("new.beta.what")}><input type="number" min="0" step="any" placeholder="auto" value=${form.beta} onInput=${set("beta")} /></${Field}>` : null}
     ${method === "reinforcement" ? html`<${Field} label=${t("new.grader")} hint=${t("new.grader.what")}>
-      <textarea rows="6" required spellcheck="false" value=${form.grader} onInput=${set("grader")}></textarea></${Field}>` : null}
+      <textarea rows="6" required spellcheck=${false} value=${form.grader} onInput=${set("grader")}></textarea></${Field}>` : null}
     ${method === "distillation" ? html`<${Field} label=${t("new.teacher")} hint=${t("new.teacher.what")}>
-      <input required list="teachers" spellcheck="false" value=${form.teacher} onInput=${set("teacher")} />
+      <input required list="teachers" spellcheck=${false} value=${form.teacher} onInput=${set("teacher")} />
       <datalist id="teachers">${(models.data || []).filter((one) => one.id !== model).map((one) => html`<option value=${one.id} />`)}</datalist></${Field}>` : null}
     <details><summary>${t("new.more")}</summary><div class="fields">
       <${Field} label=${t("new.rank")} hint=${t("new.rank.what")}><input type="number" min="1" placeholder="auto" value=${form.rank} onInput=${set("rank")} /></${Field}>
