@@ -105,9 +105,10 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
         return await answer(db, caller.viewer, scraped)
 
-    @router.get("/tiers")
-    async def tiers() -> dict[str, Any]:
-        return {"object": "list", "data": context.tiers.status()}
+    @router.get("/tiers", response_model=dict[str, Any])
+    async def tiers(caller: Caller) -> Response:
+        listed = context.tiers.status()
+        return await answer(db, caller.viewer, lambda: {"object": "list", "data": listed()})
 
     @router.get("/doctor")
     async def doctor() -> dict[str, Any]:

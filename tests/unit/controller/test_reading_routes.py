@@ -33,7 +33,7 @@ ON_THE_LOOP = {
     "/admin/v1/events": _IN_MEMORY,
     "/admin/v1/nodes": _IN_MEMORY,
     "/admin/v1/oidc": _IN_MEMORY,
-    "/admin/v1/tiers": _IN_MEMORY,
+    "/admin/v1/tiers": _THEN_ANSWER,
     "/admin/v1/mode": _BOUNDED,
     "/admin/v1/mode/schedule": _BOUNDED,
     "/admin/v1/mode/schedule/preview": _BOUNDED,
@@ -193,3 +193,19 @@ async def test_who_asks_often_for_reports_of_usage_waits_for_himself(control: Co
     finally:
         enough.set()
     assert [(await one).status_code for one in anns] == [200] * 3 and max(most) == 1
+
+
+@pytest.mark.parametrize("path", ["/admin/v1/tiers", "/admin/v1/metrics"])
+async def test_folders_of_tiers_are_listed_on_a_thread(control: Control, monkeypatch: pytest.MonkeyPatch, path: str):
+    """Each ask listed those of shared memory on the loop, and read the manifest of everything in it to count it."""
+    listed_on = set[int]()
+    listed = control.context.tiers.status()
+
+    def noted() -> list[dict[str, Any]]:
+        listed_on.add(threading.get_ident())
+        return listed()
+
+    monkeypatch.setattr(control.context.tiers, "status", lambda: noted)
+    answer = await control.http.get(path, headers=ADMIN)
+    assert answer.status_code == 200 and "disk" in answer.text
+    assert listed_on and threading.get_ident() not in listed_on

@@ -48,7 +48,7 @@ def snapshot(store, step, job="ftjob-1"):
 
 
 def put_off(tiers, tier):
-    return next(status for status in tiers.status() if status["name"] == tier)
+    return next(status for status in tiers.status()() if status["name"] == tier)
 
 
 async def passes(flow, *tiers):
