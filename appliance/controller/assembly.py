@@ -118,7 +118,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     spending = Spending(db, signals.keys_changed)
     sizes = EngineSizes(db, config.serve, partial(_of_engines, devices, loop), config.scheduler.max_asleep_per_device)
-    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.context, loop.trouble)
+    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.tokens, loop.trouble)
     lines = SocketEngines(
         bus,
         config.controller,
