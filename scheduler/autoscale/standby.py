@@ -112,7 +112,7 @@ class StandbyLearner:
         self._all = self._constants[-1] if self._constants else self._moving[-1]
         served = most if when_late == "serve" else most / 2
         self._when_late = next((one for one in self._constants if one.choice.replicas >= served), self._all)
-        # In an overload too: faded sums of the requests that came, and of those late with all replicas awake.
+        # Faded sums of the requests that came, and of those late with all replicas awake.
         self._came, self._late_on_all = 0.0, 0.0
         self._all_late_s, self._overload = -math.inf, False
         # How full replicas are when what comes is late.
@@ -148,26 +148,22 @@ class StandbyLearner:
         self._at_s = now_s
         fade = math.exp(-passed_s / MEMORY_S)
         self._fade(fade, passed_s)
-        counts = not self._overload  # there is nothing to learn while whatever is done is late
-        self._requests += len(seen.works_s) if counts else 0
+        self._requests += len(seen.works_s)
         self._seen_s += passed_s if self._requests else 0.0
         self._hopeless += seen.hopeless
-        self._late += seen.late if counts else 0
-        self._bursts.seen(now_s, seen.late if counts else 0, fade)
+        self._late += seen.late
+        self._bursts.seen(now_s, seen.late, fade)
         unforeseen = max(seen.late - self._open, 0.0)
         self._open = max(self._open - seen.late, 0.0)
         self._awake.seen(now_s, seen.awake)
         self._fill(fade, unforeseen, seen)
         self._judge(now_s, passed_s, seen)
-        before, before_all = [shadow.late * fade for shadow in self._shadows], self._all.late * fade
+        before_all = self._all.late * fade
         self._live(now_s, passed_s, fade, seen, unforeseen)
         self._came += len(seen.works_s)
         if self._all.late > before_all + 0.5:
             self._late_on_all += self._all.late - before_all
             self._all_late_s = now_s
-        if not counts:
-            for shadow, late in zip(self._shadows, before, strict=True):
-                shadow.late = late
         self._choose(now_s, seen.load)
         return self.best
 
@@ -342,13 +338,14 @@ class StandbyLearner:
         return late <= allowed and not (shadow.choice.fixed and self._bars.barred(shadow.choice.replicas, now_s))
 
     def _judge_overload(self, too_late: bool, now_s: float) -> None:
-        """too_late: all replicas together make more requests late than may be. Once an overload is over, what it began
-        with counts against no choice more than against all of them."""
+        """too_late: all replicas together make more requests late than may be. Once an overload is over, what they
+        made late counts against no choice."""
         lasts = too_late and now_s - self._all_late_s < _OVERLOAD_S
         if self._overload and not lasts:
-            self._late = min(self._late, self._all.late)
+            common, self._bursts = self._all.late, Bursts()
+            self._late = max(self._late - common, 0.0)
             for shadow in self._shadows:
-                shadow.late = min(shadow.late, self._all.late)
+                shadow.late = max(shadow.late - common, 0.0)
         self._overload = lasts
 
     def _gives_way(
