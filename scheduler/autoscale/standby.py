@@ -342,7 +342,7 @@ class StandbyLearner:
         made late counts against no choice."""
         lasts = too_late and now_s - self._all_late_s < _OVERLOAD_S
         if self._overload and not lasts:
-            common, self._bursts = self._all.late, Bursts()
+            common = self._all.late
             self._late = max(self._late - common, 0.0)
             for shadow in self._shadows:
                 shadow.late = max(shadow.late - common, 0.0)
