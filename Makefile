@@ -5,7 +5,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 RUFF := $(PY) -m ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-property e2e soak bench gpu-smoke sdk-conformance clients lint check map hooks lock sbom clean
+.PHONY: help setup demo test test-unit test-property e2e soak bench gpu-smoke sdk-conformance clients lint check map pictures hooks lock sbom clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -58,13 +58,16 @@ check: setup ## the inner loop, under a minute: lint, types, unit tests of what 
 	@$(PY) -m mypy
 	@$(PYTEST) --numprocesses "$$(nproc)" --maxprocesses 8 --dist worksteal $$($(PY) -m tests.tools.changed)
 
-map: setup ## draw docs/architecture.md anew from the imports
+map: setup ## draw docs/architecture.md again from the imports
 	@$(PY) -m tests.tools.code_map
+
+pictures: setup ## take the pictures of the page in docs/ anew, in Debian's chromium-headless-shell
+	@$(PY) -m tests.e2e.page_pictures docs
 
 hooks: ## let git run lint and the architecture test before each commit
 	@git config core.hooksPath .githooks && echo "git runs .githooks/pre-commit before each commit"
 
-lock: ## resolve images/requirements/*.in anew into cpu.txt, cuda.txt, test.txt and tracking.txt, with hashes
+lock: ## resolve images/requirements/*.in again into cpu.txt, cuda.txt, test.txt and tracking.txt, with hashes
 	images/lock.sh
 
 sbom: setup ## what the appliance is made of, with licences: build/sbom.json (CycloneDX)

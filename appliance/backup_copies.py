@@ -27,7 +27,7 @@ def alone(data_dir: Path) -> Iterator[bool]:
 
 
 def sweep(data_dir: Path) -> None:
-    """Removes what a backup that was killed has left. Of one that runs it leaves all."""
+    """Removes what a backup that was killed has left, and nothing of one that runs."""
     with alone(data_dir) as nobody_else:
         if nobody_else:
             remove_left(data_dir)

@@ -19,7 +19,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.gateway.core.config import GatewayConfig, HoldLimits, Limits
 from appliance.gateway.core.errors import ConfigInvalid
+from appliance.power.settings import PowerSettings
 from scheduler.core.config import SchedulerConfig
 from serve.core.config import EngineConfig
 from weights.format.config import WeightsConfig, known_kind_of_url
@@ -74,14 +75,14 @@ class BoxSettings(_Section):
     port: int = Field(8000, ge=0, le=65535, description="TCP port of the endpoint")
     devices: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
-        description="'auto': every GPU, else 8 logical CPU devices; a number: so many logical CPU devices",
+        description="'auto': every GPU, else 8 logical CPU devices; a number: this many logical CPU devices",
     )
     untried_devices: bool = Field(
         False, description="also use devices of a kind that the box has never run on (AMD GPUs), at your own risk"
     )
     numa_bind: bool = Field(
         True,
-        description="engines and ranks run on the processors beside their GPU, on a machine with several NUMA nodes",
+        description="engines and ranks run on the processors near their GPU, on a machine with several NUMA nodes",
     )
     node_address: str | None = Field(
         None, description="this machine's address on the network of the box's nodes; unset: no other node can join"
@@ -93,16 +94,18 @@ class BoxSettings(_Section):
         description="TCP port on node_address where other nodes join; they get their certificates at the next one",
     )
     start_timeout_s: float = Field(
-        180.0, ge=30, description="that Ray, the controller and the gateway each get to start, and a node to join"
+        180.0, ge=30, description="time that Ray, the controller and the gateway each have to start, and a node to join"
     )
     memory_reserve_bytes: int | None = Field(
         None,
         ge=0,
-        description="of the host's memory, kept available for other programs; with less the box gives back what it "
-        "can, serving last; unset: a twenty-fifth, at least half a GiB, at most 8",
+        description="memory of the host that is kept available for other programs; with less the box gives back what "
+        "it can, serving last; unset: a twenty-fifth, at least half a GiB, at most 8",
     )
     serving_floor: int = Field(0, ge=0, description="devices that serving keeps in every mode")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of the controller's log")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="the level of the controller's log"
+    )
     hub_offline: bool = Field(True, description="refuse downloads from a model hub")
     hub_endpoint: str = Field(
         "https://huggingface.co",
@@ -119,10 +122,10 @@ class GatewaySettings(_Section):
     tls_key_path: str | None = Field(None, description="PEM file, readable by the box alone")
     cors_origins: list[str] = Field(
         [],
-        description="of web pages whose scripts may call the box from a browser, such as `https://chat.example.org`; "
+        description="web pages whose scripts may call the box from a browser, such as `https://chat.example.org`; "
         "`*`: any page; each still needs a key",
     )
-    shutdown_s: float = Field(30.0, gt=0, description="that running requests get to finish when the box stops")
+    shutdown_s: float = Field(30.0, gt=0, description="time that running requests have to finish when the box stops")
     prefix_cache_shared: bool = Field(
         False,
         description="requests of different owners may use what each other's left in a prefix cache: faster where many "
@@ -142,10 +145,10 @@ class ObservabilitySettings(_Section):
         "request; unset: no traces",
     )
     log_bytes: int = Field(64 * MIB, ge=MIB, description="a log that is longer is rotated")
-    log_keep: int = Field(4, ge=1, le=1000, description="rotated ones of each log")
-    log_days: float = Field(30.0, gt=0, description="that a log which nobody writes any more is kept")
+    log_keep: int = Field(4, ge=1, le=1000, description="how many rotated files of each log are kept")
+    log_days: float = Field(30.0, gt=0, description="how long a log that nobody writes any more is kept")
     logs_total_bytes: int = Field(
-        4096 * MIB, ge=MIB, description="of all logs; past it the oldest go, but none that is being written"
+        4096 * MIB, ge=MIB, description="size of all logs; past it the oldest go, but none that is being written"
     )
 
 
@@ -154,7 +157,7 @@ class BackupSettings(_Section):
 
     url: str | None = Field(None, description="/path/of/a/mounted/directory or s3://bucket/prefix, one per box")
     endpoint: str | None = Field(None, description="https address of the S3-compatible store; unset: Amazon's")
-    region: str | None = Field(None, description="of the bucket; unset: us-east-1")
+    region: str | None = Field(None, description="region of the bucket; unset: us-east-1")
     credentials_file: str | None = Field(None, description="AWS credentials file; unset: where boto3 looks")
     credentials_profile: str | None = Field(None, description="section of the credentials file")
     key_file: str | None = Field(
@@ -163,7 +166,9 @@ class BackupSettings(_Section):
         "read; without it nobody can restore them. Unset: they are not encrypted",
     )
     keep: int = Field(14, ge=1, description="the newest backups stay, older ones are deleted")
-    every_hours: float = Field(0.0, ge=0.0, description="a running box takes one so often; 0: only when asked")
+    every_hours: float = Field(
+        0.0, ge=0.0, description="hours between two backups that a running box takes by itself; 0: only when asked"
+    )
 
     _known_kind = field_validator("url")(known_kind_of_url)
 
@@ -228,6 +233,7 @@ class BoxConfig(_Section):
     backup: BackupSettings = Field(default_factory=BackupSettings)
     doctor: DoctorSettings = Field(default_factory=DoctorSettings)
     tracking: TrackingSettings = Field(default_factory=TrackingSettings)
+    power: PowerSettings = Field(default_factory=PowerSettings)
 
 
 Table = dict[str, Any]
@@ -352,7 +358,7 @@ def enrolment_port(node_port: int) -> int:
 
 
 def _check_ports(box: BoxSettings, layers: list[_Layer]) -> None:
-    """Of a box that other nodes may join; without node_address nobody listens at node_port."""
+    """Checks the ports of a box that other nodes may join; without node_address nobody listens at node_port."""
     if box.node_address is None:
         return
     for port in (box.node_port, enrolment_port(box.node_port)):
@@ -435,7 +441,8 @@ def _known_keys(location: tuple[str, ...]) -> set[str]:
     """Keys of the section at `location`; () for the sections themselves."""
     kind: Any = BoxConfig
     for part in location:
-        kind = kind.model_fields[part].annotation
+        # Each section of a table of sections has the keys of its kind, whatever its name.
+        kind = kind.model_fields[part].annotation if hasattr(kind, "model_fields") else get_args(kind)[-1]
     return set(getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__", ()))
 
 

@@ -7,7 +7,7 @@ being written by one version, are interrupted (serve.core.sampling.INTERRUPT_URL
 swap the times from its beginning
 
     returned     until all answers have come back with what they have
-    standstill   until the first token of the next version is there, its adapter loaded and the beginnings read anew,
+    standstill   until the first token of the next version is there, its adapter loaded and the beginnings read again,
                  less what one token takes of an adapter that is loaded
 
 and of the adapter's load what the engine itself says.

@@ -84,7 +84,7 @@ project_stamp="$(digest "$project/pyproject.toml") $project"
 [ "$packages_only" = 0 ] || project_stamp='packages only'
 clear=()
 if [ -L "$venv/bin/python" ] && ! fits "$venv/bin/python"; then
-    say "$venv has no working Python 3.11 to 3.13 (its interpreter was removed or is another version); making it anew"
+    say "$venv has no working Python 3.11 to 3.13 (its interpreter was removed or is another version); making it again"
     clear=(--clear)
 fi
 # The lock counts without its comments: regenerating it with the same versions installs nothing.

@@ -128,7 +128,7 @@ class BackgroundTasks:
                     pause_s = FIRST_PAUSE_S
                     self._well(name)
                 if (task := asyncio.current_task()) is not None and task.cancelling():
-                    # Begun anew it would never end: whoever cancelled it waits for that.
+                    # Begun again it would never end: whoever cancelled it waits for that.
                     self._failed(name, error, None)
                     return
                 self._failed(name, error, pause_s)

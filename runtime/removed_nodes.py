@@ -22,12 +22,12 @@ from typing import Any
 from runtime.replace_file import replace_file
 
 BACKDATED_S = 86400.0
-"""A certificate is valid from so long before it was given out, since clocks differ."""
+"""A certificate is valid from this long before it was given out, since clocks differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemovedNodes:
-    """`file`: {name: {"before_s": Unix time of the removal, "out": whether the name has not joined anew}}. A file that
+    """`file`: {name: {"before_s": Unix time of the removal, "out": whether the name has not joined again}}. A file that
     cannot be read is an error (ValueError, OSError), not an empty list."""
 
     file: Path

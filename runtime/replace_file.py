@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 SUFFIX = ".new"
-"""Of the name under which a file is written, and which is left behind if its process is killed meanwhile."""
+"""The end of the name under which a file is written; it is left behind if its process is killed meanwhile."""
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:

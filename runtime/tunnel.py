@@ -335,7 +335,7 @@ def _inside(path: Path, folders: tuple[Path, ...]) -> Path:
 def _directly_in(path: Path, places: tuple[Path, ...]) -> Path:
     resolved = path.resolve()
     if not {resolved, resolved.parent} & {place.resolve() for place in places}:
-        raise TunnelRefused(f"{path} is none of {', '.join(map(str, places))}, nor in one of them")
+        raise TunnelRefused(f"{path} is not one of {', '.join(map(str, places))}, nor in one of them")
     return resolved
 
 

@@ -7,7 +7,8 @@ many chunks there are, how long, when they came, and the names of backups, which
 can delete backups.
 
 The key that seals is random and belongs to the place. It lies there in `encryption.json`, sealed with the key in the
-key file: 32 random bytes (`appliance backup keygen`), or a passphrase, which scrypt stretches.
+key file: 32 random bytes (`appliance backup keygen`), or a passphrase, which scrypt stretches. It is sealed to the name
+of the place, so that whoever keeps two of one key file does not show the one for the other.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from appliance.backup import manifest as manifests
-from appliance.backup.errors import BackupDamaged, BackupError, WrongKey
+from appliance.backup.errors import BackupDamaged, BackupError, WrongKey, WrongPlace
 from weights.format.errors import ObjectDamaged
 from weights.tiers.objects import Objects
 
 HEADER = "encryption.json"
 FORMAT = 1
+HEADER_FORMAT, UNBOUND = 2, 1
+"""Of `encryption.json`. Earlier releases did not seal it to the place's name."""
 KEY_LINE = "appliance-backup-key-1 "
 KEY_BYTES, NONCE_BYTES = 32, 12
 LEAST_PASSPHRASE = 16
@@ -145,8 +148,8 @@ def chunk_digest(objects: Objects, data: bytes) -> str:
 def opened(objects: Objects, key_file: Path | None, *, make: bool) -> Objects:
     """The place as it is to be used: encrypted where it is, or, to `make` the first backup there, where a key is named.
 
-    Raises WrongKey where the key is another, or is missing; BackupError where the place has backups of the other sort;
-    BackupDamaged; TierUnavailable."""
+    Raises WrongKey where the key is another, or is missing; WrongPlace; BackupError where the place has backups of the
+    other sort; BackupDamaged; TierUnavailable."""
     header = _header(objects)
     if header is None:
         if key_file is None:
@@ -160,13 +163,24 @@ def opened(objects: Objects, key_file: Path | None, *, make: bool) -> Objects:
             # There is none, and whoever asks says so; what the place shows him after all is not what was sealed.
             return Encrypted(objects, secrets.token_bytes(KEY_BYTES))
         key = secrets.token_bytes(KEY_BYTES)
-        objects.put(HEADER, _sealed(KeyFile.read(key_file), key))
+        objects.put(HEADER, _sealed(KeyFile.read(key_file), key, _name_of(objects)))
         return Encrypted(objects, key)
     if key_file is None:
         raise WrongKey(
             f"the backups at {objects.where} are encrypted: name the key file (--key-file, or key_file in [backup])"
         )
+    name = _name_of(objects)
+    if header["format"] != UNBOUND and header["place"] != name:
+        raise WrongPlace(
+            f"the backups at {objects.where} were made at a place called {header['place'][:80]!r}: whoever "
+            f"keeps it shows another one than {name!r}. If you have moved them, call the place so again"
+        )
     return Encrypted(objects, _unsealed(KeyFile.read(key_file), header, objects.where))
+
+
+def _name_of(objects: Objects) -> str:
+    """The last part of where it is: a mount has another path on another machine, and the folder in it the same."""
+    return objects.where.rstrip("/").rpartition("/")[2]
 
 
 def _header(objects: Objects) -> dict[str, Any] | None:
@@ -174,19 +188,26 @@ def _header(objects: Objects) -> dict[str, Any] | None:
         return None
     try:
         told = json.loads(objects.get(HEADER))
-        if told["format"] != FORMAT:
+        if told["format"] not in (HEADER_FORMAT, UNBOUND):
             raise BackupDamaged(f"the backups at {objects.where} are of a newer release; restore them with that one")
+        if told["format"] != UNBOUND and not isinstance(told["place"], str):
+            raise TypeError("no name of a place")
         return told
     except (ObjectDamaged, ValueError, KeyError, TypeError) as error:
         raise BackupDamaged(f"{HEADER} at {objects.where} is damaged, and no backup there can be read") from error
 
 
-def _sealed(key_file: KeyFile, key: bytes) -> bytes:
+def _sealed(key_file: KeyFile, key: bytes, place: str) -> bytes:
     nonce, salt = secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(16)
-    told: dict[str, Any] = {"format": FORMAT, "kdf": "scrypt" if key_file.is_passphrase else "key", "salt": salt.hex()}
+    told: dict[str, Any] = {
+        "format": HEADER_FORMAT,
+        "place": place,
+        "kdf": "scrypt" if key_file.is_passphrase else "key",
+        "salt": salt.hex(),
+    }
     if key_file.is_passphrase:
         told |= SCRYPT
-    sealed = nonce + AESGCM(_stretched(key_file, told)).encrypt(nonce, key, HEADER.encode())
+    sealed = nonce + AESGCM(_stretched(key_file, told)).encrypt(nonce, key, _header_bound(told))
     return json.dumps({**told, "key": base64.b64encode(sealed).decode()}).encode()
 
 
@@ -200,7 +221,9 @@ def _unsealed(key_file: KeyFile, told: dict[str, Any], where: str) -> bytes:
         )
     try:
         sealed = base64.b64decode(told["key"], validate=True)
-        return AESGCM(_stretched(key_file, told)).decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], HEADER.encode())
+        return AESGCM(_stretched(key_file, told)).decrypt(
+            sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], _header_bound(told)
+        )
     except InvalidTag as error:
         raise WrongKey(
             f"the {'passphrase' if is_passphrase else 'key'} in {key_file.path} is not the one that the backups at "
@@ -223,6 +246,10 @@ def _stretched(key_file: KeyFile, told: dict[str, Any]) -> bytes:
 
 def _derived(key: bytes, purpose: bytes, salt: bytes | None = None) -> bytes:
     return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=salt, info=purpose).derive(key)
+
+
+def _header_bound(told: dict[str, Any]) -> bytes:
+    return HEADER.encode() if told["format"] == UNBOUND else f"{HEADER} of {told['place']}".encode()
 
 
 def _bound(key: str) -> bytes:

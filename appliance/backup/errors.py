@@ -30,3 +30,7 @@ class NotEmpty(BackupError):
 
 class WrongKey(BackupError):
     """The backups at the place are encrypted, and with another key, or none was named."""
+
+
+class WrongPlace(BackupError):
+    """The backups were made at a place of another name, and are shown for those of this one."""

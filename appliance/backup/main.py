@@ -28,10 +28,10 @@ from appliance.backup.restore import restore, verify
 from appliance.backup.take import take
 from appliance.config import BackupSettings, load_resolved
 from appliance.paths import BoxPaths
-from appliance.tiers.levels import objects_at
 from runtime.logs import configure_logging
 from weights.format.errors import WeightsError
 from weights.tiers.objects import Objects
+from weights.tiers.places import objects_at
 
 REPORT_EVERY_S = 0.2
 NICE = 10

@@ -1,7 +1,7 @@
 """What one backup holds: a list of files, each a list of chunks by their SHA-256; backups share what is the same.
 
 In the place, `backups/NAME.json` is a manifest and `chunks/AB/ABCD...` a chunk. A manifest is written last: a backup
-that was broken off is none, and its chunks serve the next one.
+that was broken off is not a backup, and its chunks serve the next one.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _read(objects: Objects, name: str) -> Manifest:
 
 
 def next_name(objects: Objects, made_s: float) -> str:
-    """Of a backup made now: after all others at the place, also those of a time when the clock was ahead, or the oldest
-    would be taken for the newest, and the newest would be deleted as the oldest."""
+    """The name of a backup made now: after all others at the place, also those of a time when the clock was ahead, or
+    the oldest would be taken for the newest, and the newest would be deleted as the oldest."""
     for name in reversed(names(objects)):
         try:
             last_s = calendar.timegm(time.strptime(name, _TIME))

@@ -69,7 +69,7 @@ def take(
         if last is not None and not _same_box(last.box_id, box_id):
             raise NotThisBox(
                 f"{objects.where} has backups of another box ({last.box_id}, {last.data_dir}), this is {box_id}; give "
-                "each box a place of its own. If this directory was set up anew, restore the backup first: taking "
+                "each box a place of its own. If this directory was set up again, restore the backup first: taking "
                 "others would in time delete it"
             )
         writer = _Writer(objects, {} if last is None else {file.path: file for file in last.files}, report)
@@ -122,7 +122,7 @@ def _check_is_there(paths: BoxPaths, objects: Objects) -> None:
 
 def _identity(paths: BoxPaths) -> str:
     """PLACE:KEY, of the directory's path and of the box's first key, which comes back with a backup: two machines often
-    have the same path, and so has a box that was set up anew. PLACE alone while there is no key."""
+    have the same path, and so has a box that was set up again. PLACE alone while there is no key."""
     query = "SELECT id FROM keys WHERE NOT session ORDER BY seq LIMIT 1"
     try:
         with closing(sqlite3.connect(f"file:{paths.database}?mode=ro", uri=True)) as connection:
@@ -193,7 +193,7 @@ class _Writer:
 
 
 def _files(data_dir: Path, secrets: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """Regular files, by name below the directory; what a backup left behind is none of them."""
+    """Regular files, by name below the directory; what a backup left behind is not one of them."""
     left_out = LEFT_OUT if secrets else LEFT_OUT | SECRETS
     for entry in sorted(data_dir.iterdir()):
         if entry.name in left_out or entry.name.startswith((DATABASE, PREFIX)):

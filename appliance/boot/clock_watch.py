@@ -3,10 +3,10 @@
 The controller remembers its waits (the next try of a model or a tier, the next look at the devices, memory that an
 engine was promised) by the time of day, because people see those times. A clock that is set forward ends such waits
 early, which harms nothing; a clock that is set back by an hour makes each an hour longer. A controller that is started
-anew remembers none of them, and the restart costs neither a request nor a step.
+again remembers none of them, and the restart costs neither a request nor a step.
 
 Ray's timers use the time of day too. After a clock that was an hour ahead had been corrected, the raylet reported no
-freed devices for that hour, and nobody got a lease. So Ray is started anew as well, and engines and ranks with it,
+freed devices for that hour, and nobody got a lease. So Ray is started again as well, and engines and ranks with it,
 which is worth it from some minutes on.
 """
 

@@ -1,4 +1,4 @@
-"""Checks that a living process answers: one that hangs is killed, and its supervisor starts it anew."""
+"""Checks that a living process answers: one that hangs is killed, and its supervisor starts it again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVERY_S, PATIENCE_S = 5.0, 10.0
 HUNG_S = 120.0
 """Longer than any pause that a process recovers from by itself, such as half a minute of SIGSTOP or of swapping."""
 LONGEST_HUNG_S = 8 * HUNG_S
-"""What is started anew in place of one that did not answer gets twice its time, up to this: on a machine with no
+"""What is started again in place of one that did not answer gets twice its time, up to this: on a machine with no
 processor time to give, a start may take minutes, and one that is always cut short never ends."""
 
 
@@ -50,9 +50,7 @@ class Pulse:
         elif await self._answers():
             self._asked, self._hung_s = (pid, now_s), HUNG_S
         elif self._clock() - self._asked[1] >= self._hung_s and self._process.pid == pid:
-            self._say(
-                f"the {self._process.name} lives and has not answered for {self._hung_s:.0f} s: it is started anew"
-            )
+            self._say(f"the {self._process.name} lives and has not answered for {self._hung_s:.0f} s: it is restarted")
             self._hung_s = min(2 * self._hung_s, LONGEST_HUNG_S)
             self._process.restart()
 

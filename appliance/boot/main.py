@@ -251,7 +251,7 @@ class Box:
     async def _start_ray(self) -> asyncio.subprocess.Process:
         if self._config.box.node_address is None:
             # On loopback Ray's processes send it in clear, also to who takes the port of one that has just ended: it is
-            # of no use to him once Ray begins anew. Where nodes may join, they have copies, and all is TLS.
+            # of no use to him once Ray begins again. Where nodes may join, they have copies, and all is TLS.
             try:
                 self._paths.renew_ray_token()
             except OSError as error:
@@ -302,11 +302,14 @@ class Box:
     async def _look_at_clock(self) -> None:
         back_s, far_back_s = self._clock.set_back_s(), self._clock_of_ray.set_back_s()
         if far_back_s:
-            self._say(f"the clock was set back by {far_back_s:.0f} s: Ray starts anew, or it would wait for that")
+            self._say(
+                f"the clock was set back by {far_back_s:.0f} s: Ray is restarted, or it would wait for "
+                "the clock to catch up"
+            )
             self._ray.restart()  # and the controller with it
         elif back_s:
             why = f"the clock was set back by {back_s:.0f} s"
-            self._say(f"{why}: the controller starts anew, or it would wait for that")
+            self._say(f"{why}: the controller is restarted, or it would wait for the clock to catch up")
             self._controller.restart()
 
     async def _tell_troubles(self) -> None:

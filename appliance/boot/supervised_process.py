@@ -17,8 +17,8 @@ from runtime.processes.kernel import kill_group
 BOX_VARIABLE = "APPLIANCE_BOX"  # every process of a box inherits it, with the box's id
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _STEADY_S = 0.2, 10.0, 60.0
 HOPELESS_S = 600.0
-"""One more start does not help a process that has not run steadily for so long: the box ends with an error, and systemd
-starts all of it anew."""
+"""One more start does not help a process that has not run steadily for this long: the box ends with an error, and
+systemd starts all of it again."""
 
 
 class Supervised:
@@ -77,7 +77,7 @@ class Supervised:
         await self._runs.wait()
 
     def restart(self) -> None:
-        """Kill it; its supervisor starts it anew."""
+        """Kill it; its supervisor starts it again."""
         if self._process is not None:
             kill_group(self._process.pid)
 

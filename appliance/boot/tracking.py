@@ -16,7 +16,7 @@ from appliance.config import TrackingSettings
 from appliance.paths import BoxPaths
 
 _OURS = ("MLFLOW_", "WANDB_")
-# Of its own code, what the exporter imports; the packages beside it are the other interpreter's own.
+# The part of the box's code that the exporter imports; the packages beside it are the other interpreter's own.
 _CODE = ("appliance", "runtime")
 # A server that is away costs seconds, not MLflow's minutes: whoever waits for it is told later anyway.
 _QUIET = {

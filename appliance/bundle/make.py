@@ -57,7 +57,9 @@ class Parts:
 def make(target: Path, key: SecretKey, *, build: str | None, version: str | None, say: Say) -> Manifest:
     """Raises Unusable, Refused."""
     if not (PROJECT / "images" / "requirements").is_dir():
-        raise Unusable(f"a bundle is made from a checkout, and {PROJECT} is none; call it in one, after `make setup`")
+        raise Unusable(
+            f"a bundle is made from a checkout, and {PROJECT} is not one; call it in one, after `make setup`"
+        )
     build = build or wheels.build_here(PROJECT)
     if build not in wheels.builds(PROJECT):
         raise Unusable(f"there is no lock of a build {build!r}; there are {', '.join(sorted(wheels.builds(PROJECT)))}")
@@ -129,7 +131,8 @@ def _parts(version: str, build: str, folder: Path) -> Parts:
     there = compiled.directory()
     files |= {f"gateway/{path.relative_to(there)}": path for path in there.rglob("*.so")}
     files |= {f"share/docs/{path.name}": path for path in (PROJECT / "docs").iterdir() if path.is_file()}
-    files["share/appliance.service"] = PROJECT / "images" / "appliance.service"
+    for unit in ("appliance.service", "appliance-power.service"):
+        files[f"share/{unit}"] = PROJECT / "images" / unit
     bill = [sys.executable, str(PROJECT / "images" / "sbom.py"), "--build", build, "--version", version]
     done = subprocess.run(bill, capture_output=True, cwd=PROJECT)
     if done.returncode != 0:
@@ -160,7 +163,7 @@ def _content(path: Path) -> Content:
 
 
 def _commit() -> str:
-    """Of the checkout, with a "+" where it was changed since; "unknown" where git does not know it."""
+    """The commit of the checkout, with a "+" where it was changed since; "unknown" where git does not know it."""
     git = shutil.which("git")
     if git is None:
         return "unknown"

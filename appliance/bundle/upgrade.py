@@ -26,7 +26,7 @@ def upgrade(releases: Releases, version: str, data_dir: Path, timeout_s: float, 
             raise Refused(f"release {version} is the current one already")
         releases.known(version)
         if current is None:
-            raise Refused(f"{releases.prefix} has no current release: install one anew, which makes it that")
+            raise Refused(f"{releases.prefix} has no current release: install one again, which makes it current")
         if way_back(releases, data_dir, version).copy is not None:
             raise Refused(
                 f"the database on {data_dir} is of a newer release than {version}: `appliance rollback` goes back"

@@ -51,11 +51,12 @@ COMMANDS = {
     "rollback": ("releases.release", "Move the box back to the release before."),
     "audit": ("box.audit", "Who did what: every change, by whom, and what came of it."),
     "chat": ("models.chat", "Talk to a model in the terminal."),
+    "power": ("mode.power", "Power and energy: the profile in force, and who has drawn how much."),
     "simulate": ("mode.simulate", "Run the box's own scheduler on a trace in virtual time."),
 }
 SINGLE_COMMANDS = (
     *("init", "up", "down", "status", "join", "usage", "forget", "doctor", "restore", "upgrade", "rollback", "audit"),
-    *("chat", "simulate"),
+    *("chat", "power", "simulate"),
 )
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
 

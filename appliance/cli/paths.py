@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from urllib.parse import quote
 
 JOBS = "/v1/fine_tuning/jobs"
@@ -12,41 +13,11 @@ def segment(name: str) -> str:
     return quote(name, safe="")
 
 
-def job(job_id: str) -> str:
-    return f"{JOBS}/{segment(job_id)}"
+def _below(collection: str) -> Callable[[str], str]:
+    return lambda name: f"{collection}/{segment(name)}"
 
 
-def admin_job(job_id: str) -> str:
-    return f"/admin/v1/jobs/{segment(job_id)}"
-
-
-def model(name: str) -> str:
-    return f"/admin/v1/models/{segment(name)}"
-
-
-def file(file_id: str) -> str:
-    return f"/v1/files/{segment(file_id)}"
-
-
-def evaluation(eval_id: str) -> str:
-    return f"/v1/evals/{segment(eval_id)}"
-
-
-def gate(gate_id: str) -> str:
-    return f"/v1/gates/{segment(gate_id)}"
-
-
-def pipeline(name: str) -> str:
-    return f"/v1/pipelines/{segment(name)}"
-
-
-def pipeline_run(run_id: str) -> str:
-    return f"/v1/pipeline_runs/{segment(run_id)}"
-
-
-def sweep(sweep_id: str) -> str:
-    return f"/v1/sweeps/{segment(sweep_id)}"
-
-
-def batch(batch_id: str) -> str:
-    return f"/v1/batches/{segment(batch_id)}"
+job, admin_job, model = _below(JOBS), _below("/admin/v1/jobs"), _below("/admin/v1/models")
+file, batch, evaluation = _below("/v1/files"), _below("/v1/batches"), _below("/v1/evals")
+gate, sweep = _below("/v1/gates"), _below("/v1/sweeps")
+pipeline, pipeline_run = _below("/v1/pipelines"), _below("/v1/pipeline_runs")

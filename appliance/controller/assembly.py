@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from appliance import last_backup
 from appliance.boot.box_state import read_troubles
@@ -20,8 +22,11 @@ from appliance.controller.access.spending import Spending
 from appliance.controller.bus.bus import Bus, first_generation
 from appliance.controller.bus.demand_learning import DemandLearning
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices.cordons import DRAINS
 from appliance.controller.devices.deep_checks import DeepChecks
 from appliance.controller.devices.device_watch import DeviceWatch
+from appliance.controller.devices.energy import EnergyMeter
+from appliance.controller.devices.power import PowerKeeper
 from appliance.controller.interfaces.signals import Signals
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models.capacity import BoxFacts
@@ -33,7 +38,10 @@ from appliance.memory.job_memory import JobMemory
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
+from appliance.power.helper_client import HelperClient
 from appliance.store.database import Database
+from appliance.store.objects.callable_names import CallableNames
+from appliance.store.records import box
 from appliance.store.rows import JobRow
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.levels import make_levels
@@ -42,7 +50,7 @@ from appliance.tiers.tiers import Tiers
 from appliance.wiring.adapter_source import AdapterSource
 from appliance.wiring.batch_engines import SocketEngines, circumstances
 from appliance.wiring.box_status import BoxStatus
-from appliance.wiring.device_measure import DeviceProcesses
+from appliance.wiring.device_measure import NodeMeasures
 from appliance.wiring.doctor_process import DoctorProcess
 from appliance.wiring.handover_trigger import HandoverTrigger
 from appliance.wiring.job_runs import JobRuns
@@ -91,6 +99,8 @@ class Parts:
     states: SqliteStateStore
     box_status: BoxStatus
     deep_checks: DeepChecks
+    power: PowerKeeper
+    energy: EnergyMeter
     context: ControllerContext
 
 
@@ -118,7 +128,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     spending = Spending(db, signals.keys_changed)
     sizes = EngineSizes(db, config.serve, partial(_of_engines, devices, loop), config.scheduler.max_asleep_per_device)
-    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.tokens, loop.trouble)
+    names = CallableNames(db)
+    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.tokens, loop.trouble, names)
     lines = SocketEngines(
         bus,
         config.controller,
@@ -159,8 +170,9 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     memory = BoxMemory(db, HostMemory(db, StoredHere(store), reserve, means), nodes, reserve, means)
     learning = DemandLearning(routing.traffic, config.scheduler, len(devices), db=db)
 
-    def demand(model: str) -> Demand:
-        return lines.demand(model, routing.demand(model))
+    def demands() -> Callable[[str], Demand]:
+        with_lines = lines.demands()
+        return lambda model: with_lines(model, routing.demand(model))
 
     def job_lacks(row: JobRow) -> str:
         return memory.waits_for(row) or job_memory.waits_for(row)
@@ -172,8 +184,9 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         db,
         events,
         BoxSize(floor, len(devices), config.serve.max_replicas),
-        Live(demand, job_lacks, bounded, memory.job_nodes, memory.max_asleep),
+        Live(demands, job_lacks, bounded, memory.job_nodes, memory.max_asleep, job_memory.keep),
         signals.models_changed,
+        names,
     )
     trigger = HandoverTrigger(loop.status)
     journal = SqliteJournal(db, trigger.now)
@@ -186,13 +199,21 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     deep_checks = DeepChecks(
         db,
         port,
-        DeviceProcesses(devices, numa_bind=config.box.numa_bind, folder=paths.run),
+        NodeMeasures(nodes, node_config),
         lambda: sum(model.held for model in bus.load().models.values()),
         health.measured,
         config.scheduler.drain_timeout_s,
     )
     if config.doctor.before_return:
         health.checks_with(deep_checks.before_return)
+    helper = config.power.helper_socket
+    power = PowerKeeper(
+        config.power,
+        db,
+        floor,
+        partial(_of_profiles, db, devices),
+        None if helper is None else HelperClient(Path(helper)),
+    )
     context = ControllerContext(
         db=db,
         files_dir=paths.files,
@@ -215,6 +236,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         main_troubles=partial(read_troubles, paths.state_file),
         last_backup=partial(last_backup.read, paths.last_backup),
         wandb_mode=config.tracking.wandb_mode,
+        power=config.power,
+        power_status=power.status,
         device_readings=health.newest,
         deep_checks=deep_checks,
         doctor_findings=partial(read_findings, paths.last_checkup),
@@ -248,6 +271,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         states=states,
         box_status=box_status,
         deep_checks=deep_checks,
+        power=power,
+        energy=EnergyMeter(db, health.newest, port.status),
         context=context,
     )
     _connect(parts)
@@ -288,6 +313,12 @@ def _of_engines(home: tuple[Device, ...], loop: SchedulerLoop) -> list[Device]:
     """Home's devices and other nodes' of its kind, which run what home prepared."""
     there = tuple(loop.box.devices.values())  # in one go, for threads ask too
     return [*home, *(device for device in there if device.kind == home[0].kind)]
+
+
+def _of_profiles(db: Database, home: tuple[Device, ...]) -> dict[str, str]:
+    """Ids by UUID; not of what a person drained, which is theirs."""
+    drained = box.get(db, DRAINS, {})
+    return {device.uuid: device.id for device in home if device.uuid and device.id not in drained}
 
 
 def _facts(devices: tuple[Device, ...], store: WeightStore, config: SchedulerConfig) -> BoxFacts:

@@ -32,12 +32,14 @@ from appliance.controller.app import create_app
 from appliance.controller.assembly import Parts, assemble
 from appliance.controller.devices import copy_limit
 from appliance.controller.devices.deep_checks import Nightly
+from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
 from appliance.controller.http.peers import FromBox, FromGateways
 from appliance.memory.host_memory import LOOK_EVERY_S
 from appliance.paths import BoxPaths
 from appliance.tiers.flow import TierFlow
 from appliance.wiring.box_status import RSS_EVERY_S
 from appliance.wiring.job_runs import TIDY_EVERY_S
+from runtime import garbage
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
@@ -105,6 +107,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     )
     # The controller cannot run without these: an error in one ends it, and the main process restarts it. The app's
     # lifespan is entered here, once: two servers share it.
+    garbage.settle()
     async with app.router.lifespan_context(app), asyncio.TaskGroup() as tasks:
         deciding = tasks.create_task(parts.loop.run(), name="scheduler loop")
         serving = [
@@ -121,6 +124,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         await asyncio.wait({deciding, *serving})
         await parts.background.stop()
         await parts.deep_checks.tasks.stop()
+        parts.power.close()
     saved = await _save_everything(parts.effects, parts.flow)
     await parts.lines.close()
     await parts.adapters.stop()
@@ -135,6 +139,8 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep, keep_every = parts.background.keep, parts.background.keep_every
     keep("nodes that come and go", parts.effects.watch)
     keep_every("health of devices", parts.health.look, config.scheduler.device_check_s, at_once=True)
+    keep_every("energy of devices", parts.energy.look, config.scheduler.device_check_s)
+    keep_every("power profile", parts.power.look, POWER_EVERY_S, at_once=True)
     keep_every("resident memory of engines", parts.box_status.read_memory, RSS_EVERY_S, at_once=True)
     keep_every("host memory", parts.memory.look, LOOK_EVERY_S, at_once=True)
     keep_every("what is degraded", partial(_report_degraded, parts), DEGRADED_EVERY_S)

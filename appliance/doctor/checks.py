@@ -173,7 +173,7 @@ def _kernel(facts: Facts) -> Iterator[Finding]:
             None if facts.numa_balancing is None else not facts.numa_balancing,
             "on" if facts.numa_balancing else "off",
             "off",
-            "`sysctl kernel.numa_balancing=0`: engines and ranks stay beside their device",
+            "`sysctl kernel.numa_balancing=0`: engines and ranks stay near their device",
             "warn",
         )
     yield _judged(

@@ -14,7 +14,7 @@ from appliance.cli.errors import CommandFailed
 from appliance.cli.jobs.batch import begin, begun_before, refuse_unfinished, rows, wait_for_end
 
 LINES = 20_000
-"""Of one batch. The box takes 50,000."""
+"""As many as one batch has. The box takes 50,000."""
 METADATA = "harness"
 _PINNED = re.compile(r"@v\d+$")
 

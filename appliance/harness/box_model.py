@@ -16,7 +16,7 @@ from appliance.harness.batches import Batches
 from appliance.harness.errors import Unsupported
 
 MOST_STOPS = 4
-"""Of a request of the OpenAI API. Answers are cut at all that a task names."""
+"""As many as a request of the OpenAI API may have. Answers are cut at all that a task names."""
 
 
 class BoxModel(LM):
@@ -71,7 +71,7 @@ class BoxModel(LM):
         return {**body, "prompt": text, "max_tokens": tokens}
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Of each continuation after its context: the sum of its tokens' log-probabilities (natural logarithm), and
+        """For each continuation after its context: the sum of its tokens' log-probabilities (natural logarithm), and
         whether each of them was the likeliest. As in the library, blanks at the end of a context belong to the
         continuation; a token that begins in one and ends in the other does too."""
         if not requests:

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from appliance.cli import output
 from appliance.cli.client import Address, Client
 from appliance.cli.command import Session
 from appliance.cli.errors import CliError
 from appliance.cli.jobs.eval import Z_95
 from appliance.harness.batches import Batches
 from appliance.harness.errors import Unsupported
+from appliance.harness.kept import NotKept, keep
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,13 @@ class Wish:
     max_tokens: int
     seed: int | None
     hub: bool
+    keep: bool
 
 
 def run(wish: Wish) -> list[dict[str, Any]]:
     """A row for each model, task and figure: `model`, `task`, `metric`, `value`, `low`, `high` (95 %, None if the
-    library gives no standard error), `questions`, `as` (how it was asked: messages or text). Raises CliError,
-    Unsupported, and what the library raises."""
+    library gives no standard error), `questions`, `as` (how it was asked: messages or text), and where its answers are
+    kept `eval_id` and `run_id`, else None. Raises CliError, Unsupported, and what the library raises."""
     if not wish.hub:  # read as the libraries are imported
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     import lm_eval
@@ -48,14 +51,15 @@ def run(wish: Wish) -> list[dict[str, Any]]:
 
     manager = TaskManager(include_path=wish.folder) if wish.folder else TaskManager()
     client = Client(Address(**wish.address), wish.api_key)
-    batches = Batches(Session(client, "json", None, wish.api_key))
-    rows = []
+    session = Session(client, "json", None, wish.api_key)
+    batches = Batches(session)
+    rows: list[dict[str, Any]] = []
     for task in wish.tasks:
         kinds = {one.OUTPUT_TYPE for one in manager.load([task])["tasks"].values()}
         # The API has no log-probabilities of what stands within messages, so choices are scored as plain text.
         chat = wish.chat and kinds == {"generate_until"}
-        for name in wish.models:
-            found = lm_eval.simple_evaluate(
+        found = {
+            name: lm_eval.simple_evaluate(
                 model=BoxModel(batches, name, chat=chat, max_tokens=wish.max_tokens, seed=wish.seed),
                 tasks=[task],
                 task_manager=manager,
@@ -63,10 +67,29 @@ def run(wish: Wish) -> list[dict[str, Any]]:
                 limit=wish.limit,
                 apply_chat_template=chat,
                 fewshot_as_multiturn=chat,
-                log_samples=False,
+                log_samples=wish.keep,
             )
-            rows += [{**row, "as": "messages" if chat else "text"} for row in figures(name, found)]
+            for name in wish.models
+        }
+        asked_as = "messages" if chat else "text"
+        about = {"as": asked_as, "examples": wish.examples, "limit": wish.limit, "lm_eval": lm_eval.__version__}
+        ids = _kept(session, about, found) if wish.keep else {}
+        for name, one in found.items():
+            for row in figures(name, one):
+                of = ids.get(row["task"], {})
+                rows.append({**row, "as": asked_as, "eval_id": of.get(""), "run_id": of.get(name)})
     return rows
+
+
+def _kept(session: Session, about: dict[str, Any], found: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """By task, what `keep` tells. The figures are there without it, so the reason why there is none is only said."""
+    ids = {}
+    for task in next(iter(found.values()))["samples"]:
+        try:
+            ids[task] = keep(session, task, about, {name: one["samples"][task] for name, one in found.items()})
+        except (NotKept, CliError) as error:
+            output.say(f"{task} is not kept as an evaluation: {error}")
+    return ids
 
 
 def figures(model: str, found: dict[str, Any]) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from appliance.controller.access.naming import resolve
 from appliance.controller.jobs.fit import shape_of
 from appliance.controller.models import capacity
@@ -57,6 +59,11 @@ class JobMemory:
             offloaded = 0 if on_cpu else numbers.get("offload", {}).get("host_bytes", 0)
             self._host_needs[row.id] = ranks_bytes + offloaded + numbers["host"]["needed_bytes"]
         return self._host_needs[row.id]
+
+    def keep(self, jobs: Container[str]) -> None:
+        """Only these jobs are unfinished."""
+        self._needs = {job_id: need for job_id, need in self._needs.items() if job_id in jobs}
+        self._host_needs = {job_id: need for job_id, need in self._host_needs.items() if job_id in jobs}
 
     def _verdict(self, row: JobRow, facts: BoxFacts) -> capacity.Verdict:
         base = resolve(self._db, row.model)

@@ -141,7 +141,7 @@ def _short(reading: MemoryReading, holdings: Holdings, reserve: int) -> str:
     if reading.stalled >= STALLED_PERCENT and reading.available < int(reserve * ENOUGH_OF_RESERVE):
         return f"{have}, and processes stalled on memory for {reading.stalled:.0f} % of the last ten seconds"
     if holdings.wanted and reading.available < reserve + holdings.wanted:
-        return f"{have}, engines with waiting requests need {gb(holdings.wanted)} beside the reserve of {gb(reserve)}"
+        return f"{have}, engines with waiting requests need {gb(holdings.wanted)} besides the reserve of {gb(reserve)}"
     return ""
 
 

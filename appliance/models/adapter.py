@@ -28,7 +28,7 @@ _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _MORE_THAN_FACTORS = {
     "use_dora": "DoRA",
     "lora_bias": "biases in the factors",
-    "modules_to_save": "whole modules beside the factors",
+    "modules_to_save": "whole modules in addition to the factors",
     "trainable_token_indices": "embeddings of its own for some tokens",
     "target_parameters": "factors on parameters (experts) and not on layers",
     "layer_replication": "repeated layers",
@@ -54,7 +54,7 @@ def is_adapter(directory: Path) -> bool:
 
 
 def wanted(where: str, names: Collection[str]) -> set[str]:
-    """Of the files of an adapter's directory or repository, those that are taken. Raises NotACheckpoint,
+    """The files of an adapter's directory or repository that are taken. Raises NotACheckpoint,
     PickleRefused."""
     if WEIGHTS_FILE not in names:
         if _PICKLE in names:

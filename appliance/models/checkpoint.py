@@ -198,7 +198,9 @@ def examine(directory: Path, layout: Layout) -> Facts:
     _refuse_code(config, "config.json")
     if config.get("speculators_config") is not None:
         # vLLM takes the model that it names, any path of this machine, in place of this one.
-        raise UnsupportedModel("config.json", "has 'speculators_config': a draft for another model is none by itself")
+        raise UnsupportedModel(
+            "config.json", "has 'speculators_config': a draft for another model is not a model by itself"
+        )
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise NotACheckpoint("config.json", "'architectures' must be a list of class names such as LlamaForCausalLM")

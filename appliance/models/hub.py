@@ -145,7 +145,7 @@ def download(listing: Listing, directory: Path, settings: HubSettings, on_bytes:
     """Brings every file of `listing` into `directory`, continuing what an earlier call left there.
 
     `on_bytes(count, file)` is called for every piece with the bytes since the last call, negative if the hub could not
-    resume and a file begins anew. Raises HubUnreachable (call again to go on), HubNotFound, DownloadCorrupt (the file
+    resume and a file begins again. Raises HubUnreachable (call again to go on), HubNotFound, DownloadCorrupt (the file
     is gone).
     """
     headers = {"Accept-Encoding": "identity", "User-Agent": "appliance"}

@@ -100,7 +100,7 @@ class ModelLibrary:
             raise NotACheckpoint(
                 "",
                 f"{path} is an adapter's directory; expected a checkpoint with config.json and weights. An adapter is "
-                "imported beside its base (`appliance model import DIR --base NAME`)",
+                "imported together with its base (`appliance model import DIR --base NAME`)",
             )
         if not path.is_dir():
             what = "is a file and no GGUF" if path.exists() else "does not exist"
@@ -251,7 +251,7 @@ class ModelLibrary:
 
     @contextlib.contextmanager
     def _made(self, kind: str, least_bytes: int) -> Iterator[Path]:
-        """A path where another process makes a checkpoint of at least so many bytes; what is left there goes. Raises
+        """A path where another process makes a checkpoint of at least this many bytes; what is left there goes. Raises
         NotEnoughDisk."""
         self._sweep()
         self._require_space(least_bytes)
@@ -403,7 +403,7 @@ class ModelLibrary:
 
     @contextlib.contextmanager
     def _staging(self, nbytes: int) -> Iterator[Path]:
-        """A directory for one import of so many bytes; what is not renamed out of it goes. Raises NotEnoughDisk."""
+        """A directory for one import of this many bytes; what is not renamed out of it goes. Raises NotEnoughDisk."""
         staging = self._private(self._root / ".staging") / f"{os.getpid()}-{uuid.uuid4().hex}"
         try:
             with self._room_for(nbytes):
@@ -414,7 +414,7 @@ class ModelLibrary:
 
     @contextlib.contextmanager
     def _room_for(self, nbytes: int) -> Iterator[None]:
-        """There was room for so many bytes, and others write too: raises NotEnoughDisk where the block finds none."""
+        """There was room for this many bytes, and others write too: raises NotEnoughDisk where the block finds none."""
         try:
             yield
         except OSError as error:

@@ -15,7 +15,7 @@ from weights.format.names import MANIFEST_FILE
 
 _OURS = b'{"manifest_checksum":'  # how Manifest.to_bytes begins; others use the name manifest.json too
 _MOST_VALUES = MAX_HEADER_VALUES  # it has as many for a tensor as a header
-_WAY_OUT = "; take the copy anew, or delete manifest.json if it was changed on purpose"
+_WAY_OUT = "; take the copy again, or delete manifest.json if it was changed on purpose"
 
 
 def recorded(directory: Path) -> Manifest | None:

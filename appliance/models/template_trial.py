@@ -29,7 +29,7 @@ CONVERSATION = (
 )
 _TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
-# Of what a request may have, by what a template may tell apart: one that was quick with three messages and endless with
+# What a request may have, by what a template may tell apart: one that was quick with three messages and endless with
 # eight took its engine off the air for everybody.
 OTHERS: tuple[dict[str, Any], ...] = (
     {"messages": CONVERSATION[:1]},

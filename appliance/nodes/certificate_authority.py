@@ -4,7 +4,7 @@ The box makes it when it first starts with a `node_address`. Its key never leave
 asks for a certificate with a one-time token (appliance.nodes.enrolment); from then on both sides of every connection
 between nodes show theirs. What we listen with refuses the certificate of a node that was removed
 (runtime/removed_nodes.py); Ray's TLS knows no such list. Against that only a new authority helps: delete the folder,
-start again, let the others join anew.
+start again, let the others join again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ AUTHORITY_LIFE = timedelta(days=3650)
 NODE_LIFE = timedelta(days=730)
 CLOCKS_APART = timedelta(seconds=BACKDATED_S)
 RENEW_BEFORE = timedelta(days=60)
-"""A node that starts so long before the end of its certificate gets another one; `status` says it from then on."""
+"""A node that starts less than this before the end of its certificate gets another one; `status` says so from
+then on."""
 
 
 class Unfit(RuntimeError):
@@ -73,7 +74,7 @@ class Credentials:
         mine = self._mine()
         key = serialization.load_pem_private_key(self.files.key.read_bytes(), None)
         if mine.public_key() != key.public_key():
-            return "its certificate is of another key than the one beside it"
+            return "its certificate belongs to another key than the one next to it"
         if mine.not_valid_after_utc - (now or datetime.now(UTC)) < timedelta(0):
             return f"its certificate ended on {mine.not_valid_after_utc:%Y-%m-%d}"
         if mine.subject != _name(name):

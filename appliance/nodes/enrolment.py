@@ -49,7 +49,8 @@ TOKEN_LIFE_S = 900.0
 TALK_TIMEOUT_S = 15.0
 LINE_BYTES = 16384
 TALKS_OF_ONE = 4
-"""Of one address. Of all together `runtime.newcomers` bounds them: who says nothing keeps no other machine out."""
+"""As many as one address may have open. `runtime.newcomers` bounds all together: who says nothing keeps no other
+machine out."""
 NODE_NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 _PREFIX, _ID_BYTES, _SECRET_BYTES = "join-", 8, 24
 _SHARED, _RENEWAL = "ray.token", "certificate"
@@ -252,7 +253,7 @@ async def renew(credentials: Credentials, box: tuple[str, int], name: str, addre
 async def _talking(
     box: tuple[str, int], context: ssl.SSLContext
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to the box's enrolment, for so long and no longer. Raises NotEnrolled for what goes wrong on it."""
+    """A connection to the box's enrolment that ends after this time. Raises NotEnrolled for what goes wrong on it."""
     writer = None
     try:
         async with asyncio.timeout(TALK_TIMEOUT_S):
@@ -300,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     credentials = Credentials(paths.certificates)
     if not credentials.files.certificate.exists():
         refused = f"no other machine can join the box on {paths.data_dir}"
-        print(f"{refused}: set node_address in [box] of its appliance.toml, then start it anew", file=sys.stderr)
+        print(f"{refused}: set node_address in [box] of its appliance.toml, then restart it", file=sys.stderr)
         return 1
     if options.remove is not None:
         if not NODE_NAME.fullmatch(options.remove) or options.remove == "n0":

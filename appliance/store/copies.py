@@ -41,7 +41,7 @@ def copy_database(source: Path, target: Path) -> int:
 
 
 def keep_copy(connection: sqlite3.Connection, path: Path, schema: int) -> Path:
-    """Of the database at `path`, which `connection` is to change. Raises NoRoomForCopy, sqlite3.Error, OSError."""
+    """Copies the database at `path`, which `connection` is to change. Raises NoRoomForCopy, sqlite3.Error, OSError."""
     folder = path.parent / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     for left in folder.glob("*.partial"):
@@ -60,7 +60,7 @@ def keep_copy(connection: sqlite3.Connection, path: Path, schema: int) -> Path:
 
 
 def kept_copies(path: Path) -> list[Kept]:
-    """Of the database at `path`, the oldest first."""
+    """The copies of the database at `path`, the oldest first."""
     paths = (path.parent / FOLDER).glob("*.db")
     found = [Kept(one, int(name[1])) for one in paths if (name := _NAME.fullmatch(one.name))]
     return sorted(found, key=lambda kept: (kept.made_s, kept.path.name))

@@ -22,12 +22,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from appliance.store.errors import (
     DatabaseUnusable,
-    DuplicateRow,
     NoRoomForCopy,
     OpenedByParent,
-    RowNotFound,
     SchemaTooNew,
-    UnknownColumn,
     UnknownCursor,
     WriteWhileReading,
 )
@@ -47,7 +44,8 @@ PAGE_BYTES = 2 * 2**20
 """Text of the rows of one page. Who reads a page waits for all of it."""
 PAGE_ROWS = 500
 PAGE_WEIGHT = 1 << 16
-"""Of the JSON in the rows of one page: a list or object counts as 12, a string as 4, any other value as 1."""
+"""The weight of the JSON in the rows of one page: a list or object counts as 12, a string as 4, any other value as
+1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +56,8 @@ class Page(Generic[Row]):
     has_more: bool
 
 
-class Room:
-    """What one page has for its texts, and for the JSON among them."""
+class PageBudget:
+    """What one page may still take: bytes of text, and weight of the JSON among it."""
 
     def __init__(self) -> None:
         self._bytes, self._weight = PAGE_BYTES, PAGE_WEIGHT
@@ -138,7 +136,10 @@ class Database:
             self._connection.close()
             raise
         self._readers = Readers(
-            path, BUSY_TIMEOUT_MS / 1000, lambda: self.reserve is not None and self.reserve.is_released
+            path,
+            BUSY_TIMEOUT_MS / 1000,
+            lambda: self.reserve is not None and self.reserve.is_released,
+            lambda: self._depth > 0,
         )
         self._threads = ReadingThreads(self._readers)
         _OPEN.add(self)
@@ -200,6 +201,10 @@ class Database:
         finally:
             self._depth -= 1
 
+    @property
+    def is_in_transaction(self) -> bool:
+        return self._depth > 0
+
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         if (reader := self._readers.here) is not None:
             return reader.execute(sql, parameters)
@@ -237,33 +242,14 @@ class Database:
     def all(self, kind: type[Row], sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
         return [_decode(kind, row) for row in self.execute(sql, parameters)]
 
-    def insert(self, table: str, row: Any, *, name: str) -> None:
-        """Store a dataclass; `name` is what a DuplicateRow error calls it."""
-        values = {field.name: _encode(field, getattr(row, field.name)) for field in dataclasses.fields(row)}
-        columns, marks = ", ".join(values), ", ".join("?" * len(values))
-        try:
-            self.execute(f"INSERT INTO {table} ({columns}) VALUES ({marks})", list(values.values()))
-        except sqlite3.IntegrityError as error:
-            if "UNIQUE" in str(error):
-                raise DuplicateRow(table, name) from error
-            raise
+    def value(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
+        """The first column of the first row; None if there is no row."""
+        row = self.execute(sql, parameters).fetchone()
+        return None if row is None else row[0]
 
-    def update(self, table: str, kind: type[Row], where: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-        """Change columns of the one row that `where` names. Raises RowNotFound, UnknownColumn."""
-        fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        unknown = [name for name in changes if name not in fields]
-        if unknown:
-            raise UnknownColumn(table, unknown)
-        if not changes:
-            return
-        assignments = ", ".join(f"{name} = ?" for name in changes)
-        conditions = " AND ".join(f"{name} = ?" for name in where)
-        cursor = self.execute(
-            f"UPDATE {table} SET {assignments} WHERE {conditions}",
-            [*(_encode(fields[name], value) for name, value in changes.items()), *where.values()],
-        )
-        if cursor.rowcount == 0:
-            raise RowNotFound(table, "/".join(str(value) for value in where.values()))
+    def column(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
+        """The first column of what the statement finds."""
+        return [row[0] for row in self.execute(sql, parameters)]
 
     def page(
         self,
@@ -307,9 +293,9 @@ class Database:
         )
         rows: list[Row] = []
         written = [name for name, is_json in _columns(kind) if is_json]
-        room, has_more = Room(), False
+        budget, has_more = PageBudget(), False
         for row in cursor:
-            fits = room.take((value for value in row if isinstance(value, str)), (row[name] for name in written))
+            fits = budget.take((value for value in row if isinstance(value, str)), (row[name] for name in written))
             if has_more := len(rows) == limit or (bool(rows) and not fits):
                 break
             rows.append(_decode(kind, row))
@@ -344,7 +330,8 @@ def owned_by(viewer: str | None) -> dict[str, str]:
     return {} if viewer is None else {"owner": viewer}
 
 
-def _encode(field: dataclasses.Field[Any], value: Any) -> Any:
+def encode(field: dataclasses.Field[Any], value: Any) -> Any:
+    """A value as its column has it."""
     if field.metadata.get("json") and value is not None:
         return json.dumps(value, separators=(",", ":"))
     return value
@@ -366,7 +353,7 @@ def _columns(kind: Any) -> tuple[tuple[str, bool], ...]:
 
 
 def _weight(text: str | None) -> int:
-    """Of a JSON text, at most: what stands in its strings counts too."""
+    """The weight of a JSON text, at most: what stands in its strings counts too."""
     if text is None:
         return 0
     return 12 * (text.count("[") + text.count("{")) + 2 * text.count('"') + text.count(",")

@@ -19,12 +19,13 @@ from typing import Any
 from appliance.store.errors import ReadingEnded, WriteWhileReading
 
 LOG_BYTES, MOST_LOG_BYTES = 32 << 20, 256 << 20
-"""A log begins anew only when nobody reads what stands in it, so that readings without a gap between them would have it
-grow until the disk is full. Where it is longer than the first, a new reading waits a moment for those at work to end,
-and where it is longer than the second, until they have."""
-_GAP_WAIT_S, _WRITER_S, _GAPS_EVERY_S = 0.2, 0.05, 2.0
+"""A log begins again only when nobody reads what stands in it, so that readings without a gap between them would have
+it grow until the disk is full. Where it is longer than the first, a new reading waits a moment for those at work to
+end, and where it is longer than the second, until they have."""
+_GAP_WAIT_S, _GAPS_EVERY_S = 0.2, 2.0
+_QUIET_S, _WRITER_S, _BUSY_WRITER_S, _LOOK_S = 0.05, 0.2, 5.0, 0.005
 _STEPS = 10_000
-"""Of SQLite's virtual machine, about 0.2 ms, between two looks whether somebody still waits for what is read."""
+"""Steps of SQLite's virtual machine, about 0.2 ms, between two looks whether somebody still waits for what is read."""
 
 
 Function = tuple[str, int, Callable[..., Any]]
@@ -91,10 +92,10 @@ class Reader:
 
 class Readers:
     """As many connections as ever read at once. timeout_s: that a reading waits for a lock, which it hardly ever has
-    to. disk_is_short: whether the log has to do with the length that it has."""
+    to. disk_is_short: whether the log has to do with the length that it has. writes: whether a transaction is open."""
 
-    def __init__(self, path: Path, timeout_s: float, disk_is_short: Callable[[], bool]):
-        self._path, self._timeout_s, self._disk_is_short = path, timeout_s, disk_is_short
+    def __init__(self, path: Path, timeout_s: float, disk_is_short: Callable[[], bool], writes: Callable[[], bool]):
+        self._path, self._timeout_s, self._disk_is_short, self._writes = path, timeout_s, disk_is_short, writes
         self._log = path.with_name(f"{path.name}-wal")
         self._functions: list[Function] = []
         self._changed = threading.Condition()
@@ -155,7 +156,7 @@ class Readers:
             if time.monotonic() >= self._next_gap_s:
                 length, _ = state = self._log_state()
                 if length > (0 if self._disk_is_short() else LOG_BYTES) and state != self._log_after_gap:
-                    self._make_gap(None if length > MOST_LOG_BYTES else _GAP_WAIT_S)
+                    self._make_gap(length > MOST_LOG_BYTES)
             if self._closed or stop.asked:
                 raise ReadingEnded
             reader = self._idle.pop() if self._idle else self._open()
@@ -163,19 +164,36 @@ class Readers:
             self._at_work.add(stop)
             return reader
 
-    def _make_gap(self, wait_s: float | None) -> None:
-        """Carries the log over while nobody reads, so that the writer begins it anew. It never holds the writer up."""
+    def _make_gap(self, at_all_costs: bool) -> None:
+        """Carries the log over while nobody reads, so that the writer begins it again. It never holds the writer up."""
         self._shortening = True
+        begun = self._log_begun()
         try:
+            wait_s = None if at_all_costs else _GAP_WAIT_S
             if self._changed.wait_for(lambda: not self._at_work, wait_s) and not self._closed:
                 with suppress(sqlite3.OperationalError):  # a full disk: the writer says so, who reads needs no room
                     self._carry_over()
-                # A writer that is at it carries the rest over itself after its commit, while nobody reads.
-                self._changed.wait_for(lambda: self._closed, _WRITER_S)
+                self._await_writer(begun, _BUSY_WRITER_S if at_all_costs else _WRITER_S)
         finally:
             self._shortening = False
             self._next_gap_s, self._log_after_gap = time.monotonic() + _GAPS_EVERY_S, self._log_state()
             self._changed.notify_all()
+
+    def _await_writer(self, begun: bytes, most_s: float) -> None:
+        """Returns once the log, which began with `begun`, has been begun again, or nobody writes.
+
+        A writer that is at it carries the rest over itself after its commit, while nobody reads, and begins the log
+        again with its next transaction. When readers went on after 50 ms, one whose transactions or whose disk took
+        longer never came to it, and the log grew by 60 MB a second."""
+        now_s = time.monotonic()
+        until_s, quiet_s, state = now_s + most_s, now_s + _QUIET_S, self._log_state()
+        while not self._closed and now_s < until_s and self._log_begun() == begun:
+            if self._writes() or self._log_state() != state:
+                quiet_s, state = now_s + _QUIET_S, self._log_state()
+            elif now_s >= quiet_s:
+                return
+            self._changed.wait_for(lambda: self._closed, _LOOK_S)
+            now_s = time.monotonic()
 
     def _carry_over(self) -> None:
         with closing(sqlite3.connect(self._path, isolation_level=None, timeout=self._timeout_s)) as connection:
@@ -199,6 +217,14 @@ class Readers:
         connection.row_factory = sqlite3.Row
         connection.execute("PRAGMA query_only = ON")
         return Reader(connection)
+
+    def _log_begun(self) -> bytes:
+        """What is another each time that the log is begun (https://www.sqlite.org/fileformat2.html#walformat)."""
+        try:
+            with open(self._log, "rb", buffering=0) as log:
+                return log.read(24)[16:]
+        except FileNotFoundError:
+            return b""
 
     def _log_state(self) -> tuple[int, int]:
         """(bytes, time of the last write in ns)."""

@@ -28,7 +28,7 @@ class Statements(Protocol):
 
 
 class Reserve:
-    """`want_bytes` of rows. It is released when the volume is nearly full, and made anew row by row when there is
+    """`want_bytes` of rows. It is released when the volume is nearly full, and made again row by row when there is
     room."""
 
     def __init__(self, db: Statements, want_bytes: int, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs):

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="appliance.support.main", description=__doc__)
     parser.add_argument("--config-json", required=True, help="the resolved configuration, JSON")
     parser.add_argument("--output", type=Path, required=True, help="a file that does not exist yet")
-    parser.add_argument("--hours", type=float, required=True, help="logs written within so many")
+    parser.add_argument("--hours", type=float, required=True, help="take logs that were written within this many hours")
     parser.add_argument("--runs", action="store_true", help="the box of this configuration is up")
     options = parser.parse_args(argv)
     config = load_resolved(options.config_json)

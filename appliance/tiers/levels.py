@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Protocol
-
 from appliance.paths import BoxPaths
 from appliance.tiers.tiers import Level
 from weights.format.config import Packing, WeightsConfig
@@ -12,27 +9,8 @@ from weights.format.header import TensorSpec
 from weights.tiers.codec import Codec
 from weights.tiers.directory import DirectoryTier
 from weights.tiers.objects import DirectoryObjects, Objects
-from weights.tiers.objects_s3 import S3Objects
 from weights.tiers.packed import PackedTier, moment_codecs
-
-
-class Place(Protocol):
-    """Where objects are kept; see `weights.format.config.RemoteTier`."""
-
-    @property
-    def url(self) -> str | None: ...
-
-    @property
-    def endpoint(self) -> str | None: ...
-
-    @property
-    def region(self) -> str | None: ...
-
-    @property
-    def credentials_file(self) -> str | None: ...
-
-    @property
-    def credentials_profile(self) -> str | None: ...
+from weights.tiers.places import objects_at
 
 
 def make_levels(config: WeightsConfig, paths: BoxPaths) -> list[Level]:
@@ -55,22 +33,6 @@ def make_levels(config: WeightsConfig, paths: BoxPaths) -> list[Level]:
         remote = _packed("remote", objects_at(far), far)
         levels.append(Level("remote", remote.where, remote, remote, far.versions, far.snapshots, far.rate_bytes_s))
     return levels
-
-
-def objects_at(place: Place) -> Objects:
-    """The store at a place whose `url` is set. Raises TierUnavailable where its settings make no client."""
-    assert place.url is not None
-    if not place.url.startswith("s3://"):
-        return DirectoryObjects(Path(place.url))
-    bucket, _, prefix = place.url.removeprefix("s3://").partition("/")
-    return S3Objects(
-        bucket,
-        prefix,
-        endpoint=place.endpoint,
-        region=place.region,
-        credentials_file=None if place.credentials_file is None else str(Path(place.credentials_file).expanduser()),
-        credentials_profile=place.credentials_profile,
-    )
 
 
 def _packed(name: str, objects: Objects, packing: Packing) -> PackedTier:

@@ -24,8 +24,8 @@ class TierReturn:
     def bring_in(self, name: Name, store: WeightStore | None = None) -> StoredVersion:
         """Brings `name` into shared memory (or `store`) unless it is there, from the nearest tier whose copy is whole.
 
-        Damaged copies on the way are logged. Once another was good they are removed, so that the flow writes them anew.
-        Raises LookupError if no tier has it whole, StoreFull.
+        Damaged copies on the way are logged. Once another was good they are removed, so that the flow writes them
+        again. Raises LookupError if no tier has it whole, StoreFull.
         """
         store = store or self._tiers.store
         found = self._in_store(store, name)
@@ -82,7 +82,7 @@ class TierReturn:
             tier.level.of(name.kind).quarantine(name)
             tier.damaged += 1
             tier.dirty = True
-            removed = f"{name} was damaged and was removed, to be written anew"
+            removed = f"{name} was damaged and was removed, to be written again"
             self._tiers.note(tier, f"{removed}; the {good} tier had it whole: {fault}")
 
         def done(future: Future[None]) -> None:

@@ -179,19 +179,25 @@ class Tiers:
                 found.append(Copy(tier.level.name, where, partial(holder.verify, name)))
         return found
 
-    def status(self) -> list[dict[str, Any]]:
-        """One entry per tier, shared memory first; sizes in bytes, times in Unix seconds."""
-        usage = self.store.usage()
-        counts = {kind: len(self.store.list(kind)) for kind in KINDS}
-        memory = _EMPTY | {
-            "name": "memory",
-            "where": str(self.store.root),
-            "versions": counts["version"] + counts["adapter"],
-            "snapshots": counts["snapshot"],
-            "bytes": usage.used_bytes,
-            "limit_bytes": usage.budget_bytes,
-        }
-        return [memory, *map(_status, self.all)]
+    def status(self) -> Callable[[], list[dict[str, Any]]]:
+        """One entry per tier, shared memory first; sizes in bytes, times in Unix seconds. Taken on the loop; called on
+        any thread, for it lists the folders of shared memory."""
+        known = list(map(_status, self.all))
+
+        def listed() -> list[dict[str, Any]]:
+            usage = self.store.usage()
+            counts = {kind: self.store.count(kind) for kind in KINDS}
+            memory = _EMPTY | {
+                "name": "memory",
+                "where": str(self.store.root),
+                "versions": counts["version"] + counts["adapter"],
+                "snapshots": counts["snapshot"],
+                "bytes": usage.used_bytes,
+                "limit_bytes": usage.budget_bytes,
+            }
+            return [memory, *known]
+
+        return listed
 
     def _in_memory_copy(self, name: Name) -> Copy | None:
         path = version_path(self.store.root, *name)

@@ -91,7 +91,7 @@ class Follower:
             try:
                 self._follow(job_id, self._progress.jobs[job_id])
             except TrackerFailed:
-                self._address.pop(job_id, None)  # its run may be gone there: it is looked for anew
+                self._address.pop(job_id, None)  # its run may be gone there: it is looked for again
                 raise
             del self._failed[job_id]
 

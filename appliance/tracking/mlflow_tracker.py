@@ -13,7 +13,7 @@ from appliance.tracking.errors import TrackerFailed
 from appliance.tracking.store_reader import Job, Point
 from runtime.background_tasks import first_words
 
-# Of the server: so many in one request, and so long.
+# Limits of the server: how many values one request may have, and how long each may be.
 METRICS, PARAMS, PARAM_CHARACTERS, TAG_CHARACTERS = 1000, 100, 6000, 5000
 _STATUS = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 _JOB = "appliance.job"

@@ -50,7 +50,7 @@ class Point:
 
 
 class StoreReader:
-    """Each look opens the database anew, so that it may be called from any thread and none outlives it. Raises
+    """Each look opens the database again, so that it may be called from any thread and none outlives it. Raises
     sqlite3.Error."""
 
     def __init__(self, database: Path):

@@ -18,7 +18,7 @@ _STEP = {"train": "train/global_step", "validation": "validation/global_step"}
 
 class WandbTracker:
     """The number of an event is W&B's own step, so that W&B itself knows how far it was told: a run at a server is
-    taken up there, and one on disk, whose file nobody can go on with, is written anew.
+    taken up there, and one on disk, whose file nobody can go on with, is written again.
 
     folder: where W&B keeps its files. url: of the server, None: W&B's own. W&B's own looks at this machine are off: no
     code, packages, host name, user or load are sent.
@@ -78,6 +78,7 @@ class WandbTracker:
             console="off",
             silent=True,
             host="appliance",
+            program="appliance",  # else the path of the exporter, which may have a name of a person in it
             disable_code=True,
             disable_git=True,
             save_code=False,
@@ -109,7 +110,7 @@ class WandbTracker:
         try:
             ask(*arguments, **named)
         except wandb.Error as error:
-            del self._runs[job.id]  # what W&B has of them in this process is of no more use: `begin` makes them anew
+            del self._runs[job.id]  # what W&B has of them in this process is of no more use: `begin` makes them again
             raise _failed(error) from error
 
 

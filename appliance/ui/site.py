@@ -1,6 +1,6 @@
 """Reads the page's files into memory and answers requests for them. Pure once read.
 
-`/ui` is the document and always asked anew; what it names is below `/ui/HASH/`, a hash of all files, and kept by
+`/ui` is the document and always asked again; what it names is below `/ui/HASH/`, a hash of all files, and kept by
 browsers for ever. A release thus never mixes with the files of another one.
 """
 

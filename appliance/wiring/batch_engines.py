@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import httpx
@@ -220,19 +221,29 @@ class SocketEngines:
                 asking.cancel()
         self._changed.set()
 
-    def demand(self, host: str, reported: Demand) -> Demand:
-        """The gateways' reported demand for a model, plus that of batches and rollouts where it is in nobody's way."""
-        lines = [name for asker, models in self._wanted.items() if asker != SAMPLING for name in models]
-        name = next((name for name in lines if self._hosts(name) == host), None)
-        sampled = any(self._hosts(name) == host for name in self._wanted.get(SAMPLING, ()))
-        if (name is None and not sampled) or reported.requests:
-            return reported
-        now = self._circumstances()
-        others = share.others_asked(self._bus.load(), {host, name or host})
-        awake = bool(self._open(name or host))
-        for_lines = name is not None and share.may_wake(now.policy, now.jobs_want_devices, others, now.free_devices)
-        for_samples = sampled and (awake or share.may_wake_to_sample(now.policy, now.floor, others, now.free_devices))
-        return share.with_wish(reported, awake, time.time()) if for_lines or for_samples else reported
+    def demands(self) -> Callable[[str, Demand], Demand]:
+        """For one round of the scheduler: makes of a model's demand that gateways report that of batches and rollouts
+        too, where it is in nobody's way. There are thousands of models, and what all need is made once."""
+        lines: dict[str, str] = {}
+        for name in (name for asker, models in self._wanted.items() if asker != SAMPLING for name in models):
+            lines.setdefault(self._hosts(name), name)
+        sampled = {self._hosts(name) for name in self._wanted.get(SAMPLING, ())}
+        asked, circumstances = share.asked(self._bus.load()), cache(self._circumstances)
+
+        def demand(host: str, reported: Demand) -> Demand:
+            name = lines.get(host)
+            if (name is None and host not in sampled) or reported.requests:
+                return reported
+            now, its = circumstances(), {host, name or host}
+            others = len(asked) > len(asked & its)
+            awake = bool(self._open(name or host))
+            for_lines = name is not None and share.may_wake(now.policy, now.jobs_want_devices, others, now.free_devices)
+            for_samples = host in sampled and (
+                awake or share.may_wake_to_sample(now.policy, now.floor, others, now.free_devices)
+            )
+            return share.with_wish(reported, awake, time.time()) if for_lines or for_samples else reported
+
+        return demand
 
     async def close(self) -> None:
         for client in self._clients.values():
@@ -242,7 +253,7 @@ class SocketEngines:
         return share.open_engines(self._bus.models.get(model), version)
 
     def _free(self, model: str, version: str | None = None) -> dict[str, str]:
-        """Of the open ones, those that are not kept for one line."""
+        """The open engines that are not kept for one line."""
         return {name: socket for name, socket in self._open(model, version).items() if name not in self._kept_for_one}
 
     def _least_loaded(self, model: str, version: str | None = None) -> tuple[str, str]:

@@ -87,7 +87,7 @@ def certificate_notes(ends: Mapping[str, float], now_s: float) -> list[str]:
     return [
         f"the certificate of {name} {'ends' if ends_s > now_s else 'ended'} on "
         f"{datetime.fromtimestamp(ends_s, UTC):%Y-%m-%d}: "
-        f"start {'the box' if name == HOME_NODE else 'that node'} anew, which then gets another one"
+        f"restart {'the box' if name == HOME_NODE else 'that node'}, which then gets another one"
         for name, ends_s in sorted(ends.items())
         if ends_s - now_s < RENEW_BEFORE.total_seconds()
     ]

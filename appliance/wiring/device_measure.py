@@ -1,87 +1,42 @@
-"""Measures devices of this machine in processes of their own, which see no other device (`serve.load.device_rates`)."""
+"""Measures devices of every node of the box: those of this machine here, others by the agent of their node."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 from appliance.controller.interfaces.errors import OperationFailed
-from runtime.devices.kinds import kind_of
-from scheduler.core.inventory import Device
+from scheduler.devices.measure import DeviceProcesses, NotMeasured
+from scheduler.ray.node import NodeConfig
+from scheduler.ray.nodes import Nodes
 
-LIMIT_S = 180.0
 
-
-class DeviceProcesses:
+class NodeMeasures:
     """Implements `appliance.controller.interfaces.ports.DeviceMeasure`."""
 
-    def __init__(self, devices: Sequence[Device], *, numa_bind: bool, folder: Path, limit_s: float = LIMIT_S):
-        """folder: where the processes of one measure meet."""
-        self._devices = {device.id: device for device in devices}
-        self._numa_bind, self._folder, self._limit_s = numa_bind, folder, limit_s
+    def __init__(self, nodes: Nodes, home: NodeConfig):
+        self._nodes, self._home = nodes, home.name
+        self._here = DeviceProcesses(home.devices, numa_bind=home.numa_bind, folder=Path(home.run_dir))
 
     async def alone(self, device_id: str) -> tuple[dict[str, float], list[str]]:
-        answer = await self._run(self._devices[device_id])
-        return answer["rates"], answer["wrong"]
+        node = device_id.partition("/")[0]
+        with _failures():
+            if node == self._home:
+                return await self._here.alone(device_id)
+            return await self._nodes.measured_alone(node, device_id)
 
     async def together(self, device_ids: list[str]) -> dict[str, float]:
-        with TemporaryDirectory(prefix="rates-", dir=self._folder) as folder:
-            meet = str(Path(folder) / "meet")
-            ranks = [
-                asyncio.ensure_future(
-                    self._run(
-                        self._devices[device_id],
-                        *("--rank", str(rank), "--world", str(len(device_ids)), "--meet", meet),
-                    )
-                )
-                for rank, device_id in enumerate(device_ids)
-            ]
-            try:
-                answers = await asyncio.gather(*ranks)
-            finally:
-                for rank in ranks:  # of one that failed the others would wait for a minute
-                    rank.cancel()
-                await asyncio.gather(*ranks, return_exceptions=True)
-        return {f"all-reduce of {len(device_ids)}": min(answer["all-reduce"] for answer in answers)}
+        (node,) = {device_id.partition("/")[0] for device_id in device_ids}
+        with _failures():
+            if node == self._home:
+                return await self._here.together(device_ids)
+            return await self._nodes.measured_together(node, device_ids)
 
-    async def _run(self, device: Device, *options: str) -> dict[str, Any]:
-        kind = kind_of(device.kind)
-        threads = max(1, len(os.sched_getaffinity(0)) // len(self._devices)) if kind.on_host else 1
-        arguments = [kind.name, "--threads", str(threads), *options]
-        if self._numa_bind and device.numa_node is not None:
-            arguments += ["--numa-node", str(device.numa_node)]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(threads),
-            "GLOO_SOCKET_IFNAME": "lo",
-            **kind.visibility([device.index]),
-            **kind.collectives_environment("lo"),
-        }
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "serve.load.device_rates", *arguments),
-            stdout=pipe,
-            stderr=pipe,
-            env=environment,
-        )
-        try:
-            async with asyncio.timeout(self._limit_s):
-                said, complained = await process.communicate()
-        except TimeoutError as error:
-            raise OperationFailed(
-                f"its measurement did not end within {self._limit_s:.0f} s", code="not_measured"
-            ) from error
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        if process.returncode != 0:
-            why = (complained.decode(errors="replace").strip() or f"it ended with {process.returncode}").splitlines()
-            raise OperationFailed(f"its measurement failed: {why[-1]}", code="not_measured")
-        return json.loads(said.splitlines()[-1])
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except NotMeasured as error:
+        raise OperationFailed(str(error), code="not_measured") from error

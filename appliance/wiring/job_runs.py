@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import sqlite3
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -16,6 +17,7 @@ from appliance.controller.access.naming import version_prefix
 from appliance.controller.jobs.events import JobEvents, activate
 from appliance.store.chunks import little_by_little
 from appliance.store.database import BOX, Database
+from appliance.store.errors import ReadingEnded
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.facts import name_of
@@ -76,7 +78,8 @@ class JobRuns:
         await little_by_little(partial(self._ingest_some, job_id, left))
 
     def _missed(self, job_id: str) -> list[dict[str, Any]]:
-        """Steps that the store has not, and what is told once; within a reading, for a job may have 100,000 steps."""
+        """Steps that the store has not, and what is told once; within a reading, because a job may have 100,000
+        steps."""
         known = job_records.steps_of(self._db, job_id)
         return [
             event
@@ -93,7 +96,7 @@ class JobRuns:
         return bool(left)
 
     def _is_new(self, job_id: str, event: dict[str, Any]) -> bool:
-        """Of what `_missed` has found, with what was ingested since."""
+        """Whether an event that `_missed` found was not ingested since."""
         if event["event"] == "anomaly":  # what they say of the learning rate has to be known before ranks start
             known_cuts = len((jobs.get(self._db, job_id).resolved or {}).get("rate_cuts", ()))
             cuts = len(event["cuts"]) + (event["action"] == "rollback")
@@ -322,6 +325,12 @@ class JobRuns:
             # Requested: each epoch's weights go live at once, in the engine that already serves the model.
             activate(self._db, row, version)
         self._on_change()
+
+    async def will_succeed(self, job_id: str) -> None:
+        try:
+            await self._events.will_succeed(job_id)
+        except (OSError, sqlite3.Error, ReadingEnded) as error:  # no reason to keep the end of the job from being told
+            log.warning("the table of its steps is not written yet: %s", error, extra={"job_id": job_id})
 
     def on_stopped(self, job_id: str) -> None:
         """Its ranks were ended by force; this completes the cancellation of a job."""

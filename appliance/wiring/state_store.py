@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +13,10 @@ from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs import pauses
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.database import Database
-from appliance.store.objects import adapters as adapter_rows
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.kept_rows import KeptRows
+from appliance.store.objects import jobs, models
 from appliance.store.objects.adapters import AdapterRow
+from appliance.store.objects.callable_names import CallableNames
 from appliance.store.records import box, canaries, deployments, model_settings, usage
 from appliance.store.rows import CanaryRow, DeploymentRow, JobRow
 from scheduler.core.failures import Trouble
@@ -39,15 +40,17 @@ class BoxSize:
 class Live:
     """Input for a scheduling round that is not in the store.
 
-    demand: of a model. job_lacks: why a job cannot begin now, in a sentence; "" if it can. bounded: deployments with
-    values learned from their traffic, within what memory allows. job_nodes: nodes on which a job can run. max_asleep:
-    by node, how many sleeping engines may stay as processes; not in it: the configured number."""
+    demands: made once for a round, says what is wanted of each model. job_lacks: why a job cannot begin now, in a
+    sentence; "" if it can. bounded: deployments with values learned from their traffic, within what memory allows.
+    job_nodes: nodes on which a job can run. max_asleep: by node, how many sleeping engines may stay as processes; not
+    in it: the configured number. keep_jobs: hears of the unfinished ones, for what is kept of others goes."""
 
-    demand: Callable[[str], Demand]
+    demands: Callable[[], Callable[[str], Demand]]
     job_lacks: Callable[[JobRow], str] = lambda row: ""
     bounded: Callable[[tuple[DeploymentView, ...]], tuple[DeploymentView, ...]] = lambda deployments: deployments
     job_nodes: Callable[[JobRow], tuple[str, ...]] = lambda row: (HOME_NODE,)
     max_asleep: Callable[[], Mapping[str, int]] = dict
+    keep_jobs: Callable[[Container[str]], None] = lambda jobs: None
 
 
 class SqliteStateStore:
@@ -55,10 +58,22 @@ class SqliteStateStore:
 
     models_changed: called when a model becomes callable or stops being callable."""
 
-    def __init__(self, db: Database, events: JobEvents, size: BoxSize, live: Live, models_changed: Callable[[], Any]):
+    def __init__(
+        self,
+        db: Database,
+        events: JobEvents,
+        size: BoxSize,
+        live: Live,
+        models_changed: Callable[[], Any],
+        names: CallableNames | None = None,
+    ):
+        """names: of whoever else asks for them."""
         self._db, self._events, self._size, self._live = db, events, size, live
+        self._names = names or CallableNames(db)
+        self._unfinished = KeptRows(db, {"jobs": "ROW.id"}, _unfinished)
         self._models_changed = models_changed
         self._settings: dict[str, str] = {}
+        self._demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
         self._remaining_device_s: dict[str, float] = {}  # as reported by each job when it last ran
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
@@ -70,12 +85,15 @@ class SqliteStateStore:
             self.job_waiting(row.id, "the box was restarted")
 
     def load(self) -> Workload:
-        unfinished = self._finish_cancelled(jobs.list_unfinished(self._db))
+        unfinished = self._finish_cancelled(self._unfinished.all())
+        ids = {row.id for row in unfinished}
+        self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
+        self._live.keep_jobs(ids)
         mode = read_mode(self._db)
-        self._settings = model_settings.digests(self._db)
+        self._settings, self._demand = model_settings.digests(self._db), self._live.demands()
         active = models.active_versions(self._db)
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
-        adapters = {row.name: row for row in adapter_rows.list_callable(self._db)}
+        adapters = self._names.adapters()
         return Workload(
             policy=policy_of(mode, self._size.serving_floor),
             policy_since_s=mode.since_s,
@@ -152,7 +170,7 @@ class SqliteStateStore:
                     version=adapter.base_version,
                     min_replicas=0,
                     pinned=False,
-                    demand=self._live.demand(adapter.host),
+                    demand=self._demand(adapter.host),
                     idle=Idle(limit_s=CHECKPOINT_IDLE_S),
                 )
         for row in deployed:
@@ -177,7 +195,7 @@ class SqliteStateStore:
             version=row.version,
             min_replicas=1,
             max_replicas=max(1, stable.max_replicas),
-            demand=self._live.demand(row.name),
+            demand=self._demand(row.name),
             idle=Idle(),
             pinned=False,
         )
@@ -189,11 +207,11 @@ class SqliteStateStore:
             DeploymentView(
                 row.name,
                 row.version,
-                demand=self._live.demand(row.name),
+                demand=self._demand(row.name),
                 idle=Idle(limit_s=CHECKPOINT_IDLE_S),
                 settings=self._settings.get(row.model, ""),
             )
-            for row in job_records.checkpoint_names(self._db)
+            for row in self._names.checkpoints()
             if row.name not in adapters
         ]
 
@@ -232,7 +250,7 @@ class SqliteStateStore:
             max_replicas=max(row.min_replicas, self._size.max_replicas)
             if row.max_replicas is None
             else row.max_replicas,
-            demand=self._live.demand(row.model),
+            demand=self._demand(row.model),
             ttft_target_s=row.ttft_p95_s,
             tpot_target_s=None if row.tpot_p95_ms is None else row.tpot_p95_ms / 1000,
             idle=Idle(IdleSettings.model_construct(**row.idle)),
@@ -242,3 +260,8 @@ class SqliteStateStore:
 
     def _bare(self, model: str, version: str) -> DeploymentView:
         return DeploymentView(model, version, settings=self._settings.get(model, ""))
+
+
+def _unfinished(db: Database, among: Sequence[str] | None) -> Iterator[tuple[str, JobRow]]:
+    for row in jobs.list_unfinished(db, among):
+        yield row.id, row

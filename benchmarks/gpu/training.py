@@ -74,6 +74,7 @@ def attention(
     filled up."""
     from train.model import attention as packed
 
+    kinds.unplanned_attention()  # as in ranks, where few lengths come again
     kind, segments = of_torch(device), _segments(tokens)
     shapes = ((1, heads, tokens, dim), (1, kv_heads, tokens, dim), (1, kv_heads, tokens, dim))
     torch.manual_seed(7)

@@ -6,7 +6,7 @@ import importlib.metadata
 
 NEEDS_THE_OTHER = (
     "this is the CPU build, whose engines compute on no GPU: install the other one (`APPLIANCE_BUILD=cuda make setup`) "
-    "or set [box] devices to a number, such as 8, for so many logical CPU devices"
+    "or set [box] devices to a number, such as 8, for that many logical CPU devices"
 )
 NEEDS_GPUS = (
     "this is the CUDA build, whose engines compute on NVIDIA GPUs alone, and the box has only logical CPU devices. If "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from functools import cache
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache, partial
 from pathlib import Path
 
 from runtime.devices.builds import NEEDS_GPUS, for_processors
-from runtime.devices.kind import DeviceKind, Found
+from runtime.devices.kind import DeviceKind, Found, Reading
+from runtime.devices.rapl import HostEnergy
 
 DEFAULT_LOGICAL_DEVICES = 8
 HOST_MEMORY = "cpu"
@@ -43,6 +45,10 @@ class Cpu(DeviceKind):
     def address(self, index: int) -> str:
         return self.name  # all equal: a parked rank can resume in the place of any
 
+    def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]] | None:
+        host = HostEnergy.find()
+        return None if host is None else partial(_shares, host, tuple(devices.values()))
+
     def computes_bf16(self) -> bool:
         return _host_computes_bf16()
 
@@ -65,6 +71,13 @@ KIND = Cpu()
 def host_memory_bytes() -> int:
     """Total memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _shares(host: HostEnergy, device_ids: tuple[str, ...], let_go: Collection[str]) -> tuple[Reading, ...]:
+    """The host's energy in equal parts: nothing counts it for each logical device."""
+    told_j, now_s = host.joules(), time.time()
+    each_j = None if told_j is None else told_j / len(device_ids)
+    return tuple(Reading(name, now_s, energy_j=each_j) for name in device_ids if name not in let_go)
 
 
 @cache

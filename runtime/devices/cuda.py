@@ -11,7 +11,8 @@ from typing import Any
 
 import pynvml
 
-from runtime.devices.kind import DeviceKind, DevicesRefused, Found, Reading
+from runtime.devices.kind import DeviceKind, DevicesRefused, Found, PowerControl, Reading
+from runtime.devices.nvml_power import NvmlPower
 from runtime.devices.torch_cuda import TorchCuda
 from runtime.devices.xids import fault_of
 
@@ -51,6 +52,7 @@ class Cuda(TorchCuda):
     # vLLM takes them first on Blackwell, and with keys and values in FP8 on all but Hopper, without asking for the nvcc
     # that compiles their kernels, or the network that they come from (vllm/platforms/cuda.py, _get_backend_priorities).
     compiled_attention = "FLASHINFER"
+    has_compiler = "vllm.utils.flashinfer:has_flashinfer"
     report_commands = (("nvidia-smi", "-q"),)
     runtime_library = "libcudart"
     runtime_prefix = "cuda"
@@ -98,6 +100,18 @@ class Cuda(TorchCuda):
     def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]]:
         return _Watch(devices).read
 
+    def hardware_trace(self, indices: Collection[int], seconds: int, file: Path) -> list[str]:
+        # Nsight Systems cannot attach to processes that run; the GPUs' counters it samples without any (its user guide,
+        # GPU Metrics), for as long as the program that it starts.
+        return [
+            *("nsys", "profile", f"--gpu-metrics-devices={','.join(map(str, sorted(indices)))}"),
+            *("--trace=none", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true", f"--output={file}"),
+            *("sleep", str(seconds)),
+        ]
+
+    def power_control(self) -> PowerControl:
+        return NvmlPower()
+
     def not_ready(self, message: str) -> str:
         if "system not yet initialized" not in message:  # error 802 (CUDA driver API, CUDA_ERROR_SYSTEM_NOT_READY)
             return ""
@@ -122,7 +136,9 @@ class Cuda(TorchCuda):
     def fork_environment(self) -> dict[str, str]:
         # Makes torch.cuda.is_available() query NVML instead of CUDA, which no forked process could use afterwards
         # ("Cannot re-initialize CUDA in forked subprocess").
-        return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        # Its import starts two compilers in the background, with a thread each that waits for them, in a process that
+        # forks, and they outlive it. Whoever uses its kernels compiles them when it needs them (humming/ops/utils.py).
+        return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "HUMMING_DISABLE_PARALLEL_BUILD": "1"}
 
     def before_fork(self) -> None:
         # DeepSpeed's accelerator keeps NVML open from its import on, and so does every torch.cuda.is_available() that
@@ -256,12 +272,12 @@ def _found(index: int, handles: Mapping[int, Any]) -> Found:
 def _memory_bytes(handle: Any, known_unfit: bool) -> int:
     if not known_unfit:
         return _usable_bytes(handle)
-    # Of a GPU that is cut by MIG the driver tells its memory to root alone (NVML API, nvmlDeviceGetMemoryInfo).
+    # The driver tells the memory of a GPU that is cut by MIG to root alone (NVML API, nvmlDeviceGetMemoryInfo).
     return _ask(lambda: _usable_bytes(handle)) or 0
 
 
 def _usable_bytes(handle: Any) -> int:
-    """What CUDA hands out. Of NVML's total, which nvidia-smi shows, driver and firmware keep some hundreds of MB (NVML
+    """What CUDA hands out. Driver and firmware keep some hundreds of MB of NVML's total, which nvidia-smi shows (NVML
     API, nvmlMemory_v2_t)."""
     try:
         told = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
@@ -278,7 +294,7 @@ def unfit(handle: Any) -> str:
     mode = _ask(lambda: pynvml.nvmlDeviceGetComputeMode(handle))
     if mode in _EXCLUSIVE:
         return (
-            f"is in compute mode {_EXCLUSIVE[mode]}, in which an engine cannot sleep beside another; "
+            f"is in compute mode {_EXCLUSIVE[mode]}, in which an engine cannot sleep next to another; "
             "`nvidia-smi -i N -c DEFAULT` changes that"
         )
     return ""
@@ -342,7 +358,7 @@ class _Watch:
     """Reads on demand. The driver collects Xids (`xids`) from the first `read` on, of each GPU that answers then.
 
     Whose handle was asked for is open until NVML is closed, and the driver resets no GPU that somebody has open
-    (nvidia-smi, --gpu-reset: not even a monitoring application may). So NVML is opened anew to let one go.
+    (nvidia-smi, --gpu-reset: not even a monitoring application may). So NVML is opened again to let one go.
     """
 
     def __init__(self, devices: Mapping[int, str]):

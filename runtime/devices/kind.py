@@ -62,6 +62,36 @@ THROTTLES = ("heat", "hardware", "power_brake", "power_cap")
 ordered. `power_cap`: at its power limit, which is no fault."""
 
 
+@dataclass(frozen=True, slots=True)
+class PowerLimits:
+    """Of one device, in watts: the power limit as it is set, and between which it may be set."""
+
+    limit_w: float
+    least_w: float
+    most_w: float
+
+
+class PowerRefused(RuntimeError):
+    """The driver does not do it; the message says why."""
+
+
+class PowerControl(Protocol):
+    """Sets power and clock limits of this machine's devices, by UUID. Drivers let root alone do it. Its methods raise
+    PowerRefused."""
+
+    def code(self) -> list[str]:
+        """Files that are run to do it."""
+
+    def limits(self) -> dict[str, PowerLimits]:
+        """Of every device whose limit can be set."""
+
+    def set_limit(self, uuid: str, limit_w: float) -> None:
+        """Of its power."""
+
+    def set_clock(self, uuid: str, most_mhz: int | None) -> None:
+        """Bound the clock of its processors; None: no bound but the driver's own."""
+
+
 class PageLock(Protocol):
     """Locks pages of the host's memory for copies to a device. Ranges may not overlap."""
 
@@ -87,10 +117,10 @@ class DeviceKind(ABC):
     `context_bytes`: what one process takes of a device before its first tensor: context, collectives' buffers, math
     libraries' workspaces. `asleep_bytes`: what a sleeping engine keeps of one. `engine_modules`: what the parent of
     engines imports of vLLM for them, which leaves the devices alone. `compiled_attention`: in the names of vLLM's
-    attention backends that need a compiler which the box does not install; "": none does. `report_commands`: the
-    maker's tools that print their state, for a support bundle. `head_sizes`: elements of an attention head that engines
-    compute on it; empty where only the engine knows. `untried`: of a kind that was written by reading alone, what it
-    lacks; a box refuses its devices unless told to try.
+    attention backends that need a compiler which the box does not install; "": none does. `has_compiler`: the function
+    of vLLM's that says whether it is there. `report_commands`: the maker's tools that print their state, for a support
+    bundle. `head_sizes`: elements of an attention head that engines compute on it; empty where only the engine knows.
+    `untried`: of a kind that was written by reading alone, what it lacks; a box refuses its devices unless told to try.
     """
 
     name: str
@@ -104,6 +134,7 @@ class DeviceKind(ABC):
     asleep_bytes: int = 0
     engine_modules: tuple[str, ...] = ()
     compiled_attention: str = ""
+    has_compiler: str = ""
     report_commands: tuple[tuple[str, ...], ...] = ()
     head_sizes: frozenset[int] = frozenset()
     untried: str = ""
@@ -134,6 +165,15 @@ class DeviceKind(ABC):
     def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]] | None:
         """Return a function that reads the health of the devices {index: id} in some milliseconds. It is given the ids
         of those to let go: it reads nothing of them and keeps nothing of them open. None: they report nothing."""
+        return None
+
+    def hardware_trace(self, indices: Collection[int], seconds: int, file: Path) -> list[str]:
+        """The command that samples these devices' own counters for so long, whoever computes on them, with the tool of
+        their maker; empty: there is none for the kind."""
+        return []
+
+    def power_control(self) -> PowerControl | None:
+        """None: nothing sets their limits."""
         return None
 
     def computes_bf16(self) -> bool:
@@ -225,6 +265,10 @@ class DeviceKind(ABC):
     def mark(self) -> Callable[[], None]:
         """Return a function, for any thread, that waits for the work that this thread has submitted by now."""
         return lambda: None
+
+    def unplanned_attention(self) -> None:  # noqa: B027
+        """Keep torch's attention, in this process, off kernels that are planned again for every length of a
+        sequence."""
 
     def copy_stream(self) -> AbstractContextManager[Any]:
         """Give this thread's copies their own stream in this context. In the compute stream a copy would wait for all

@@ -68,19 +68,25 @@ def fork_environment() -> dict[str, str]:
 
 
 def is_of_a_device(error: str, message: str) -> bool:
-    """See DeviceKind.at_fault; of every kind."""
+    """See DeviceKind.at_fault; asks every kind."""
     return any(kind.at_fault(error, message) for kind in KINDS.values())
 
 
 def not_ready(message: str) -> str:
-    """See DeviceKind; of the kind that knows the message."""
+    """See DeviceKind; asks the kind that knows the message."""
     return next(filter(None, (kind.not_ready(message) for kind in KINDS.values())), "")
 
 
 def before_fork() -> None:
-    """See DeviceKind. Of every kind, for the same reason."""
+    """See DeviceKind. Asks every kind, for the same reason."""
     for kind in KINDS.values():
         kind.before_fork()
+
+
+def unplanned_attention() -> None:
+    """See DeviceKind; asks every kind."""
+    for kind in KINDS.values():
+        kind.unplanned_attention()
 
 
 def copy_streams() -> ExitStack:

@@ -64,7 +64,7 @@ class Child:
         except (OSError, ChannelClosed, TimeoutError, json.JSONDecodeError) as error:
             raise WarmParentError(
                 f"the warm parent at {warm_socket} did not fork {name} within {timeout_s} s "
-                f"({type(error).__name__}: {error}); see its log beside {log_path}"
+                f"({type(error).__name__}: {error}); see its log next to {log_path}"
             ) from error
         return cls(channel, pid, name, str(log_path))
 

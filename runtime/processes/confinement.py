@@ -155,7 +155,23 @@ def _seccomp() -> ctypes.CDLL | None:
     return found
 
 
+def prepare() -> None:
+    """Makes once what every `confine` in a fork of this process needs: of a hundred rules that takes 2 ms of CPU, as
+    long as what is confined may."""
+    if not missing():
+        _allowed_calls()
+
+
 def _confine_calls() -> None:
+    library = _seccomp()
+    assert library is not None
+    if (failed := library.seccomp_load(_allowed_calls())) != 0:
+        raise OSError(-failed, f"seccomp_load: {os.strerror(-failed)}")
+
+
+@cache
+def _allowed_calls() -> int:
+    """libseccomp's filter, in this process's memory. Raises OSError."""
     library = _seccomp()
     assert library is not None
     rules = library.seccomp_init(_ERRNO | errno.EPERM)
@@ -179,5 +195,4 @@ def _confine_calls() -> None:
     # No other command: F_SETOWN and F_SETSIG would signal others.
     for command in (1, 2, 3, 1030):  # F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
         allow("fcntl", _Compared(1, _EQ, command))
-    if (failed := library.seccomp_load(rules)) != 0:
-        raise OSError(-failed, f"seccomp_load: {os.strerror(-failed)}")
+    return int(rules)

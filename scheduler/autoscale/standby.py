@@ -178,7 +178,8 @@ class StandbyLearner:
         }
 
     def restore(self, state: dict[str, Any], now_s: float, age_s: float) -> None:
-        """Go on from a state that was taken `age_s` ago. Raises KeyError, TypeError or ValueError if it is none."""
+        """Go on from a state that was taken `age_s` ago. Raises KeyError, TypeError or ValueError if it is not a
+        state."""
         by_key = {_key(shadow.choice): shadow for shadow in self._shadows}
         fade = math.exp(-max(age_s, 0.0) / MEMORY_S)
         for name in _SUMS:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Of the machine, or of the enclosing control group with the least memory left (`where`). In bytes; `stalled`:
-    PSI's "full avg10", percent, 0 where the kernel does not report it."""
+    """Memory of the machine, or of the enclosing control group with the least memory left (`where`). In bytes;
+    `stalled`: PSI's "full avg10", percent, 0 where the kernel does not report it."""
 
     total: int
     available: int

@@ -172,7 +172,7 @@ class Standby:
     full: float = FULL
 
     def asked_by_load(self, load: float) -> int:
-        """Replicas needed for requests in flight that fill so many replicas, without an upper bound."""
+        """Replicas needed for requests in flight that fill this many replicas, without an upper bound."""
         return math.ceil(load / self.full)
 
     def asked_by_backlog(self, backlog_s: float, target_s: float) -> int:

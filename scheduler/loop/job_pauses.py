@@ -13,7 +13,7 @@ from statistics import median
 from scheduler.handover.step import Step
 
 USUAL_S = 2.25
-"""Of `job_pause_s`, as it is set: suspending and starting."""
+"""The part of `job_pause_s`, as it is set, that suspending and starting take."""
 _KEPT = 5
 """Changes of size that are remembered. Their median counts: one may have waited for memory or a slow disk."""
 _LEAST_S = 0.1

@@ -256,7 +256,9 @@ class SchedulerLoop:
         self._state.open_replicas_are_stable()
         self._cancel_drains(now_s)
         self._state.failures.keep(self._workload)
-        self._pauses.keep({job.id for job in self._workload.jobs})
+        unfinished = {job.id for job in self._workload.jobs}
+        self._pauses.keep(unfinished)
+        self._reporter.keep(unfinished)
         plan_input = self._plan_input()
         if self._devices_came(plan_input):
             self._state.retry("device")

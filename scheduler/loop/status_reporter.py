@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import Any
 
 from scheduler.core.allocation import Allocation
@@ -30,6 +30,10 @@ class StatusReporter:
             if said != word and not counting_down:
                 self._told[job.id] = word
                 self._store.job_waiting(job.id, reason)
+
+    def keep(self, jobs: Container[str]) -> None:
+        """Only these jobs are not over: a cancelled one is told of by nobody."""
+        self._told = {job_id: word for job_id, word in self._told.items() if job_id in jobs}
 
     def running(self, job_id: str, device_ids: tuple[str, ...]) -> None:
         self._told.pop(job_id, None)

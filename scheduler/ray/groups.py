@@ -61,6 +61,9 @@ class Jobs(Protocol):
     async def answer(self, job_id: str, question: dict[str, Any]) -> Any:
         """The answer to a question of the job's ranks, see train.control.group."""
 
+    async def will_succeed(self, job_id: str) -> None:
+        """Called before the success of a job is told, when all events of its ranks were."""
+
     def on_stopped(self, job_id: str) -> None:
         """Called when the job's ranks were ended by force."""
 
@@ -217,6 +220,8 @@ class Groups:
         error = outcome.error or {}
         if missing and outcome.outcome == "succeeded":
             outcome, error = replace(outcome, outcome="failed"), {"message": missing}
+        if outcome.outcome == "succeeded":
+            await self._jobs.will_succeed(job_id)
         running.ended = GroupEnded(
             job_id,
             running.lease.id,

@@ -130,7 +130,7 @@ class NodeCopies:
         return await asyncio.to_thread(self._store().trim_pool, 0)
 
     async def evict(self, nbytes: int) -> int:
-        """Give back so many bytes of what nobody reads, if there are as many; returns the bytes freed."""
+        """Give back this many bytes of what nobody reads, if there are as many; returns the bytes freed."""
         return await asyncio.to_thread(self._store().evict, nbytes)
 
     async def _found_or_fetched(

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from runtime.devices.kind import Reading
 from scheduler.core.errors import EffectFailed, NodeNameTaken
 from scheduler.core.inventory import Device, NodeChange
 from scheduler.core.memory_reading import MemoryReading
+from scheduler.devices.measure import LIMIT_S, NotMeasured
 from scheduler.handover.effects import Event, InventoryChanged
 from scheduler.ray.actors import actor_names, ask, find_actor, named_actor, within
 from scheduler.ray.device_reservations import DEVICE_RESOURCE, any_reserved
@@ -36,9 +37,10 @@ NAMESPACE = "appliance"
 WARM_TIMEOUT_S = 180.0
 LOOK_EVERY_S = 1.0
 ANSWER_S = 1.0  # how long a look waits for a node's answer
-SILENT_LOOKS = 3  # a node that misses so many is silent: its tunnels may lead nowhere
+SILENT_LOOKS = 3  # a node that misses this many is silent: its tunnels may lead nowhere
 START_S = 60.0  # how long it waits for an agent that starts
 EMPTY_EVERY_S = 0.5
+MEASURE_S = LIMIT_S + 20.0
 
 
 # Called with device ids, the job or model whose rank or engine died there, and why.
@@ -180,7 +182,7 @@ class Nodes:
         return {name: known.memory for name, known in self._known.items() if known.memory is not None}
 
     def certificates_end(self) -> dict[str, float]:
-        """Until when each node's certificate is good, in seconds since 1970; of those that have one."""
+        """Until when each node's certificate is good, in seconds since 1970, for nodes that have one."""
         ends = {name: known.config.certificate_ends_s for name, known in self._known.items()}
         return {name: ends_s for name, ends_s in ends.items() if ends_s is not None}
 
@@ -273,6 +275,34 @@ class Nodes:
             if isinstance(answer, BaseException) and not isinstance(answer, (RayError, TimeoutError)):
                 raise answer
         return tuple(one for answer in answers if not isinstance(answer, BaseException) for one in answer)
+
+    async def measured_alone(self, name: str, device_id: str) -> tuple[dict[str, float], list[str]]:
+        """What a node measures of one of its devices (`scheduler.devices.measure`). Raises NotMeasured. Cancelled, it
+        ends there too."""
+        rates, wrong = await self._measured(name, "measured_alone", device_id)
+        return rates, wrong
+
+    async def measured_together(self, name: str, device_ids: list[str]) -> dict[str, float]:
+        """As `measured_alone`, of some together."""
+        rates: dict[str, float] = await self._measured(name, "measured_together", device_ids)
+        return rates
+
+    async def _measured(self, name: str, method: str, asked: Any) -> Any:
+        known = self._known.get(name)
+        if known is None:
+            raise NotMeasured(f"its node {name} is gone")
+        answer = getattr(known.actor, method).remote(asked)
+        try:
+            async with asyncio.timeout(MEASURE_S):
+                return await answer
+        except RayTaskError as error:
+            cause = getattr(error, "cause", None)
+            raise (cause if isinstance(cause, NotMeasured) else NotMeasured(f"its node {name}: {error}")) from error
+        except (RayError, TimeoutError) as error:
+            raise NotMeasured(f"its node {name} does not answer") from error
+        except asyncio.CancelledError:
+            ray.cancel(answer)
+            raise
 
     async def wait_warm(self, node_config: NodeConfig, name: str, verb: str, target: str) -> None:
         """Returns when the node's warm parent accepts requests."""

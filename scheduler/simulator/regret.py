@@ -34,7 +34,7 @@ from scheduler.simulator.traffic import Traffic, made
 IN_TIME = 0.99
 LEARNING_S = 1800.0
 SURE = 2.0
-"""Standard deviations: 95 of 100 times a share is within so much of its expectation."""
+"""Standard deviations: 95 of 100 times a share is within this much of its expectation."""
 STOPS_OF_A_TRIAL = 5
 
 
@@ -115,7 +115,7 @@ def window(
     pause_s: float = 0.0,
     when_late: WhenLate = "serve",
 ) -> Window:
-    """split: the run with so many devices in serving. ends: seconds. at_least: devices that earlier requests needed.
+    """split: the run with this many devices in serving. ends: seconds. at_least: devices that earlier requests needed.
     pause_s: what a change of size costs the job on each of its devices."""
     edges = {
         name: (bisect_left(requests.arrival_s, ends.start), bisect_left(requests.arrival_s, ends.stop))
@@ -123,7 +123,7 @@ def window(
     }
 
     def in_time(figures: Figures) -> float:
-        """Of the model that fares worst."""
+        """The share in time of the model that fares worst."""
         shares = [
             sum(figures.within[name][first:last]) / (last - first)
             for name, (first, last) in edges.items()
@@ -132,7 +132,7 @@ def window(
         return min(shares, default=1.0)
 
     def bursts(figures: Figures, besides: Figures | None = None) -> Iterator[tuple[int, int, float]]:
-        """Of each model: requests, late ones (that are not late in `besides` too), and `burst` of these."""
+        """For each model: requests, late ones (that are not late in `besides` too), and `burst` of these."""
         for name, (first, last) in edges.items():
             met, met_besides = figures.within[name], besides and besides.within[name]
             late = [n for n in range(first, last) if not met[n] and (met_besides is None or met_besides[n])]
@@ -144,7 +144,7 @@ def window(
         return sign * late + margin <= sign * (1 - IN_TIME) * requests
 
     def chance() -> float:
-        """Of the model with most. Where more are surely late on all devices, none may be late beside them."""
+        """The largest of any model. Where more are surely late on all devices, none may be late beside them."""
         found = [SURE * deviation(requests, 1 - IN_TIME, size) for requests, _, size in bursts(best, unavoidable)]
         if unavoidable is not None:
             over = [surely(*one, sign=-1) for one in bursts(unavoidable)]

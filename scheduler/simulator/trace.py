@@ -17,7 +17,8 @@ from typing import TextIO
 from scheduler.core.errors import TraceError
 
 _MOST_TOKENS = 10_000_000
-"""Of one prompt or output. More means that columns are swapped; one such request would take days to simulate."""
+"""The most that one prompt or output may have. More means that columns are swapped; one such request would take days to
+simulate."""
 
 _COARSE, _COARSE_S = 3, 0.5
 """A clock is coarse if as many requests share a stamp in the mean, and stamps are at least this far apart."""

@@ -210,7 +210,7 @@ def drawn(rng: random.Random, devices: int) -> Traffic:
 
 
 def drawn_box(seed: int, most_requests: int, seconds: float) -> tuple[Traffic, int]:
-    """A kind that nobody chose and the devices it is for, 1 to 64. Kinds of more requests than that are drawn anew."""
+    """A kind that nobody chose and the devices it is for, 1 to 64. Kinds of more requests than that are drawn again."""
     rng = random.Random(seed)
     devices = rng.choice((1, 2, 3, 4, 6, 8, 12, 16, 32, 64))
     for _ in range(200):

@@ -22,8 +22,8 @@ def apply() -> None:
 
 
 def value_for(pattern: Mapping[str, Any], layer: str) -> Any:
-    """Of the first key that is the layer's name or, without "^", its last parts; None without one. Raises ValueError
-    for a key that is not a name."""
+    """The value of the first key that is the layer's name or, without "^", its last parts; None without one. Raises
+    ValueError for a key that is not a name."""
     for key, value in pattern.items():
         if not _NAME.fullmatch(key):
             raise ValueError(f"rank_pattern and alpha_pattern take names of layers, not {key[:80]!r}")

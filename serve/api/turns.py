@@ -43,7 +43,7 @@ class Turns:
         self._ends: dict[str, int] = {}
 
     def enter(self, owner: str, tokens: int) -> int:
-        """The place of a request with so many tokens; smaller ones are served first."""
+        """The place of a request with this many tokens; smaller ones are served first."""
         place = max(self._now, self._ends.get(owner, 0))
         self._ends[owner] = place + tokens
         return place
@@ -55,7 +55,7 @@ class Turns:
             self._ends = {owner: end for owner, end in self._ends.items() if end > place}
 
     def left(self, owner: str, tokens: int) -> None:
-        """A request has ended, and took so many tokens more than it entered with; less than 0 if it was not served."""
+        """A request has ended, and took this many tokens more than it entered with; below 0 if it was not served."""
         end = max(self._now, self._ends.get(owner, 0)) + tokens
         if end > self._now:
             self._ends[owner] = end

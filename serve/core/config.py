@@ -26,7 +26,10 @@ class EngineConfig(BaseModel):
         description="per device; None: on a GPU what all else leaves, on a CPU one whole context",
     )
     gpu_memory_fraction: float = Field(
-        0.92, gt=0, le=1, description="of a GPU that one engine may use, at most; engines asleep there may leave less"
+        0.92,
+        gt=0,
+        le=1,
+        description="share of a GPU that one engine may use at most; engines asleep there may leave less",
     )
     start_timeout_s: float = Field(
         600.0,
@@ -40,7 +43,7 @@ class EngineConfig(BaseModel):
         60.0,
         gt=0,
         description="an engine that gives no sign of life for this long and whose processes do nothing, or are "
-        "stopped, is killed and started anew",
+        "stopped, is killed and restarted",
     )
     hung_busy_s: float = Field(
         900.0, gt=0, description="the same for one whose processes run: one step may take minutes on a slow processor"
@@ -54,10 +57,10 @@ class EngineConfig(BaseModel):
         32, ge=1, description="adapters an engine keeps loaded (at least adapter_slots); others load on request"
     )
     adapter_drain_timeout_s: float = Field(
-        90.0, gt=0, description="that adapter requests get to finish before the base weights change"
+        90.0, gt=0, description="time that adapter requests have to finish before the base weights change"
     )
     adapter_fetch_timeout_s: float = Field(
-        60.0, gt=0, description="that a request waits for an adapter that only a tier below memory and disk holds"
+        60.0, gt=0, description="how long a request waits for an adapter that only a tier below memory and disk holds"
     )
     stage_memory_factor: float = Field(
         1.5, ge=1.0, description="a swap is staged if this many times the model's bytes of host memory are free"
@@ -65,8 +68,8 @@ class EngineConfig(BaseModel):
     swap_finish_timeout_s: float = Field(
         120.0,
         ge=0,
-        description="that requests get to finish on the old version after a staged swap; then the engine recomputes "
-        "them with the new version and frees the old weights",
+        description="time that requests have to finish on the old version after a staged swap; then the engine "
+        "recomputes them with the new version and frees the old weights",
     )
     fingerprint_logprob_tolerance: float = Field(
         0.15,

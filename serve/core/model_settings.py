@@ -170,6 +170,16 @@ class ModelSettings(BaseModel):
         text = self.engine_args.get("max-num-batched-tokens", "")
         return int(text) if text.isascii() and text.isdigit() else None
 
+    @property
+    def throughput(self) -> bool:
+        """Whether vLLM doubles its default of a batch's tokens."""
+        return self.engine_args.get("performance-mode") == "throughput"
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether a prompt is computed in one batch, however long it is."""
+        return self.engine_args.get("enable-chunked-prefill") == "false"
+
     def config(self, box: EngineConfig) -> EngineConfig:
         """The box's configuration with this model's settings in place of its own."""
         own = {

@@ -14,10 +14,11 @@ URL = "/inference/v1/generate"
 INTERRUPT_URL = "/inference/v1/abort_requests"
 """Ends requests, each of which answers with what it has (`interrupt`, `Sampled.ended`)."""
 MOST_ANSWERS = 8
-"""Of one request; no engine of the box has fewer places unless it was told so."""
+"""As many as one request has at most; no engine of the box has fewer places unless it was told so."""
 MOST_TOKENS = 8192
-"""Of the answers of one request together, where it has several. An engine makes and writes the log-probabilities of a
-plain answer in one go, and the controller reads them so: eight answers of 4,096 tokens held its loop for 0.2 s."""
+"""The tokens of the answers of one request together, where it has several. An engine makes and writes the
+log-probabilities of a plain answer in one go, and the controller reads them so: eight answers of 4,096 tokens held its
+loop for 0.2 s."""
 LONGEST = 1 << 16
 """Tokens of one answer: as many log-probabilities as a client may ask for altogether."""
 
@@ -35,7 +36,7 @@ class Sampled(NamedTuple):
 
 
 def answers_at_once(max_tokens: int) -> int:
-    """How many answers of up to so many tokens one request has."""
+    """How many answers of up to this many tokens one request has."""
     return max(1, min(MOST_ANSWERS, MOST_TOKENS // max_tokens))
 
 

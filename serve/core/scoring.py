@@ -9,7 +9,7 @@ from typing import Any
 
 URL = "/v1/completions"
 LONGEST = 1 << 16
-"""Tokens of a text: of so many a client may ask for log-probabilities."""
+"""Tokens of a text at most, if a client asks for its log-probabilities."""
 MADE = 1
 """Tokens beside the text that have to fit an engine's context: it makes no fewer."""
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from weights.format.foreign_json import size, text_part
 
+QUANTISED = ("quantization_config", "compression_config")  # vllm/model_executor/model_loader/weight_utils.py
+
 
 @dataclass(frozen=True, slots=True)
 class ServedShape:
@@ -38,7 +40,7 @@ class ServedShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], stored_bytes: int, n_parameters: int) -> ServedShape:
-        """From a Hugging Face config.json; of a multimodal model its text part."""
+        """From a Hugging Face config.json; the text part of a multimodal model."""
         text = text_part(config)
         number = partial(size, text)
         hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
@@ -57,7 +59,7 @@ class ServedShape:
         return cls(
             stored_bytes,
             n_parameters,
-            bool(config.get("quantization_config")),
+            any(part.get(name) for part in (config, text) for name in QUANTISED),
             hidden,
             active,
             number("vocab_size"),

@@ -22,8 +22,8 @@ A GPU's memory is divided as follows; no constant of it is measured yet:
 
     others       max_asleep_per_device engines asleep, each asleep_bytes of the kind
     process      context_bytes of the kind, and GRAPH_BYTES for captured graphs
-    weights      as stored, adapters as above
-    activations  a batch of vLLM's default size, of which tensor parallelism divides only the MLP, and sampling;
+    weights      b P (as stored if quantised), adapters as above
+    activations  a batch of vLLM's size, of which tensor parallelism divides only the MLP, and sampling;
                  LEAST_ACTIVATIONS_BYTES at least; with guessed tokens the logits that check them, and all texts
     KV cache     the rest of `gpu_memory_fraction`, or of what the engines asleep leave
 """
@@ -151,21 +151,26 @@ def engine_size(
     kv_cache_dtype: str | None = None,
     batched_tokens: int | None = None,
     draft_tokens: int | None = None,
+    throughput: bool = False,
+    whole_prompts: bool = False,
 ) -> EngineSize:
     """Size an engine over `tensor_parallel` devices of `device_memory_bytes` each.
 
     asleep_per_device: engines that may sleep on a device beside this one. dtype: None takes the one that the device
-    computes in. kv_cache_dtype: None keeps keys and values in `dtype`. draft_tokens: guessed from the text and checked
-    together. All bytes of the result are per device.
+    computes in. kv_cache_dtype: None keeps keys and values in `dtype`. batched_tokens: None takes vLLM's default, of
+    which `throughput` makes twice as much, and `whole_prompts` as much as the context. draft_tokens: guessed from the
+    text and checked together. All bytes of the result are per device.
     """
     kind = kind_of(device_kind)
     dtype = dtype or ("bfloat16" if kind.computes_bf16() else "float32")
     seqs, tokens = _batch(device_memory_bytes, on_host=kind.on_host)
     config = config.model_copy(update={"max_num_seqs": config.max_num_seqs or seqs})
     wanted = min(filter(None, (config.max_model_len, shape.context)), default=None)
-    memory = _without_kv(kind, config, shape, task, arch, tensor_parallel, dtype, batched_tokens or tokens)
+    if batched_tokens is None:
+        batched_tokens = max(tokens * (2 if throughput else 1), (wanted or 0) if whole_prompts else 0)
+    memory = _without_kv(kind, config, shape, task, arch, tensor_parallel, dtype, batched_tokens)
     if draft_tokens and task == "generate" and not kind.on_host:
-        guessed = _guessed(config.max_num_seqs or seqs, shape.vocab, draft_tokens, batched_tokens or tokens, wanted)
+        guessed = _guessed(config.max_num_seqs or seqs, shape.vocab, draft_tokens, batched_tokens, wanted)
         memory = replace(memory, activations_bytes=memory.activations_bytes + guessed)
     room = room_bytes(config, device_kind, device_memory_bytes, asleep_per_device)
     kv_element = 1 if (kv_cache_dtype or "").startswith("fp8") else ELEMENT_BYTES[dtype]
@@ -174,7 +179,8 @@ def engine_size(
     # One block more than a sequence fills: vLLM keeps one that no request gets.
     whole = (-(-wanted // BLOCK_TOKENS) + 1) * block_bytes if wanted else 0
 
-    not_computed = problem = _not_computed(kind, shape)
+    rank = adapter_rank_limit(config, task=task, arch=arch)
+    not_computed = problem = _not_computed(kind, shape, dtype, kv_cache_dtype, rank)
     if config.kv_cache_bytes is not None:
         kv = config.kv_cache_bytes
     elif kind.on_host:
@@ -211,12 +217,24 @@ def engine_size(
     )
 
 
-def _not_computed(kind: DeviceKind, shape: ServedShape) -> str:
+def _not_computed(
+    kind: DeviceKind, shape: ServedShape, dtype: str, kv_cache_dtype: str | None, adapter_rank: int
+) -> str:
     lacking = kind.lacks_for_quantised() if shape.quantized else ""
     if lacking:
         return (
             f"its layers are quantised, and engines compute such layers only on a processor with {lacking}, which this "
             f"one does not have; {INSTEAD_OF_QUANTISED}"
+        )
+    if adapter_rank and dtype == "float32" and not kind.on_host:
+        return (
+            f"it is set to float32, in which engines on a {kind.title} compute no adapters: set bfloat16 or float16, "
+            "or [serve] adapter_slots to 0"
+        )
+    if kv_cache_dtype in ELEMENT_BYTES and kv_cache_dtype != dtype and not kind.on_host:
+        return (
+            f"its keys and values are set to {kv_cache_dtype} and it is computed in {dtype}, which engines on a "
+            f"{kind.title} do not mix: set both alike, or leave keys and values to follow (--kv-cache-dtype none)"
         )
     sizes = kind.head_sizes
     if shape.latent or not shape.head_dim or not sizes or shape.head_dim in sizes:
@@ -285,12 +303,13 @@ def _without_kv(
     element = ELEMENT_BYTES[dtype]
     adapters = _adapters(config, shape, task, arch, shards) * element
     hidden, ffn = BATCH_ELEMENTS_H * shape.hidden, BATCH_ELEMENTS_F * shape.ffn
+    weights = shape.stored_bytes if shape.quantized or not shape.n_parameters else shape.n_parameters * element
     if not kind.on_host:
+        if 2 * shape.stored_bytes < 3 * shape.n_parameters:
+            weights = shape.stored_bytes  # narrower than any dtype: quantised, and another file says how (ModelOpt)
         batch = tokens * (hidden + ffn // shards) * element
         activations = max(LEAST_ACTIVATIONS_BYTES, batch + _sampling(config, shape, task, GPU_SAMPLING_BYTES))
-        weights = -(-shape.stored_bytes // shards)
-        return EngineMemory(weights, adapters, 0, activations, kind.context_bytes + GRAPH_BYTES)
-    weights = shape.stored_bytes if shape.quantized or not shape.n_parameters else shape.n_parameters * element
+        return EngineMemory(-(-weights // shards), adapters, 0, activations, kind.context_bytes + GRAPH_BYTES)
     if shape.tied:
         weights += shape.vocab * shape.hidden * element
     batch = tokens * (hidden + ffn) * element
@@ -311,7 +330,7 @@ def _sampling(config: EngineConfig, shape: ServedShape, task: str, per_entry: in
 
 
 def _guessed(seqs: int, vocab: int, draft_tokens: int, tokens: int, context: int | None) -> int:
-    """Of a GPU: logits of each guessed token, once more where they are joined from shards (what is computed in float32
+    """On a GPU: logits of each guessed token, once more where they are joined from shards (what is computed in float32
     comes a part at a time: vllm/v1/worker/gpu/spec_decode/rejection_sampler.py), and the tokens of every request, in
     which guesses are looked up (states.py there)."""
     return min(seqs * draft_tokens, tokens) * vocab * 4 + seqs * (context or 0) * 4

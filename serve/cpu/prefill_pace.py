@@ -28,7 +28,7 @@ class PrefillPace:
         self._tokens_per_s = 0.0
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step has taken so long."""
+        """A step has taken this long."""
         if tokens < _TELLING or seconds <= 0:
             return
         rate = tokens / seconds

@@ -148,7 +148,7 @@ def _tensors(value: object) -> list[torch.Tensor]:
 def _keep_freed_memory() -> None:
     """Let malloc serve large blocks from its heap and keep them when freed.
 
-    By default malloc maps each large tensor anew and its pages fault in one by one, which halves the rate of an
+    By default malloc maps each large tensor again and its pages fault in one by one, which halves the rate of an
     in-place load, because that frees and allocates the same sizes repeatedly. `sleep` returns all of it with
     malloc_trim.
     """

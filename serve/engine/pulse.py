@@ -21,7 +21,7 @@ SILENT_S = 6.0
 """Gateways prefer other replicas to one that has been silent for this long. One that stops just after a sign of life is
 found out within SILENT_S and two EVERY_S."""
 WORKING = 0.02
-"""Of one processor. Idle timers of an engine's processes take a tenth of it at most."""
+"""The share of one processor that counts as work. Idle timers of an engine's processes take a tenth of it at most."""
 
 
 class Silence:

@@ -238,7 +238,7 @@ class Replica:
     async def _call(self, method: str, timeout_s: float, **args: Any) -> dict[str, Any]:
         if self._child is None:
             raise WrongState(f"{method}: no engine was started")
-        # An operation has a time limit of its own; asking for the status is none.
+        # An operation has a time limit of its own; asking for the status is not one.
         limited = self._pulse.hold() if self._pulse is not None and method != "status" else nullcontext()
         try:
             with limited:

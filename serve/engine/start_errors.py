@@ -33,7 +33,7 @@ def _kv_too_small(found: re.Match[str], model: str) -> Words:
 
 def _no_room_for_kv(found: re.Match[str], model: str) -> Words:
     return Words(
-        f"no memory is left for the KV cache of {model} beside its weights; raise [serve] kv_cache_bytes, spread it "
+        f"no memory is left for the KV cache of {model} besides its weights; raise [serve] kv_cache_bytes, spread it "
         f"over more devices (`appliance model deploy {model} --tensor-parallel N`), or stop what else uses the device",
         memory=True,
     )
@@ -89,6 +89,22 @@ def _no_format(found: re.Match[str], model: str) -> Words:
     )
 
 
+def _no_fp8_cache(found: re.Match[str], model: str) -> Words:
+    return Words(
+        "keys and values in FP8 need compute capability 8.9 or higher, or a compiler for other kernels (docs/gpu.md), "
+        f"and {found['device']} has {found['capability']}: `appliance model deploy {model} --kv-cache-dtype bfloat16` "
+        "(float16 for a model set to that) keeps them in full, whatever the checkpoint asks for"
+    )
+
+
+def _too_many_at_once(found: re.Match[str], model: str) -> Words:
+    return Words(
+        f"{model} keeps a state of each request, and memory holds {found['held']} of them, not {found['asked']}: "
+        f"`appliance model deploy {model} --max-num-seqs {found['held']}`, or spread it over more devices "
+        "(`--tensor-parallel N`)"
+    )
+
+
 def _head_size(found: re.Match[str], model: str) -> Words:
     return Words(
         f"{model} has attention heads of {found['size']} elements, which engines do not compute on this kind of "
@@ -114,6 +130,15 @@ _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...
         (r"attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<devices>\d+)\)", _heads),
         (r"Unsupported CPU attention configuration: head_dim=(?P<size>\d+)", _head_size),
         (r"Head size (?P<size>\d+) is not supported", _head_size),
+        (
+            r"max_num_seqs \((?P<asked>\d+)\) exceeds available Mamba cache blocks \((?P<held>\d+)\)",
+            _too_many_at_once,
+        ),
+        (
+            r"FP8 KV cache is not supported by the Triton .*? on (?P<device>.+?) "
+            r"\(compute capability (?P<capability>[\d.]+)",
+            _no_fp8_cache,
+        ),
         (r"Failed to find a kernel that can implement the (?P<format>\w+) linear layer", _no_kernel),
         (r"Unknown quantization method: (?P<format>[\w.-]+)", _no_format),
         (r"(?P<format>[\w.-]+) quantization is currently not supported in \w+", _no_format),

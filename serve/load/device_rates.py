@@ -90,8 +90,8 @@ def together(kind: DeviceKind, sizes: Sizes, rank: int, world: int, meet: str) -
     )
     try:
         data = torch.ones(sizes.reduced // 4, dtype=torch.float32, device=device)
-        # It alone is timed: to write the ones anew takes a tenth of its time, and published rates leave less than that.
-        # So what is summed grows; the last sum is compared, of ones again.
+        # It alone is timed: to write the ones again takes a tenth of its time, and published rates leave less than
+        # that. So what is summed grows; the last sum is compared, of ones again.
         fastest_s = _fastest(kind, device, sizes.rounds, lambda: dist.all_reduce(data))
         dist.all_reduce(data.fill_(1.0))
         if not bool((data == world).all()):

@@ -22,7 +22,7 @@ def choose_path(how: str, facts: Mapping[str, Any], free_bytes: int, memory_fact
         return how, "asked for"
     need_bytes = int(facts["bytes"] * memory_factor)
     path = "staged" if free_bytes >= need_bytes else "in-place"
-    return path, f"{free_bytes} bytes free, {need_bytes} needed beside the serving weights"
+    return path, f"{free_bytes} bytes free, {need_bytes} needed in addition to the serving weights"
 
 
 def memory_bytes() -> tuple[int, int]:

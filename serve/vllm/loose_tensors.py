@@ -6,7 +6,7 @@ holds as a plain attribute is in no version and comes back as whatever was in th
 FP8, which a kernel that a layer's method holds keeps for itself (vllm/model_executor/layers/fused_moe/experts,
 cutlass_moe.py).
 
-vLLM's own reload makes such a kernel anew and writes the layers' parameters where they were, but captured graphs go on
+vLLM's own reload makes such a kernel again and writes the layers' parameters where they were, but captured graphs go on
 reading the tensors of the first kernel. So these are looked for once, before any other load, and kept. What the new
 kernel holds in their place is copied into them: some follows from the weights, such as the scales of activations before
 experts in NVFP4 (make_nvfp4_moe_quant_config in vllm/model_executor/layers/fused_moe/oracle/nvfp4.py).
@@ -23,14 +23,15 @@ from vllm import device_allocator
 from runtime.devices.kinds import HOST
 
 MOST_BYTES = 1 << 20
-"""Of one of them. Larger ones are workspaces, which are written before they are read."""
+"""The size of one of them. Larger ones are workspaces, which are written before they are read."""
 
 Spans = Collection[tuple[int, int]]
 """Addresses on the device: (first, bytes)."""
 
 
 class LooseTensors:
-    """Of one model, as it was loaded first. They stay the same tensors: captured graphs read them where they are."""
+    """The loose tensors of one model, as it was loaded first. They stay the same tensors: captured graphs read them
+    where they are."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._first = dict(_loose(model))
@@ -44,7 +45,7 @@ class LooseTensors:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Once the memory is there again and before weights are loaded: a load makes anew what follows from them."""
+        """Once the memory is there again and before weights are loaded: a load makes again what follows from them."""
         for tensor, copy in self._kept:
             tensor.copy_(copy)
         self._kept = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
+import pkgutil
 import tempfile
 import time
 import uuid
@@ -27,6 +28,7 @@ from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.renderers.base import BaseRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -45,6 +47,7 @@ from vllm.v1.structured_output import (
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from runtime import numa
+from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import kind_of
 from runtime.processes.kernel import die_with_parent
 from serve.adapters import layer_names
@@ -73,6 +76,8 @@ LATE_REPLY_S = 10.0
 """What the other workers have to reply once one has failed: they may wait for it in a collective, for ever."""
 OWED = "shm_owed"
 """Attribute of a worker's queue: how many replies are to come that nobody waits for any more."""
+FP8_FROM = DeviceCapability(8, 9)
+"""Triton's kernels compute in FP8 from Ada on."""
 _applied: list[bool] = []
 
 
@@ -169,7 +174,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
         # The warm parent's imports may have asked about its first GPU, and this engine's may be another kind.
         forget_devices(type(current_platform))
         if kind_of(kind).compiled_attention:
-            prefer_ready_made(type(current_platform), kind_of(kind).compiled_attention)
+            prefer_ready_made(type(current_platform), kind_of(kind))
     else:
         # vLLM hashes prompts in parallel with the steps and labels a step's outputs with the newest version. Here a
         # prompt's hash belongs to a version, and the old version may compute steps (serve.cpu.finishing_scheduler).
@@ -208,15 +213,23 @@ def forget_devices(platform: type) -> None:
                 clear()
 
 
-def prefer_ready_made(platform: Any, compiled: str) -> None:
-    """A platform of vLLM's takes an attention backend with `compiled` in its name only where no other computes the
-    model, or an argument of the engine asks for it."""
+def prefer_ready_made(platform: Any, kind: DeviceKind) -> None:
+    """A platform of vLLM's takes an attention backend that has to be compiled only where no other computes the model,
+    or an argument of the engine asks for it.
+
+    Triton's count as valid for keys and values in FP8 on every GPU, but before Ada their layers raise
+    (TritonAttentionImpl in vllm/v1/attention/backends/triton_attn.py). There the compiled one is taken if a compiler is
+    there; else Triton's, which says what is wrong."""
     every = platform.get_valid_backends.__func__
 
     @functools.wraps(every)
-    def get_valid_backends(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        found, refused = every(cls, *args, **kwargs)
-        return [one for one in found if compiled not in one.backend.name] or found, refused
+    def get_valid_backends(cls: Any, device_capability: Any, attn_selector_config: Any, **more: Any) -> Any:
+        found, refused = every(cls, device_capability, attn_selector_config, **more)
+        ready = [one for one in found if kind.compiled_attention not in one.backend.name]
+        if (attn_selector_config.kv_cache_dtype or "").startswith("fp8") and device_capability < FP8_FROM:
+            computes = [one for one in ready if not one.backend.name.startswith("TRITON")]
+            ready = computes or ([] if pkgutil.resolve_name(kind.has_compiler)() else ready)
+        return ready or found, refused
 
     platform.get_valid_backends = classmethod(get_valid_backends)
 
@@ -306,7 +319,7 @@ def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> lis
             setattr(queue, OWED, owed)
         found.append(result)
         if status != multiproc_executor.WorkerProc.ResponseStatus.SUCCESS and failed is None:
-            failed = RuntimeError(f"Worker failed with error '{result}'; the stack trace stands in the engine's log")
+            failed = RuntimeError(f"Worker failed with error '{result}'; the stack trace is in the engine's log")
             until_s = min(filter(None, (until_s, time.monotonic() + LATE_REPLY_S)))
     if failed is not None:
         raise failed

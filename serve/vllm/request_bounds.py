@@ -20,7 +20,7 @@ from typing import Any
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 
-# Of ids that end an answer: MAX_NUM_STOP_TOKEN_IDS of vllm/v1/worker/gpu/sample/logit_bias.py.
+# Ids that end an answer: MAX_NUM_STOP_TOKEN_IDS of vllm/v1/worker/gpu/sample/logit_bias.py.
 STOP_IDS = 128
 
 

@@ -6,7 +6,10 @@ serve.load.load_plan records the load, so that later versions can replay it.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Generator
+from typing import Any
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
@@ -28,8 +31,11 @@ class ShmModelLoader(BaseModelLoader):
         VersionSource(model_config.model).close()
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
+        on_host = of_torch(vllm_config.device_config.device).on_host
+        if model_config.quantization is not None and not on_host:
+            prefer_experts_in_parameters()
         model = super().load_model(vllm_config, model_config, prefix)
-        if of_torch(vllm_config.device_config.device).on_host:
+        if on_host:
             skip_unused_packing(model)
         return model
 
@@ -52,6 +58,25 @@ class ShmModelLoader(BaseModelLoader):
         """Yield all tensors of the version, as vLLM's own `reload_weights` requires of a loader."""
         source = VersionSource(model_config.model).map()
         yield from source.tensors()
+
+
+def prefer_experts_in_parameters() -> None:
+    """Experts in MXFP4 (gpt-oss) go to Triton's kernels only where no other computes them.
+
+    Those keep their weights in objects of triton_kernels, which vLLM's reload makes anew elsewhere: captured graphs
+    would go on reading the first ones, which a sleep has discarded. It writes parameters where they were.
+    """
+    # In the worker alone: the import may bring FlashInfer along, which asks CUDA for the first GPU.
+    oracle: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.oracle.mxfp4")
+    every = oracle._get_priority_backends_for_gpt_oss
+    if hasattr(every, "__wrapped__"):
+        return
+
+    @functools.wraps(every)
+    def ordered() -> list:
+        return sorted(every(), key=lambda backend: backend in oracle.TRITON_BACKENDS)
+
+    oracle._get_priority_backends_for_gpt_oss = ordered
 
 
 def _refuse_holes(plan: LoadPlan, path: str) -> None:

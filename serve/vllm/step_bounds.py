@@ -24,12 +24,12 @@ from typing import Any
 
 # As deep as people indent; 32 cost 20 ms of compiling, in a thread that gives way.
 WHITESPACE = 32
-# Of one step; real forms take 0.01 to 4 ms to accept a token. And how much all steps may take beyond it.
+# Seconds of one step; real forms take 0.01 to 4 ms to accept a token. And how much all steps may take beyond it.
 STEP_S = 0.02
-# Of one mask: a text of `maxLength` 500 takes 0.2 s with 151,936 tokens on busy cores, and most forms a millisecond.
+# Seconds of one mask: a text of `maxLength` 500 takes 0.2 s with 151,936 tokens on busy cores, most forms 1 ms.
 MASK_S = 0.3
 MOST_BEYOND_S = 0.5
-# Of logits: 80 MB of each copy with a vocabulary of 151,936.
+# Rows of logits: 80 MB of each copy with a vocabulary of 151,936.
 ROWS = 128
 
 

@@ -12,7 +12,7 @@ from serve.core.errors import VersionError, WrongState
 from serve.vllm.profiled_steps import ProfiledSteps
 from serve.vllm.shm_transfer import ShmWeightTransferEngine
 
-# Of vLLM's reasoning configuration and, by the same names, on the device.
+# Fields of vLLM's reasoning configuration and, by the same names, on the device.
 THINKING_IDS = ("reasoning_start_token_ids", "natural_reasoning_end_token_ids", "reasoning_end_token_ids")
 
 

@@ -13,7 +13,10 @@ import importlib
 import json
 import os
 import sys
+import threading
 from pathlib import Path
+
+import psutil
 
 from runtime.devices import cuda, kinds
 
@@ -35,6 +38,8 @@ def main(half: str, model: str = "") -> int:
 
     said = {"modules": len(sys.modules), "initialized": torch.cuda.is_initialized(), "bad_fork": False}
     assert not torch.cuda.is_initialized()
+    said["threads"] = [thread.name for thread in threading.enumerate()]
+    said["children"] = len(psutil.Process().children())
     child = os.fork()
     if child == 0:
         os._exit(_child(half, model))

@@ -72,6 +72,8 @@ def test_a_warm_parent_leaves_cuda_alone_until_it_has_forked(cuda_python, stubs,
     assert said, f"the parent ended with {done.returncode}: {done.stderr[-2000:]}"
     # The child ends with the stub's own code, at the call by which it checks that the stub is there.
     assert json.loads(said[0])["child"] == drivers.ENDED_WITH, done.stderr[-2000:]
+    # humming's import had left two compilers and the threads that wait for them in a process that forks.
+    assert json.loads(said[0])["children"] == 0 and json.loads(said[0])["threads"] == ["MainThread"]
     if half == "serve":
         assert "configured for 1" in done.stderr and "configured for 2" in done.stderr
         assert not json.loads(said[0])["flashinfer"], "importing it initialises CUDA"

@@ -45,6 +45,8 @@ class Gpu:
     margin_c: int | None = None
     ecc: int = 0
     power_mw: int = 310_500
+    limit_mw: int = 700_000
+    clocks: tuple[int, int] | None = None
     energy_mj: int = 5_000_000
     busy_percent: int = 97
     clock_mhz: int = 1755
@@ -153,6 +155,9 @@ class _Functions:
             machine.opened.add(index)
             return gpu
 
+        def handle_by_uuid(uuid: str) -> Gpu:
+            return handle_by_index([gpu.uuid for gpu in machine.gpus].index(uuid))
+
         def p2p(one: Gpu, other: Gpu, caps: int) -> int:
             assert caps == pynvml.NVML_P2P_CAPS_INDEX_NVLINK and one is not other
             if asked(one).switched and asked(other).switched:
@@ -195,7 +200,13 @@ class _Functions:
         self.nvmlDeviceGetTotalEccErrors = of_datacentre(lambda gpu: gpu.ecc)
         self.nvmlDeviceGetRemappedRows = of_datacentre(lambda gpu: (0, 1, 0, 0))
         self.nvmlDeviceGetPowerUsage = about(lambda gpu: gpu.power_mw)
-        self.nvmlDeviceGetEnforcedPowerLimit = about(lambda gpu: 700_000)
+        self.nvmlDeviceGetEnforcedPowerLimit = about(lambda gpu: gpu.limit_mw)
+        self.nvmlDeviceGetPowerManagementLimit = of_datacentre(lambda gpu: gpu.limit_mw)
+        self.nvmlDeviceGetPowerManagementLimitConstraints = of_datacentre(lambda gpu: [200_000, 700_000])
+        self.nvmlDeviceSetPowerManagementLimit = lambda gpu, mw: setattr(asked(gpu), "limit_mw", mw)
+        self.nvmlDeviceSetGpuLockedClocks = lambda gpu, least, most: setattr(asked(gpu), "clocks", (least, most))
+        self.nvmlDeviceResetGpuLockedClocks = lambda gpu: setattr(asked(gpu), "clocks", None)
+        self.nvmlDeviceGetHandleByUUID = handle_by_uuid
         self.nvmlDeviceGetTotalEnergyConsumption = of_datacentre(lambda gpu: gpu.energy_mj)
         self.nvmlDeviceGetUtilizationRates = about(lambda gpu: types.SimpleNamespace(gpu=gpu.busy_percent, memory=20))
         self.nvmlDeviceGetClockInfo = about(lambda gpu: gpu.clock_mhz)

@@ -77,6 +77,11 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     )
     assert refused.returncode == 1 and "unknown, used or too old" in refused.stderr, refused
 
+    # Its devices are measured there, by its own agent, alone and with the one beside it.
+    found = {row["check"]: row["state"] for row in home.ask("doctor", "--deep", "n1/0", timeout_s=600)["data"]}
+    assert {"n1/0 memory", "n1/0 products", "n1/0 all-reduce of 2"} <= found.keys(), found
+    assert set(found.values()) <= {"ok", "warn"}, found
+
     home.run("model", "deploy", "tiny", "--min-replicas", "3")
     wait_for(lambda: places(home) == ALL, "engines on both nodes", 600)
     assert len(away.pids_logging_to("engine-*.log")) >= 2
@@ -165,6 +170,11 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     adapter = done["fine_tuned_model"]
     said = answers(home, adapter)
     join(home, away, head)
+    # Its devices are measured there, by its own agent, alone and with the one beside it.
+    found = {row["check"]: row["state"] for row in home.ask("doctor", "--deep", "n1/0", timeout_s=600)["data"]}
+    assert {"n1/0 memory", "n1/0 products", "n1/0 all-reduce of 2"} <= found.keys(), found
+    assert set(found.values()) <= {"ok", "warn"}, found
+
     home.run("model", "deploy", "tiny", "--min-replicas", "3")
     wait_for(lambda: places(home) == ALL, "engines on both nodes", 600)
     assert answers(home, adapter, of_engines=3) == said != answers(home)

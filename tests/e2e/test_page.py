@@ -6,11 +6,12 @@ Beside the real gateway stands the real control app with an engine from a can; t
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,14 @@ from appliance.controller.jobs.events import JobEvents
 from appliance.store.records import deployments, keys
 from appliance.store.rows import DeploymentRow
 from appliance.ui.site import site
-from tests.e2e import page_rows
+from tests.e2e import page_pictures, page_rows
 from tests.e2e.box_support import gsm8k, whole_box
 from tests.front.box import MODEL, Front, free_port, running_front
 from tests.unit.controller.conftest import insert_model
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright here (pip install playwright)")
-BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason="no browser here (Debian: apt-get install chromium-headless-shell)"
+    page_pictures.BROWSER is None, reason="no browser here (Debian: apt-get install chromium-headless-shell)"
 )
 WAIT_MS = 30_000
 Visit = Callable[..., Any]
@@ -45,7 +45,7 @@ def front() -> Iterator[Front]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        opened = page_pictures.launch(driver)
         yield opened
         opened.close()
 
@@ -81,6 +81,34 @@ def test_an_address_that_was_cut_short_names_a_page_all_the_same(visit: Visit) -
     page.get_by_role("heading", level=1, name="Chat").wait_for()
     page.get_by_role("link", name="Jobs").click()
     page.get_by_role("heading", level=1, name="Jobs").wait_for()
+
+
+def test_a_first_visit_is_small(browser: Any, front: Front) -> None:
+    """Until a person may enter a key, by what the browser counts on the wire; how long it took is printed."""
+    context = browser.new_context(locale="zh-CN")
+    page = context.new_page()
+    wire, came = context.new_cdp_session(page), list[float]()
+    wire.send("Network.enable")
+    wire.on("Network.loadingFinished", lambda told: came.append(told["encodedDataLength"]))
+    began_s = time.monotonic()
+    page.goto(f"{front.url}/ui", wait_until="networkidle")
+    page.get_by_label("API 密钥").wait_for()
+    paint_s = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1000
+    print(
+        f"first visit: {sum(came):,.0f} bytes in {len(came)} files, painted after {paint_s:.2f} s, "
+        f"quiet after {time.monotonic() - began_s:.2f} s"
+    )
+    assert len(came) > 10 and 50_000 < sum(came) < 100_000
+    context.close()
+
+
+def test_the_pictures_of_the_docs_are_taken_here_and_each_is_shown(browser: Any, front: Front, tmp_path: Path) -> None:
+    """`make pictures` takes those of docs/ anew."""
+    docs = Path(__file__).parents[2] / "docs"
+    shown = {name for text in docs.glob("*.md") for name in re.findall(r"ui-[\w-]+\.png", text.read_text())}
+    made = page_pictures.take(browser, front, tmp_path)
+    assert {path.name for path in docs.glob("ui-*.png")} == set(made) == shown
+    assert all((tmp_path / name).stat().st_size > 20_000 for name in made)
 
 
 def test_a_reload_keeps_a_login_and_log_out_ends_it(browser: Any, front: Front) -> None:
@@ -285,6 +313,25 @@ def test_a_file_is_checked_by_line_and_a_job_made_of_a_good_one(visit: Visit, tm
     page.get_by_text("cancelled", exact=True).first.wait_for()
 
 
+def test_a_job_of_a_teacher_is_asked_for_with_it(visit: Visit, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"messages": [{"role": "user", "content": f"{number}?"}]} for number in range(12)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page, asked = visit(place="#/jobs/new"), list[Any]()
+    page.route("**/v1/fine_tuning/jobs", lambda route: asked.append(route.request.post_data_json))  # not answered
+    page.get_by_label("Or upload one").first.set_input_files(prompts)
+    page.get_by_text("has no faults").wait_for()
+    assert page.locator("input[list=teachers]").count() == 0
+    page.get_by_label("Method").select_option("distillation")
+    page.locator("input[list=teachers]").fill("boxer@v2")
+    page.get_by_role("button", name="Begin the job").click()
+    page.wait_for_function("() => document.querySelector('form button.main').disabled")
+    assert asked[0]["method"] == {
+        "type": "distillation",
+        "distillation": {"hyperparameters": {}, "teacher": "boxer@v2"},
+    }
+
+
 def key_with(front: Front, *scopes: str) -> str:
     """Of an owner of its own; it is known to the gateways."""
     with front.http() as http:
@@ -398,11 +445,18 @@ def evaluated(front: Front) -> str:
     return eval_id
 
 
-def test_evaluations_gates_pipelines_and_sweeps_are_shown_to_the_last_item(visit: Visit, front: Front) -> None:
+@pytest.fixture(scope="module")
+def judged(front: Front) -> str:
+    """An evaluation, whose id this is; gates, a pipeline and a sweep."""
     context = front.context
     assert context is not None
-    evaluated(front)
     front.call(lambda: page_rows.insert(context.db, keys.list_live(context.db)[0].id, "everything"))
+    return evaluated(front)
+
+
+def test_evaluations_gates_pipelines_and_sweeps_are_shown_to_the_last_item(
+    visit: Visit, front: Front, judged: str
+) -> None:
     page = visit(place="#/evals")
     main = page.locator("main")
     page.get_by_role("link", name="sums").click()
@@ -425,6 +479,97 @@ def test_evaluations_gates_pipelines_and_sweeps_are_shown_to_the_last_item(visit
     page.get_by_text("24 examples, 3 duplicates").wait_for()
     page.get_by_text("the version stays aside").wait_for()
     page.get_by_role("link", name="gate_refused").or_(page.get_by_text("Its specification")).first.wait_for()
+
+
+@pytest.fixture(scope="module")
+def everything(front: Front, judged: str) -> list[str]:
+    """Something of each kind is there; where each page of something is found."""
+    job_id = trained(front, key_with(front, "fine_tuning", "inference"))
+    return [f"#/jobs/{job_id}", "#/jobs/new", f"#/models/{MODEL}", f"#/evals/{judged}"]
+
+
+def settled(page: Any) -> None:
+    page.get_by_role("heading", level=1).wait_for()
+    page.locator(".loading").first.wait_for(state="detached")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("locale", ["en-US", "zh-CN"])
+def test_axe_finds_no_fault_on_any_page(
+    visit: Visit, front: Front, everything: list[str], axe: str, locale: str, scheme: str
+) -> None:
+    page = visit(key=None, locale=locale, color_scheme=scheme, viewport={"width": 1200, "height": 900})
+    page.locator("input").first.wait_for()
+    found = {"login": faults_of(page, axe)}
+    page.locator("input").first.fill(front.key)
+    page.keyboard.press("Enter")
+    page.get_by_role("navigation").wait_for()
+    links = page.get_by_role("navigation").get_by_role("link")
+    places = [str(links.nth(number).get_attribute("href")) for number in range(links.count())]
+    assert len(places) > 10
+    for place in (*places, *everything):
+        page.evaluate(f"location.hash = {json.dumps(place)}")
+        settled(page)
+        found[place] = faults_of(page, axe)
+        # What is behind a link of a list: a run, a gate, a pipeline, a sweep, a file.
+        for link in page.locator("main td a").all()[:3] if place in places else ():
+            href = str(link.get_attribute("href"))
+            if href.startswith("#/") and href not in found:
+                found[href] = []
+    for href in [place for place, faults in found.items() if place.startswith("#/") and place not in places]:
+        page.evaluate(f"location.hash = {json.dumps(href)}")
+        settled(page)
+        found[href] = faults_of(page, axe)
+    assert len(found) > len(places) + 8
+    assert {place: faults for place, faults in found.items() if faults} == {}
+    page.evaluate("document.querySelector('main').append(document.createElement('img'))")
+    assert any(fault.startswith("image-alt") for fault in faults_of(page, axe)), "it sees a fault where one is"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_fault_in_what_opens(visit: Visit, axe: str, scheme: str) -> None:
+    page = visit(color_scheme=scheme)
+    found = {}
+    page.get_by_role("button", name="Switch the mode").click()
+    page.get_by_role("radio", name=re.compile("^Serve")).check()
+    page.get_by_role("button", name="Show what would happen").click()
+    page.get_by_role("button", name="Switch now").wait_for()
+    found["mode"] = faults_of(page, axe)
+    page.evaluate("location.hash = '#/chat'")
+    page.get_by_label("Message").fill("hi")
+    page.keyboard.press("Enter")
+    page.locator(".turn.assistant[data-at=done]").wait_for()
+    found["answer"] = faults_of(page, axe)
+    page.get_by_role("button", name="Code").first.click()
+    page.locator("dialog[open]").wait_for()
+    found["code"] = faults_of(page, axe)
+    page.keyboard.press("Escape")
+    page.evaluate("location.hash = '#/keys'")
+    page.get_by_role("button", name="New key").click()
+    page.get_by_role("textbox", name="Name", exact=True).wait_for()
+    found["key"] = faults_of(page, axe)
+    assert {what: faults for what, faults in found.items() if faults} == {}
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """axe-core's source."""
+    package = importlib.util.find_spec("axe_playwright_python")
+    if package is None or package.origin is None:
+        pytest.skip("no axe here (pip install axe-playwright-python)")
+    return Path(package.origin).with_name("axe.min.js").read_text()
+
+
+def faults_of(page: Any, axe: str) -> list[str]:
+    """What axe finds wrong with a page, by its rules for all: which rule, and where."""
+    if not page.evaluate("typeof axe === 'object'"):
+        page.evaluate(axe)
+    told = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    return [
+        f"{one['id']}: {one['help']}: {node['target']} {node['failureSummary']}"
+        for one in told["violations"]
+        for node in one["nodes"]
+    ]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -205,9 +205,15 @@ class SimulatedModelOps:
 class SimulatedTiers:
     """A disk that has every version."""
 
-    def status(self) -> list[dict[str, Any]]:
-        nothing = {"busy": None, "damaged": 0, "last_error": None, "last_error_s": None, "next_try_s": None}
-        return [
+    def status(self) -> Callable[[], list[dict[str, Any]]]:
+        nothing: dict[str, Any] = {
+            "busy": None,
+            "damaged": 0,
+            "last_error": None,
+            "last_error_s": None,
+            "next_try_s": None,
+        }
+        told = [
             {
                 "name": "disk",
                 "where": "/data",
@@ -220,6 +226,7 @@ class SimulatedTiers:
                 **nothing,
             }
         ]
+        return lambda: told
 
     def tiers_of_version(self, model: str, version: str) -> list[str]:
         return ["disk"]

@@ -31,6 +31,7 @@ FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3": ("Qwen3", {}),  # norms on q and k
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 52}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12}),
     "qwen2_moe": (
         "Qwen2Moe",
         {

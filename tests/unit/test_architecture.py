@@ -88,6 +88,7 @@ SUBPACKAGES = (
     "appliance.ui",
     "appliance.bundle.carried",
     "appliance.models",
+    "appliance.power",
     "appliance.store.upkeep",
     "appliance.store.objects",
     "appliance.store.records",
@@ -542,7 +543,7 @@ ENDS_THE_PROCESS = "its exception ends the process, which is started anew"
 TASKS = {
     "appliance/controller/devices/deep_checks.py DeepChecks._unless_wanted": AWAITED,
     "appliance/controller/devices/deep_checks.py DeepChecks.before_return": ONE_SHOT,
-    "appliance/wiring/device_measure.py DeviceProcesses.together": AWAITED,
+    "scheduler/devices/measure.py DeviceProcesses.together": AWAITED,
     "train/control/group.py Group._asked": "ends the group",
     "appliance/controller/batches/background_responses.py BackgroundResponses._send_some": ONE_SHOT,
     "appliance/controller/batches/work.py BatchWork._send_what_may_go": ONE_SHOT,

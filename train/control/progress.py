@@ -59,7 +59,7 @@ class ControlSignals:
         return self._answers.pop(question, None)
 
     def profile(self, steps: int) -> None:
-        """So many steps of this rank are to be profiled from the next one on."""
+        """This many steps of this rank are to be profiled from the next one on."""
         self._profile = steps
 
     def take_profile(self) -> int:

@@ -106,7 +106,7 @@ class RankHost:
         return {"pid": self._child.pid}
 
     async def life(self) -> dict[str, Any]:
-        """Of this supervisor, see runtime.processes.kernel.life; also asked to see whether it lives."""
+        """The life of this supervisor, see runtime.processes.kernel.life; also asked to see whether it lives."""
         return life()
 
     async def parked(self) -> dict[str, Any] | None:
@@ -148,7 +148,7 @@ class RankHost:
         On a fully loaded machine the kernel takes longer than the wait to free its memory. Giving up then left a
         finished job running for ever.
         """
-        # Of this life: the next one may begin while this call still waits.
+        # Belongs to this life: the next one may begin while this call still waits.
         child, meeting, place = self._child, self._meeting, self._place
         while child is not None:
             try:

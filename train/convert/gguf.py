@@ -62,7 +62,7 @@ def main(file: Path, out: Path) -> None:
             cpu_s=_HEADER_CPU_S + parameters // _PARAMETERS_PER_CPU_S,
         )
         with tempfile.TemporaryDirectory(dir=out.parent) as alone:
-            # Of the directory that the file lies in nothing else is read: transformers would take its tokenizer_config,
+            # Nothing else is read of the file's directory: transformers would take its tokenizer_config,
             # with code in it, for the model's.
             (Path(alone) / file.name).symlink_to(file.resolve())
             _say("done", **_convert(Path(alone) / file.name, out))
@@ -235,7 +235,8 @@ def _available_bytes() -> int:
 
 
 def _limit(*, memory_bytes: int, cpu_s: int) -> None:
-    """Of this process. memory_bytes: what it allocates; files that it maps do not count (setrlimit(2), RLIMIT_DATA)."""
+    """Limits this process. memory_bytes: what it allocates; files that it maps do not count (setrlimit(2),
+    RLIMIT_DATA)."""
     for kind, most in ((resource.RLIMIT_DATA, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
         resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
 

@@ -74,7 +74,7 @@ def check_training_file(
 
     The shape of the first readable record is the shape of the file; a record of another shape is an error. `convert`
     (train.methods: a method's, or that of all) makes what is written of a record, None if there is nothing to write.
-    `count` gives the tokens of each sequence of a converted record, for so many records (`counted`), BadRecord if the
+    `count` gives the tokens of each sequence of a converted record, for `counted` records, BadRecord if the
     model's chat template or the method refuses it; without it they are estimated. `heard` is called after each example.
     The chat file exists afterwards only if the report is `ok` and its records were converted. Raises OSError if the
     file is unreadable.
@@ -121,7 +121,7 @@ class _Tokens:
         self._counted, self._tokens, self._estimated = 0, 0, 0
 
     def of(self, made: Record | None) -> list[int]:
-        """Of each sequence of a converted record. Raises BadRecord."""
+        """The tokens of each sequence of a converted record. Raises BadRecord."""
         if made is None:
             return [0]
         estimates = [estimate_tokens(chat) for chat in made.get("sequences", (made,))]
@@ -163,7 +163,7 @@ def _example(
 
 
 def estimate_tokens(chat: dict[str, Any]) -> int:
-    """Of a converted chat, from its bytes."""
+    """The tokens of a converted chat, estimated from its bytes."""
     size = len(orjson.dumps(chat["tools"])) if chat.get("tools") else 0
     for message in chat["messages"]:
         size += len(message["content"].encode()) + len(orjson.dumps(message.get("tool_calls", "")))

@@ -106,7 +106,7 @@ def check_chat(record: Record) -> Record:
     """The chat record with only what training reads; text parts joined. Raises BadRecord with the reason."""
     unknown = record.keys() - _CHAT_KEYS
     if unknown:
-        raise BadRecord(f"has the unknown key {sorted(map(str, unknown))[0]!r} beside 'messages'")
+        raise BadRecord(f"has the unknown key {sorted(map(str, unknown))[0]!r} next to 'messages'")
     checked = check_messages(record)
     if not any(m["role"] == "assistant" for m in checked):
         raise BadRecord("has no assistant message, so there is nothing to learn")

@@ -166,22 +166,22 @@ ALSO_RIGHT: Mapping[str, tuple[str, ...]] = {
 }
 """Other ways to say the right word."""
 NEW_TOKENS = 12
-"""Of a spoken answer; what comes later is not looked at."""
+"""Tokens of a spoken answer; what comes later is not looked at."""
 OTHERWISE = 1.0
 """Nats for a token of the beginning of an answer that a question has to lose before it is asked once more."""
 UNSAID, UNSAID_SHARE = 2, 0.1
-"""So many of them without the right word, and such a share of all questions, are a warning."""
+"""A warning is given once this many of them are without the right word, and this share of all questions."""
 LEAST_KNOWN = 0.5
 """Mean probability of the right words, a quarter by guessing: a model below it has nothing to forget that could be told
 from chance, and is not asked again."""
 LEAST_LOSS = 0.05
-"""Of the mean probability; a smaller one is reported and is not a warning, however certain."""
+"""The loss of the mean probability that counts; a smaller one is reported and is not a warning, however certain."""
 SURE = 2.0
 """Standard errors that a loss has to be away from zero: one chance in forty."""
 LARGEST_SHARE = 0.05
-"""Of the time of the job's steps, for asking before and after together, about."""
+"""About the share of the time of the job's steps that asking before and after may take together."""
 FEWEST = 12
-"""A job is asked so many however short it is."""
+"""A job is asked this many however short it is."""
 _WORD = re.compile(r"\w+")
 
 
@@ -193,7 +193,7 @@ def is_right(number: int, answer: str) -> bool:
 
 def answers_key(checksums: Iterable[str], precision: str, device_kind: str) -> str:
     """Names what a model's answers before a job follow from: equal keys, equal answers. checksums: of the files of its
-    weights, and of the adapter that is merged into them; not of a manifest, which is written anew with each copy."""
+    weights, and of the adapter that is merged into them; not of a manifest, which is written again with each copy."""
     said = json.dumps([QUESTIONS, list(checksums), precision, device_kind])
     return hashlib.sha256(said.encode()).hexdigest()[:32]
 
@@ -215,9 +215,9 @@ def how_many(tokens: Sequence[int], trained_tokens: int, full: bool) -> int:
 
 
 class Answers(NamedTuple):
-    """Of the first questions, as many as were asked. known: the probability of the right word among the words of each.
-    begun: mean log-probability of a token of the beginning of its answer. spoken: numbers of the questions that the
-    model answered itself; said: those of them that it answered right."""
+    """Answers to the first questions, as many as were asked. known: the probability of the right word among the words
+    of each. begun: mean log-probability of a token of the beginning of its answer. spoken: numbers of the questions
+    that the model answered itself; said: those of them that it answered right."""
 
     known: tuple[float, ...]
     begun: tuple[float, ...]
@@ -252,8 +252,8 @@ class Verdict:
 
 
 def compare(before: Answers, after: Answers) -> Verdict:
-    """Of the questions that were asked both times. Paired: each question is compared with itself, so that hard and easy
-    ones make no noise."""
+    """Compares the questions that were asked both times. Paired: each question is compared with itself, so that hard
+    and easy ones make no noise."""
     pairs = list(zip(before.known, after.known, strict=False))
     count = len(pairs)
     losses = [was - now for was, now in pairs]

@@ -31,7 +31,7 @@ def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True) -> l
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The endless stream of packs (epoch after epoch, each shuffled anew) cut into steps of `batch_size`."""
+    """The endless stream of packs (epoch after epoch, each shuffled again) cut into steps of `batch_size`."""
 
     n_packs: int
     batch_size: int
@@ -48,7 +48,7 @@ class StepPlan:
         return [-(-self.n_packs * epoch // self.batch_size) for epoch in range(1, self.n_epochs + 1)]
 
     def apart(self, every: int, most: int | None) -> int:
-        """Steps between two validations: `every`, or so many more that the run has `most` of them; 0 is after each
+        """Steps between two validations: `every`, or as many more as leave the run `most` of them; 0 is after each
         epoch."""
         return max(every, -(-self.total_steps // most)) if every and most else every
 
@@ -96,8 +96,8 @@ class Row:
 
 @dataclass(frozen=True)
 class RolloutRow(Row):
-    """Of answers that the model itself has sampled. advantages: (n,) float32, by how much each label is better than was
-    to be expected. sampled: (n,) float32, its log-probability when it was sampled."""
+    """A row of answers that the model itself has sampled. advantages: (n,) float32, by how much each label is better
+    than was to be expected. sampled: (n,) float32, its log-probability when it was sampled."""
 
     advantages: np.ndarray | None = None
     sampled: np.ndarray | None = None

@@ -43,7 +43,7 @@ def write_apart(source: Path, target: Path, share: float, least: int, seed: int 
 
 
 def chosen(count: int, share: float, least: int, seed: int) -> np.ndarray:
-    """(count,) bool: which of so many examples are in the part."""
+    """(count,) bool: which of `count` examples are in the part."""
     wanted = min(count, max(least, math.ceil(share * count)))
     drawn = np.random.Generator(np.random.PCG64(seed)).random(count)
     return drawn <= np.partition(drawn, wanted - 1)[wanted - 1]

@@ -22,10 +22,10 @@ def prompt(record: Record) -> Record:
     if messages[-1]["role"] != "user":
         raise BadRecord(
             f"the last message is from {messages[-1]['role']!r}; expected 'user': the model answers while it trains, "
-            "and what its answer is compared with stands in fields beside 'messages'"
+            "and what its answer is compared with belongs in fields next to 'messages'"
         )
     if any("weight" in message for message in messages):
-        raise BadRecord("has a message with a 'weight'; of a prompt nothing is learnt")
+        raise BadRecord("has a message with a 'weight'; nothing is learnt from a prompt")
     item = {name: value for name, value in record.items() if name not in _OF_THE_REQUEST}
     _check_size({**item, "messages": messages})
     return {"messages": messages, **tools_in(record), "item": item}

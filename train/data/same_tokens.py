@@ -17,7 +17,7 @@ from runtime.processes.bounds import Bounds
 
 BOUNDS = Bounds(cpu_s=120, memory_bytes=4 << 30)
 MOST_BYTES = 64 << 20
-"""Of a tokenizer that is read; larger ones are compared byte by byte."""
+"""The size of a tokenizer that is read; larger ones are compared byte by byte."""
 _SHOWN = 60
 
 

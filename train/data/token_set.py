@@ -107,7 +107,7 @@ class TokenSet:
         return sum(int(edges[i + 1] - edges[i]) for pack in packs for i in self.packs[pack])
 
     def tokens_of(self, index: int) -> np.ndarray:
-        """Of an example of one sequence, (n,) int32."""
+        """The tokens of an example of one sequence, (n,) int32."""
         ((ids, _),) = self._example(index)
         return np.asarray(ids)
 

@@ -25,7 +25,7 @@ _TERMS = _random.integers(0, 2**32, BANDS * ROWS, dtype=np.uint64).astype(np.uin
 
 
 class Pair(NamedTuple):
-    """Example `index` is almost `of`, an earlier one that is none itself."""
+    """Example `index` is almost `of`, an earlier one that is not a near duplicate itself."""
 
     index: int
     of: int
@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 
 
 def bands_of(grams: np.ndarray) -> np.ndarray:
-    """(BANDS,) uint32 of a text's grams; of a text without words all are 0."""
+    """(BANDS,) uint32 of a text's grams; all are 0 for a text without words."""
     return _bands(grams, _FACTORS, _TERMS)
 
 
@@ -47,7 +47,7 @@ def likeness(one: np.ndarray, other: np.ndarray) -> float:
 def near_duplicates(
     bands: np.ndarray, members: np.ndarray, compare: Callable[[int, int], float], least: float = LIKE
 ) -> list[Pair]:
-    """Every example of `members` (ascending indices into `bands`, (n, BANDS) uint32) that is at least so much like an
+    """Every example of `members` (ascending indices into `bands`, (n, BANDS) uint32) that is at least this much like an
     earlier one which is not such an example itself."""
     candidates = _candidates(bands, members)
     of: dict[int, int] = {}

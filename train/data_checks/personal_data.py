@@ -134,7 +134,7 @@ def hinted(text: str, found: Found) -> str:
 
 
 def _joined(found: list[Found], more: Iterable[Found]) -> list[Found]:
-    """Both, in order; what overlaps one found before is left out. One step each, for a text may be full of them."""
+    """Both, in order; what overlaps one found before is left out. One step each, because a text may be full of them."""
     at, new = 0, []
     for one in more:
         while at < len(found) and found[at].end <= one.start:
@@ -145,7 +145,7 @@ def _joined(found: list[Found], more: Iterable[Found]) -> list[Found]:
 
 
 def _candidates(text: str) -> Iterator[Iterable[Found]]:
-    """Of each kind, in the order of KINDS, from the text's beginning to its end."""
+    """The candidates of each kind, in the order of KINDS, from the text's beginning to its end."""
     raw = text.encode("utf-8", "surrogatepass")
     zeros = raw.translate(_ZEROS)
     numbers = b"0" * _FEWEST_DIGITS in zeros.translate(None, _BETWEEN)

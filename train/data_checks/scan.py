@@ -30,9 +30,9 @@ from train.data_checks.words import grams, words_of
 Convert = Callable[[Record, str], Record]
 BIT = {name: 1 << place for place, name in enumerate(CHECKS)}
 MOST_SHOWN = 20
-# Of these every example is counted, of those after them each so-manieth; all that may be too long are.
+# The first examples are all counted, then one in this many; all that may be too long are.
 COUNTED_EXAMPLES, COUNTED_EACH = 2000, 50
-# Of these the language is told, of those after them each so-manieth.
+# The language of the first examples is found, then of one in this many.
 TOLD_EXAMPLES, TOLD_EACH = 100_000, 10
 _ODD_LANGUAGE_SHARE = 0.02
 _TIMES_AS_LONG = 3
@@ -52,8 +52,8 @@ _WHAT_IS_ODD = {
 }
 
 
-class Place(NamedTuple):
-    """Where an example stands."""
+class SourceLine(NamedTuple):
+    """The line of a source that has an example."""
 
     source: int
     line: int
@@ -67,7 +67,7 @@ class Findings:
         self.kinds: Counter[str] = Counter()
         self.shown: list[dict[str, Any]] = []
 
-    def add(self, place: Place, **told: Any) -> None:
+    def add(self, place: SourceLine, **told: Any) -> None:
         self.count += 1
         if len(self.shown) < MOST_SHOWN:
             self.shown.append({"source": place.source, "line": place.line, **told})
@@ -105,7 +105,7 @@ class Scan:
         self.found = {name: Findings() for name in CHECKS}
         self.languages: Counter[str] = Counter()
         self.counted, self._counted_tokens, self._counted_estimate = 0, 0, 0
-        self._told: list[tuple[Place, str]] = []
+        self._told: list[tuple[SourceLine, str]] = []
         self.against_sha256: str | None = None
         self._template_bytes = max(_TEMPLATE_BYTES, _template_tokens(count))
         self._languages = Languages() if options.does("language") else None
@@ -135,7 +135,7 @@ class Scan:
         return source
 
     def _example(self, number: int, source: Source, example: Example) -> None:
-        index, place = len(self), Place(number, example.line)
+        index, place = len(self), SourceLine(number, example.line)
         self.source.append(number)
         self.line.append(example.line)
         self.offset.append(example.offset)
@@ -157,7 +157,7 @@ class Scan:
         self.tokens.append(self._tokens(index, place, made))
         self._look_at(index, place, said(made))
 
-    def _converted(self, source: Source, example: Example, index: int, place: Place) -> Record | None:
+    def _converted(self, source: Source, example: Example, index: int, place: SourceLine) -> Record | None:
         """None for an example without an answer. Raises BadRecord."""
         if isinstance(example.raw, BadRecord):
             raise example.raw
@@ -173,11 +173,11 @@ class Scan:
             return None
         return self._convert(record, shape)
 
-    def _flag(self, check: str, index: int, place: Place, **told: Any) -> None:
+    def _flag(self, check: str, index: int, place: SourceLine, **told: Any) -> None:
         self.flags[index] |= BIT[check]
         self.found[check].add(place, **told)
 
-    def _look_at(self, index: int, place: Place, text: Said) -> None:
+    def _look_at(self, index: int, place: SourceLine, text: Said) -> None:
         does = self._options.does
         if does("encoding") and (odd := (_CONTROL if text.body.isascii() else _ODD).search(text.body)):
             kind = str(odd.lastgroup)
@@ -203,8 +203,8 @@ class Scan:
         does = self._options.does
         return does("near_duplicates") or does("toxic") or self._index is not None
 
-    def _language(self, index: int, place: Place, text: Said) -> str | None:
-        """Of an example that is not asked about, the one of most others."""
+    def _language(self, index: int, place: SourceLine, text: Said) -> str | None:
+        """The language of an example; where it is not asked about, the one of most others."""
         if self._languages is None:
             return None
         if index >= TOLD_EXAMPLES and index % TOLD_EACH:
@@ -217,7 +217,7 @@ class Scan:
                 self._told.append((place, language))
         return language
 
-    def _personal_data(self, index: int, place: Place, text: Said) -> None:
+    def _personal_data(self, index: int, place: SourceLine, text: Said) -> None:
         found = self.found["personal_data"]
         for part in (text.body, text.system):
             for one in personal_data.find(part):
@@ -225,8 +225,8 @@ class Scan:
                 if not self.flags[index] & BIT["personal_data"]:
                     self._flag("personal_data", index, place, kind=one.kind, value=personal_data.hinted(part, one))
 
-    def _tokens(self, index: int, place: Place, made: Record) -> int:
-        """Of an example: counted, or estimated from its bytes and what those counted have said."""
+    def _tokens(self, index: int, place: SourceLine, made: Record) -> int:
+        """The tokens of an example: counted, or estimated from its bytes and what those counted have said."""
         chats = made.get("sequences", (made,))
         estimates = [estimate_tokens(chat) for chat in chats]
         # No tokenizer makes more tokens of a text than it has bytes.
@@ -284,8 +284,8 @@ class Scan:
                 self.found["language"].add(place, language=language)
         self.found["language"].count = sum(self.languages[name] for name in odd)
 
-    def place(self, index: int) -> Place:
-        return Place(self.source[index], self.line[index])
+    def place(self, index: int) -> SourceLine:
+        return SourceLine(self.source[index], self.line[index])
 
     def root(self, index: int) -> int:
         """The example that stays of those that are this one, or nearly; itself if it is alone."""

@@ -23,7 +23,7 @@ class Said(NamedTuple):
 
 
 def said(made: Record) -> Said:
-    """Of an example as a method has converted it."""
+    """The texts of an example as a method has converted it."""
     chats = made.get("sequences", (made,))
     body, system = [], []
     for number, chat in enumerate(chats):
@@ -82,10 +82,10 @@ def with_strings(value: Any, change: Callable[[str], str], name: str = "") -> An
     if name == "arguments":
         try:
             parsed = json.loads(value)
-        except (ValueError, RecursionError):
+            changed = _with_values(parsed, change)
+            return value if changed == parsed else json.dumps(changed, ensure_ascii=False)
+        except (ValueError, RecursionError):  # no JSON, or more levels than can be gone through
             return change(value)
-        changed = _with_values(parsed, change)
-        return value if changed == parsed else json.dumps(changed, ensure_ascii=False)
     return change(value)
 
 

@@ -18,7 +18,7 @@ MAX_PARTS = 64
 MAX_SOURCE_BYTES = 256 * 1024
 MAX_BYTES = 2 << 20
 MAX_VARIABLES = 2048
-"""Of a whole grader, like its bytes: whoever parses it serves others too."""
+"""As many as a whole grader may have, like its bytes: whoever parses it serves others too."""
 DEFAULT_ANSWER_TOKENS = 1024
 
 
@@ -86,7 +86,7 @@ class Python(_Grader):
     type: Literal["python"]
     source: str
     image_tag: str | None = None
-    """Of OpenAI's API. A box has one set of packages, so that every tag means the same."""
+    """A field of OpenAI's API. A box has one set of packages, so that every tag means the same."""
 
     def check(self, param: str) -> None:
         size = len(self.source.encode(errors="replace"))
@@ -253,7 +253,7 @@ class Multi(_Grader):
         for name, leaf in self.graders.items():
             if not name.isidentifier():
                 raise InvalidGrader(
-                    f"{param}graders", f"the name {name!r} cannot stand in a formula: use letters, digits and _"
+                    f"{param}graders", f"the name {name!r} cannot be used in a formula: use letters, digits and _"
                 )
             leaf.check(f"{param}graders.{name}.")
         formula.check(self.calculate_output, set(self.graders), f"{param}calculate_output")

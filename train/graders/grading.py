@@ -31,7 +31,7 @@ class ModelAnswer:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt's."""
+    """Those of the prompt's tokens that were cached."""
     error: str = ""
     refused: bool = False
     tools: list[Any] = field(default_factory=list)

@@ -1,5 +1,5 @@
 """Grades in a worker process: the side of whoever asks. A worker starts when it is asked for, ends after a while
-without work, and is ended and started anew when it takes too long or breaks."""
+without work, and is ended and started again when it takes too long or breaks."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ class GraderHost:
             (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
             if length > _RESULT_BYTES:
                 raise ValueError(f"an answer of {length} bytes")
-            told = json.loads(await process.stdout.readexactly(length))
+            answer = await process.stdout.readexactly(length)
+            told = json.loads(answer) if length <= _AT_ONCE_BYTES else await asyncio.to_thread(json.loads, answer)
             mark = await process.stdout.readexactly(1)
         status = (await process.stdout.readexactly(1))[0]
         if mark != END or status or told is None:

@@ -48,6 +48,6 @@ class GraderHosts:
             await one.host.stop()
 
     async def _end_idle(self) -> None:
-        # Looked at anew after every wait: meanwhile one may be wanted again, or ended by another.
+        # Looked at again after every wait: meanwhile one may be wanted again, or ended by another.
         while len(idle := [name for name, one in self._owners.items() if not one.wanted]) > MAX_IDLE:
             await self._owners.pop(idle[0]).host.stop()

@@ -14,15 +14,17 @@ import site
 import sys
 import sysconfig
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from runtime.processes.confinement import confine, missing
+from runtime.processes.confinement import prepare as prepare_confinement
 from runtime.processes.kernel import die_with_parent
 from train.graders.errors import GradingErrors, GradingFailed
 
 TIME_S = 120
-"""Of the wall clock and, apart from it, of CPU: as OpenAI's API has it, like the memory."""
+"""Seconds of the wall clock and, apart from it, of CPU: as OpenAI's API has it, like the memory."""
 MEMORY_BYTES = 2 << 30
 THREADS = 64
 """Stacks may be so small that its memory holds more threads than the machine has numbers for: no other process of it
@@ -40,6 +42,12 @@ def refusal() -> str:
     """Why no code runs on this machine, in words; empty if it does."""
     lack = missing()
     return f"python graders do not run on this machine: {lack}. Nothing else can confine them here" if lack else ""
+
+
+def prepare() -> None:
+    """Makes in the worker what each of its forks needs to confine itself."""
+    prepare_confinement()
+    _readable()
 
 
 def only_compute(memory_bytes: int, cpu_s: int) -> None:
@@ -189,7 +197,8 @@ def _only_these_files(writing: int) -> None:
     os.closerange(4, 1 << 16)
 
 
-def _readable() -> list[Path]:
+@cache
+def _readable() -> tuple[Path, ...]:
     """Python's own files and its packages, and shared libraries."""
     paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return [Path(path) for path in (*sorted(paths), *site.getsitepackages(), *_LIBRARIES)]
+    return tuple(Path(path) for path in (*sorted(paths), *site.getsitepackages(), *_LIBRARIES))

@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 MAX_WORDS = 20_000
-"""Of each text; METEOR's cost grows with the product of both, so it takes `MAX_METEOR_WORDS`. Longer texts are cut."""
+"""Words that are read of each text; METEOR's cost grows with the product of both, so it takes `MAX_METEOR_WORDS`.
+Longer texts are cut."""
 MAX_METEOR_WORDS = 1_000
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")

@@ -16,7 +16,7 @@ SAMPLE_FIELDS = {"output_text", "output_json", "output_tools", "choices"}
 MAX_TEXT = 1 << 20
 """Characters of a template, and of what it becomes."""
 MAX_STEPS = 16
-"""Of a variable: 400,000 took the controller's loop 0.3 s."""
+"""Steps of a variable: 400,000 took the controller's loop 0.3 s."""
 _SHOWN = 200
 _PLACE = re.compile(r"[0-9]{1,9}")
 _STEP = re.compile(r"""\s*(?:\.?([^\s.\[\]{}'"]+)|\[\s*(?:(\d+)|'([^']*)'|"([^"]*)")\s*\])""")

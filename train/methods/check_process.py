@@ -27,7 +27,7 @@ from train.methods.methods import DEFAULT, convert, method_of
 
 # An 8 GiB file of chats takes some minutes of CPU.
 BOUNDS = Bounds(cpu_s=3600, memory_bytes=4 << 30)
-# From so much of the processor's time on: beside busy ranks, a dozen examples at low priority waited minutes for the
+# From this much processor time on: beside busy ranks, a dozen examples at low priority waited minutes for the
 # 2 s that they and the import of the tokenizer's library take.
 NICE_AFTER_S, _NICENESS = 5.0, 10
 TELL_EVERY_S = 2.0

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from train.plan.auto import DatasetStats, Given, ModelStats
 
-# Of the rate that suits supervised tuning: 5e-7 for full tuning of 7e9 parameters and 5e-6 for adapters, as TRL and the
-# alignment handbook have it.
+# The share of the rate that suits supervised tuning: 5e-7 for full tuning of 7e9 parameters and 5e-6 for adapters, as
+# TRL and the alignment handbook have it.
 RATE_SHARE = 0.05
 _FEW_PAIRS = 1000
 

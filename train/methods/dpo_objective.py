@@ -23,7 +23,7 @@ class DpoObjective(PackedObjective):
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """Sum over the row's pairs of -log sigmoid(margin), times batch["scale"]; a float32 scalar. margin: the reward
         of the preferred output less that of the other; reward: beta times the log-probability of the output's learnt
-        tokens, less the reference. Of a batch without a reference these log-probabilities, (sequences,) float32."""
+        tokens, less the reference. For a batch without a reference, these log-probabilities, (sequences,) float32."""
         # Not index_add, whose order of addition differs from run to run on a GPU.
         parts = self.log_probs(batch).split(list(batch["sequence_sizes"]))
         log_probs = torch.stack([part.sum() for part in parts])

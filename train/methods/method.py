@@ -46,7 +46,7 @@ class Option:
 
 
 VALIDATED_TOKENS = 1 << 19
-"""Of answers to validation prompts that are made at the same time, where a step has fewer."""
+"""Tokens of answers to validation prompts that are made at the same time, where a step has fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Method(ABC):
         return max_length
 
     def samples(self, options: Mapping[str, Any]) -> Samples:
-        """Of each prompt; one where the data itself is learnt."""
+        """How each prompt is sampled; once where the data itself is learnt."""
         return Samples()
 
     # -- in a rank ---------------------------------------------------------------------------------------------------
@@ -172,8 +172,8 @@ class Method(ABC):
         return to_batch(row, scale, device)
 
     def metrics(self, objective: torch.nn.Module) -> list[float]:
-        """Of the micro-batches since it was asked last, one for each of `metric_names`; they are summed over all ranks
-        and reported with the step."""
+        """Sums over the micro-batches since it was asked last, one for each of `metric_names`; they are summed over all
+        ranks and reported with the step."""
         return []
 
     def peaks(self, objective: torch.nn.Module) -> list[float]:

@@ -49,7 +49,7 @@ class PackedObjective(nn.Module):
         return self.model(**_row(batch), logits_to_keep=batch["predict_at"]).logits[0].float()
 
     def log_probs(self, batch: dict[str, Any]) -> torch.Tensor:
-        """(n,) float32: the log-probability of each learnt token. Of an objective whose head is a LogProbHead."""
+        """(n,) float32: the log-probability of each learnt token, for an objective whose head is a LogProbHead."""
         if self._fused:
             return self.head(batch)
         return -functional.cross_entropy(self.logits(batch), batch["labels"], reduction="none")

@@ -17,7 +17,7 @@ from torch.nn.attention import varlen
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from runtime.devices.kinds import in_host_memory
+from runtime.devices.kinds import in_host_memory, unplanned_attention
 
 NAME = "packed"
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
@@ -46,6 +46,12 @@ def packed_attention(
     grouped = query.shape[1] != key.shape[1]
     if _one_kernel(query, value, dropout):
         return _varlen(query, key, value, segments, scaling, sliding_window, grouped), None
+    if grouped and not in_host_memory(query.device):
+        # Here come float32 and heads beyond 256 (Gemma 4's are 512 wide in one layer of six), which of torch's fused
+        # kernels CUTLASS's alone computes. That of torch 2.13 takes no groups, and who gives it some gets the plain
+        # computation, whose memory is the square of an example's length.
+        key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
+        grouped = False
     lengths = [end - start for start, end in segments]
     outputs = []
     # Split, not sliced: in the backward pass each slice fills a tensor of the whole row's size with zeros, 33 times q's
@@ -122,6 +128,8 @@ def _sliding_mask(length: int, window: int, device: torch.device) -> torch.Tenso
 
 
 def register() -> None:
-    """Make "packed" known to transformers; no mask is ever built for it."""
+    """Make "packed" known to transformers, for which no mask is ever built. Other attention of this process, in which
+    answers grow by a token at a time, does without kernels that are planned again for every length."""
+    unplanned_attention()
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

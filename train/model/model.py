@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
@@ -13,6 +14,8 @@ from train.model.adapter import ADAPTER, merge_into
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 
+# Of transformers' types of layers, those that carry something from token to token besides keys and values.
+_KEEP_STATE = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention"})
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -76,7 +79,7 @@ def _without_weights(spec: TrainSpec) -> PreTrainedModel | None:
 
 def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
     """Put LoRA layers (Hu et al., 2021; peft) into `model` in place and freeze everything else."""
-    targets = list(spec.lora_targets) or linear_layers(model)
+    targets = _none_of_experts(list(spec.lora_targets) or linear_layers(model), model, asked=bool(spec.lora_targets))
     config = LoraConfig(
         r=spec.lora_rank,
         lora_alpha=spec.lora_alpha,
@@ -92,6 +95,24 @@ def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
         raise UnsupportedModel(f"lora_targets {targets} do not fit the model: {error}") from error
 
 
+def _none_of_experts(targets: list[str], model: PreTrainedModel, *, asked: bool) -> list[str]:
+    """`targets` without those that peft takes for the fused experts: of some mixtures (DeepSeek, GLM 4, Qwen3-Next) it
+    takes the names of their matrices in older checkpoints, which are those of the dense and the shared MLPs. Raises
+    UnsupportedModel if they were asked for."""
+    config = LoraConfig(target_modules=targets)
+    convert_peft_config_for_transformers(config, model, None)
+    if not config.target_parameters:
+        return targets
+    left = sorted(config.target_modules or ())
+    if asked:
+        meant = sorted(set(targets) - set(left))
+        raise UnsupportedModel(
+            f"lora_targets {targets}: {', '.join(meant)} would be those of the experts of {model.config.model_type} "
+            "too, which get no adapters here; name other layers"
+        )
+    return left
+
+
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Last names of all linear layers except the output head, as LoRA targets."""
     head = model.get_output_embeddings()
@@ -104,14 +125,23 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
     )
 
 
+def keeps_state(model: PreTrainedModel) -> bool:
+    """Whether layers carry a state from token to token (mamba, gated delta nets, convolutions): it knows no bounds of
+    examples, and no part of a row can be computed ahead and shared."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return bool(model._is_stateful) or not _KEEP_STATE.isdisjoint(kinds)
+
+
 def checkpoint_name(name: str) -> str:
     """Name in the model's own checkpoint of a parameter of the (LoRA-wrapped) model."""
     return name.replace(".base_layer.", ".")
 
 
 def _choose_experts(model: PreTrainedModel) -> None:
-    """torch's grouped matrix product, which transformers takes by default, wants rows of whole 16 bytes."""
-    uneven = any(p.ndim == 3 and p.shape[-1] * p.element_size() % 16 for p in model.parameters())
+    """torch's grouped matrix product, which transformers takes by default, wants rows of whole 16 bytes. (Not those of
+    a convolution, which has three dimensions too.)"""
+    experts = [p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name]
+    uneven = any(p.shape[-1] * p.element_size() % 16 for p in experts)
     if uneven and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
 
@@ -120,5 +150,10 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
         raise UnsupportedModel(f"{config.model_type} caps its attention logits, which packed attention does not")
-    if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "_supports_sdpa", False):
-        raise UnsupportedModel(f"{config.model_type} does not take an attention implementation of ours")
+    if not getattr(model, "_supports_sdpa", False):
+        # Nor without it where the model takes implementations of others: those with attention sinks (gpt-oss), which
+        # packed attention would leave out without a word.
+        raise UnsupportedModel(
+            f"{config.model_type} does not compute its attention with torch's scaled_dot_product_attention (as models "
+            "with attention sinks), which packed attention and sampling do"
+        )

@@ -29,8 +29,8 @@ SHORTEST_ROW = 128  # tokens; a shorter one takes a device as long
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """Of the training file; tokens may be estimates (data_check). lengths: in tokens, of some examples that stand for
-    all; without them rows count as full."""
+    """Figures of the training file; tokens may be estimates (data_check). lengths: in tokens, of some examples that
+    stand for all; without them rows count as full."""
 
     n_examples: int
     n_tokens: int
@@ -40,7 +40,7 @@ class DatasetStats:
 
 @dataclass(frozen=True)
 class ModelStats:
-    """Of the base model and the devices. `max_position_embeddings` is its context in tokens.
+    """Figures of the base model and the devices. `max_position_embeddings` is its context in tokens.
 
     adapter_max_rank: the largest LoRA rank that engines serve beside this base without merging; 0: none.
     computes_bf16: see runtime.devices. tensor_slices, hidden: as in `train.plan.estimate.ModelShape`.
@@ -62,7 +62,7 @@ def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
 
 
 def _sequences(dataset: DatasetStats, fields: Mapping[str, Any]) -> float:
-    """Of one epoch."""
+    """The sequences of one epoch."""
     if not fields["packing"]:
         return float(dataset.n_examples)
     if not dataset.lengths:

@@ -4,6 +4,7 @@ that both have the same number of steps.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -11,24 +12,25 @@ from collections.abc import Iterable
 def best_fit(decreasing: Iterable[tuple[int, int]], capacity: int) -> list[list[int]]:
     """Groups of examples whose lengths sum to at most `capacity` tokens; every example in exactly one.
 
-    decreasing: (number, length) of each example, the longest first, each length at most `capacity`. O(n). Wastes under
-    a percent on usual data (Ding et al., "Fewer Truncations Improve Language Modeling", 2024), and much where few
-    examples fit a row.
+    decreasing: (number, length) of each example, the longest first, each length at most `capacity`, which may be
+    millions. Wastes under a percent on usual data (Ding et al., "Fewer Truncations Improve Language Modeling", 2024),
+    and much where few examples fit a row.
     """
     packs: list[list[int]] = []
     with_space: dict[int, list[int]] = defaultdict(list)
-    spaces = 0  # bit s is set when some pack has s tokens left: the best fit is one bit operation away
+    spaces: list[int] = []  # that some pack has left, ascending
     for index, length in decreasing:
-        fitting = spaces >> length
-        if fitting:
-            space = length + (fitting & -fitting).bit_length() - 1
+        place = bisect_left(spaces, length)
+        if place < len(spaces):
+            space = spaces[place]
             pack = with_space[space].pop()
             if not with_space[space]:
-                spaces &= ~(1 << space)
+                del spaces[place]
         else:
             space, pack = capacity, len(packs)
             packs.append([])
         packs[pack].append(index)
+        if not with_space[space - length]:
+            insort(spaces, space - length)
         with_space[space - length].append(pack)
-        spaces |= 1 << (space - length)
     return packs

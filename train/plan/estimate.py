@@ -73,7 +73,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], n_parameters: int) -> ModelShape:
-        """From a Hugging Face config.json; of a multimodal model its text part."""
+        """From a Hugging Face config.json; the text part of a multimodal model."""
         number = partial(size, text_part(config))
         hidden, layers, heads = (number(f) for f in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
         head_dim = number("head_dim") or (hidden // heads if heads else 0)
@@ -115,7 +115,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of keys and values in bf16, over all layers."""
+        """The bytes of keys and values in bf16, over all layers."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -170,7 +170,7 @@ class RankMemory:
 
 
 def trained_parameters(shape: ModelShape, fields: Mapping[str, Any]) -> int:
-    """`fields` are those of a TrainSpec. Of LoRA with targets named the default's count, which is more."""
+    """`fields` are those of a TrainSpec. For LoRA with targets named, the default's count, which is more."""
     return shape.n_parameters if fields["full"] else shape.lora_sides * fields["lora_rank"]
 
 
@@ -230,21 +230,21 @@ def held_rows(rows: int, chunk: int, hidden: int, element: int) -> int:
 
 
 def snapshot_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
-    """Of one snapshot of the job in the weight store: what the optimizer holds, over all ranks."""
+    """The bytes of one snapshot of the job in the weight store: what the optimizer holds, over all ranks."""
     return OPTIMIZER_BYTES * trained_parameters(shape, fields)
 
 
 def version_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
-    """Of what the job publishes: an adapter, or a whole model."""
+    """The bytes of what the job publishes: an adapter, or a whole model."""
     adapter = not fields["full"] and fields.get("lora_publish") == "adapter"
     elements = trained_parameters(shape, fields) if adapter else shape.n_parameters
     return ELEMENT_BYTES[fields.get("serve_dtype", "bf16")] * elements
 
 
 def _buffers(shape: ModelShape, fields: Mapping[str, Any], trained: int) -> int:
-    """Of the reduction of gradients. DeepSpeed 0.19.8 allocates whole buckets: in ZeRO-1 fp32, of which overlap_comm
-    has two (stage_1_and_2.py, setup_buckets); in ZeRO-2 two in bf16, with a copy in fp32 of the one that is reduced; in
-    ZeRO-3 one in fp32 (stage3.py, "IPG"), beside what is scattered from it."""
+    """The bytes for the reduction of gradients. DeepSpeed 0.19.8 allocates whole buckets: in ZeRO-1 fp32, of which
+    overlap_comm has two (stage_1_and_2.py, setup_buckets); in ZeRO-2 two in bf16, with a copy in fp32 of the one that
+    is reduced; in ZeRO-3 one in fp32 (stage3.py, "IPG"), beside what is scattered from it."""
     elements = max(min(trained, BUCKET_ELEMENTS), _largest(shape, fields, trained))
     return (4 if _on_host(fields) else 8) * elements
 
@@ -267,14 +267,21 @@ def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> 
         kept = shape.hidden * element * shape.layers + layer
     else:
         kept = shape.layers * layer
-    logits = min(HOST_LOGITS_BYTES if _on_host(fields) else DEVICE_LOGITS_BYTES, 4 * tokens * shape.vocab)
-    return tokens * kept + 2 * logits + (_head(shape, tokens, logits, element) if fields["full"] else 0)
+    return tokens * kept + 2 * _logits_bytes(shape, fields) + head_bytes(shape, fields, element)
 
 
-def _head(shape: ModelShape, tokens: int, logits_bytes: int, element: int) -> int:
-    """What making the gradient of the output head's weight takes, if every token is learnt."""
-    if not shape.vocab:
+def _logits_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
+    """Of fp32 logits that are made at a time."""
+    tokens = fields["micro_batch"] * fields["max_length"]
+    return min(HOST_LOGITS_BYTES if _on_host(fields) else DEVICE_LOGITS_BYTES, 4 * tokens * shape.vocab)
+
+
+def head_bytes(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
+    """What making the gradient of the output head's weight takes, in elements of so many bytes, if every token is
+    learnt; 0 with an adapter."""
+    if not shape.vocab or not fields["full"]:
         return 0
-    rows = held_rows(tokens, logits_bytes // (4 * shape.vocab), shape.hidden, element)
+    tokens = fields["micro_batch"] * fields["max_length"]
+    rows = held_rows(tokens, _logits_bytes(shape, fields) // (4 * shape.vocab), shape.hidden, element)
     summed = 4 if tokens > rows else 0
     return shape.vocab * (element * rows + (element + summed) * shape.hidden)

@@ -9,7 +9,8 @@ Schedule = Literal["cosine", "linear", "constant", "wsd"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 FLOOR_RATIO = 0.1
 DECAY_SHARE = 0.2
-"""Of the steps, in which `wsd` comes down: 10 to 20 % is what Hägele et al. (arXiv 2405.18392) found to be enough."""
+"""The share of the steps in which `wsd` comes down: 10 to 20 % is what Hägele et al. (arXiv 2405.18392) found to be
+enough."""
 
 
 def learning_rate(

@@ -55,7 +55,7 @@ class TrainSpec:
     adam_betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0  # 0: no clipping
     on_loss_spike: Choice = "none"  # what follows from one (train.plan.spikes)
-    rate_cuts: tuple[int, ...] = ()  # after so many steps each, the learning rate was halved
+    rate_cuts: tuple[int, ...] = ()  # after each of these numbers of steps the learning rate was halved
 
     full: bool = True  # False: LoRA
     lora_rank: int = 16
@@ -143,7 +143,7 @@ class TrainSpec:
 
     @property
     def most_validations(self) -> int | None:
-        """Of the run: any of them may publish a version if the best is to be published."""
+        """The most that the run has: any of them may publish a version if the best is to be published."""
         return MOST_VERSIONS if self.publish == "best" else None
 
     def to_json(self) -> str:

@@ -5,11 +5,11 @@ Rules
   median distance from that median, as a standard deviation) and by more than `LEAST`. Before `ENOUGH` losses nothing
   is one, nor within `REST` steps of the last one, which the median has to forget first.
 - What follows is what the job chose (`on_loss_spike`). Without a choice a spike is told and nothing else, and a loss
-  that is not a number ends the job: weights that are none either must not be published.
+  that is not a number ends the job: weights that are not numbers either must not be published.
 - A rollback goes with a lower rate, here as anywhere: a run computes the same again from the same snapshot. So does
   `lower_rate` after a loss that is not a number, from which nothing goes on. Each halves the learning rate from a step
   on, `MOST_CUTS` times at most; then a spike is told alone, and a loss that is not a number ends the job.
-- A spike at a step is acted on once: a run that does the step anew, because somebody resumed it, is left alone.
+- A spike at a step is acted on once: a run that does the step again, because somebody resumed it, is left alone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Anomaly:
     @property
     def text(self) -> str:
         what = (
-            f"the loss of step {self.step} is not a number, or its gradient is none"
+            f"the loss of step {self.step} or its gradient is not a number"
             if self.kind == "not_finite"
             else f"the loss of step {self.step} jumped to {self.loss:.4g}, usual is {self.usual:.4g}"
         )
@@ -109,7 +109,7 @@ class LossWatch:
 
 def history(events: Iterable[dict[str, Any]], step: int) -> dict[str, Any]:
     """What a `LossWatch` has to know of a run that goes on after `step` steps, from the run's own events; plain JSON.
-    Losses of steps that are done anew do not count; spikes do, whatever became of their steps."""
+    Losses of steps that are done again do not count; spikes do, whatever became of their steps."""
     losses: dict[int, float] = {}
     spikes: list[int] = []
     for event in events:

@@ -34,8 +34,8 @@ def to_ask(step: int, staleness: int, total: int, asked: Collection[int]) -> lis
 
 
 class Policy:
-    """Of one rank. `questions`: made of it for whoever runs the job. staleness: updates after which weights still
-    answer."""
+    """The policy of one rank. `questions`: made of it for whoever runs the job. staleness: updates after which weights
+    still answer."""
 
     def __init__(self, spec: TrainSpec, engine: Any, grid: Grid, store: WeightStore, staleness: int = 0):
         self._engine, self._grid, self._store, self._staleness = engine, grid, store, staleness
@@ -45,8 +45,8 @@ class Policy:
         self._took_s = 0.0
 
     def version(self, step: int) -> str:
-        """Collective: the model as it is after so many steps is in shared memory under this version. Raises StoreFull,
-        on every rank."""
+        """Collective: the model as it is after this many steps is in shared memory under this version. Raises
+        StoreFull, on every rank."""
         self._world = self._world or told_by_first(uuid.uuid4().hex[:8])
         version = f"{version_name(step)}.{self._world}"
         if self._there != step:

@@ -31,8 +31,9 @@ class _Asked(NamedTuple):
 
 
 class EngineSamples:
-    """Of one rank. room: tokens of an answer. staleness: updates that the weights which write it may be behind those
-    that learn from it. ends: tokens that end one. Invariant: `_ahead` has, by step, what is asked ahead of its turn."""
+    """The samples of one rank. room: tokens of an answer. staleness: updates that the weights which write it may be
+    behind those that learn from it. ends: tokens that end one. Invariant: `_ahead` has, by step, what is asked ahead of
+    its turn."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class EngineSamples:
                 asked = ahead if ahead is not None and number == 0 else None
                 version = self.policy.version(step) if asked is None else asked.version
             except StoreFull as full:  # raised on every rank
-                why = f"no room for the model as it stands: {full}"
+                why = f"no room for the model as it is: {full}"
                 break
             question = _name(wanted, version, lines)
             answered, answer = self._hearing.heard(question, self._question(version, wanted, lines))
@@ -158,6 +159,6 @@ def questions(wanted: Wanted, room: int) -> list[list[tuple[int, int, int]]]:
 
 
 def _name(wanted: Wanted, version: str, lines: list[tuple[int, int, int]]) -> str:
-    """Of a question. No other world has the version, no other question of this one the rest."""
+    """The name of a question. No other world has the version, no other question of this one the rest."""
     purpose = "train" if wanted.purpose == TRAINING else "valid"
     return f"sample-{purpose}-{wanted.step}-{version}-{wanted.before + lines[0][1]}"

@@ -13,7 +13,7 @@ from train.data.token_set import TokenSet
 from train.rollouts.judge import Judge, Verdict
 
 ASKED_BYTES = 4 << 20
-"""Of the items and the answers of one question, if one alone is not larger: it is one line of JSON."""
+"""The size of the items and the answers of one question, if one alone is not larger: it is one line of JSON."""
 _SAME = 1e-8
 """Rewards that differ by no more are the same."""
 
@@ -54,7 +54,7 @@ class Grader(Judge):
         return [np.array([one]) if one else None for one in advantages(verdict["rewards"], group)]
 
     def counted(self, advantages: Sequence[np.ndarray | None], group: int) -> np.ndarray:
-        """Of prompts whose answers differ in reward."""
+        """Counts prompts whose answers differ in reward."""
         learnt = np.array([one is not None for one in advantages])
         return learnt.reshape(-1, group).any(axis=1).repeat(group)
 
@@ -85,6 +85,6 @@ def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:
 
 
 def _mean(rewards: Sequence[float | None]) -> float:
-    """Of the samples that have one; 0 if none has."""
+    """The mean of the samples that have a reward; 0 if none has."""
     scored = [reward for reward in rewards if reward is not None]
     return float(np.mean(scored)) if scored else 0.0

@@ -17,7 +17,7 @@ _LOOK_EVERY_S = 0.01
 
 
 class Hearing:
-    """Of one rank."""
+    """What one rank hears."""
 
     def __init__(self, grid: Grid, device: torch.device, emit: Events, signals: ControlSignals, progress: Progress):
         self._grid, self._device = grid, device

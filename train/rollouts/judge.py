@@ -44,11 +44,11 @@ class Judge(ABC):
 
     @abstractmethod
     def told(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> dict[str, float]:
-        """Of a step, for its event."""
+        """Figures of a step, for its event."""
 
     @abstractmethod
     def validated(self, verdict: Verdict, sampled: Sequence[np.ndarray]) -> dict[str, float]:
-        """Of a validation, for its event."""
+        """Figures of a validation, for its event."""
 
     def empty(self) -> Verdict:
         return {self.values: [], "errors": []}

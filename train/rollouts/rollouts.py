@@ -50,7 +50,7 @@ from weights.memory.store import WeightStore
 
 FILE = "rollouts.npz"
 ASKED_AT_ONCE = 64
-"""Samples in one question to whoever judges, if what is said of each leaves room for so many."""
+"""Samples in one question to whoever judges, if what is said of each leaves room for as many."""
 
 
 class Rollouts:
@@ -92,7 +92,7 @@ class Rollouts:
                 vocabulary=engine.module.model.config.get_text_config().vocab_size,
                 device=engine.device,
             )
-        # Of the step that is ready, as `Answers` has them, on the host: each look at a device waits for it.
+        # Figures of the step that is ready, as `Answers` has them, on the host: each look at a device waits for it.
         self._step = -1
         self._ids, self._log_probs, self._sizes = np.zeros((0, 0), np.int64), np.zeros((0, 0)), np.zeros(0, np.int64)
         self._verdict: Verdict = {}
@@ -162,7 +162,7 @@ class Rollouts:
         return max(1, int(self._sizes[self._judge.counted(self._advantages, self._samples.group)].sum()))
 
     def tokens(self) -> int:
-        """Of the step's prompts and answers."""
+        """The tokens of the step's prompts and answers."""
         return int(self._sizes.sum()) + self._samples.group * self._train.tokens_in(
             self._plan.packs_of_step(self._step)
         )
@@ -377,7 +377,7 @@ def _read(path: Path, step: int, shape: tuple[int, int], staleness: int) -> dict
         with np.load(path) as file:
             kept = {name: file[name] for name in file.files}
     except (OSError, ValueError, zipfile.BadZipFile):
-        return None  # a crash of the machine: it is sampled anew
+        return None  # a crash of the machine: it is sampled again
     kept = {"older": np.zeros((shape[0], 0), np.int64), **kept}  # of a run that began before samples could be stale
     if int(kept["step"]) != step or kept["ids"].shape != shape or kept["older"].shape[1] != staleness:
         return None

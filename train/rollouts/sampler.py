@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from train.plan.estimate import SAMPLING_BYTES, ModelShape
 
 _ATTENTION = "sdpa"  # packed rows know no cache
-# Of a row and a token of the vocabulary while the next token is chosen: logits and their log_softmax in float32,
+# Bytes of a row and a token of the vocabulary while the next token is chosen: logits and their log_softmax in float32,
 # probabilities and their sums in float64.
 _CHOICE_BYTES = 2 * 4 + 2 * 8
 
@@ -90,7 +90,7 @@ def answering(model: Any) -> Iterator[None]:
 
 
 def _together(model: Any, tokens: int) -> int:
-    """Sequences of so many tokens whose keys and values, and the choice of their next tokens, fit the memory that is
+    """Sequences of this many tokens whose keys and values, and the choice of their next tokens, fit the memory that is
     planned for them. With short answers of a small model the choice is the larger part."""
     shape = ModelShape.from_config(model.config.to_dict(), 0)
     each = shape.kv_bytes_per_token * model.dtype.itemsize // 2 * tokens + _CHOICE_BYTES * shape.vocab

@@ -12,8 +12,8 @@ from train.data.token_set import TokenSet
 from train.rollouts.judge import Judge, Verdict
 
 ASKED_TOKENS = 1 << 17
-"""Of the prompts and answers of one question, if one alone is not longer: what is told is one line of JSON, with some
-20 bytes for each token of an answer."""
+"""The tokens of the prompts and answers of one question, if one alone is not longer: what is told is one line of JSON,
+with some 20 bytes for each token of an answer."""
 
 
 class Teacher(Judge):

@@ -120,7 +120,7 @@ def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter])
     zero: dict[str, Any] = {
         "stage": stage,
         "overlap_comm": not kind.on_host,
-        # The default of 5e8 elements is allocated anew in every backward pass.
+        # The default of 5e8 elements is allocated again in every backward pass.
         "reduce_bucket_size": max(max(p.numel() for p in trained), min(elements, MAX_BUCKET_ELEMENTS)) + 1,
         "allgather_bucket_size": 2 * MAX_BUCKET_ELEMENTS,
     }
@@ -138,6 +138,9 @@ def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter])
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
+        # It is on by default, tells nobody, and waits for the device at both ends of every micro-batch: nothing of the
+        # next one could be launched meanwhile.
+        "timers": {"throughput": {"enabled": False}},
         "wall_clock_breakdown": False,
     }
     if spec.precision == "bf16":

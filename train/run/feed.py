@@ -12,7 +12,7 @@ from train.state.fragments import Grid
 
 
 class Feed(Protocol):
-    """Of the steps of one rank. After `ready` all else is about that step."""
+    """Feeds the steps of one rank. After `ready` all else is about that step."""
 
     def ready(self, step: int) -> bool:
         """Collective: what this step learns from is there; False if the devices were wanted before."""

@@ -33,7 +33,7 @@ from train.data.general_questions import (
     how_many,
     is_right,
 )
-from train.model.model import load_tokenizer
+from train.model.model import keeps_state, load_tokenizer
 from train.plan.spec import TrainSpec
 from train.rollouts.sampler import answering, last, next_logits, padded
 from train.state.fragments import Grid
@@ -55,7 +55,7 @@ class Prompt(NamedTuple):
 class GeneralQuestions:
     """One rank's part. Emits "general" on rank 0: when ("before" or "after"), of (which model, `TrainSpec.general_of`),
     known, begun, spoken and said (train.data.general_questions.Answers), answers (texts of the spoken ones), seconds.
-    trained_tokens: of the whole job, each epoch anew."""
+    trained_tokens: of the whole job, each epoch again."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class GeneralQuestions:
         if when == "before" and self._known(len(prompts)):
             return True
         with answering(self._model):
-            # Of all prompts, not of this rank's: the passes of all ranks are the same.
+            # The lengths of all prompts, not of this rank's: the passes of all ranks are the same.
             prefix = Prefix(self._model, [prompt.asked for prompt in prompts], self._device)
             share = self._share(len(prompts))
             scored = score(self._model, [prompts[number] for number in share], prefix, wanted)
@@ -106,8 +106,8 @@ class GeneralQuestions:
         return True
 
     def _share(self, count: int) -> list[int]:
-        """This rank's of so many. Equal shares, so that the shapes of all ranks are the same; what is asked twice is
-        counted once (`_together`)."""
+        """This rank's part of this many. Equal shares, so that the shapes of all ranks are the same; what is asked
+        twice is counted once (`_together`)."""
         size, at = self._grid.data_size, self._grid.data_rank
         return [(at + turn * size) % count for turn in range(-(-count // size))]
 
@@ -187,7 +187,9 @@ class Prefix:
         config = model.config.get_text_config()
         self.device, self.common, self._cache = device, _common(rows), DynamicCache(config=config)
         window = getattr(config, "sliding_window", None)
-        if window and window < max(map(len, rows)) + room:
+        if keeps_state(model):
+            self.common = 0  # transformers repeats no state (DynamicCache.batch_repeat_interleave)
+        elif window and window < max(map(len, rows)) + room:
             self.common = 0  # what rows are filled up with would stand inside the window, behind the common tokens
         if self.common:
             begun = torch.tensor([rows[0][: self.common]], device=device)

@@ -245,7 +245,7 @@ class Run:
             level="info",
             text=(
                 f"step {self.step + 1} was left after {lost_s:.1f} s because its devices are wanted; it will be "
-                "done anew"
+                "done again"
             ),
         )
         self.saving.foresee(self.step)
@@ -292,7 +292,7 @@ class Run:
         data = asdict(found) | {"loss": _number(found.loss), "grad_norm": _number(found.grad_norm)}
         self.emit("anomaly", text=found.text, **data)
         if found.action == "fail":
-            raise TrainingDiverged(found.step, found.loss, found.grad_norm)
+            raise TrainingDiverged(found.step, found.loss, found.grad_norm, len(found.cuts))
         if found.action == "rollback" or found.kind == "not_finite":
             raise LeftForSnapshot(found.text)
 

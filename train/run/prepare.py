@@ -9,12 +9,14 @@ from functools import cache
 from pathlib import Path
 
 from deepspeed import comm
+from transformers import PreTrainedModel
 
 from train.control.progress import ControlSignals, Events, Progress
 from train.data.chat import ChatEncoder, vocabulary_of
 from train.data.token_set import TokenSet, open_token_set
 from train.methods.methods import method_of
-from train.model.model import load_model, load_tokenizer
+from train.model.model import keeps_state, load_model, load_tokenizer
+from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 from train.run.engine import build_engine
 from train.run.loop import Run
@@ -75,13 +77,28 @@ def prepare(
         _tell_about_stage(emit, spec)
 
     progress.enter("loading")
-    engine = build_engine(method.objective(load_model(spec, weights=snapshot_path is None), spec.options), spec)
+    model = load_model(spec, weights=snapshot_path is None)
+    refuse_shared_rows(model, spec)
+    engine = build_engine(method.objective(model, spec.options), spec)
     if snapshot_path is None:
         check_publishable(engine, spec)
     run = Run(spec, store, engine, train, valid, emit, signals, progress)
     if snapshot_path:
         run.resume_from(snapshot_path)
     return run
+
+
+def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:
+    """Raises UnsupportedModel where sequences would share a row of a model whose layers pass a state on from token to
+    token: each would begin with what the one before it left."""
+    method = method_of(spec.method)
+    alone = not spec.packing and spec.micro_batch == 1 and method.sequences == 1 and not method.rolls_out
+    if keeps_state(model) and not alone:
+        raise UnsupportedModel(
+            f"{model.config.get_text_config().model_type} has layers that keep a state from token to token (mamba, "
+            "linear attention, convolutions), and examples in one row would pass it on to each other: it is trained "
+            "by the method 'supervised' alone, with packing false and micro_batch 1"
+        )
 
 
 def continued(run: Run, snapshot_path: str) -> Run:

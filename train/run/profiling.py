@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 class Profiling:
-    """Of one rank. collectives: what torch calls the library of its collectives, as it stands in the names of what it
-    does. folder: where trace files go."""
+    """Profiles one rank. collectives: what torch calls the library of its collectives, as it stands in the names of
+    what it does. folder: where trace files go."""
 
     def __init__(self, folder: Path, collectives: str, emit: Events, progress: Progress):
         self._folder, self._collectives, self._emit, self._progress = folder, collectives, emit, progress
@@ -31,7 +31,7 @@ class Profiling:
         self._began_s = 0.0
 
     def before_step(self, asked: int) -> None:
-        """asked: for so many steps it is wanted from here on, 0: not."""
+        """asked: the number of steps from here on for which it is wanted, 0: none."""
         if asked and self._profiler is None:
             try:
                 # Both of the host and of the device, where there is one.

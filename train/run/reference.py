@@ -35,7 +35,7 @@ _PREFIX = "reference."  # of the names in a snapshot
 
 
 class Reference:
-    """Of the token sets of one run, by name. A set's `reference` is None until all of it is known."""
+    """The references of the token sets of one run, by name. A set's `reference` is None until all of it is known."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Reference:
         return True
 
     def save(self) -> None:
-        """What is known so far, so that a run that is interrupted before its first step does not begin anew."""
+        """What is known so far, so that a run that is interrupted before its first step does not begin again."""
         if self._grid.rank == 0:
             for values in self._learning.values():
                 values.save()

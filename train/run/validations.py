@@ -1,7 +1,7 @@
 """What the validations of a run have found: which was the best, and how many came after it.
 
 Rank 0 reads them from the run's own event log, so a run that goes on after a suspension or a death needs no further
-state. What an earlier world found at steps that are done anew does not count.
+state. What an earlier world found at steps that are done again does not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from train.run.event_log import read_events
 
 
 class Validations:
-    """Those after the steps up to `step`. The one before the first step is none: its weights are not the run's."""
+    """Those after the steps up to `step`. The one before the first step is not one of them: its weights are not the
+    run's."""
 
     def __init__(self, run_dir: str | Path, step: int) -> None:
         self._run_dir = run_dir

@@ -2,7 +2,7 @@
 
 Calls it answers: `ping` (where the run is; answered by the lifeline thread, so only a stopped process stays silent),
 `signal` (suspend or cancel, by leaving the step or at its end; snapshot at its end), `answer` (to a question of the
-run), `profile` (so many steps, see train.run.profiling) and, when parked, `resume` (from this snapshot).
+run), `profile` (how many steps, see train.run.profiling) and, when parked, `resume` (from this snapshot).
 
 Events: those of the run, from rank 0; "ready" when the engine exists and "done" with the outcome, from every rank. A
 rank whose "done" says `parked` has freed its memory (train.state.parking) and waits for `resume`; otherwise it ends.

@@ -23,8 +23,8 @@ def every_s(cost_s: float) -> float:
 
 
 class Cadence:
-    """Of one world's snapshots, on the rank that decides. `fixed_s`: the interval a person chose, 0 for none but those
-    that are asked for, None for `every_s` of what they cost."""
+    """When one world makes snapshots, on the rank that decides. `fixed_s`: the interval a person chose, 0 for none but
+    those that are asked for, None for `every_s` of what they cost."""
 
     def __init__(self, fixed_s: float | None, clock: Callable[[], float] = time.monotonic):
         self._fixed_s, self._clock = fixed_s, clock

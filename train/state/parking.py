@@ -32,7 +32,7 @@ def can_park(spec: TrainSpec) -> bool:
     """Whether a rank of this run gives back its device without ending.
 
     Not on a GPU, where a living process keeps a context on the device. Under ZeRO-3 and with offloading DeepSpeed keeps
-    parameters in buffers of its own; such ranks are forked anew.
+    parameters in buffers of its own; such ranks are forked again.
     """
     return kind_of(spec.device_kind).on_host and spec.zero_stage <= 2 and spec.offload == "none"
 

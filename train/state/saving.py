@@ -245,7 +245,7 @@ class Saving:
 
     @cached_property
     def layout(self) -> Layout:
-        """Of a snapshot."""
+        """The layout of a snapshot."""
         return snapshot.snapshot_layout(self.engine, self.kept)
 
     @cached_property

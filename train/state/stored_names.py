@@ -76,7 +76,7 @@ def stored_names(model: PreTrainedModel, shapes: Mapping[str, Shape], path: str 
     """The map between the checkpoint in `path` and `model`, which was loaded from it.
 
     shapes: of every parameter (and persistent buffer), whole, tied ones once, under the model's own names. Stored
-    tensors that are none of them (a tied head that is stored all the same, heads for speculation) are left out.
+    tensors that are not among them (a tied head that is stored all the same, heads for speculation) are left out.
 
     Raises UnsupportedModel if a parameter is not made of whole stored tensors, each one contiguous range of it.
     """

@@ -14,9 +14,11 @@ class _Strict(BaseModel):
 class KeepRules(_Strict):
     """Which of each model's versions a tier keeps: all if nothing is set, else those that any rule keeps."""
 
-    keep_last: int | None = Field(default=None, ge=1, description="the newest so many")
-    keep_best: int | None = Field(default=None, ge=1, description="so many with the lowest validation loss")
-    keep_every_hours: float | None = Field(default=None, gt=0, description="the newest of every so many hours")
+    keep_last: int | None = Field(default=None, ge=1, description="how many of the newest are kept")
+    keep_best: int | None = Field(default=None, ge=1, description="how many with the lowest validation loss are kept")
+    keep_every_hours: float | None = Field(
+        default=None, gt=0, description="the newest of every period of this many hours is kept"
+    )
     keep_newer_s: float | None = Field(default=None, gt=0, description="whatever is younger than this")
 
     @property
@@ -28,7 +30,7 @@ class KeepRules(_Strict):
 class SnapshotRules(KeepRules):
     """Which of each unfinished job's snapshots a tier keeps. The newest resumable one always stays."""
 
-    keep_last: int | None = Field(default=1, ge=1, description="the newest so many")
+    keep_last: int | None = Field(default=1, ge=1, description="how many of the newest are kept")
 
 
 class Packing(_Strict):
@@ -37,7 +39,9 @@ class Packing(_Strict):
     compression: Literal["zstd", "none"] = Field(
         default="zstd", description="'zstd': lossless, byte planes shuffled apart; 'none': as they are"
     )
-    level: int = Field(default=1, ge=1, le=19, description="of zstd; above 3 hardly smaller and much slower")
+    level: int = Field(
+        default=1, ge=1, le=19, description="level of zstd; above 3 copies are hardly smaller and take much longer"
+    )
     moments: Literal["exact", "int8"] = Field(
         default="exact",
         description="Adam moments of snapshots; 'int8': one byte per element and a scale per 256, a job resumed from "
@@ -49,7 +53,7 @@ class DiskTier(Packing):
     """The local disk: snapshots packed, versions as plain directories. The keys of packing hold for snapshots."""
 
     rate_bytes_s: int | None = Field(default=None, ge=1, description="bound on background copies to disk")
-    free_bytes: int = Field(default=1 << 30, ge=0, description="of the disk that tiers leave free")
+    free_bytes: int = Field(default=1 << 30, ge=0, description="room on the disk that tiers leave free")
     versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
     snapshots: SnapshotRules = Field(default_factory=SnapshotRules, description="snapshots kept")
 
@@ -66,7 +70,7 @@ class RemoteTier(Packing):
 
     url: str | None = Field(default=None, description="/path/of/a/mounted/directory or s3://bucket/prefix, one per box")
     endpoint: str | None = Field(default=None, description="https address of the S3-compatible store; unset: Amazon's")
-    region: str | None = Field(default=None, description="of the bucket; unset: us-east-1")
+    region: str | None = Field(default=None, description="region of the bucket; unset: us-east-1")
     credentials_file: str | None = Field(default=None, description="AWS credentials file; unset: where boto3 looks")
     credentials_profile: str | None = Field(default=None, description="section of the credentials file")
     rate_bytes_s: int | None = Field(default=None, ge=1, description="bound on background copies to the remote")

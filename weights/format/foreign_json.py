@@ -14,7 +14,7 @@ from typing import Any
 
 MOST_VALUES, MOST_DEPTH = 1 << 18, 64
 MOST_SIZE = (1 << 31) - 1
-"""Of one dimension of a model. Products of a few stay within a float."""
+"""The largest dimension of a model. Products of a few stay within a float."""
 CONFIG_FILE = "config.json"
 _CONFIG_BYTES = 4 << 20
 
@@ -64,7 +64,7 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def size(config: Mapping[str, Any], *names: str) -> int:
-    """The first of these that is a whole number; 0 without any, or where it is none that a model can have."""
+    """The first of these that is a whole number; 0 without any, or where a model cannot have it."""
     found = next((value for name in names if type(value := config.get(name)) is int), 0)
     return found if 0 <= found <= MOST_SIZE else 0
 

@@ -197,7 +197,7 @@ def _load_json(text: bytes, path: object, file: str) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):
             twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise HeaderInvalid("the name stands twice in the header", path=path, file=file, tensor=twice)
+            raise HeaderInvalid("the name is twice in the header", path=path, file=file, tensor=twice)
         return made
 
     def no_float(number: str) -> Any:

@@ -181,7 +181,7 @@ class Layout:
                 name = placed.spec.name
                 if name in owner:
                     raise HeaderInvalid(
-                        f"the tensor stands in {owner[name]} too", path=directory, file=file.name, tensor=name
+                        f"the tensor is in {owner[name]} too", path=directory, file=file.name, tensor=name
                     )
                 owner[name] = file.name
         if weight_map is not None and weight_map != owner:

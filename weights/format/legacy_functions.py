@@ -50,7 +50,7 @@ def as_tools(request: Mapping[str, Any]) -> dict[str, Any]:
         name = choice.get("name")
         if name not in names:
             given = repr(name)[:80]
-            raise LegacyRefused("function_call", f"`function_call.name` is {given}, which is none of `functions`.")
+            raise LegacyRefused("function_call", f"`function_call.name` is {given}, which is not one of `functions`.")
         choice = {"type": "function", "function": {"name": name}}
     elif choice not in CHOICES:
         raise LegacyRefused(

@@ -222,6 +222,10 @@ class WeightStore:
                 continue
         return sorted(found, key=lambda stored: stored.manifest.created_s)
 
+    def count(self, kind: str) -> int:
+        """How many versions of `kind` there are, damaged ones too."""
+        return len(self._evictor.committed(_check_kind(kind)))
+
     def lease(self, stored: StoredVersion) -> Lease:
         """Takes a lease on `stored`; see `weights.memory.lease.take_lease`."""
         return take_lease(stored)

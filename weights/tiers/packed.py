@@ -123,7 +123,7 @@ class PackedTier:
             packer.add(HEADER + file.name, 1, [file.header])
         for name, found in manifest.aux_files.items():
             if name.endswith(INDEX_SUFFIX):
-                continue  # made anew from the layout
+                continue  # made again from the layout
             with open_regular(source, name) as opened:
                 data = opened.readall()
             if checksum(data) != found.checksum:

@@ -67,7 +67,7 @@ class Records:
                 except IntegrityError as error:
                     log.error("the %s tier has a damaged record: %s", self._tier, error)
                     if strict:
-                        self._read = None  # the next look leaves it out, and what it named is written anew
+                        self._read = None  # the next look leaves it out, and what it named is written again
                         raise
             self._read = found
         return self._read

@@ -16,7 +16,7 @@ Point = tuple[int, int, int, int]  # extended coordinates: X, Y, Z, T with x = X
 
 
 def verify(public: bytes, message: bytes, signature: bytes) -> bool:
-    """public: 32 bytes. signature: 64 bytes; of another length it is none."""
+    """public: 32 bytes. signature: 64 bytes; of another length it is not a signature."""
     if len(public) != 32 or len(signature) != 64:
         return False
     key, scalar = _decoded(public), int.from_bytes(signature[32:], "little")

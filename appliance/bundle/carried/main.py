@@ -29,7 +29,7 @@ def main(arguments: Sequence[str], own: Path | None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     verify = commands.add_parser("verify", help="is it whole, and whose is it?")
-    into = commands.add_parser("install", help="install its release beside others, without a network")
+    into = commands.add_parser("install", help="install its release alongside others, without a network")
     for command in (verify, into):
         if own is None:
             command.add_argument("file", type=Path)
@@ -77,7 +77,7 @@ def _installed(release: Release, releases: Releases, as_json: bool) -> None:
         unit = releases.prefix / "current" / "share" / "appliance.service"
         print(f"release {release.version} is installed and current: {command} up --detach\na unit for systemd: {unit}")
     else:
-        print(f"release {release.version} is installed beside {current}: {command} upgrade {release.version}")
+        print(f"release {release.version} is installed alongside {current}: {command} upgrade {release.version}")
 
 
 if __name__ == "__main__":

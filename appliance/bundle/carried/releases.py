@@ -44,7 +44,7 @@ class Releases:
 
     @classmethod
     def of_environment(cls, environment: Path) -> Releases:
-        """Of a release's virtual environment. Raises Refused."""
+        """The releases beside the one of this virtual environment. Raises Refused."""
         release = environment.resolve().parent
         if release.parent.name != "releases" or not (release / "release.json").is_file():
             raise Refused(

@@ -22,7 +22,7 @@ app = group("Who did what: every change, by whom, and what came of it.")
 )
 def audit(
     session: Session,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, the newest first.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many to show, the newest first.")] = 50,
 ) -> None:
     """Who did what: every change, by whom, and what came of it."""
     session.show(session.client.listed("/admin/v1/audit", most=limit), _table)

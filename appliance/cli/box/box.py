@@ -20,6 +20,7 @@ from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.jobs.job import jobs_table
 from appliance.cli.locate import BoxFile, data_dir_option
 from appliance.cli.mode.history import handover_steps
+from appliance.cli.mode.power import profile_line
 from appliance.cli.own_process import python
 
 _STOP_S = 300.0
@@ -48,9 +49,7 @@ def up(
     port: Annotated[int | None, typer.Option("--port", min=1, max=65535, help="Default: 8000.")] = None,
     devices: Annotated[
         str | None,
-        typer.Option(
-            "--devices", metavar="auto|N", help="auto: every GPU, else 8 CPU devices; N: so many CPU devices."
-        ),
+        typer.Option("--devices", metavar="auto|N", help="auto: every GPU, else 8 CPU devices; N: N CPU devices."),
     ] = None,
     output_format: OUTPUT = "table",
 ) -> None:
@@ -271,6 +270,7 @@ def _status(now: dict[str, Any]) -> Any:
         ("endpoint", box["url"]),
         ("data", box["data_dir"]),
         ("mode", mode["policy"] + ("" if split is None else f", {split} devices for training at most")),
+        *([("power", profile_line(now["power"]))] if now["power"].get("helper") else []),
         ("devices", f"{busy} of {len(now['devices']) - lost} held{f', {lost} lost' if lost else ''}"),
         ("backup", _backup(box.get("backup"))),
         ("doctor", _doctor(now.get("doctor", []))),

@@ -70,10 +70,10 @@ def doctor(
 def _deep(session: Session, devices: list[str], new_baseline: bool) -> dict[str, Any]:
     """The findings of every device, in the form of the other checks, and its exit code."""
     listed = session.client.get("/admin/v1/devices")["data"]
-    home = [device["id"] for device in listed if device["node"] == listed[0]["node"]]
+    there = [device["id"] for device in listed if device["health"] != "lost"]
     rows: list[dict[str, Any]] = []
     with output.progress("deep checks") as meter:
-        for device_id in devices or home:
+        for device_id in devices or there:
             meter.update(f"{device_id} is drained and measured; Ctrl-C gives it back")
             try:
                 answer = session.client.send(
@@ -83,7 +83,7 @@ def _deep(session: Session, devices: list[str], new_baseline: bool) -> dict[str,
                     timeout_s=CHECK_TIMEOUT_S,
                 )
             except Conflict as error:
-                # Who names a device wants to know of it; of all, those that are busy are left for another time.
+                # Who names a device wants to know of it; where all are asked for, busy ones are left for another time.
                 state = "warn" if devices else "skip"
                 rows.append({"check": device_id, "state": state, "found": str(error), "wanted": "", "remedy": ""})
                 continue

@@ -26,7 +26,7 @@ Template = Literal["light", "box", "enterprise"]
         "appliance init --template enterprise            4 machines with 8 devices each",
         "appliance init --template box /etc/box/appliance.toml && appliance up --config /etc/box/appliance.toml",
         "",
-        "Every line has its reason beside it; finance, manufacturing and education stand at the end as examples.",
+        "Every line has its reason next to it; finance, manufacturing and education are examples at the end.",
         "Without FILE it is appliance.toml in the data directory, which `appliance up` reads by itself.",
     )
 )

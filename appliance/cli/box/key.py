@@ -21,7 +21,7 @@ LIMITS: dict[str, Any] = {
         list[str] | None,
         typer.Option(
             "--model",
-            help="Of the models that its owner may use, those that it may, beside what his jobs make; repeatable. "
+            help="Models that it may use, of those that its owner may, besides what the owner's jobs make; repeatable. "
             "Default: all.",
         ),
     ],
@@ -29,9 +29,11 @@ LIMITS: dict[str, Any] = {
     "tokens_per_minute": Annotated[Number, typer.Option(min=1, metavar="N", help="Prompts and completions together.")],
     "tokens_per_day": Annotated[Number, typer.Option(min=1, metavar="N", help="Days of UTC.")],
     "tokens_per_month": Annotated[Number, typer.Option(min=1, metavar="N", help="Months of UTC.")],
-    "max_priority": Annotated[Number, typer.Option(min=-1000, max=1000, metavar="N", help="Of its jobs. Default: 0.")],
+    "max_priority": Annotated[
+        Number, typer.Option(min=-1000, max=1000, metavar="N", help="The highest priority of its jobs. Default: 0.")
+    ],
     "max_non_preemptible": Annotated[
-        Number, typer.Option(min=0, metavar="N", help="Of its unfinished jobs. Default: 0.")
+        Number, typer.Option(min=0, metavar="N", help="How many unfinished jobs may be so. Default: 0.")
     ],
     "max_deadlines": Annotated[
         Number, typer.Option(min=0, metavar="N", help="Unfinished jobs that have a deadline. Default: 0.")
@@ -42,7 +44,7 @@ LIMITS: dict[str, Any] = {
         typer.Option(
             "--bound",
             metavar="NAME=N",
-            help="Of what the owner may keep, instead of the box's own; repeatable, together the key's: files, "
+            help="A bound on what the owner may keep, instead of the box's own; repeatable, together the key's: files, "
             "file_bytes, uploads, downloads, batches, jobs, models, model_bytes, background, evals, eval_runs, "
             "eval_bytes, responses, responses_bytes.",
         ),

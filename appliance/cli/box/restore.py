@@ -16,8 +16,8 @@ app = group("Bring a backup back, on this machine or another one.")
         "appliance restore /mnt/nas/box-1 --key-file backup.key --data-dir /srv/box      an encrypted one",
         "appliance up --data-dir /srv/box           then starts it: keys, models, files and jobs are as they were",
         "",
-        "The directory is empty or not there, and appears whole. Other nodes join anew, unless --secrets was given",
-        "when the backup was taken.",
+        "The directory is empty or not there, and appears whole. Other nodes have to join again, unless --secrets was",
+        "given when the backup was taken.",
     )
 )
 def restore(

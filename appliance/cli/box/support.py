@@ -54,7 +54,9 @@ def bundle(
         Path | None,
         typer.Option("--to", metavar="FILE", help="A new file. Default: appliance-support-<time>.tar.gz here."),
     ] = None,
-    hours: Annotated[float, typer.Option("--hours", min=0.1, help="Logs written within so many.")] = 24.0,
+    hours: Annotated[
+        float, typer.Option("--hours", min=0.1, help="Take logs that were written within this many hours.")
+    ] = 24.0,
     config: CONFIG = None,
     data_dir: DATA_DIR = None,
     output_format: OUTPUT = "table",

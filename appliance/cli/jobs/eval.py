@@ -44,8 +44,10 @@ def run(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", autocompletion=complete_models)],
     suite: Annotated[Path, typer.Option("--suite", metavar="PATH", help="Prompts, with what graders compare with.")],
     grader: Annotated[Path | None, typer.Option("--grader", metavar="PATH", help="JSON: a grader or a list.")] = None,
-    eval_id: Annotated[str | None, typer.Option("--eval", metavar="EVAL_ID", help="Of an earlier suite.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of an answer.")] = 512,
+    eval_id: Annotated[
+        str | None, typer.Option("--eval", metavar="EVAL_ID", help="Use the graders of this evaluation.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The longest answer.")] = 512,
     temperature: Annotated[float, typer.Option("--temperature", min=0, max=2)] = 0.0,
     seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Return when all have ended; exit code 1 if badly.")] = False,
@@ -96,7 +98,7 @@ def run(
     "appliance eval harness starter --tasks gsm8k --limit 100 --hub                          data from Hugging Face",
     "",
     "Tasks are those of lm-evaluation-harness, and your own: a YAML file each, whose data may be a local file",
-    "(docs/evals.md). The library is optional: `pip install 'lm-eval[api]'` beside this command.",
+    "(docs/evals.md). The library is optional: `pip install 'lm-eval[api]'` in this command's environment.",
 )
 def harness(
     session: Session,
@@ -115,6 +117,9 @@ def harness(
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Where a task names none.")] = 256,
     seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
     hub: Annotated[bool, typer.Option("--hub", help="Data may come over the network.")] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep/--no-keep", help="As evaluations of the box, question by question.")
+    ] = True,
 ) -> None:
     """Ask models the tasks of lm-evaluation-harness, as batches while engines are idle; figures with 95 % intervals."""
     if importlib.util.find_spec("lm_eval") is None:
@@ -136,11 +141,12 @@ def harness(
         "max_tokens": max_tokens,
         "seed": seed,
         "hub": hub,
+        "keep": keep,
     }
     command = [sys.executable, "-P", "-m", "appliance.harness.main"]
     done = subprocess.run(command, input=json.dumps(wish), stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise CommandFailed("the tasks were not done; the reason stands above")
+        raise CommandFailed("the tasks were not done; the reason is above")
     session.show({"data": json.loads(done.stdout)}, _figures)
 
 
@@ -158,7 +164,11 @@ def _figures(answer: dict[str, Any]) -> Any:
         )
         for row in sorted(answer["data"], key=lambda row: (row["task"], row["metric"]))
     )
-    return output.table(header, rows, empty="the tasks gave no figures")
+    table = output.table(header, rows, empty="the tasks gave no figures")
+    kept = dict.fromkeys(
+        f"{row['task']}: appliance eval show {row['eval_id']}" for row in answer["data"] if row["eval_id"]
+    )
+    return output.stack(table, *kept)
 
 
 @box_command(app, "appliance eval list", name="list")
@@ -256,7 +266,7 @@ def _side_by_side(found: dict[str, Any]) -> Any:
         columns = [(_share(one["passed"], one["failed"]), _reward(one.get("mean_reward"))) for one in told]
         rows.append(
             (
-                run["model"],
+                run["model"] or run["name"],
                 run["status"],
                 _share(counts["passed"], counts["failed"]),
                 *(text for pair in columns for text in pair),

@@ -68,7 +68,7 @@ def get(
     ] = None,
     errors: Annotated[bool, typer.Option("--errors", help="Every bad line of training data, and why.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Duplicates, personal data …: as `file check`.")] = False,
-    lineage: Annotated[bool, typer.Option("--lineage", help="Of what it was made, if it was prepared.")] = False,
+    lineage: Annotated[bool, typer.Option("--lineage", help="Show what it was made of, if it was prepared.")] = False,
 ) -> None:
     """Show what the box knows of a file, or save its content."""
     if errors + report + lineage + (save is not None) > 1:

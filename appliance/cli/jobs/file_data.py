@@ -42,7 +42,9 @@ WORDS = Annotated[
 ]
 LIKE = Annotated[
     float | None,
-    typer.Option("--like", metavar="SHARE", help="Near duplicates share so much of their words. Default: 0.8."),
+    typer.Option(
+        "--like", metavar="SHARE", help="The share of their words that near duplicates have in common. Default: 0.8."
+    ),
 ]
 _TITLES = {
     "bad_lines": "bad lines",
@@ -117,14 +119,15 @@ def check(
     "appliance file prepare a.jsonl --mix a.jsonl=0.7,b.jsonl=0.3 --order length",
     "appliance file prepare file-abc123 --model smollm2-135m --drop-too-long     a new file on the box",
     "",
-    "Beside a local file stands its lineage (.lineage.json): what it was made of, and every line that was dropped.",
+    "The lineage of a local file (.lineage.json) is written next to it: what it was made of, and every line that was",
+    "dropped.",
     boxless=_is_here,
 )
 def prepare(
     session: Session,
     target: TARGET,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where a local file goes. Default: beside it, as NAME.prepared.jsonl.")
+        Path | None, typer.Option("--out", help="Where a local file goes. Default: next to it, as NAME.prepared.jsonl.")
     ] = None,
     dedup: Annotated[bool, typer.Option("--dedup", help="Drop what repeats an earlier example.")] = False,
     near_dedup: Annotated[bool, typer.Option("--near-dedup", help="Drop what nearly repeats an earlier one.")] = False,
@@ -138,13 +141,13 @@ def prepare(
         typer.Option("--decontaminate", metavar="FILE|FILE_ID", help="Drop what this validation set has too."),
     ] = None,
     split: Annotated[
-        float | None, typer.Option("--split", metavar="SHARE", help="Put so much into a validation file.")
+        float | None, typer.Option("--split", metavar="SHARE", help="Put this share into a validation file.")
     ] = None,
     mix: Annotated[
         str | None, typer.Option("--mix", metavar="FILE=SHARE,…", help="Several files, each its share of the result.")
     ] = None,
     order: Annotated[str, typer.Option("--order", help="given, shuffled, or length: short examples first.")] = "given",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The seed of what is drawn.")] = 0,
     model: MODEL = None,
     max_tokens: MAX_TOKENS = None,
     method: METHOD = None,

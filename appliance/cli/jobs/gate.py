@@ -17,7 +17,9 @@ GATE = Annotated[str, typer.Argument(metavar="GATE_ID")]
 @box_command(app, "appliance gate list", "appliance gate list --model fraud", name="list")
 def list_gates(
     session: Session,
-    model: Annotated[str | None, typer.Option("--model", help="Of this one.", autocompletion=complete_models)] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Show the gates of this model alone.", autocompletion=complete_models)
+    ] = None,
 ) -> None:
     """Every gate, the newest first, with its verdict."""
     session.show(session.client.listed("/v1/gates", most=100, **({"model": model} if model else {})), _table)

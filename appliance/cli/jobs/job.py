@@ -13,6 +13,7 @@ from appliance.cli.jobs.queue import JOB
 from appliance.cli.jobs.queue import app as queue
 from appliance.cli.jobs.submit import app as submit
 from appliance.cli.jobs.tensorboard import app as tensorboard
+from appliance.cli.mode.power import energy_line
 
 _REASON_CHARACTERS = 160
 
@@ -23,7 +24,7 @@ app.registered_commands += [*submit.registered_commands, *queue.registered_comma
 @box_command(app, "appliance job list", "appliance job list --watch", "appliance job list -o json", name="list")
 def list_jobs(
     session: Session,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="So many, the newest first.")] = 100,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="How many to show, the newest first.")] = 100,
     watch: WATCH = False,
     every: EVERY = 2.0,
 ) -> None:
@@ -136,6 +137,7 @@ def _one(job: dict[str, Any]) -> Any:
         *([("version of", job["publish_as"])] if job.get("publish_as") else []),
         *([("gate", _gate(job["gate"]))] if job.get("gate") else []),
         ("devices", formats.or_dash(job["devices"])),
+        *([("energy", energy_line(job["energy"]))] if job.get("energy") else []),
         ("owner", formats.or_dash(job["owner"])),
         ("priority", f"{job['priority']}{'' if job['preemptible'] else ', not preemptible'}"),
         ("deadline", formats.moment(job["deadline_s"])),

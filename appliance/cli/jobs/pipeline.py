@@ -92,7 +92,7 @@ def cancel(session: Session, run_id: Annotated[str, typer.Argument(metavar="RUN_
 def schedule(
     session: Session,
     pipeline: PIPELINE,
-    off: Annotated[bool, typer.Option("--off", help="No longer.")] = False,
+    off: Annotated[bool, typer.Option("--off", help="Stop running it by its schedule.")] = False,
 ) -> None:
     """Have the box run it by the schedule in its file, with this key."""
     name = _put(session, pipeline)

@@ -26,7 +26,7 @@ def run(
     wait: Annotated[bool, typer.Option("--wait", help="Return when it has ended; exit code 1 if badly.")] = False,
     timeout: TIMEOUT = None,
 ) -> None:
-    """Try hyperparameters: all on a little of the data, one in so many on more, and at last the best on all."""
+    """Try hyperparameters: all on a little of the data, the better ones on more, and at last the best on all."""
     body = {"spec": table_file("the sweep", file)}
     made = session.client.send("POST", "/v1/sweeps", body=body, headers={"idempotency-key": str(uuid.uuid4())})
     if not wait:

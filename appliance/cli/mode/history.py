@@ -25,7 +25,7 @@ app = group("How devices changed hands; `appliance mode` takes this command in."
 def history(
     session: Session,
     handover: Annotated[str | None, typer.Argument(metavar="[ID]", help="Only this one.")] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="So many, the newest first.")] = 10,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="How many to show, the newest first.")] = 10,
 ) -> None:
     """The hand-overs of devices, phase by phase: bytes, seconds, the share of the hardware's limit, who asked."""
     if handover is not None:

@@ -36,7 +36,7 @@ def canary(
         str, typer.Option("--for", metavar="TIME", help="How long it is watched: 10m, 2h.")
     ] = _WATCHED,
     min_requests: Annotated[
-        int, typer.Option("--min-requests", metavar="N", min=1, help="Of each version.")
+        int, typer.Option("--min-requests", metavar="N", min=1, help="Requests that each version must have had.")
     ] = _REQUESTS,
 ) -> None:
     """Give a version a share of a model's requests and compare it with the one before; without VERSION, show that.

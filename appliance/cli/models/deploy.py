@@ -110,7 +110,7 @@ def deploy(
     """Change how a model is served; only what is given changes, and it takes effect at once.
 
     A change of the engines' settings is checked by vLLM first; then each engine finishes its requests and is started
-    anew, while further requests are held.
+    again, while further requests are held.
     """
     texts = {
         "max_model_len": max_model_len,

@@ -34,9 +34,10 @@ _LEFT_OUT = ("failed", "refused", "cut off", "without an answer", "duplicates")
     "appliance distill make prompts.jsonl --teacher large --system 'Answer in one sentence.'",
     "appliance job submit --model small --file prompts.answers.jsonl             then the student learns from it",
     "",
-    'A line of prompts.jsonl: {"messages": [..., {"role": "user", "content": "..."}]} or {"prompt": "..."}; of a',
-    "conversation that was answered already, the last answer is left away.",
-    "Beside the file stands its lineage (.lineage.json): teacher, prompts, and every line that was left out, and why.",
+    'A line of prompts.jsonl: {"messages": [..., {"role": "user", "content": "..."}]} or {"prompt": "..."}. The',
+    "last answer of a conversation that was answered already is left out.",
+    "The file's lineage (.lineage.json) is written next to it: teacher, prompts, and every line that was left",
+    "out, and why.",
 )
 def make(
     session: Session,
@@ -48,12 +49,12 @@ def make(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where the file goes. Default: PROMPTS.answers.jsonl, beside it.")
+        Path | None, typer.Option("--out", help="Where the file goes. Default: PROMPTS.answers.jsonl, next to it.")
     ] = None,
     n: Annotated[int, typer.Option("--n", min=1, max=128, help="Answers to each prompt.")] = 1,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0, max=2)] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Of an answer; longer ones are left out.")
+        int, typer.Option("--max-tokens", min=1, help="The longest answer; longer ones are left out.")
     ] = 1024,
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="What the teacher is told before each prompt.")
@@ -78,7 +79,7 @@ def make(
         batch = begun_before(session, METADATA, key) or begin(session, _ENDPOINT, questions, METADATA, key)
         batch = wait_for_end(session, batch, timeout)
         refuse_unfinished(batch)
-        examples, left_out = _examples(session, batch, lessons, bool(system) and not keep_system)
+        examples, left_out, versions = _examples(session, batch, lessons, bool(system) and not keep_system)
         content = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in examples).encode()
         lineage = {
             "made": [
@@ -95,6 +96,7 @@ def make(
             "dropped_lines": [[line, why] for line, why in left_out],
             "masked": {},
             "teacher": teacher,
+            "teacher_versions": versions,
             "batch": batch["id"],
             "asked": asked | given(system=system),
             "of": [key, keep_system],
@@ -155,12 +157,15 @@ def _made_before(target: Path, lineage: Path, of: list[Any]) -> dict[str, Any] |
 
 def _examples(
     session: Session, batch: dict[str, Any], lessons: dict[int, dict[str, Any]], without_system: bool
-) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
-    """What is learnt from, in the order of the prompts, and (line, why) of what is not."""
-    answers = dict[int, list[dict[str, Any]]]()
+) -> tuple[list[dict[str, Any]], list[tuple[int, str]], list[str]]:
+    """What is learnt from, in the order of the prompts, (line, why) of what is not, and which versions have answered: a
+    name may be another version's before the batch has ended."""
+    answers, versions = dict[int, list[dict[str, Any]]](), set[str]()
     if batch.get("output_file_id"):
         for row in rows(session, batch["output_file_id"]):
-            answers[int(row["custom_id"])] = row["response"]["body"]["choices"]
+            body = row["response"]["body"]
+            answers[int(row["custom_id"])] = body["choices"]
+            versions.update(filter(None, [body.get("system_fingerprint")]))
     examples, left_out = list[dict[str, Any]](), list[tuple[int, str]]()
     for number, lesson in lessons.items():
         if number not in answers:
@@ -174,7 +179,7 @@ def _examples(
             seen.add(text)
             messages = lesson["messages"][1:] if without_system else lesson["messages"]
             examples.append({**lesson, "messages": [*messages, {"role": "assistant", "content": text}]})
-    return examples, left_out
+    return examples, left_out, sorted(versions)
 
 
 def _why_not(choice: dict[str, Any], text: str, seen: set[str]) -> str:

@@ -42,7 +42,8 @@ def import_model(
     ],
     name: Annotated[str | None, typer.Option("--name", help="What clients call it. Default: from the source.")] = None,
     base: Annotated[
-        str | None, typer.Option("--base", metavar="NAME", help="Of an adapter. Default: what it says of itself.")
+        str | None,
+        typer.Option("--base", metavar="NAME", help="The base of an adapter. Default: what the adapter names."),
     ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
     wait: WAIT = True,
@@ -155,8 +156,8 @@ def pin(
 def share(
     session: Session,
     model: MODEL,
-    with_: Annotated[list[str], typer.Option("--with", metavar="OWNER|all", help="Of keys; repeatable.")],
-    stop: Annotated[bool, typer.Option("--stop", help="No longer with them.")] = False,
+    with_: Annotated[list[str], typer.Option("--with", metavar="OWNER|all", help="Owners of keys; repeatable.")],
+    stop: Annotated[bool, typer.Option("--stop", help="Stop sharing it with them.")] = False,
 ) -> None:
     """Let other owners use a model, its versions and checkpoints; `model show` says whom it is shared with."""
     body = {"owners": [owner for owner in with_ if owner != "all"], "everybody": "all" in with_, "stop": stop}

@@ -13,6 +13,7 @@ from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.jobs.hyperparameters import NO_TRAINING, Training, with_training
 from appliance.cli.jobs.submit import file_id
+from appliance.cli.mode.power import energy_line
 
 app = group("Would it fit? An estimate before anything is started.")
 
@@ -80,11 +81,11 @@ def job(
     device_kind: Annotated[str | None, typer.Option("--device-kind", hidden=True)] = None,
     training: Training = NO_TRAINING,
     devices: Annotated[
-        int | None, typer.Option("--devices", metavar="N", min=1, help="At most so many. Default: all of the box.")
+        int | None, typer.Option("--devices", metavar="N", min=1, help="Use at most N. Default: all of the box.")
     ] = None,
     examples_: Annotated[
         int | None,
-        typer.Option("--examples", metavar="N", min=1, help="Without --file: so many of 200 tokens. Default: 1000."),
+        typer.Option("--examples", metavar="N", min=1, help="Without --file: N examples of 200 tokens. Default: 1000."),
     ] = None,
 ) -> None:
     """What a fine-tuning job would choose, and its memory per device; the job that follows chooses the same."""
@@ -181,6 +182,7 @@ def _table(plan: dict[str, Any]) -> Any:
             ("with", chosen),
             ("steps", plan["data"]["steps"]),
             ("device hours", _hours(plan.get("device_hours"))),
+            *([] if plan.get("device_hours") is None else [("energy", energy_line(plan["energy"]))]),
             ("may run on", _sizes_of(plan["sizes"])),
         ]
     return output.stack(

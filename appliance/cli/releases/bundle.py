@@ -52,7 +52,9 @@ def make(
         Path, typer.Option("--key", exists=True, dir_okay=False, readable=True, help="The secret key that signs.")
     ],
     build: Annotated[str | None, typer.Option("--build", help="Default: the one installed here.")] = None,
-    version: Annotated[str | None, typer.Option("--version", help="Of the release. Default: pyproject.toml's.")] = None,
+    version: Annotated[
+        str | None, typer.Option("--version", help="The release's version. Default: pyproject.toml's.")
+    ] = None,
     output_format: OUTPUT = "table",
 ) -> None:
     """Make a bundle of this checkout, for this machine's Python and build."""
@@ -77,10 +79,10 @@ def verify(file: FILE, key: KEY = None, output_format: OUTPUT = "table") -> None
 @app.command(
     epilog=examples(
         "appliance bundle install appliance-0.2.0.run /opt/appliance",
-        "appliance bundle install appliance-0.3.0.run       beside the release that this command is of",
+        "appliance bundle install appliance-0.3.0.run       alongside the release of this command",
         "sh appliance-0.2.0.run install /opt/appliance      where no appliance is installed",
         "",
-        "A release is installed beside those that are there; `appliance upgrade` makes it the current one.",
+        "A release is installed alongside those that are there; `appliance upgrade` makes it the current one.",
     )
 )
 def install(

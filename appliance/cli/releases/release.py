@@ -20,7 +20,7 @@ TIMEOUT = Annotated[
 
 @app.command(
     epilog=examples(
-        "appliance bundle install appliance-0.3.0.run      first: it is installed beside the current release",
+        "appliance bundle install appliance-0.3.0.run      first: it is installed alongside the current release",
         "appliance upgrade 0.3.0",
         "",
         "A box that runs is stopped in order and started with the new release; if that does not answer, the old one",
@@ -43,7 +43,7 @@ def upgrade(
         "appliance rollback",
         "",
         "Where the newer release changed the database's schema, the database of before comes back, and what was made",
-        "since is lost: it is said, and asked about. The other one is kept beside it.",
+        "since is lost: the command says so and asks. The other one is kept next to it.",
     )
 )
 def rollback(

@@ -271,7 +271,7 @@ class Quotas:
             self.kept.gone(object_id, self._owner(key_id))
 
     def answers_hold(self, batch_id: str, owner: str, beyond: int) -> None:
-        """The answers of an unfinished batch have so many bytes more than its input has kept free for them. 0: or it
+        """The answers of an unfinished batch have this many bytes more than its input has kept free for them. 0: or it
         has ended, and they are files."""
         self._answers.pop(batch_id, None)
         if beyond:

@@ -20,7 +20,8 @@ USAGE_EVERY_S = 5.0
 _TEXT = ("key", "model", "version")
 _NUMBERS = ("requests", "errors", "prompt_tokens", "completion_tokens")
 _MOST = 1 << 48
-"""Of one row's numbers: what the store cannot add up would keep everybody's from being written, again and again."""
+"""The largest number of a row: what the store cannot add up would keep everybody's from being written, again and
+again."""
 
 
 class Spending:

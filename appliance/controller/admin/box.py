@@ -16,7 +16,7 @@ from appliance.controller.admin.metrics import ControllerCollector, registry_of
 from appliance.controller.bus.load import Load
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import copy_limit, lost_nodes
+from appliance.controller.devices import copy_limit, energy_views, lost_nodes
 from appliance.controller.devices.meters import metered
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.gates import views as gate_views
@@ -56,7 +56,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         load, last = context.load(), context.last_backup()
         degraded = [*context.background.degraded(), *context.main_troubles()]
         readings, doctor = context.device_readings(), context.doctor_findings()
-        return await answer(db, caller.viewer, lambda: shown_status(now, load, last, readings, doctor, degraded))
+        power = context.power_status()
+        return await answer(db, caller.viewer, lambda: shown_status(now, load, last, readings, doctor, degraded, power))
 
     def shown_status(
         now: SchedulerStatus,
@@ -65,6 +66,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         readings: Mapping[str, Reading],
         doctor: list[dict[str, Any]],
         degraded: list[dict[str, Any]],
+        power: dict[str, Any],
     ) -> dict[str, Any]:
         holds = mode_in_force(db, now["serving_floor"], time.time()).policy
         return {
@@ -75,6 +77,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 "backup": None if last is None else asdict(last),
             },
             "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
+            "power": power,
             "devices": metered(lost_nodes.in_view(db, now["devices"]), readings),
             "replicas": now["replicas"],
             "jobs": [views.job(row) for row in jobs.list_unfinished_whole(db)],
@@ -102,9 +105,10 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
         return await answer(db, caller.viewer, scraped)
 
-    @router.get("/tiers")
-    async def tiers() -> dict[str, Any]:
-        return {"object": "list", "data": context.tiers.status()}
+    @router.get("/tiers", response_model=dict[str, Any])
+    async def tiers(caller: Caller) -> Response:
+        listed = context.tiers.status()
+        return await answer(db, caller.viewer, lambda: {"object": "list", "data": listed()})
 
     @router.get("/doctor")
     async def doctor() -> dict[str, Any]:
@@ -150,7 +154,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/jobs/{job_id}")
     def show_job(job_id: str) -> dict[str, Any]:
-        return views.job(_known_job(job_id)) | {"gate": gate_views.in_short(gates.of_job(db, job_id))}
+        drawn = energy_views.of_job(db, context.power, row := _known_job(job_id), time.time())
+        return views.job(row) | {"gate": gate_views.in_short(gates.of_job(db, job_id)), "energy": drawn}
 
     @router.get("/jobs/{job_id}/metrics")
     def metrics(
@@ -158,7 +163,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         after_step: Annotated[int, Query(ge=-1, lt=2**62)] = -1,
         limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
     ) -> dict[str, Any]:
-        """A page ends after so many steps as take 25 ms, however many are asked for; `has_more` says that there are
+        """A page ends after the steps that take 25 ms, however many are asked for; `has_more` says that there are
         more, behind the last one's step."""
         _known_job(job_id)
         limit = min(limit, _MOST_STEPS)

@@ -20,7 +20,7 @@ from appliance.controller.http.views import job_phase
 from appliance.controller.interfaces.ports import SchedulerStatus
 from appliance.paths import SHM_MOUNT
 from appliance.store.objects import jobs, responses
-from appliance.store.records import handovers
+from appliance.store.records import energy, handovers
 from appliance.store.rows import JobRow
 from runtime.devices.kind import THROTTLES, Reading
 from scheduler.core.workload import POLICIES
@@ -125,6 +125,9 @@ class ControllerCollector:
             ("appliance_job_devices", "Devices that a running job holds.", lambda row: len(row.devices)),
         ):
             yield _by_job(name, text, [(row, value(row)) for row in running])
+        text = "Energy that devices have counted for a running job so far."
+        drawn = [(row, energy.of_job(self._db, row.id)) for row in running]
+        yield _by_job("appliance_job_energy_joules", text, [(row, one.joules if one else None) for row, one in drawn])
 
     def _responses(self) -> Iterator[Metric]:
         number, size = responses.totals(self._db)
@@ -148,6 +151,7 @@ class ControllerCollector:
             if value is not None:
                 used.add_metric([what], value)
         yield used
+        tiers = self._tiers()
         for name, key, text in (
             ("appliance_tier_bytes", "bytes", "Bytes of versions and snapshots in a tier."),
             ("appliance_tier_limit_bytes", "limit_bytes", "Size limit of a tier."),
@@ -155,7 +159,7 @@ class ControllerCollector:
             ("appliance_tier_damaged", "damaged", "Damaged copies found in a tier."),
         ):
             family = GaugeMetricFamily(name, text, labels=["tier"])
-            for tier in self._tiers:
+            for tier in tiers:
                 if tier[key] is not None:
                     family.add_metric([tier["name"]], tier[key])
             yield family
@@ -173,14 +177,16 @@ _METERS: tuple[tuple[str, str, Callable[[Reading], float | None]], ...] = (
 
 
 def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
-    """Of devices whose driver tells it."""
+    """Meters of devices whose driver has them."""
     for name, text, value in _METERS:
         family = GaugeMetricFamily(f"appliance_device_{name}", text, labels=["device"])
         for device_id, reading in readings.items():
             if (told := value(reading)) is not None:
                 family.add_metric([device_id], told)
         yield family
-    energy = CounterMetricFamily("appliance_device_energy_joules", "Energy that a device has drawn.", labels=["device"])
+    counted = CounterMetricFamily(
+        "appliance_device_energy_joules", "Energy that a device has drawn.", labels=["device"]
+    )
     errors = CounterMetricFamily(
         "appliance_device_ecc_uncorrected", "Uncorrected memory errors since the driver's start.", labels=["device"]
     )
@@ -189,13 +195,13 @@ def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
     )
     for device_id, reading in readings.items():
         if reading.energy_j is not None:
-            energy.add_metric([device_id], reading.energy_j)
+            counted.add_metric([device_id], reading.energy_j)
         if reading.ecc_uncorrected is not None:
             errors.add_metric([device_id], reading.ecc_uncorrected)
         if reading.power_w is not None:
             for reason in THROTTLES:
                 throttled.add_metric([device_id, reason], float(reason in reading.throttled))
-    yield from (energy, errors, throttled)
+    yield from (counted, errors, throttled)
 
 
 def _by_job(name: str, text: str, rows: list[tuple[JobRow, float | None]]) -> Metric:

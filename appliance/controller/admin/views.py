@@ -117,6 +117,7 @@ def model(
                 "bytes": v.bytes,
                 "source": v.source,
                 "kind": "adapter" if v.meta.get("adapter") else "version",
+                "teacher": v.meta.get("teacher"),
                 "pinned": bool(v.pinned),
                 "held_back": bool(v.held_back),
                 "tiers": tiers.tiers_of_version(row.id, v.version),

@@ -358,5 +358,5 @@ def _model(row: ResponseRow) -> str:
 
 
 def _tokens(row: ResponseRow) -> int:
-    """Of an unfinished response, estimated."""
+    """The tokens of an unfinished response, estimated."""
     return responses.bytes_of(row.input, row.request) // BYTES_PER_TOKEN

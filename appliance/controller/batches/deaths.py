@@ -33,7 +33,7 @@ class Deaths:
 
 
 def last_words(reason: str) -> str:
-    """Of a line that is not sent again."""
+    """The message of a line that is not sent again."""
     return f"{_LAST_WORDS} It is not sent to a third ({reason})."
 
 

@@ -4,11 +4,11 @@ event of it."""
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
 from appliance.controller.interfaces.errors import ApiError
+from runtime.when_gone import when_gone
 
 FOLLOWED_BYTES = 128 << 20
 """An owner's followers together; one alone may follow a larger response."""
@@ -29,7 +29,7 @@ class Held:
         followers.bytes[owner] += size
 
     def becomes(self, size: int) -> bool:
-        """The response has so many bytes now. False if the owner's followers hold too much: this one has to leave."""
+        """The response has this many bytes now. False if the owner's followers hold too much: this one has to leave."""
         if self._size >= size:
             return True
         self._followers.bytes[self._owner] -= self._size
@@ -77,5 +77,5 @@ class Followers:
         self.check(owner, size)
         held = Held(self, owner, size)
         found = events(held)
-        weakref.finalize(found, held.leave)  # one that is never asked for an event has no end of its own
+        when_gone(found, held.leave)  # one that is never asked for an event has no end of its own
         return found

@@ -70,7 +70,7 @@ class Lines:
         return Line(self.offsets[number], self.sizes[number])
 
     def digest(self, number: int) -> bytes:
-        """Of its custom_id."""
+        """The digest of its custom_id."""
         return bytes(self.digests[number * _DIGEST_BYTES : (number + 1) * _DIGEST_BYTES])
 
     def add(self, digest: bytes, line: Line) -> None:

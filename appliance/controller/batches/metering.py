@@ -28,7 +28,7 @@ from appliance.store.database import Database
 from appliance.store.records import keys
 from appliance.store.rows import BatchRow, KeyRow
 
-# Of a request, to estimate its cost before an engine reports it.
+# Per request, to estimate its cost before an engine reports it.
 BYTES_PER_TOKEN = 4
 _UNBOUNDED = 1 << 20
 
@@ -60,8 +60,8 @@ class Sent:
 
 
 class Metering:
-    """Of batches, responses in background and models that grade. `changed` republishes the keys when a quota was used
-    up."""
+    """Meters batches, responses in background and models that grade. `changed` republishes the keys when a quota was
+    used up."""
 
     def __init__(self, db: Database, changed: Callable[[], None]):
         self._db, self._spending = db, Spending(db, changed)

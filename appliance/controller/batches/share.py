@@ -75,9 +75,9 @@ def with_wish(demand: Demand, awake: bool, now_s: float) -> Demand:
     return replace(demand, held=demand.held + 1)
 
 
-def others_asked(load: Load, names: set[str]) -> bool:
-    """Whether a model other than `names` has requests."""
-    return any(row.inflight or row.held for name, row in load.models.items() if name not in names)
+def asked(load: Load) -> set[str]:
+    """The models that have requests."""
+    return {name for name, row in load.models.items() if row.inflight or row.held}
 
 
 def open_engines(table_row: Mapping | None, version: str | None = None) -> dict[str, str]:

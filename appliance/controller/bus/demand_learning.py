@@ -1,7 +1,7 @@
 """Learns from each model's traffic: how fast it rises, and what to keep on standby. Fed by the gateways' reports.
 
 What has been learned of standby is stored every minute, and read when a learner begins: a restarted controller goes on
-with it, faded by the time between. A learner whose bounds or target have changed begins anew.
+with it, faded by the time between. A learner whose bounds or target have changed begins again.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class DemandLearning:
             self._looked_s = now_s
             names = {d.model for d in deployments}
             self._learners = {name: kept for name, kept in self._learners.items() if name in names}
+            self._saved_s = {name: kept for name, kept in self._saved_s.items() if name in names}
             self._forecasts = {name: kept for name, kept in self._forecasts.items() if name in names}
             fade = math.exp(-passed_s / HOPELESS_S)
             self._hopeless = {name: kept * fade for name, kept in self._hopeless.items() if name in names}
@@ -154,8 +155,8 @@ class DemandLearning:
         try:
             learner.restore(row.state, self._now_s(), self._unix_s() - row.saved_s)
         except (KeyError, TypeError, ValueError) as error:
-            # Of another release: an hour of learning is not worth a box that does not start.
-            log.warning("what was learned of the traffic of %s cannot be read, and is learned anew: %r", model, error)
+            # It is of another release: an hour of learning is not worth a box that does not start.
+            log.warning("what was learned of the traffic of %s cannot be read, and is learned again: %r", model, error)
 
     def _save(self, model: str, now_s: float) -> None:
         if self._db is None or now_s - self._saved_s.setdefault(model, now_s) < SAVE_S:

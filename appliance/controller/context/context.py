@@ -28,6 +28,7 @@ from appliance.controller.interfaces.ports import (
     TierPort,
 )
 from appliance.last_backup import LastBackup
+from appliance.power.settings import PowerSettings
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
 from runtime.background_tasks import BackgroundTasks
@@ -35,12 +36,12 @@ from runtime.devices.kind import Reading
 
 
 async def _no_doctor() -> dict[str, Any]:
-    """Of a controller without a box around it."""
+    """What a controller without a box around it has."""
     return {"exit_code": 0, "data": [], "at_s": time.time()}
 
 
 class _NoDeepChecks:
-    """Of a controller without devices around it."""
+    """What a controller without devices around it has."""
 
     async def check(self, device_id: str, by: str, *, new_baseline: bool = False) -> dict[str, Any]:
         raise OperationFailed("nothing measures devices here", code="not_measured")
@@ -59,7 +60,8 @@ class ControllerContext:
     `BackgroundTasks.degraded`. doctor_findings: what is wrong, as the doctor last saw it. doctor: its
     findings now (`appliance.wiring.doctor_process`). new_tables: turns of what owners may ask at will and every gateway
     gets a new table for. device_readings: the newest of each device that reports any.
-    deep_checks: of devices, one at a time. wandb_mode: as [tracking] has it."""
+    deep_checks: of devices, one at a time. wandb_mode: as [tracking] has it.
+    power: the profiles and the tariff; power_status: which is in force (`PowerKeeper.status`)."""
 
     db: Database
     files_dir: Path
@@ -90,6 +92,8 @@ class ControllerContext:
     device_readings: Callable[[], Mapping[str, Reading]] = dict
     deep_checks: DeepCheckPort = field(default_factory=_NoDeepChecks)
     wandb_mode: Literal["offline", "online"] | None = None
+    power: PowerSettings = field(default_factory=PowerSettings)
+    power_status: Callable[[], dict[str, Any]] = dict
 
     def __post_init__(self) -> None:
         self.quotas = Quotas(

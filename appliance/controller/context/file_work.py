@@ -45,7 +45,7 @@ class FileWork:
     ) -> DataReport:
         """Check a training file, for a method once a job names one; with `chat_path`, also write it there in the
         method's format; with `tokenizer`, the directory of a model, count its tokens, and with `cut_at` refuse what the
-        method has nothing left of within so many. `heard` is called on a thread. Raises OSError."""
+        method has nothing left of within this many. `heard` is called on a thread. Raises OSError."""
         if tokenizer is not None or path.stat().st_size >= APART_FROM_BYTES:
             return await self.run(
                 owner, check_apart, path, chat_path, method.name if method else ANY, tokenizer, cut_at, heard

@@ -17,7 +17,7 @@ from train.data_checks.process import CheckFailed, answer_of, command_of
 LOOK_EVERY_S = 5.0
 SMALL, LARGE = range(16 << 20), range(16 << 20, 1 << 62)
 """Bytes of uploads that are checked beside each other: one that is made to take hours holds up other large ones."""
-# Of one owner at the same time; the first of them runs.
+# As many as one owner has at the same time; the first of them runs.
 _MOST_WAITING = 4
 
 
@@ -46,7 +46,7 @@ class DataWork:
                 del self._waiting[owner]
 
     async def look(self, sizes: range = files.ANY_SIZE) -> None:
-        """Check the uploads of so many bytes that wait for it: owners take turns, each one's smallest first."""
+        """Check the waiting uploads whose size is in this range: owners take turns, each one's smallest first."""
         db, last = self._context.db, ""
         while (row := files.unchecked(db, last, sizes)) is not None:
             last = row.owner

@@ -1,7 +1,7 @@
 """Cordons: devices that their holders must leave and that get no new holders, kept in the store until lifted.
 
 They are kept by device id, "<node>/<index>", and follow the device by its UUID: when one drops off the bus, the driver
-numbers those behind it anew. What is said of a device that is not there is kept under its UUID until it is back.
+numbers those behind it again. What is said of a device that is not there is kept under its UUID until it is back.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from appliance.store.records import box
 from runtime.background_tasks import RunningTasks
 from runtime.devices.kinds import kind_of
 from runtime.devices.published import published
-from scheduler.devices.discovery import HOME_NODE
 from scheduler.devices.health import Fault
 from scheduler.devices.rates import Measured, fault_of, judged, state_of
 from scheduler.loop.explain import costs
@@ -51,12 +50,11 @@ class DeepChecks:
         on_verdict: Callable[[str, Fault | None], None],
         drain_timeout_s: float,
         *,
-        home: str = HOME_NODE,
         clock: Callable[[], float] = time.time,
         look_every_s: float = LOOK_EVERY_S,
     ):
         self._db, self._scheduler, self._measure, self._held = db, scheduler, measure, held
-        self._on_verdict, self._drain_timeout_s, self._home = on_verdict, drain_timeout_s, home
+        self._on_verdict, self._drain_timeout_s = on_verdict, drain_timeout_s
         self._clock, self._look_every_s = clock, look_every_s
         self._one = asyncio.Lock()
         self.tasks = RunningTasks()
@@ -74,11 +72,6 @@ class DeepChecks:
         it gives the device back first."""
         async with self._one:
             device = self._known(device_id)
-            if device["node"] != self._home:
-                raise OperationFailed(
-                    f"{device_id} is on another machine, and a deep check measures those of the box's own alone",
-                    code="device_elsewhere",
-                )
             before = self._held()
             async with self._taken([device_id], by):
                 await self._until_free(device_id, before)
@@ -108,8 +101,8 @@ class DeepChecks:
             self._on_verdict(device_id, None)
 
     async def all_free(self) -> None:
-        """Check every device of this machine that can be spared, one after the other: the round of each night."""
-        for device_id in [d["id"] for d in self._scheduler.status()["devices"] if d["node"] == self._home]:
+        """Check every device that can be spared, one after the other: the round of each night."""
+        for device_id in [device["id"] for device in self._scheduler.status()["devices"]]:
             try:
                 if device_id not in cordons.read(self._db).cordoned:
                     await self.check(device_id, BOX)

@@ -78,7 +78,7 @@ class DeviceWatch:
 
     async def look(self) -> None:
         """Read and judge; called every `device_check_s`. What a person drained is let go, so that it can be reset, and
-        judged anew once it is put back into use."""
+        judged again once it is put back into use."""
         drained = frozenset(box.get(self._db, DRAINS, {}))
         for device_id in drained:
             self._readings.pop(device_id, None)

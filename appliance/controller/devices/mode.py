@@ -21,7 +21,7 @@ def read_mode(db: Database) -> Mode:
 
 
 def write_mode(db: Database, wanted: Mode, now_s: float | None = None) -> Mode:
-    """`since_s` moves only on a change: setting the current mode again is none.
+    """`since_s` moves only on a change: setting the current mode again is not a change.
 
     While a window applies it is a change: the mode set by hand then holds until the next edge.
     """

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Annotated, Any, Literal
 
@@ -67,7 +68,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
             check_eval(body)
         except InvalidGrader as error:
             raise BadRequest(f"Invalid '{error.param}': {error.message}.", param=error.param) from None
-        criteria, source = _criteria(context, body, caller), body.data_source_config
+        criteria, source = await _criteria(context, body, caller), body.data_source_config
 
         def make() -> EvalRow:
             size = len(orjson.dumps([source.item_schema, criteria]))
@@ -136,7 +137,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
     async def create_run(eval_id: str, body: RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
         of = known(eval_id, caller)
         check_metadata(body.metadata)
-        check_given(context, body.data_source, caller)
+        # On a thread: the schema of its answers may have 25,000 parts.
+        await db.read(caller.viewer, check_given, context, body.data_source, caller)
         if isinstance(body.data_source, Sampled):
             check_may_ask(db, caller, str(body.data_source.model))
         check_judges(context, of, caller)
@@ -227,10 +229,11 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
     return router
 
 
-def _criteria(context: ControllerContext, body: EvalCreate, caller: Principal) -> list[dict[str, Any]]:
-    """The graders as they are kept. Raises BadRequest, NotFound."""
+async def _criteria(context: ControllerContext, body: EvalCreate, caller: Principal) -> list[dict[str, Any]]:
+    """The graders as they are kept; the loop is free between two of them. Raises BadRequest, NotFound."""
     kept: dict[str, dict[str, Any]] = {}
     for place, given in enumerate(body.testing_criteria):
+        await asyncio.sleep(0)
         grader = grader_of(context, given, caller, f"testing_criteria.{place}")
         if grader.name in kept:
             raise BadRequest(

@@ -23,7 +23,7 @@ ENTRY_WEIGHT = 1 << 14
 MAX_SCHEMA_BYTES = 1 << 20
 MAX_CRITERIA_BYTES = 2 << 20
 MAX_SOURCE_BYTES = 256 << 10
-"""What a run says beside its items; its row is written anew for every item that is judged."""
+"""What a run says beside its items; its row is written again for every item that is judged."""
 JSONL = "jsonl"
 ROW_BYTES, ITEM_BYTES = 4096, 256
 """What a run and an item take beside their texts: 10,000 items of 11 bytes are 3 MB on the disk."""
@@ -162,7 +162,7 @@ def check_source(source: dict[str, Any]) -> None:
     if source["source"].get("type") == "file_content" and not source["source"]["content"]:
         raise InvalidGrader("source.content", "has no items")
     if (size := size_of(without_items(source))) > MAX_SOURCE_BYTES:
-        raise InvalidGrader("", f"has {size} bytes beside its items; at most {MAX_SOURCE_BYTES} are taken")
+        raise InvalidGrader("", f"has {size} bytes besides its items; at most {MAX_SOURCE_BYTES} are taken")
 
 
 def check_eval(body: EvalCreate) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
+from anyio import to_thread
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse
 from starlette.types import Receive, Scope, Send
@@ -131,7 +133,8 @@ def routes(context: ControllerContext) -> APIRouter:
 
 class _Content(FileResponse):
     """The bytes of a file: one of the reader's downloads. Deleted while it is read, the file counts for its owner until
-    this reader has left. Of several ranges all of it is sent, as a server may (RFC 9110, 14.2): each costs a thread."""
+    this reader has left. If several ranges are asked for, all of it is sent, as a server may (RFC 9110, 14.2): each
+    costs a thread."""
 
     def __init__(self, context: ControllerContext, row: FileRow, caller: Principal, headers: dict[str, str]):
         super().__init__(context.files_dir / row.id, media_type="application/octet-stream", headers=headers)
@@ -141,7 +144,16 @@ class _Content(FileResponse):
         headers = [(name, value) for name, value in scope["headers"] if name != b"range" or b"," not in value]
         scope = {**scope, "headers": headers}
         with self._quotas.reading(self._caller), self._quotas.kept.open(self._row.id, self._row.bytes):
-            await super().__call__(scope, receive, send)
+            try:
+                # Opened once, and sent from there: it may be deleted after its row was read, and after its length was.
+                opened = await to_thread.run_sync(os.open, self.path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise storage.no_such_file(self._row.id) from None
+            try:
+                self.path = f"/proc/self/fd/{opened}"
+                await super().__call__(scope, receive, send)
+            finally:
+                os.close(opened)
 
 
 def _keep_s(fields: dict[str, str]) -> float | None:

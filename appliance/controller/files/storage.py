@@ -15,8 +15,6 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import multipart
 from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
 from appliance.controller.interfaces.principal import Principal
-from appliance.store.database import Database
-from appliance.store.ids import new_id
 from appliance.store.objects import files
 from appliance.store.rows import FileRow
 from train.data.check import DataReport
@@ -31,8 +29,12 @@ def known_file(context: ControllerContext, file_id: str, caller: Principal, para
     """Raises NotFound, also for another owner's file."""
     row = files.find(context.db, file_id, viewer=caller.viewer, now_s=time.time())
     if row is None:
-        raise NotFound(f"No such File object: {shown(file_id)}", param=param, code="file_not_found")
+        raise no_such_file(file_id, param)
     return row
+
+
+def no_such_file(file_id: str, param: str = "id") -> NotFound:
+    return NotFound(f"No such File object: {shown(file_id)}", param=param, code="file_not_found")
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
@@ -86,31 +88,6 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(source, "sha256").hexdigest()
 
 
-def add_result(db: Database, files_dir: Path, filename: str, content: bytes, *, owner: str) -> str:
-    """Store a file that the box itself made for an owner (purpose "fine-tune-results"); returns its id."""
-    file_id = new_id("file-")
-    incoming = files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
-    with os.fdopen(os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-    os.rename(incoming, files_dir / file_id)
-    files.insert(
-        db,
-        FileRow(
-            id=file_id,
-            filename=filename,
-            purpose="fine-tune-results",
-            bytes=len(content),
-            sha256=hashlib.sha256(content).hexdigest(),
-            status="processed",
-            created_s=time.time(),
-            owner=owner,
-        ),
-    )
-    return file_id
-
-
 def checked_purpose(purpose: str | None) -> str:
     """Raises BadRequest."""
     if purpose is None:
@@ -147,7 +124,7 @@ async def described(
     if purpose == "fine-tune":
         found = await context.file_work.check(caller.owner, path)
         # Without the tokens of each example, before they are copied one by one: a row stays small, and who plans a job
-        # counts anew, with the model's tokenizer.
+        # counts again, with the model's tokenizer.
         status, report = ("processed" if found.ok else "error"), asdict(replace(found, example_tokens=[]))
         del report["example_tokens"]
         details = summary(found, f"/v1/files/{file_id}/errors")

@@ -286,7 +286,7 @@ def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> U
 
 
 def _check_parts(row: UploadRow, number: int) -> None:
-    """One more part beside so many. Raises BadRequest."""
+    """One more part, when there are this many. Raises BadRequest."""
     if number >= MAX_PARTS:
         raise BadRequest(
             f"The upload {row.id} has {MAX_PARTS} parts, the most that it may; send larger ones.",

@@ -25,7 +25,7 @@ def routes(context: ControllerContext, runner: GateRunner) -> APIRouter:
     db = context.db
 
     def known(gate_id: str, caller: Principal) -> GateRow:
-        if (row := gates.find(db, gate_id, viewer=caller.viewer)) is None:
+        if (row := gates.find_visible(db, gate_id, viewer=caller.viewer)) is None:
             raise NotFound(f"No gate found with id {shown(gate_id)}.", param="gate_id", code="gate_not_found")
         return row
 

@@ -21,11 +21,12 @@ from appliance.store.rows import EvalRow, GateRow, JobRow
 
 _SOURCE: TypeAdapter[Sampled] = TypeAdapter(Sampled)
 MAX_EVALS_BYTES = MAX_SCHEMA_BYTES + MAX_CRITERIA_BYTES
-"""Of a gate's evaluations together: as much as one may have."""
+"""What a gate's evaluations have together at most: as much as one may have."""
 MAX_TERMS_BYTES = 512 << 10
 """Two suites whose data sources are as long as those of runs may be, and sixteen of the usual length."""
 MAX_SAMPLING_BYTES = 48 << 10
-"""Of different sampling parameters of its suites together: an engine's tools and forms, of which 32 KiB take 0.1 s."""
+"""What the different sampling parameters of its suites have together at most: an engine's tools and forms, of which 32
+KiB take 0.1 s."""
 _ASKED_LATER = "the version that is judged"
 
 

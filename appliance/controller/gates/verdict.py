@@ -11,7 +11,8 @@ from appliance.controller.gates.paired_tests import chance_of_passes, chance_of_
 from appliance.store.rows import EvalItemRow, GateVerdict
 
 MOST_UNJUDGED = 0.05
-"""Of a suite's items: where more could not be asked or graded, the rest says too little."""
+"""The share of a suite's items that need not be judged: where more could not be asked or graded, the rest says too
+little."""
 MOST_REWARD = 1e100
 """One that is larger, either way, counts as none: neither the sum nor the square of many would be a number."""
 Measure = Literal["pass_rate", "mean_reward"]
@@ -28,11 +29,11 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Of one suite. measure: what is compared. The bounds are shares of the items for pass rates, and in the unit of
-    the graders for rewards; None: not asked for.
+    """What one suite asks for. measure: what is compared. The bounds are shares of the items for pass rates, and in the
+    unit of the graders for rewards; None: not asked for.
 
     not_worse_by: refused where it is shown to be worse than the version before by more than this. better_by: refused
-    unless it is shown to be better by more than this (below 0: shown to be at most so much worse). level: how often
+    unless it is shown to be better by more than this (below 0: shown to be at most this much worse). level: how often
     chance alone may show it."""
 
     pass_rate_at_least: float | None = None
@@ -136,7 +137,7 @@ def _threshold(numbers: dict[str, Any], measure: Measure, least: float) -> dict[
 
 
 def _differences(pairs: Sequence[tuple[Judged, Judged]], measure: Measure) -> list[float]:
-    """Of the items that were judged for both."""
+    """The differences of the items that were judged for both."""
     if measure == "pass_rate":
         return [
             float(new.passed) - float(old.passed)

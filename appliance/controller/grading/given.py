@@ -32,12 +32,17 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
     except InvalidGrader as error:
         path = f"{param}.{error.param}" if error.param else param
         raise BadRequest(f"Invalid '{path}': {error.message}.", param=path, code="invalid_grader") from None
+    models, forms = set[str](), set[bytes]()  # looked at: the judges of one grader mostly ask the same
     for leaf in leaves(grader).values():
         if isinstance(leaf, Python) and (why := sandbox.refusal()):
             raise BadRequest(f"{why[:1].upper()}{why[1:]}.", param=param, code="python_graders_unavailable")
         if isinstance(leaf, ScoreModel | LabelModel):
-            check_may_ask(context.db, caller, leaf.model)
-            check_asked({"response_format": leaf.answers_by}, param)
+            if leaf.model not in models:
+                check_may_ask(context.db, caller, leaf.model)
+                models.add(leaf.model)
+            if (form := orjson.dumps(leaf.answers_by)) not in forms:
+                check_asked({"response_format": leaf.answers_by}, param)
+                forms.add(form)
     return grader
 
 

@@ -26,8 +26,8 @@ URL = "/v1/chat/completions"
 ASKER = "graders"
 LOOK_EVERY_S = 0.5
 MAX_OF_A_KEY = 16
-"""Of one model at the same time: whoever waits for an engine looks again whenever anything changes, and a run may ask
-256 things at once."""
+"""Questions of one key to one model at the same time: whoever waits for an engine looks again whenever anything
+changes, and a run may ask 256 things at once."""
 
 
 class ModelAnswers:

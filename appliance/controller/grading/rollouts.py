@@ -54,7 +54,7 @@ def _reward(graded: Graded) -> float | None:
 
 
 def _is_fault(errors: GradingErrors) -> bool:
-    """Of the grader or of the box, not of the answer."""
+    """Whether it is a fault of the grader or of the box, not of the answer."""
     return bool(errors) and errors != GradingErrors(
         sample_parse_error=True, truncated_observation_error=errors.truncated_observation_error
     )

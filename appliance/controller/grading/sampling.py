@@ -33,7 +33,7 @@ MOST_AT_ONCE = 256
 """Requests of one question, whatever engines have room for."""
 LOOK_EVERY_S, WANTS_EVERY_S = 0.5, 10.0
 TRIES = 5
-"""Of one request, each at an engine that was then wanted for something else."""
+"""How often one request is tried, each time at an engine that was then wanted for something else."""
 MOST_DEATHS = 2
 """Engines that end while they sample for a job, before its ranks sample: whatever it brings that ends them, its prompts
 or what it has learnt, comes again with each step, and other requests of these engines end with them."""
@@ -42,9 +42,9 @@ or what it has learnt, comes again with each step, and other requests of these e
 @dataclass(slots=True, eq=False)
 class _Question:
     """One question of a job's ranks, while its requests are asked. key_id: who pays. patience_s: after the last answer,
-    at moved_s. flying: its requests at engines, by their ids, each with the version that answers. why: no further
-    request is made. died: an engine did, with a request of it; counted: so it did with one of another question. spent:
-    rows for Metering."""
+    at moved_s. flying: its requests at engines, by their ids, each with the version that answers; taken: the room
+    of engines that they take, in requests. why: no further request is made. died: an engine did, with a request of it;
+    counted: so it did with one of another question. spent: rows for Metering."""
 
     job_id: str
     key_id: str
@@ -55,6 +55,7 @@ class _Question:
     samples: list[dict[str, Any]] = field(default_factory=list)
     spent: list[dict[str, Any]] = field(default_factory=list)
     flying: dict[str, tuple[Line, str]] = field(default_factory=dict)
+    taken: Fraction = Fraction(0)
     why: str = ""
     died: bool = False
     counted: bool = False
@@ -63,10 +64,13 @@ class _Question:
     def wants(self) -> bool:
         return bool(self.lines) and not self.why
 
-    @property
-    def taken(self) -> Fraction:
-        """Of the room of engines, in requests."""
-        return sum((line.share for line, _ in self.flying.values()), Fraction(0))
+    def fly(self, request_id: str, line: Line, version: str) -> None:
+        self.flying[request_id] = line, version
+        self.taken += line.share
+
+    def land(self, request_id: str) -> None:
+        line, _ = self.flying.pop(request_id)
+        self.taken -= line.share
 
 
 class RolloutSampling:
@@ -161,13 +165,13 @@ class RolloutSampling:
         line, request_id = question.lines.popleft(), new_id("req_")
         newest, own = self._newest[question.job_id], question.asked["policy"]["version"]
         version = newest if question.asked.get("in_flight") else own
-        question.flying[request_id] = line, version
+        question.fly(request_id, line, version)
         requests.create_task(self._ask(question, request_id, line, version))
         if not question.lines:
             self._wake()
 
     def _is_next(self, question: _Question) -> bool:
-        """Of those of its job."""
+        """Whether it is the next question of its job."""
         asking = self._asking[question.asked["base"]["model"]]
         return next(one for one in asking if one.job_id == question.job_id and one.wants) is question
 
@@ -202,7 +206,7 @@ class RolloutSampling:
             question.samples += whole
             question.lines.extendleft(reversed(left))
         finally:
-            del question.flying[request_id]
+            question.land(request_id)
             self._wake()
 
     async def _asked(self, question: _Question, request_id: str, line: Line, version: str) -> list[sampling.Sampled]:

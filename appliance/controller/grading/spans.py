@@ -69,6 +69,7 @@ def written(line: Line, version: str, made: Sequence[sampling.Sampled]) -> tuple
 
 
 def is_newer(version: str, than: str) -> bool:
-    """Of two versions of one model in training: it is of a later step, or of another world, which takes over."""
+    """Whether a version of a model in training is of a later step than another, or of another world, which takes
+    over."""
     (step, _, world), (other_step, _, other_world) = version.partition("."), than.partition(".")
     return world != other_world or step_of(step) > step_of(other_step)

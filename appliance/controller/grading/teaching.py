@@ -38,11 +38,15 @@ class Teaching:
         if keys.is_revoked(self._db, row.key_id):
             return {"failed": "the API key of the job was revoked, and its teacher is asked on behalf of it"}
         teacher = found.judge["teacher"]
+        versions = set[str]()
         waiting = asyncio.get_running_loop().call_later(self._say_after_s, self._say_that_it_waits, job_id, teacher)
         try:
-            told = await asyncio.gather(*(self._asked(row.key_id, teacher, one) for one in question["samples"]))
+            asked = (self._asked(row.key_id, teacher, one, versions) for one in question["samples"])
+            told = await asyncio.gather(*asked)
         finally:
             waiting.cancel()
+        if versions.difference(found.taught_by):
+            job_records.taught(self._db, job_id, versions)
         errors = [one if isinstance(one, str) else "" for one in told]
         if fatal := next(filter(ended_engines, errors), ""):
             # Whatever ends an engine comes again with each step, and others' requests end with it.
@@ -54,8 +58,10 @@ class Teaching:
             self._said.pop(job_id, None)
         return {"log_probs": [None if isinstance(one, str) else one for one in told], "errors": errors}
 
-    async def _asked(self, key_id: str | None, teacher: str, sample: dict[str, Any]) -> list[float] | str:
-        """Or why there are none."""
+    async def _asked(
+        self, key_id: str | None, teacher: str, sample: dict[str, Any], versions: set[str]
+    ) -> list[float] | str:
+        """What it answers, or why there are none. The version that told them is added to `versions`."""
         tokens = sample["tokens"]
         answer = await self._answers.answer(key_id, scoring.URL, scoring.request(teacher, tokens), ANSWER_WITHIN_S)
         if isinstance(answer, str):
@@ -63,9 +69,12 @@ class Teaching:
         if answer.status != 200:
             return _message(answer)
         try:
-            return scoring.read(answer.body, tokens, sample["answer"])
+            found = scoring.read(answer.body, tokens, sample["answer"])
         except ValueError as error:
             return f"the teacher gave {error}"
+        if answer.version:
+            versions.add(answer.version)
+        return found
 
     def _say_that_it_waits(self, job_id: str, teacher: str) -> None:
         why = self._engines.room(teacher).why or "its engines are busy"

@@ -35,7 +35,7 @@ class Bound:
 
 
 MOST = Bound(256 * KIB, 1 << 15)
-"""Of a route that is not named below."""
+"""The bound of a route that is not named below."""
 _GRADER = Bound(3 * MIB, 1 << 16)
 """Its graders have 2 MiB at most (train.graders)."""
 BOUNDS: Mapping[str, Bound] = {

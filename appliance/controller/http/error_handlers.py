@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from appliance.controller.http.strict_body import TOO_MANY
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, error_object, shown
 from appliance.store.errors import UnknownCursor
 
@@ -96,6 +97,10 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
             None,
             "invalid_json",
         )
+    if first["type"] == TOO_MANY:
+        where = ".".join(place)
+        message = f"In {shown(where) if where else 'the body'} {first['msg']}."
+        return _answer(400, message, "invalid_request_error", where or None, "invalid_body")
     if not place:
         message = "The body must be a JSON object, sent with content-type application/json."
         return _answer(400, message, "invalid_request_error", None, "invalid_body")

@@ -53,7 +53,7 @@ NOT_ONCE: Mapping[str, str] = {
     "/v1/pipeline_runs/{run_id}/cancel": _AGAIN_SAME,
     "/v1/models/{name:path}/share": _AGAIN_SAME,
     "/internal/responses": "a copy that is there is left",
-    "/admin/v1/keys": "a name is one live key's: a second attempt is refused, for the key was shown once",
+    "/admin/v1/keys": "a name is one live key's: a second attempt is refused, because the key was shown once",
     "/admin/v1/session-keys": "of one command, which ends it, and for a day otherwise",
     "/admin/v1/sessions": "each has a token of its own, which is shown once; past MOST_OF_A_KEY the oldest ends",
     "/admin/v1/sessions/{session_id}/touch": _AGAIN_SAME,
@@ -114,7 +114,7 @@ class Attempt:
     @classmethod
     def of(cls, request: Request, caller: Principal, route: str, body: Any) -> Attempt:
         """body: JSON-serialisable stand-in for the request's body, or its bytes where they are too many to be written
-        anew. Raises BadRequest."""
+        again. Raises BadRequest."""
         key = request.headers.get("idempotency-key")
         if key is not None and not (key and len(key) <= _MAX_KEY_CHARACTERS and key.isprintable()):
             raise BadRequest(

@@ -30,7 +30,7 @@ READS_AT_ONCE = 4
 CONVERSATIONS_AT_ONCE = 16
 """For gateways, of 8 MiB each: whoever asked for one conversation 1,200 times had the controller hold 10 GiB."""
 MOST_IN_FLIGHT = 1024
-"""Of one owner, at one time: a gateway takes 20 in a second."""
+"""As many as one owner may have at one time: a gateway takes 20 in a second."""
 _UPLOAD_PART = re.compile(r"/v1/uploads/[^/]+/parts\Z")
 
 

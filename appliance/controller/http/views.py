@@ -12,6 +12,7 @@ from appliance.store.rows import (
     CheckpointRow,
     FileRow,
     JobEventRow,
+    JobJudgeRow,
     JobRow,
     PermissionRow,
 )
@@ -56,7 +57,7 @@ def file_object(row: FileRow, caller: Principal) -> dict[str, Any]:
 
 
 def _data_check(row: FileRow) -> dict[str, Any]:
-    """Of training data: how far its check is, and how many examples each found something in, where the row has it."""
+    """For training data: how far its check is, and how many examples each found something in, where the row has it."""
     if row.check_status is None:
         return {}
     found = (row.data_check or {}).get("checks", {})
@@ -94,10 +95,10 @@ def hyperparameters(row: JobRow) -> dict[str, Any]:
     return values
 
 
-def job_object(
-    row: JobRow, organization: str, caller: Principal, judge: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """judge: of a job that has one."""
+def job_object(row: JobRow, organization: str, caller: Principal, judge: JobJudgeRow | None = None) -> dict[str, Any]:
+    """judge: of a job that has one. Of one with a teacher there are the versions of it that it has learnt from."""
+    said = judge.judge if judge is not None else {}
+    taught_by = {"teacher_versions": judge.taught_by} if judge is not None and "teacher" in said else {}
     succeeded = row.phase == "succeeded"
     return {
         "id": row.id,
@@ -121,8 +122,9 @@ def job_object(
         "metadata": row.metadata,
         "method": {
             "type": row.method,
-            row.method: (judge or {}) | {"hyperparameters": hyperparameters(row)},
+            row.method: said | {"hyperparameters": hyperparameters(row)},
         },
+        **taught_by,
     } | whose(row, caller)
 
 

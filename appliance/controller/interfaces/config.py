@@ -19,7 +19,7 @@ class OwnerBounds(BaseModel):
     files: int = Field(10_000, ge=0)
     """Uploads in progress count."""
     file_bytes: int = Field(64 * GIB, ge=0)
-    """Of all files together; an upload in progress counts twice its announced size. Copies of files that jobs keep
+    """All files together; an upload in progress counts twice its announced size. Copies of files that jobs keep
     until they end may take as much again."""
     uploads: int = Field(32, ge=0)
     """Uploads in parts that are neither complete nor cancelled."""
@@ -32,7 +32,7 @@ class OwnerBounds(BaseModel):
     models: int = Field(200, ge=0)
     """Fine-tuned models; each job that has not ended counts as one."""
     model_bytes: int = Field(1024 * GIB, ge=0)
-    """Of all versions of fine-tuned models; past it no new job begins."""
+    """All versions of fine-tuned models; past it no new job begins."""
     background: int = Field(200, ge=0)
     """Responses in background that have not ended."""
     evals: int = Field(500, ge=0)
@@ -40,11 +40,11 @@ class OwnerBounds(BaseModel):
     eval_runs: int = Field(32, ge=0)
     """Runs of evaluations that have not ended."""
     eval_bytes: int = Field(4 * GIB, ge=0)
-    """Of all evaluations and their runs, with items, samples and results; past it none is made, and no run goes on."""
+    """All evaluations and their runs, with items, samples and results; past it none is made, and no run goes on."""
     responses: int = Field(50_000, ge=0)
     """Stored responses; beyond it, the owner's least recently used are deleted."""
     responses_bytes: int = Field(1024 * MIB, ge=0)
-    """Of all stored responses of the owner; beyond it, the least recently used are deleted."""
+    """All stored responses of the owner; beyond it, the least recently used are deleted."""
 
 
 class RetentionSettings(BaseModel):
@@ -77,7 +77,7 @@ class RetentionSettings(BaseModel):
     job_events_days: float | None = Field(None, gt=0)
     """Events and steps of jobs that have ended."""
     events_per_job: int = Field(100_000, ge=1000)
-    """Of an unfinished job; beyond it the oldest are deleted."""
+    """Events of an unfinished job; beyond it the oldest are deleted."""
     audit_days: float | None = Field(None, gt=0)
     """Rows of the audit log."""
     audit_rows_per_key: int = Field(200_000, ge=1000)
@@ -104,7 +104,7 @@ class OidcSettings(BaseModel):
     client_secret_path: str | None = None
     """A file with the secret, for a provider that gives this box one."""
     box_url: str = ""
-    """Of the box, as browsers see it; the provider has to allow `BOX_URL/ui` to be come back to."""
+    """The URL of the box as browsers see it; the provider has to allow the return to `BOX_URL/ui`."""
     name: str = "single sign-on"
     """What the page calls it."""
     scopes: list[str] = ["openid", "profile", "email"]
@@ -115,7 +115,7 @@ class OidcSettings(BaseModel):
     groups: dict[str, list[Scope]] = {}
     """What the members of each group may do here: `{ml-team = ["inference", "fine_tuning"]}`. Others may do nothing."""
     ca_path: str | None = None
-    """Of the authority that the provider's certificate is from, unless this machine knows it."""
+    """The authority that signed the provider's certificate, unless this machine knows it."""
 
     @model_validator(mode="after")
     def _whole(self) -> OidcSettings:
@@ -128,6 +128,19 @@ class OidcSettings(BaseModel):
         if not self.client_id or not self.groups:
             raise ValueError("client_id and groups belong to an issuer")
         return self
+
+
+class Bucket(BaseModel):
+    """A bucket of an S3-compatible store that pipelines take data from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field(pattern=r"^s3://[^/]")
+    """s3://bucket/prefix; what lies below it is looked through."""
+    endpoint: str | None = None
+    region: str | None = None
+    credentials_file: str | None = None
+    credentials_profile: str | None = None
 
 
 class ControllerConfig(BaseModel):
@@ -151,6 +164,9 @@ class ControllerConfig(BaseModel):
     bounds: OwnerBounds = Field(default_factory=OwnerBounds)
     retention: RetentionSettings = Field(default_factory=RetentionSettings)
     oidc: OidcSettings = Field(default_factory=OidcSettings)
+    buckets: dict[str, Bucket] = {}
+    """By the names that pipelines know them by: `[controller.buckets.chats]` with `url` (s3://bucket/prefix) and, as
+    backups have them, `endpoint`, `region`, `credentials_file` and `credentials_profile`."""
     disk_floor_bytes: int | None = Field(None, ge=0)
     """Free bytes on the data directory's volume below which nothing more is stored; unset: 2 % of it, at least 2 and at
     most 20 GiB, and never more than a tenth."""
@@ -174,7 +190,7 @@ class ControllerConfig(BaseModel):
     responses_kept_days: float = Field(30.0, ge=0)
     """Answers of /v1/responses are kept for this long after creation or their last continuation; 0: none is stored."""
     responses_bytes: int = Field(2048 * MIB, ge=MIB)
-    """Of all of them; beyond it, the least recently used of the owner who holds most are deleted."""
+    """All answers together; beyond it, the least recently used of the owner who holds most are deleted."""
 
     # --- background
     housekeeping_every_s: Seconds = 30.0

@@ -78,7 +78,7 @@ class ApiError(HTTPException):
 
     @property
     def passes(self) -> bool:
-        """Of a bound or a full disk: what is refused now may be taken later."""
+        """Whether a bound or a full disk is the reason: what is refused now may be taken later."""
         return self.status_code in (429, 507)
 
     def body(self) -> dict[str, Any]:

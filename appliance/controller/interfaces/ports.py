@@ -266,9 +266,10 @@ class SettingsCheck(Protocol):
 class TierPort(Protocol):
     """Where the bytes of versions and snapshots are, from shared memory to the remote tier."""
 
-    def status(self) -> list[dict[str, Any]]:
-        """Per tier, nearest first: {"name", "where", "versions", "snapshots", "bytes", "limit_bytes", "backlog",
-        "backlog_bytes", "busy", "damaged", "last_error", "last_error_s", "next_try_s"}."""
+    def status(self) -> Callable[[], list[dict[str, Any]]]:
+        """As of now, and what it returns is called on any thread: per tier, nearest first, {"name", "where",
+        "versions", "snapshots", "bytes", "limit_bytes", "backlog", "backlog_bytes", "busy", "damaged", "last_error",
+        "last_error_s", "next_try_s"}."""
 
     def tiers_of_version(self, model: str, version: str) -> list[str]:
         """Names of the tiers that have a version."""
@@ -305,14 +306,14 @@ class LineReturned(Exception):
 
 
 class DeviceMeasure(Protocol):
-    """Measures devices of this machine that nobody holds (`serve.load.device_rates`). Cancelled, it ends at once."""
+    """Measures devices that nobody holds, each on its node (`serve.load.device_rates`). Cancelled, it ends at once."""
 
     async def alone(self, device_id: str) -> tuple[dict[str, float], list[str]]:
         """The rates of one device by measure, and what it did wrong. Raises OperationFailed if it cannot be measured,
         which of a device that is not of the host is a fault of its own."""
 
     async def together(self, device_ids: list[str]) -> dict[str, float]:
-        """The rate of an all-reduce over these devices, under its measure. Raises OperationFailed."""
+        """The rate of an all-reduce over these devices of one node, under its measure. Raises OperationFailed."""
 
 
 class DeepCheckPort(Protocol):

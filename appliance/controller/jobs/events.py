@@ -6,6 +6,7 @@ one twice (after a crash between the commit and its acknowledgement) changes not
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import logging
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from appliance.controller.access.naming import checkpoint_name, resolve
-from appliance.controller.files import storage
+from appliance.controller.files import results
 from appliance.controller.jobs import forgetting, stable_names
-from appliance.store.database import Database
+from appliance.store.database import BOX, Database
 from appliance.store.ids import new_id
 from appliance.store.objects import gates, job_records, jobs, models
 from appliance.store.records import deployments
 from appliance.store.rows import CheckpointRow, DeploymentRow, JobEventRow, JobMetricRow, JobRow, ModelRow, VersionRow
+from train.methods.methods import METHODS
 
 log = logging.getLogger("appliance.controller")
 Level = Literal["info", "warn", "error"]
@@ -64,6 +66,7 @@ class JobEvents:
 
     def __init__(self, db: Database, files_dir: Path, organization: str):
         self._db, self._files_dir, self._organization = db, files_dir, organization
+        self._tables: dict[str, results.Result] = {}  # of jobs about to succeed
         self._handlers = {
             "metrics": self._metrics,
             "validation": self._validation,
@@ -123,8 +126,25 @@ class JobEvents:
             jobs.set_phase(db, job_id, "suspended", reason=reason)
             add_message(db, job_id, f"Fine-tuning job suspended at step {step}: {reason}", data={"step": step})
 
+    async def will_succeed(self, job_id: str) -> None:
+        """Its ranks report no more: writes the table of its steps, of which there may be 100,000, beside the loop."""
+        table = await self._db.read(BOX, _metrics_table, self._db, job_id)
+        made = await asyncio.to_thread(results.write, self._files_dir, table)
+        self._forget_table(job_id)
+        self._tables[job_id] = made
+
+    def _forget_table(self, job_id: str) -> None:
+        if (made := self._tables.pop(job_id, None)) is not None:
+            made.forget()
+
     def succeeded(self, job_id: str) -> None:
         """The newest published version becomes the model; the step metrics become a result file."""
+        try:
+            self._succeeded(job_id)
+        finally:
+            self._forget_table(job_id)
+
+    def _succeeded(self, job_id: str) -> None:
         db = self._db
         with db.transaction():
             row = jobs.get(db, job_id)
@@ -135,8 +155,8 @@ class JobEvents:
                 fail(db, job_id, "nothing_published", "The job ended without publishing weights; see its log.")
                 return
             told = self._made(row, versions[-1].version)
-            table = _metrics_table(db, job_id)
-            result = storage.add_result(db, self._files_dir, "step_metrics.csv", table, owner=row.owner)
+            table = self._tables.get(job_id) or results.write(self._files_dir, _metrics_table(db, job_id))
+            result = results.keep(db, self._files_dir, table, "step_metrics.csv", owner=row.owner)
             jobs.update(db, job_id, result_files=[result])
             jobs.set_phase(db, job_id, "succeeded", reason="")
             add_message(db, job_id, told)
@@ -161,11 +181,13 @@ class JobEvents:
         return f"New version of {name}: {version}, which answers{replaced}"
 
     def failed(self, job_id: str, code: str, message: str) -> None:
+        self._forget_table(job_id)
         if not jobs.get(self._db, job_id).finished:
             fail(self._db, job_id, code, message)
 
     def cancelled(self, job_id: str) -> None:
         """The group of a job that was being cancelled is gone."""
+        self._forget_table(job_id)
         db = self._db
         with db.transaction():
             if not jobs.get(db, job_id).finished:
@@ -240,7 +262,7 @@ class JobEvents:
         when = str(event["when"])
         general = {**(row.general or {}), when: {name: event[name] for name in ("known", "begun", "spoken", "said")}}
         if when == "before":
-            general.pop("after", None)  # it begins anew
+            general.pop("after", None)  # it begins again
             general["of"] = event.get("of") or ""
         jobs.update(self._db, row.id, general=general)
         found = forgetting.verdict(general)
@@ -269,6 +291,9 @@ class JobEvents:
         adapter = event.get("adapter")
         if adapter:
             meta["adapter"] = adapter
+        # Not of every job: a grader may have megabytes.
+        if METHODS[row.method].judged_by == "teacher" and (judge := job_records.find_judge(db, row.id)) is not None:
+            meta["teacher"] = {"model": judge.judge["teacher"], "versions": judge.taught_by}
         if models.find_version(db, row.output_model, version) is None:
             models.insert_version(
                 db,
@@ -289,7 +314,7 @@ class JobEvents:
                 add_message(
                     db,
                     row.id,
-                    f"Published adapter {version}, {event['bytes']} bytes, to be served beside "
+                    f"Published adapter {version}, {event['bytes']} bytes, to be served alongside "
                     f"{adapter['base']} {adapter['base_version']}",
                     data=meta,
                 )

@@ -12,6 +12,7 @@ from pydantic import Field
 from appliance.controller.access.model_access import absent_model
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import energy_views
 from appliance.controller.files import storage
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest
@@ -97,7 +98,16 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
         raise refused(error, "hyperparameters") from error
     verdict = settings.verdict_on_box(context, base, chosen, method)
     told = planned(base.name, method, chosen, dataset, verdict, counted=body.training_file is not None)
-    return {**told, "device_hours": await _device_hours(context, body.model, method, chosen, dataset, caller)}
+    device_hours = await _device_hours(context, body.model, method, chosen, dataset, caller)
+    drawn = None
+    if device_hours is not None:
+        full = chosen.resolved["full"]
+        readings = context.device_readings()
+        drawn = await context.db.read(
+            caller.viewer, energy_views.estimate, context.db, context.power, readings, body.model, method.name, full,
+            device_hours,
+        )  # fmt: skip
+    return {**told, "device_hours": device_hours, "energy": drawn}
 
 
 async def _device_hours(
@@ -108,8 +118,8 @@ async def _device_hours(
     dataset: auto.DatasetStats,
     caller: Principal,
 ) -> float | None:
-    """Of the steps, at the speed that this box has had with jobs like it; None if there were none, or if the data does
-    not say how many tokens there will be."""
+    """Device hours of the steps, at the speed that this box has had with jobs like it; None if there were none, or if
+    the data does not say how many tokens there will be."""
     fields = chosen.resolved
     speeds = list[float]()
     if not method.rolls_out:

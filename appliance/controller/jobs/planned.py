@@ -33,7 +33,8 @@ MEMORY_BYTES = {
     "rtx-3090": 24_576 * MIB,
     "rtx-4090": 24_564 * MIB,
 }
-"""Of one device, as nvidia-smi shows it; the driver keeps some hundreds of MB of it (`runtime.devices.cuda`)."""
+"""The memory of one device, as nvidia-smi shows it; the driver keeps some hundreds of MB of it
+(`runtime.devices.cuda`)."""
 _CONFIG_BYTES = 4 * MIB
 _CHOSEN = (
     "full",
@@ -137,7 +138,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def memory_bytes_of(accelerator: str) -> int:
-    """Of one GPU by its name, or by its size ("48gb"). Raises BadShape."""
+    """The memory of one GPU by its name, or by its size ("48gb"). Raises BadShape."""
     name = accelerator.lower().replace("_", "-").replace(" ", "-")
     if name in MEMORY_BYTES:
         return MEMORY_BYTES[name]
@@ -158,7 +159,7 @@ def plan_imagined(
     examples: int | None = None,
     method: str = DEFAULT.name,
 ) -> dict[str, Any]:
-    """A job on one machine with so many GPUs of a kind, with a box's usual settings; its host memory counts as ample.
+    """A job on one machine with this many GPUs of a kind, with a box's usual settings; its host memory counts as ample.
     model: see `imagine`. Raises BadShape."""
     imagined, kind, each = imagine(model), hardware_first()[0].name, memory_bytes_of(accelerator)
     box = BoxFacts(devices, kind, each, None, 1 << 62, devices)

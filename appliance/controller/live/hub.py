@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import orjson
@@ -20,6 +20,7 @@ import orjson
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.live.topics import hears
+from runtime.when_gone import when_gone
 
 ROUND_S: Final = 0.5
 """What changes within it is one event."""
@@ -27,7 +28,7 @@ HEARTBEAT_S: Final = 15.0
 ROUNDS_KEPT: Final = 256
 """For a follower that comes back: two minutes at least."""
 MOST_IDS: Final = 100
-"""Of a topic in an event; beyond it the topic stands without ids, and anything of it may have changed."""
+"""Ids of a topic in an event; beyond it the topic stands without ids, and anything of it may have changed."""
 MOST_OF_A_KEY, MOST = 8, 256
 UNREAD_S: Final = 60.0
 
@@ -152,7 +153,7 @@ class Hub:
         self._of_key[key] += 1
         self._of_owner[caller.owner] += 1
         events = self._events(follower)
-        weakref.finalize(events, self._let_go, follower)  # one that is never asked has no end of its own
+        when_gone(events, partial(self._let_go, follower))  # one that is never asked has no end of its own
         return events
 
     def _has_place(self, owner: str) -> bool:

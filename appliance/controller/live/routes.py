@@ -29,7 +29,7 @@ def routes(router: APIRouter, hub: Hub) -> None:
         caller: Caller,
         last_event_id: Annotated[str | None, Header(max_length=64)] = None,
     ) -> StreamingResponse:
-        """`changed`: what may be asked anew, ids by topic, none for anything of the topic. `reload`: everything."""
+        """`changed`: what may be asked again, ids by topic, none for anything of the topic. `reload`: everything."""
         return StreamingResponse(
             hub.follow(caller, last_event_id), media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )

@@ -45,6 +45,7 @@ class Canaries:
                     await self._look_at(row.model, now_s)
                 except (Conflict, NotFound) as error:  # a user was faster: it ended, or its model is gone
                     log.info("canary: %s", error.message, extra={"model": row.model, "version": row.version})
+            await asyncio.sleep(0)  # two hundred that ended at once took the loop 0.14 s
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
         for name in self._leaving - served:
             self._context.model_ops.let_go(name)
@@ -294,8 +295,8 @@ class Canaries:
         have, needed = len(self._context.scheduler.status()["devices"]), 2 * deployment.tensor_parallel
         if not is_adapter and have < needed:
             raise Conflict(
-                f"A canary needs an engine beside that of {model.active_version}: {needed} devices, and this box has "
-                f"{have}. Publish {version.version} with `appliance model rollback {model.id} --version "
+                f"A canary needs an engine in addition to that of {model.active_version}: {needed} devices, and this "
+                f"box has {have}. Publish {version.version} with `appliance model rollback {model.id} --version "
                 f"{version.version}`, and roll back the same way.",
                 param="version",
                 code="no_room_for_canary",

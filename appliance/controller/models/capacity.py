@@ -64,7 +64,7 @@ class BoxFacts:
         return self.takes(memory) <= self.room_per_rank(ranks)
 
     def room_per_worker(self, size: EngineSize, workers: int) -> int:
-        """What such an engine may take of each device, when so many workers of its kind share the box."""
+        """What such an engine may take of each device when this many workers of its kind share the box."""
         return self.room_per_device(workers) if self.on_host else size.room_bytes
 
 
@@ -120,7 +120,7 @@ def job(
     if budget is not None and needed > budget >= version:
         needed = version
         warnings.append(
-            f"A snapshot takes {gb(snapshot)} of shared memory and does not fit beside the result in the store's "
+            f"A snapshot takes {gb(snapshot)} of shared memory and does not fit next to the result in the store's "
             f"{gb(budget)}: snapshots go to disk, and moving the job between devices takes longer."
         )
     shown = fitting[-1] if fitting else sizes[-1]
@@ -193,7 +193,7 @@ def serve(
 ) -> Verdict:
     """`replicas` engines of a model of `weight_bytes`, each over `tensor_parallel` devices.
 
-    sizes: an engine over so many devices, as it would be started.
+    sizes: an engine over this many devices, as it would be started.
     """
     problems, instead, warnings = [], [], []
     used = replicas * tensor_parallel
@@ -238,7 +238,7 @@ def serve(
         )
     if budget is not None and 2 * weight_bytes > budget:
         warnings.append(
-            f"A second version ({gb(weight_bytes)}) does not fit beside this one in the store's {gb(budget)}: the "
+            f"A second version ({gb(weight_bytes)}) does not fit next to this one in the store's {gb(budget)}: the "
             "old one must be on disk before a new one is published."
         )
     numbers = {

@@ -64,6 +64,8 @@ class EngineSizes:
             kv_cache_dtype=settings.kv_cache_dtype,
             batched_tokens=settings.batched_tokens,
             draft_tokens=settings.draft_tokens,
+            throughput=settings.throughput,
+            whole_prompts=settings.whole_prompts,
         )
 
     def spec_fields(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int) -> dict[str, Any]:

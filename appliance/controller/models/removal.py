@@ -119,11 +119,11 @@ def refuse_if_in_use(
     context: ControllerContext, found: Doomed, caller: Principal, leaving: Collection[str] = ()
 ) -> None:
     """Raises Conflict, whose message does not name another owner's objects. leaving: jobs and models that go first."""
-    for job in jobs.list_unfinished(context.db):
+    for job in jobs.list_unfinished_with(context.db, {found.name, found.model.id}, found.model.id):
         # One whose key may not use the model any more never starts again, and its owner cannot keep it from others.
-        if job.id in leaving or (job.phase != "running" and base_of(context.db, job) is None):
+        if job.wanted == "cancel" or job.id in leaving:
             continue
-        if job.wanted != "cancel" and (job.model in (found.name, found.model.id) or job.output_model == found.model.id):
+        if job.phase == "running" or base_of(context.db, job) is not None:
             own = caller.viewer in (None, job.owner)
             raise Conflict(
                 f"{found.name} is used by the fine-tuning job {job.id}; cancel the job or wait for its end."

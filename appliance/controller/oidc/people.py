@@ -21,7 +21,7 @@ from appliance.store.rows import KeyRow
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._@-]+")
 _NAME_CHARACTERS = 48
 SHOWN_CHARACTERS = 12
-"""Of a subject's hash."""
+"""Characters of a subject's hash that are shown."""
 
 
 def key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[str, Any]) -> KeyRow:

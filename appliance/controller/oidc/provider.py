@@ -22,7 +22,7 @@ import orjson
 from appliance.controller.interfaces.config import OidcSettings
 from appliance.controller.interfaces.errors import ApiError
 
-# Of public keys alone: with the secret's own family, whoever knows the secret could sign.
+# Public keys alone: with the secret's own family, whoever knows the secret could sign.
 ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 KEY_KINDS: Final = ("RSA", "EC", "OKP")
 ANSWER_S: Final = 10.0
@@ -113,7 +113,7 @@ class Provider:
             bearer = {"authorization": f"Bearer {answer.get('access_token')}"}
             told = await self._ask("GET", endpoints["userinfo_endpoint"], headers=bearer)
             if told.get("sub") != claims["sub"]:
-                raise refused("the provider told of somebody else")
+                raise refused("the provider answered about somebody else")
             claims = {**told, **claims}
         return claims
 

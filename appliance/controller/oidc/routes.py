@@ -27,7 +27,7 @@ from appliance.controller.oidc.provider import Provider, refused
 WAITS_S = 600.0
 """For who went to the provider to come back."""
 MOST_WAITING = 1000
-"""Of them; past it the one that left first has to begin anew."""
+"""Logins that wait at most; past it the one that left first has to begin again."""
 Word = Annotated[str, Field(min_length=1, max_length=4096)]
 
 

@@ -5,11 +5,13 @@ The API writes the wanted state and wakes the scheduler; it never waits for devi
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import energy_views
 from appliance.controller.files import storage
 from appliance.controller.http import idempotency, views
 from appliance.controller.http.paging import After, Limit, list_object
@@ -36,7 +38,7 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
     db, organization = context.db, context.config.organization
 
     def shown_as(row: JobRow, caller: Principal, found: JobJudgeRow | None) -> dict[str, Any]:
-        return views.job_object(row, organization, caller, found.judge if found else None)
+        return views.job_object(row, organization, caller, found)
 
     def shown_job(row: JobRow, caller: Principal) -> dict[str, Any]:
         return shown_as(row, caller, job_records.find_judge(db, row.id) if row.method in _JUDGED else None)
@@ -64,7 +66,8 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
 
     @router.get("/{job_id}")
     def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
-        return shown_job(known_job(context, job_id, caller), caller)
+        row = known_job(context, job_id, caller)
+        return shown_job(row, caller) | {"energy": energy_views.of_job(db, context.power, row, time.time())}
 
     @router.post("/{job_id}/cancel")
     async def cancel(job_id: str, caller: Caller) -> dict[str, Any]:

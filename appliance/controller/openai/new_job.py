@@ -134,7 +134,7 @@ _MISSING = {
 def _judge(
     context: ControllerContext, body: JobCreate, resolved: dict[str, Any], caller: Principal
 ) -> dict[str, Any] | None:
-    """Of a method that learns from the model's own answers, who judges them. Raises ApiError."""
+    """Who judges the answers, for a method that learns from the model's own. Raises ApiError."""
     method = requests.method(body)
     if not method.judged_by:
         return None

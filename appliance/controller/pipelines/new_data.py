@@ -1,5 +1,5 @@
 """What there is to train on: files of a folder of the box, or uploaded ones by their names, that no run has taken yet;
-joined to one file."""
+joined to one file. Buckets are in bucket.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from appliance.controller.pipelines.spec import Data
 from appliance.store.objects import files
 
 Found = dict[str, list[Any]]
-"""Path or file id -> [bytes, and of a path when it was changed (ns)], in order of their names."""
+"""Path, address or file id -> [bytes, and of a path when it was changed (ns), of an object its tag], in order of their
+names."""
 MOST_FILES = 10_000
 SETTLED_S = 5.0
 """A file of a folder that was changed later may still be written."""
@@ -41,38 +42,45 @@ def in_folder(folder: str, pattern: str, now_s: float) -> Found:
                     found[entry.path] = [told.st_size, told.st_mtime_ns]
     except OSError as error:
         raise NoData(f"{folder} cannot be read: {error.strerror}") from error
-    return _bounded(found)
+    return bounded(found)
 
 
 def uploaded(context: ControllerContext, pattern: str, owner: str) -> Found:
     """Raises NoData."""
     rows = files.named(context.db, owner, now_s=time.time())
-    return _bounded({file_id: [size] for file_id, size, name in rows if fnmatch.fnmatchcase(name, pattern)})
+    return bounded({file_id: [size] for file_id, size, name in rows if fnmatch.fnmatchcase(name, pattern)})
+
+
+def bounded(found: Found) -> Found:
+    if len(found) > MOST_FILES:
+        raise NoData(f"there are {len(found)} files; at most {MOST_FILES} are taken")
+    return dict(sorted(found.items()))
 
 
 def new(found: Found, taken: Found, data: Data) -> Found:
-    """A file of a folder may have changed; an uploaded one never does."""
+    """What is in a folder or a bucket may have changed; an uploaded file never does."""
     if data.take == "all":
         return found
-    if data.folder is None:
+    if not data.elsewhere:
         return {name: told for name, told in found.items() if name not in taken}
     return {name: told for name, told in found.items() if taken.get(name) != told}
 
 
 def join_chosen(chosen: Found, folder: Path | None, target: Path) -> str:
-    """`join` of these files, by their names in this folder, or with None by their paths."""
+    """One file of these, by their names in this folder, or with None by their paths; as many bytes of each as were
+    seen; its SHA-256. Raises OSError, and NoData for what is not a regular file any more."""
     parts = [((folder / name) if folder is not None else Path(name), int(told[0])) for name, told in chosen.items()]
-    return join(parts, target)
+    return write_lines((_blocks(path, most) for path, most in parts), target)
 
 
-def join(parts: list[tuple[Path, int]], target: Path) -> str:
-    """Write the lines of the files, of each so many bytes as were seen, into a new one; its SHA-256. Raises OSError,
-    and NoData for what is not a regular file any more."""
+def write_lines(parts: Iterable[Iterator[bytes]], target: Path) -> str:
+    """Write the blocks of each part, and a newline where one ends without, into a new file; its SHA-256. Raises
+    OSError."""
     digest = hashlib.sha256()
     with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
-        for path, most in parts:
+        for part in parts:
             last = b"\n"
-            for block in _blocks(path, most):
+            for block in part:
                 out.write(block)
                 digest.update(block)
                 last = block[-1:]
@@ -92,9 +100,3 @@ def _blocks(path: Path, most: int) -> Iterator[bytes]:
         while block := source.read(min(_BLOCK, most)):
             most -= len(block)
             yield block
-
-
-def _bounded(found: Found) -> Found:
-    if len(found) > MOST_FILES:
-        raise NoData(f"there are {len(found)} files; at most {MOST_FILES} are taken")
-    return dict(sorted(found.items()))

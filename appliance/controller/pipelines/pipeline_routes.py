@@ -22,7 +22,7 @@ from appliance.store.objects import gates, pipelines
 from appliance.store.rows import PipelineRow, PipelineRunRow
 
 MAX_PIPELINES = 100
-"""Of one owner."""
+"""As many as one owner may have."""
 Name = Annotated[str, Path(max_length=256)]
 
 
@@ -115,7 +115,7 @@ def _runs(context: ControllerContext, runner: PipelineRunner) -> APIRouter:
     db = context.db
 
     def known(run_id: str, caller: Principal) -> PipelineRunRow:
-        if (row := pipelines.find_run(db, run_id, viewer=caller.viewer)) is None:
+        if (row := pipelines.find_run_visible(db, run_id, viewer=caller.viewer)) is None:
             raise NotFound(f"No run of a pipeline with id {shown(run_id)}.", param="run_id", code="run_not_found")
         return row
 

@@ -2,7 +2,7 @@
 
 What must outlive the controller is in the rows. A step is done once its result stands there: a file and the run's
 `file_id`, a job and its `job_id` are written in one transaction, so that a controller that is killed in between begins
-the step anew, and never makes a second of either.
+the step again, and never makes a second of either.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from appliance.controller.data_checks.carry_out import check_file, prepared_file
 from appliance.controller.data_checks.data_work import DataWork
 from appliance.controller.files import storage
 from appliance.controller.gates.runner import GateRunner
+from appliance.controller.interfaces.config import Bucket
 from appliance.controller.interfaces.errors import ApiError, Conflict
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs.validation import JobValidation
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.openai.new_job import insert_job
-from appliance.controller.pipelines import new_data
+from appliance.controller.pipelines import bucket, new_data
 from appliance.controller.pipelines.new_data import Found, NoData
-from appliance.controller.pipelines.spec import Check, PipelineSpec, Prepare, Schedule, job_of
+from appliance.controller.pipelines.spec import Check, Data, PipelineSpec, Prepare, Schedule, job_of
 from appliance.controller.pipelines.steps import End, Seen, beyond, end_of, steps_of
 from appliance.store.database import BOX
 from appliance.store.ids import new_id
@@ -38,8 +39,11 @@ from appliance.store.objects import files, gates, jobs, models, pipelines
 from appliance.store.records import keys
 from appliance.store.rows import FileRow, PipelineRow, PipelineRunRow
 from scheduler.loop.mode_schedule import next_firing_s
+from weights.format.errors import TierUnavailable
 
 LOOK_EVERY_S = 1.0
+AGAIN_S, LONGEST_S = 60.0, 3600.0
+"""A bucket that cannot be read is tried again after, and given up this long after the run was begun."""
 
 
 class _Failed(Exception):
@@ -51,7 +55,9 @@ class PipelineRunner:
         self._context, self._db = context, context.db
         self._data_work, self._validation, self._judging = data_work, validation, judging
         self._at_data: dict[str, asyncio.Task[None]] = {}
-        """By run: a check or a preparation, which ends with the run."""
+        """By run: reading a bucket, a check or a preparation, which ends with the run."""
+        self._not_before_s: dict[str, float] = {}
+        """By run that waits for a bucket, on the monotonic clock."""
         self._going = OneEach(context.background, "pipeline")  # runs, and pipelines that are due
         self.tasks = self._going.tasks
 
@@ -90,19 +96,26 @@ class PipelineRunner:
         else:
             note = await self._begin_if_new(row, spec)
         next_s = _next_s(spec.schedule, time.time())
-        if pipelines.find(self._db, row.id) is not None:
+        if self._is_due_still(row):
             pipelines.update(self._db, row.id, next_s=next_s, note=note)
+
+    def _is_due_still(self, row: PipelineRow) -> bool:
+        """Whether it is as it was when it was due: a bucket takes its time, within which it may be deleted, changed or
+        switched off, by whoever takes it over with another key too."""
+        now = pipelines.find(self._db, row.id)
+        return now is not None and bool(now.scheduled) and (now.spec, now.key_id) == (row.spec, row.key_id)
 
     async def _begin_if_new(self, row: PipelineRow, spec: PipelineSpec) -> str:
         """Why not, "" if it was begun or there is nothing new."""
         try:
             found = new_data.new(await self._found(row, spec), await self._taken(row), spec.data)
-        except NoData as error:
+        except (NoData, TierUnavailable) as error:
             return str(error)
-        last = pipelines.last_of(self._db, row.id)
-        if not found or pipelines.running_of(self._db, row.id) is not None:
+        sha256 = await asyncio.to_thread(pipelines.sha256_of, found)
+        if not found or not self._is_due_still(row) or pipelines.running_of(self._db, row.id) is not None:
             return ""
-        if last is not None and last.state != "succeeded" and last.data_sha256 == pipelines.sha256_of(found):
+        last = pipelines.last_of(self._db, row.id)
+        if last is not None and last.state != "succeeded" and last.data_sha256 == sha256:
             return f"{last.id} has {last.state} on this data; it is tried again once there is other data"
         self.begin(row, "data")
         return ""
@@ -137,6 +150,9 @@ class PipelineRunner:
         row = pipelines.find(self._db, run.pipeline_id) if run is not None else None
         if run is None or row is None or run.state != "running":
             return
+        if time.monotonic() < self._not_before_s.get(run_id, 0.0):
+            return
+        self._not_before_s.pop(run_id, None)
         spec, caller = PipelineSpec.model_validate(run.spec), caller_of(self._db, run.key_id)
         try:
             if keys.is_revoked(self._db, run.key_id):
@@ -149,6 +165,11 @@ class PipelineRunner:
                 self._follow(run, row, spec)
         except (_Failed, NoData) as error:
             self._end(run_id, row, End(True, str(error)))
+        except bucket.Changed as error:
+            pipelines.choose(self._db, run_id, {})
+            self._wait(run, row, str(error))
+        except TierUnavailable as error:
+            self._wait(run, row, str(error))
         except ApiError as error:
             if error.passes:
                 self._says(run_id, error.message)
@@ -157,12 +178,21 @@ class PipelineRunner:
         except OSError as error:
             self._end(run_id, row, End(True, f"the data could not be read: {error.strerror or type(error).__name__}"))
 
+    def _wait(self, run: PipelineRunRow, row: PipelineRow, why: str) -> None:
+        """Nothing that it has done is lost by a network that is away for a while."""
+        if time.time() - run.created_s > LONGEST_S:
+            self._end(run.id, row, End(True, why))
+            return
+        self._not_before_s[run.id] = time.monotonic() + AGAIN_S
+        self._says(run.id, f"{why}; tried again every {AGAIN_S:.0f} s")
+
     async def _found(self, row: PipelineRow, spec: PipelineSpec) -> Found:
-        """Raises NoData."""
+        """Raises NoData, TierUnavailable."""
         data = spec.data
+        _check_may_read(data, caller_of(self._db, row.key_id))
+        if data.bucket is not None:
+            return await asyncio.to_thread(bucket.found_in, self._bucket(data.bucket), data.pattern)
         if data.folder is not None:
-            if not caller_of(self._db, row.key_id).is_admin:
-                raise NoData("the key of this pipeline is not an administrator's any more, and may read no folder")
             return await asyncio.to_thread(new_data.in_folder, data.folder, data.pattern, time.time())
         if data.uploads is not None:
             return await self._db.read(row.owner or BOX, new_data.uploaded, self._context, data.uploads, row.owner)
@@ -170,6 +200,12 @@ class PipelineRunner:
         if file is None:
             raise NoData(f"the file {data.file} was deleted")
         return {file.id: [file.bytes, file.filename]}
+
+    def _bucket(self, name: str) -> Bucket:
+        """Raises NoData."""
+        if (found := self._context.config.buckets.get(name)) is None:
+            raise NoData(f"the box's configuration has no bucket {name} any more")
+        return found
 
     async def _taken(self, row: PipelineRow) -> Found:
         """Only a run of this pipeline changes it, of which there is one at a time."""
@@ -189,13 +225,14 @@ class PipelineRunner:
                 pipelines.take(self._db, row.id, {name: told for name, told in taken.items() if name in found})
                 pipelines.choose(self._db, run.id, chosen)
             run = pipelines.find_run(self._db, run.id) or run
-        if spec.data.folder is None and run.data_files == 1:
+        if not spec.data.elsewhere and run.data_files == 1:
             self._update_going(run.id, file_id=next(iter(pipelines.chosen(self._db, run.id))), reason="")
             return
-        await self._joined(run, spec, caller)
+        await self._till_cancelled(run.id, self._joined(run, spec, caller))
 
     async def _joined(self, run: PipelineRunRow, spec: PipelineSpec, caller: Principal) -> None:
-        """Raises ApiError, NoData, OSError."""
+        """Raises ApiError, NoData, OSError, TierUnavailable, Changed."""
+        _check_may_read(spec.data, caller)
         context, file_id, size = self._context, new_id("file-"), run.data_bytes
         if size > context.config.upload_total_bytes:
             raise NoData(f"the data has {size} bytes; a file has {context.config.upload_total_bytes} at most")
@@ -204,7 +241,10 @@ class PipelineRunner:
             took(size + run.data_files)
             # Only now: a run that waits for room asks for it every second.
             chosen = await self._db.read(run.owner or BOX, pipelines.chosen, self._db, run.id)
-            sha256 = await context.file_work.run(run.owner, new_data.join_chosen, chosen, base, incoming)
+            if spec.data.bucket is not None:
+                sha256 = await bucket.join_chosen(self._bucket(spec.data.bucket), chosen, incoming)
+            else:
+                sha256 = await context.file_work.run(run.owner, new_data.join_chosen, chosen, base, incoming)
             made = await storage.described(
                 context, file_id, incoming, filename=f"{run.id}.jsonl", sha256=sha256, caller=caller
             )
@@ -324,6 +364,7 @@ class PipelineRunner:
         run = pipelines.find_run(self._db, run_id)
         if run is None or run.state != "running":
             return
+        self._not_before_s.pop(run_id, None)
         state = "cancelled" if cancelled else "failed" if end.failed else "succeeded"
         steps = [_ended(one, end, cancelled) for one in run.steps]
         with self._db.transaction():
@@ -358,6 +399,12 @@ class PipelineRunner:
                 made = files.find(self._db, file_id or "", viewer=None, now_s=0)
                 if made is not None and (file_id != run.file_id or made.filename.startswith(run.id)):
                     storage.remove(self._context, made)
+
+
+def _check_may_read(data: Data, caller: Principal) -> None:
+    """Raises NoData."""
+    if data.elsewhere and not caller.is_admin:
+        raise NoData("the key of this pipeline is not an administrator's any more, and may read no folder or bucket")
 
 
 def _ended(step: dict[str, Any], end: End, cancelled: bool) -> dict[str, Any]:

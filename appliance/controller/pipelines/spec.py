@@ -28,15 +28,22 @@ _NO_FILE = "file-of-the-run"
 
 class Data(StrictBody):
     """One of: file, the id of an uploaded file, the same for every run; uploads, a pattern of names of the owner's
-    uploaded files ("day-*.jsonl"); folder, on the box, with the files of `pattern` in it.
+    uploaded files ("day-*.jsonl"); folder, on the box, with the files of `pattern` in it; bucket, a name that the box's
+    configuration gives one, with the objects of `pattern` below its prefix.
 
-    take: of uploads and a folder what no run has trained on that ended well ("new"), or all of it."""
+    take: of uploads, a folder and a bucket what no run has trained on that ended well ("new"), or all of it."""
 
     file: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     uploads: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     folder: Annotated[str, Field(pattern=r"^/[^\x00-\x1f]{0,4095}$")] | None = None
+    bucket: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     pattern: Annotated[str, Field(min_length=1, max_length=256)] = "*.jsonl"
     take: Literal["new", "all"] = "new"
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it becomes an uploaded file only with a run."""
+        return self.folder is not None or self.bucket is not None
 
 
 class Check(HeldAgainst):
@@ -154,10 +161,13 @@ def skipped(spec: PipelineSpec) -> set[str]:
 
 
 def _check_data(context: ControllerContext, data: Data, caller: Principal) -> None:
-    if sum(one is not None for one in (data.file, data.uploads, data.folder)) != 1:
-        raise wrong("data", "says where the data is by one of 'file', 'uploads' and 'folder'")
-    if data.folder is not None and not caller.is_admin:
-        raise Forbidden(ADMIN)  # the controller reads every file of the box
+    if sum(one is not None for one in (data.file, data.uploads, data.folder, data.bucket)) != 1:
+        raise wrong("data", "says where the data is by one of 'file', 'uploads', 'folder' and 'bucket'")
+    if data.elsewhere and not caller.is_admin:
+        raise Forbidden(ADMIN)  # the controller reads every file of the box, and buckets with the box's credentials
+    if data.bucket is not None and data.bucket not in context.config.buckets:
+        known = ", ".join(sorted(context.config.buckets)) or "none"
+        raise wrong("data.bucket", f"is not a name of a bucket in the box's configuration; it has {known}")
     if data.file is not None:
         storage.known_file(context, data.file, caller, "data.file")
 
@@ -168,7 +178,9 @@ def _check_schedule(spec: PipelineSpec) -> None:
     if (schedule.cron is None) is not schedule.on_new_data:
         raise wrong("schedule", "says when by one of 'cron' and 'on_new_data = true'")
     if schedule.on_new_data and spec.data.file is not None:
-        raise wrong("schedule.on_new_data", "is for 'data.folder' and 'data.uploads'; a file does not change")
+        raise wrong(
+            "schedule.on_new_data", "is for 'data.folder', 'data.bucket' and 'data.uploads'; a file does not change"
+        )
     try:
         check_zone(schedule.tz)
         if schedule.cron is not None:

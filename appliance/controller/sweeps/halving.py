@@ -24,7 +24,7 @@ def grid(values: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def drawn(count: int, parameters: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
-    """So many, each parameter from its list of values or its range {"low", "high", "log", "integer"}."""
+    """This many, each parameter from its list of values or its range {"low", "high", "log", "integer"}."""
     chance = random.Random(seed)  # noqa: S311 - a search
     return [{name: _one(chance, among) for name, among in parameters.items()} for _ in range(count)]
 
@@ -38,7 +38,7 @@ def _one(chance: random.Random, among: Any) -> Any:
 
 
 def rounds(trials: int, first: float, keep_one_in: int) -> list[Round]:
-    """Each round has `keep_one_in` times the data of the one before and one in so many of its trials; the last has all
+    """Each round has `keep_one_in` times the data of the one before and as small a part of its trials; the last has all
     data, and begins early where one trial is left."""
     found = [Round(first, trials)]
     while found[-1].share < 1:
@@ -49,6 +49,6 @@ def rounds(trials: int, first: float, keep_one_in: int) -> list[Round]:
 
 
 def best(losses: Mapping[int, float | None], count: int) -> list[int]:
-    """Of the trials by number, the `count` with the least loss; none that has no finite one."""
+    """The numbers of the `count` trials with the least loss; none that has no finite one."""
     known = [(loss, number) for number, loss in losses.items() if loss is not None and math.isfinite(loss)]
     return [number for _, number in sorted(known)[:count]]

@@ -23,9 +23,9 @@ Values = Annotated[list[Any], Field(min_length=1, max_length=MAX_TRIALS)]
 
 
 Bound = Annotated[float, Field(ge=-1e15, le=1e15)]
-"""Of whatever a hyperparameter may be; of much larger ones neither the difference nor a whole number can be written."""
+"""What a hyperparameter may be; neither the difference of much larger numbers nor a whole number can be written."""
 MAX_TRIALS_BYTES = 64 << 10
-"""Of all trials together: they stand in the sweep's row, which is read in each look at it."""
+"""The size of all trials together: they stand in the sweep's row, which is read in each look at it."""
 
 
 class Range(StrictBody):

@@ -23,7 +23,7 @@ from appliance.store.objects import jobs, sweeps
 from appliance.store.rows import SweepRow
 
 MAX_RUNNING = 4
-"""Of one owner at the same time."""
+"""As many as one owner may run at the same time."""
 ROUTE = "sweeps"
 Id = Annotated[str, Path(max_length=256)]
 
@@ -33,7 +33,7 @@ def routes(context: ControllerContext, runner: SweepRunner) -> APIRouter:
     db = context.db
 
     def known(sweep_id: str, caller: Principal) -> SweepRow:
-        if (row := sweeps.find(db, sweep_id, viewer=caller.viewer)) is None:
+        if (row := sweeps.find_visible(db, sweep_id, viewer=caller.viewer)) is None:
             raise NotFound(f"No sweep found with id {shown(sweep_id)}.", param="sweep_id", code="sweep_not_found")
         return row
 
@@ -60,7 +60,7 @@ def routes(context: ControllerContext, runner: SweepRunner) -> APIRouter:
 
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
         row, _ = idempotency.once(
-            db, context.config, attempt, lambda earlier: sweeps.find(db, earlier, viewer=caller.viewer), make
+            db, context.config, attempt, lambda earlier: sweeps.find_visible(db, earlier, viewer=caller.viewer), make
         )
         return sweep_object(context, row, caller)
 

@@ -65,7 +65,7 @@ def _cookie(given: bytes, name: bytes) -> bytes:
 
 
 def cookies(headers: Headers, tls: bool) -> Pairs:
-    """Of an answer of the controller's with these headers. tls: this gateway speaks TLS."""
+    """The cookies that an answer of the controller with these headers sets. tls: this gateway speaks TLS."""
     given = headers.get(COOKIE_HEADER)
     if given is None:
         return ()

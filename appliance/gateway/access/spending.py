@@ -19,7 +19,7 @@ from appliance.gateway.payload.request_check import Checked
 from appliance.gateway.routing.table import Caller
 
 LOGINS_PER_MINUTE: Final = 300
-"""Of a worker, from everybody together."""
+"""What one worker takes, from everybody together."""
 
 
 class Spending:

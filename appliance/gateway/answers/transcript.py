@@ -29,7 +29,7 @@ _NOT_HERE: Final = {
 
 
 class Transcript:
-    """Of one request.
+    """What one request continues and stores.
 
     input: its own `input` as JSON. previous_id: the response it continues, empty without one. stores: whether a copy
     goes to the controller, `store` in the object. has_previous: the body already has the earlier turns. counts: the
@@ -122,7 +122,7 @@ class Transcript:
 
 
 def transcript_of(data: dict[str, Any], *, counts: bool = False) -> Transcript:
-    """Of a parsed body of /v1/responses whose `input` was checked. Raises HttpError 400."""
+    """The transcript of a parsed body of /v1/responses whose `input` was checked. Raises HttpError 400."""
     if counts:
         for name in ("stream", "background"):
             if data.get(name):

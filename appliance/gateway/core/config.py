@@ -45,7 +45,7 @@ class Limits:
     stored_response_bytes: int = 4 * MIB
     # Copies of them that wait for an unreachable controller.
     response_copies_bytes: int = 64 * MIB
-    # Of that, what the copies of one owner may be.
+    # The part of that which the copies of one owner may take.
     owner_copies_bytes: int = 16 * MIB
     json_depth: int = 128
     # Weight of all values in one body, counted before parsing: a list or object 12, a string 4, another value 1.
@@ -113,7 +113,7 @@ class GatewayConfig:
     log_path: str | None = None
     access_log: bool = True
     otlp_endpoint: str | None = None
-    # Of pages whose scripts may read answers: "https://chat.example.org"; "*": any. Empty: none.
+    # Pages whose scripts may read answers: "https://chat.example.org"; "*": any. Empty: none.
     cors_origins: tuple[str, ...] = ()
     stores_responses: bool = True
     # False: prefix cache entries serve only requests of the owner that created them.

@@ -153,7 +153,7 @@ def version_not_served(model: str, version: str, served: list[str]) -> HttpError
         404,
         f"The version `{shown}` of the model `{model}` is not served now; {', '.join(f'`{name}`' for name in served)} "
         f"is. If there is such a version, `appliance model rollback {model} --version {shown}` serves it, and "
-        f"`appliance model canary {model} {shown}` serves it beside the other.",
+        f"`appliance model canary {model} {shown}` serves it alongside the other.",
         param="model",
         code="model_version_not_served",
     )

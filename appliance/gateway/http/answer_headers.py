@@ -46,7 +46,7 @@ def is_preflight(request: Request, origins: Sequence[str]) -> bool:
 
 
 def preflight_headers(request: Request) -> Pairs:
-    """Of the answer to a preflight, beside `answer_headers`. The request itself is checked when it comes."""
+    """Headers of the answer to a preflight, beside `answer_headers`. The request itself is checked when it comes."""
     asked = request.headers.get(b"access-control-request-headers", b"").strip()
     found = [(b"access-control-allow-methods", _METHODS), (b"access-control-max-age", _PREFLIGHT_AGE_S)]
     if _NAMES.match(asked):

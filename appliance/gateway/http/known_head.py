@@ -36,7 +36,7 @@ class KnownHead:
 
 
 class PlainHead(KnownHead):
-    """Of a plain answer of an engine."""
+    """The head of a plain answer of an engine."""
 
     def __init__(self, before: bytes, after: bytes, headers: dict[bytes, bytes], closes: bool) -> None:
         super().__init__(before, after)
@@ -45,7 +45,7 @@ class PlainHead(KnownHead):
 
 
 def plain_head(data: bytes) -> PlainHead | None:
-    """Of data that begins with a status line of 200. None: no head of a plain answer of known length."""
+    """The head of data that begins with a status line of 200. None: no head of a plain answer of known length."""
     end = data.find(b"\r\n\r\n")
     headers: dict[bytes, bytes] = {}
     for line in data[len(OK) : end].split(b"\r\n"):

@@ -132,7 +132,7 @@ class Answer:
         return body
 
     def _read_usage(self, body: bytes) -> None:
-        """Of an answer that is passed on in pieces, wherever they were cut."""
+        """Reads the usage in an answer that is passed on in pieces, wherever they were cut."""
         if self._reads_usage:
             seen = b"%b%b" % (self._before, body)
             if seen.find(_USAGE) >= 0:

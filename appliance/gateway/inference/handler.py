@@ -174,7 +174,7 @@ class InferenceHandler(Placement):
         if self.answer.client is None:
             return
         if conn.malformed:
-            # Of this request alone: its engine lives, and is not to be avoided by others.
+            # This concerns this request alone: its engine lives, and is not to be avoided by others.
             self.state.metrics.events["upstream_malformed"] += 1
             log.error("the head of an engine's answer cannot be read", extra=self.request.ids)
             self._failed(errors.engine_failed(), died=False, blame=False)

@@ -125,7 +125,7 @@ class RequestSpans:
 
 
 def _client(traceparent: bytes) -> SpanContext:
-    """Of a `traceparent` that was checked (wire.accepted_trace)."""
+    """The context of a `traceparent` that was checked (wire.accepted_trace)."""
     _, trace_id, span_id, flags = traceparent.decode().split("-")
     return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16)))
 

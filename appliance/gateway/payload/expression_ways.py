@@ -94,8 +94,8 @@ def _repeated(part: _Part, low: int, high: int) -> int:
 
 
 def quantifier(pattern: str, at: int) -> tuple[int, int, int] | None:
-    """Of a quantifier at this position: lowest, highest (0: none), and where it ends. None for anything else, also for
-    braces that are none."""
+    """The quantifier at this position: lowest, highest (0: none), and where it ends. None for anything else, also for
+    braces that are not one."""
     char = pattern[at]
     if char in "*+?":
         return int(char == "+"), int(char == "?"), at + 1

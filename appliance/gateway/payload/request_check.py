@@ -426,7 +426,7 @@ def _prompt_logprobs(data: dict[str, Any], body_bytes: int) -> None:
 
 # As of prompts. A stream has them event by event.
 _ANSWER_LOGPROBS: Final = 1 << 16
-# An answer whose request does not say how long it may be gets room for so many tokens at the least.
+# An answer whose request does not say how long it may be gets room for at least this many tokens.
 _LEAST_TOKENS: Final = 1024
 _LENGTH_OF: Final = {CHAT: "max_completion_tokens", RESPONSES: "max_output_tokens"}
 
@@ -454,7 +454,7 @@ def _answer_logprobs(route: Route, data: dict[str, Any], completion: int, sequen
             param=name,
             code="too_many_values",
         )
-    # Of completions an engine writes 16 tokens unless it is told otherwise.
+    # An engine writes 16 tokens of a completion unless it is told otherwise.
     return b"" if completion or route.name == "completions" else b',"%b":%d' % (name.encode(), most)
 
 

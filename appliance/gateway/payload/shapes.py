@@ -48,7 +48,7 @@ _CALL_TEXTS: Final = ("id", "namespace", "name")
 _FILE_TEXTS: Final = ("file_data", "file_url", "filename")
 MESSAGE_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 ANTHROPIC_ROLES: Final = frozenset({"system", "user", "assistant"})
-# Of an engine's forms of Anthropic's messages; what a tool in them would cost is not measured.
+# An engine's forms of Anthropic's messages; what a tool in them would cost is not measured.
 _TOOL_CHANGES: Final = frozenset({"tool_addition", "tool_removal"})
 _MESSAGE_OBJECTS: Final = ("audio", "function_call")
 _FEW: Final = 16
@@ -120,7 +120,7 @@ class _Odd:
 
 
 def check_messages(messages: list[Any], limits: Limits, roles: frozenset[str]) -> None:
-    """Of chat and of Anthropic's messages. roles: that there are. Raises HttpError 400."""
+    """Checks the messages of chat and of Anthropic's API. roles: those that it has. Raises HttpError 400."""
     if len(messages) > limits.messages:
         raise _too_many("messages", "messages", len(messages), limits.messages)
     parts, odd = 0, _Odd("messages", _ODD_PARTS, _ODD_VALUES)
@@ -206,7 +206,7 @@ def schema_holders(tool: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_tools(tools: list[Any]) -> None:
-    """Of every route. Raises HttpError 400."""
+    """Checks the tools of every route. Raises HttpError 400."""
     odd = _Odd("tools", _ODD_ITEMS, _ODD_VALUES)
     for place, tool in enumerate(tools):
         if not isinstance(tool, dict):
@@ -238,7 +238,7 @@ def check_tools(tools: list[Any]) -> None:
 
 
 def check_system(system: Any) -> None:
-    """Of Anthropic's messages. Raises HttpError 400."""
+    """Checks the system prompt of Anthropic's API. Raises HttpError 400."""
     if isinstance(system, list):
         odd = _Odd("system", _ODD_PARTS, _ODD_VALUES)
         for part in system:
@@ -327,7 +327,7 @@ def _known_call(call: dict[str, Any]) -> bool:
 
 
 def check_items(items: list[Any], limits: Limits) -> None:
-    """Of /v1/responses. Raises HttpError 400."""
+    """Checks the items of /v1/responses. Raises HttpError 400."""
     if len(items) > limits.input_items:
         raise _too_many("input", "items", len(items), limits.input_items)
     parts, odd, values = 0, 0, 0

@@ -25,14 +25,14 @@ from appliance.gateway.payload.shapes import SCHEMA_FIELDS, schema_holders
 _REGEX_CHARS: Final = 1024
 _REGEX_QUANTIFIERS: Final = 16
 _REGEX_GROUPS_DEEP: Final = 16
-# Of one expression: how many characters it gains when its repeats are expanded.
+# For one expression: how many characters it gains when its repeats are expanded.
 _REGEX_REPEATS: Final = 256
-# Of all expressions of a request, each counted once: a gateway reads every character of them, some twice.
+# The same for all expressions of a request, each counted once: a gateway reads every character of them, some twice.
 _REGEX_CHARS_TOGETHER: Final = 32 * 1024
 _SCHEMA_DEPTH: Final = 48
-# Of one list: more than that many items, and engines took 19 s to compile it; 2**31 never ended.
+# For one list: more than that many items, and engines took 19 s to compile it; 2**31 never ended.
 _ITEMS: Final = 1000
-# Of all lists together, as for characters: each bounded item is a rule.
+# For all lists together, as for characters: each bounded item is a rule.
 _ITEMS_TOGETHER: Final = 4000
 # Number ranges are compiled digit by digit: 150 of twelve digits took 5.4 s.
 _RANGES: Final = 32
@@ -225,7 +225,7 @@ class _Budget:
             raise _too_complex(name, f"{self._choices} values to choose from", _CHOICES)
         for value in values:
             if isinstance(value, dict | list):
-                # Counted before it is walked and written: of constants within constants each level does so anew.
+                # Counted before it is walked and written: of constants within constants each level does so again.
                 self._parts(name, value)
             self._cost(name, literal_us(value))
             self._choice_chars += len(value) if isinstance(value, str) else 8
@@ -296,7 +296,7 @@ class _Budget:
             raise _too_complex(
                 name,
                 f"its grammar would take about {self._us / 1e6:.1f} s of an engine's time (counted or optional "
-                "properties, long texts that stand as they are, formats, or alternatives that must hold together)",
+                "properties, long literal texts, formats, or alternatives that must hold together)",
                 "1 s",
             )
 
@@ -324,7 +324,7 @@ class _Budget:
             raise _too_complex(
                 name,
                 f"{expressions} regular expressions and formats in schemas that are combined (`allOf`, or a `$ref`, "
-                "`anyOf` or `oneOf` with further restrictions beside it)",
+                "`anyOf` or `oneOf` with further restrictions next to it)",
                 _TOGETHER,
             )
         while self._of_xgrammar and self._unread:
@@ -414,7 +414,7 @@ def _too_complex(name: str, what: str, limit: int | str) -> HttpError:
 def _too_many_ways(name: str) -> HttpError:
     return errors.bad_request(
         f"`{name}` is too complex: a regular expression has several parts, or a repeated one, whose length may differ "
-        "(`{m,n}`, `?`), so that a text fits it in many ways. In tools whose arguments are enforced, and beside "
+        "(`{m,n}`, `?`), so that a text fits it in many ways. In tools whose arguments are enforced, and next to "
         "`patternProperties` and `propertyNames`, write it with parts of one length, or without a bound (`*`, `+`).",
         param=name.partition(".")[0],
         code="structure_too_complex",

@@ -127,7 +127,7 @@ class Dispatch:
         return InferenceHandler(state, self._copies, client, request, checked)
 
     def page(self, request: Request) -> SiteAnswer:
-        """Of a file of the page, which `admit` found."""
+        """The answer with a file of the page, which `admit` found."""
         headers = request.headers
         return answer_file(
             site()[request.path],
@@ -136,7 +136,7 @@ class Dispatch:
         )
 
     def health(self) -> tuple[int, bytes, bytes]:
-        """Of /health: status, content type, body."""
+        """The answer to /health: status, content type, body."""
         state = self._state
         ready = state.generation >= 0 and not state.stopping
         away = ["controller"] if state.controller_away else []

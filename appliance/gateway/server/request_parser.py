@@ -119,7 +119,7 @@ class RequestParser:
                 raise errors.protocol_error("The request head is too large.", 431)
         elif self._unparsed_body > self._state.limits.head_bytes + len(data):
             # An endless line of a trailer, of which httptools makes one text again and again, or extension of a chunk.
-            raise errors.protocol_error("The request has too many bytes beside its body.")
+            raise errors.protocol_error("The request has too many bytes besides its body.")
 
     def _body_came(self) -> None:
         """All pieces of the body in what was fed, as one: a chunk of two bytes would take the memory of 56."""
@@ -233,7 +233,7 @@ class RequestParser:
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
-            return  # parsed anew without the offer
+            return  # parsed again without the offer
         if self._pieces:
             self._body_came()
         request = self._connection.parsing

@@ -16,7 +16,7 @@ log = logging.getLogger("appliance.gateway")
 
 
 def newcomers_of(connections: int) -> int:
-    """How many whose handshake is not complete are held beside so many whose is."""
+    """How many connections whose handshake is not complete are held beside this many whose handshake is."""
     return max(8, connections // 8)
 
 

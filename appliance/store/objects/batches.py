@@ -5,30 +5,13 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 
 from __future__ import annotations
 
-from typing import Any
-
-from appliance.store.database import Database, Page, owned_by, sql_list
+from appliance.store.database import Database, sql_list
 from appliance.store.rows import UNFINISHED_BATCH, BatchRow
+from appliance.store.table import Table
 
 _UNFINISHED = sql_list(UNFINISHED_BATCH)
-
-
-def insert(db: Database, row: BatchRow) -> None:
-    db.insert("batches", row, name=row.id)
-
-
-def find(db: Database, batch_id: str, *, viewer: str | None) -> BatchRow | None:
-    return db.one(BatchRow, "SELECT * FROM batches WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", [batch_id, viewer])
-
-
-def update(db: Database, batch_id: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("batches", BatchRow, {"id": batch_id}, changes)
-
-
-def page(db: Database, *, viewer: str | None, after: str | None, limit: int) -> Page[BatchRow]:
-    """Newest first."""
-    return db.page(BatchRow, "batches", scope=owned_by(viewer), after=after, limit=limit)
+_TABLE = Table("batches", BatchRow)
+insert, find, update, page = _TABLE.insert, _TABLE.find_visible, _TABLE.update, _TABLE.page_visible
 
 
 def list_unfinished(db: Database, *, key_id: str | None = None) -> list[BatchRow]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import Any
 
 from appliance.store import chunks
 from appliance.store.database import Database, Page, owned_by, sql_list
 from appliance.store.rows import UNFINISHED_EVAL_RUN, EvalItemRow, EvalRow, EvalRunRow
+from appliance.store.table import Table
 
 _UNFINISHED = sql_list(UNFINISHED_EVAL_RUN)
 _MINE = "(?2 IS NULL OR owner = ?2)"
@@ -20,29 +20,20 @@ _THERE = "id NOT IN (SELECT id FROM eval_deletions)"
 _RUN_THERE = f"{_THERE} AND eval_id NOT IN (SELECT id FROM eval_deletions)"
 _IN_SHORT = ", ".join("'{}' AS data_source" if one.name == "data_source" else one.name for one in fields(EvalRunRow))
 _ITEM_BYTES = "length(item) + coalesce(length(sample), 0) + coalesce(length(results), 0)"
-
-
-def insert(db: Database, row: EvalRow) -> None:
-    db.insert("evals", row, name=row.id)
+_TABLE, _RUNS, _ITEMS = Table("evals", EvalRow), Table("eval_runs", EvalRunRow), Table("eval_items", EvalItemRow)
+insert, update = _TABLE.insert, _TABLE.update
+insert_run, update_run = _RUNS.insert, _RUNS.update
+update_item = _ITEMS.update
 
 
 def find(db: Database, eval_id: str, *, viewer: str | None) -> EvalRow | None:
     return db.one(EvalRow, f"SELECT * FROM evals WHERE id = ?1 AND {_MINE} AND {_THERE}", [eval_id, viewer])
 
 
-def update(db: Database, eval_id: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("evals", EvalRow, {"id": eval_id}, changes)
-
-
 def page(db: Database, *, viewer: str | None, after: str | None, limit: int, descending: bool) -> Page[EvalRow]:
     return db.page(
         EvalRow, "evals", scope=owned_by(viewer), where=_THERE, after=after, limit=limit, descending=descending
     )
-
-
-def insert_run(db: Database, row: EvalRunRow) -> None:
-    db.insert("eval_runs", row, name=row.id)
 
 
 def find_run(db: Database, run_id: str, *, viewer: str | None = None, eval_id: str | None = None) -> EvalRunRow | None:
@@ -59,14 +50,8 @@ def run_in_short(db: Database, run_id: str) -> EvalRunRow | None:
 
 
 def bytes_of(db: Database, eval_id: str) -> int:
-    """Of its definition; 0 if there is none."""
-    found = db.execute("SELECT bytes FROM evals WHERE id = ?", [eval_id]).fetchone()
-    return 0 if found is None else int(found["bytes"])
-
-
-def update_run(db: Database, run_id: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("eval_runs", EvalRunRow, {"id": run_id}, changes)
+    """The bytes of its definition; 0 if there is none."""
+    return int(db.value("SELECT bytes FROM evals WHERE id = ?", [eval_id]) or 0)
 
 
 def page_runs(
@@ -93,17 +78,16 @@ def page_runs(
 
 
 def unfinished_ids(db: Database, *, eval_id: str | None = None, owner: str | None = None) -> list[str]:
-    """Of runs, oldest first. Their rows may hold megabytes each."""
-    rows = db.execute(
+    """Ids of unfinished runs, oldest first. Their rows may hold megabytes each."""
+    return db.column(
         f"SELECT id FROM eval_runs INDEXED BY eval_runs_unfinished WHERE status IN ({_UNFINISHED})"
         f" AND (?1 IS NULL OR eval_id = ?1) AND (?2 IS NULL OR owner = ?2) AND {_RUN_THERE} ORDER BY seq",
         [eval_id, owner],
     )
-    return [row["id"] for row in rows]
 
 
 def delete(db: Database, ids: Iterable[str]) -> None:
-    """Of evals, which take their runs with them, and of runs."""
+    """Deletes evals, which take their runs with them, and runs."""
     db.many("INSERT OR IGNORE INTO eval_deletions VALUES (?)", [[one] for one in ids])
 
 
@@ -132,16 +116,11 @@ def unfinished_owner(db: Database, run_id: str) -> str | None:
 def insert_items(db: Database, rows: Iterable[EvalItemRow]) -> None:
     with db.transaction():
         for row in rows:
-            db.insert("eval_items", row, name=row.id)
+            _ITEMS.insert(db, row)
 
 
 def find_item(db: Database, run_id: str, item_id: str) -> EvalItemRow | None:
     return db.one(EvalItemRow, "SELECT * FROM eval_items WHERE id = ? AND run_id = ?", [item_id, run_id])
-
-
-def update_item(db: Database, item_id: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("eval_items", EvalItemRow, {"id": item_id}, changes)
 
 
 def queued_items(db: Database, run_id: str, limit: int) -> list[EvalItemRow]:
@@ -155,7 +134,7 @@ def queued_items(db: Database, run_id: str, limit: int) -> list[EvalItemRow]:
 def page_items(
     db: Database, run_id: str, *, status: str | None, after: str | None, limit: int, descending: bool
 ) -> Page[EvalItemRow]:
-    """Of those that are judged."""
+    """Items that are judged."""
     return db.page(
         EvalItemRow,
         "eval_items",
@@ -190,7 +169,7 @@ def newest_sampled(db: Database, eval_id: str, *, viewer: str | None) -> EvalRun
 
 
 def has_items(db: Database, run_id: str) -> bool:
-    return db.execute("SELECT 1 FROM eval_items WHERE run_id = ? LIMIT 1", [run_id]).fetchone() is not None
+    return db.value("SELECT 1 FROM eval_items WHERE run_id = ? LIMIT 1", [run_id]) is not None
 
 
 def clear_some(db: Database, run_id: str) -> bool:

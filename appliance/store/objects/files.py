@@ -5,24 +5,21 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 
 from __future__ import annotations
 
-from typing import Any
-
 from appliance.store.database import Database, Page, owned_by, sql_list
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import UNFINISHED_BATCH, FileRow
+from appliance.store.table import Table
 
 _UNFINISHED_BATCH = sql_list(UNFINISHED_BATCH)
 
 ANY_SIZE = range(1 << 62)
-
-
-def insert(db: Database, row: FileRow) -> None:
-    db.insert("files", row, name=row.id)
+_TABLE = Table("files", FileRow)
+insert, update = _TABLE.insert, _TABLE.update
 
 
 def find(db: Database, file_id: str, *, viewer: str | None, now_s: float) -> FileRow | None:
     """None also for a file whose time has passed but that was not swept yet."""
-    row = db.one(FileRow, "SELECT * FROM files WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", [file_id, viewer])
+    row = _TABLE.find_visible(db, file_id, viewer=viewer)
     return None if row is None or (row.expires_s is not None and row.expires_s <= now_s) else row
 
 
@@ -53,11 +50,6 @@ def page(
     )
 
 
-def update(db: Database, file_id: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("files", FileRow, {"id": file_id}, changes)
-
-
 def unchecked(db: Database, after: str = "", sizes: range = ANY_SIZE) -> FileRow | None:
     """The smallest whose data waits for its check, of so many bytes, of the owner whose turn it is after this one."""
     return db.one(
@@ -74,7 +66,7 @@ _EXPIRED = f"expires_s <= ? AND id NOT IN (SELECT input_file_id FROM batches WHE
 def expired(db: Database, *, now_s: float) -> list[str]:
     """Ids of files whose time has passed, but not the input of an unfinished batch: it would stay on the disk,
     uncounted, as long as the batch reads it."""
-    return [row["id"] for row in db.execute(f"SELECT id FROM files WHERE {_EXPIRED}", [now_s])]
+    return db.column(f"SELECT id FROM files WHERE {_EXPIRED}", [now_s])
 
 
 def find_expired(db: Database, file_id: str, *, now_s: float) -> FileRow | None:
@@ -84,14 +76,12 @@ def find_expired(db: Database, file_id: str, *, now_s: float) -> FileRow | None:
 
 def bytes_of(db: Database, file_id: str, *, now_s: float) -> int:
     """0 of one that is gone, or whose time has passed."""
-    found = db.execute(
-        "SELECT bytes FROM files WHERE id = ? AND (expires_s IS NULL OR expires_s > ?)", [file_id, now_s]
-    ).fetchone()
-    return 0 if found is None else found["bytes"]
+    size = "SELECT bytes FROM files WHERE id = ? AND (expires_s IS NULL OR expires_s > ?)"
+    return int(db.value(size, [file_id, now_s]) or 0)
 
 
 def ids(db: Database) -> set[str]:
-    return {row["id"] for row in db.execute("SELECT id FROM files")}
+    return set(db.column("SELECT id FROM files"))
 
 
 def delete(db: Database, file_id: str) -> None:

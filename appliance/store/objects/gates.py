@@ -6,22 +6,16 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 from appliance.store.database import Database, Page, owned_by
 from appliance.store.rows import GateRow
+from appliance.store.table import Table
 
 _LONG = {"terms": "'{}' AS terms", "told": "'[]' AS told"}
 _OUTLINE = ", ".join(_LONG.get(one.name, one.name) for one in fields(GateRow))
 _WITHOUT_TERMS = ", ".join(_LONG["terms"] if one.name == "terms" else one.name for one in fields(GateRow))
-
-
-def insert(db: Database, row: GateRow) -> None:
-    db.insert("gates", row, name=row.id)
-
-
-def find(db: Database, gate_id: str, *, viewer: str | None = None) -> GateRow | None:
-    return db.one(GateRow, "SELECT * FROM gates WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", [gate_id, viewer])
+_TABLE = Table("gates", GateRow)
+insert, find, find_visible, update = _TABLE.insert, _TABLE.find, _TABLE.find_visible, _TABLE.update
 
 
 def of_job(db: Database, job_id: str) -> GateRow | None:
@@ -44,7 +38,7 @@ def of_model(db: Database, model: str, limit: int = 20) -> list[GateRow]:
 
 def unfinished(db: Database) -> list[str]:
     """Their ids, oldest first."""
-    return [row["id"] for row in db.execute("SELECT id FROM gates WHERE state != 'ended' ORDER BY seq")]
+    return db.column("SELECT id FROM gates WHERE state != 'ended' ORDER BY seq")
 
 
 def outline(db: Database, gate_id: str) -> GateRow | None:
@@ -55,13 +49,7 @@ def outline(db: Database, gate_id: str) -> GateRow | None:
 def suites_of(db: Database, gate_id: str) -> int:
     """How many it has."""
     sql = "SELECT json_array_length(terms, '$.suites') FROM gates WHERE id = ?"
-    found = db.execute(sql, [gate_id]).fetchone()
-    return int(found[0] or 0) if found is not None else 0
-
-
-def update(db: Database, gate_id: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("gates", GateRow, {"id": gate_id}, changes)
+    return int(db.value(sql, [gate_id]) or 0)
 
 
 def page(

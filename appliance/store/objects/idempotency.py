@@ -5,6 +5,9 @@ from __future__ import annotations
 from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.rows import IdempotencyRow
+from appliance.store.table import Table
+
+_TABLE = Table("idempotency", IdempotencyRow, "key_id", "route", "resource_id")
 
 
 def remember(db: Database, row: IdempotencyRow) -> None:
@@ -14,7 +17,7 @@ def remember(db: Database, row: IdempotencyRow) -> None:
             "DELETE FROM idempotency WHERE key_id = ? AND route = ? AND idempotency_key = ?",
             [row.key_id, row.route, row.idempotency_key],
         )
-    db.insert("idempotency", row, name=row.idempotency_key or row.body_sha256)
+    _TABLE.insert(db, row)
 
 
 def by_key(db: Database, key_id: str, route: str, idempotency_key: str) -> IdempotencyRow | None:
@@ -38,7 +41,7 @@ def last_by_body(db: Database, key_id: str, route: str, body_sha256: str, *, sin
 def any_since(db: Database, key_id: str, route: str, since_s: float) -> bool:
     """Whether this key has made anything by this route since then."""
     found = "SELECT 1 FROM idempotency WHERE key_id = ? AND route = ? AND created_s >= ? LIMIT 1"
-    return db.execute(found, [key_id, route, since_s]).fetchone() is not None
+    return db.value(found, [key_id, route, since_s]) is not None
 
 
 def forget(db: Database, key_id: str, route: str, resource_id: str) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from appliance.store.database import Database, Page, Room
+from appliance.store.database import Database, Page, PageBudget
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import (
     CheckpointNameRow,
@@ -16,14 +16,16 @@ from appliance.store.rows import (
     JobRow,
     PermissionRow,
 )
+from appliance.store.table import Table
 
-
-def insert_judge(db: Database, row: JobJudgeRow) -> None:
-    db.insert("job_judges", row, name=row.job_id)
-
-
-def find_judge(db: Database, job_id: str) -> JobJudgeRow | None:
-    return db.one(JobJudgeRow, "SELECT * FROM job_judges WHERE job_id = ?", [job_id])
+_JUDGES, _EVENTS = Table("job_judges", JobJudgeRow, "job_id"), Table("job_events", JobEventRow)
+insert_judge, find_judge, insert_event = _JUDGES.insert, _JUDGES.find, _EVENTS.insert
+_CHECKPOINTS = Table("checkpoints", CheckpointRow, "name")
+insert_checkpoint, find_checkpoint = _CHECKPOINTS.insert, _CHECKPOINTS.find
+_PERMISSIONS = Table("permissions", PermissionRow, "checkpoint", "project_id")
+insert_permission, find_permission = _PERMISSIONS.insert, _PERMISSIONS.find
+MOST_TEACHERS = 100
+"""Versions of one job's teacher."""
 
 
 def page_with_judges(
@@ -31,30 +33,36 @@ def page_with_judges(
 ) -> tuple[Page[JobRow], dict[str, JobJudgeRow]]:
     """The page as far as it has room for the judges of jobs of these methods too, with one job at least, and these
     judges by job: a hundred graders have 200 MiB."""
-    room, judges = Room(), dict[str, JobJudgeRow]()
+    budget, judges = PageBudget(), dict[str, JobJudgeRow]()
     for number, row in enumerate(page.data):
-        query = "SELECT judge FROM job_judges WHERE job_id = ?"
+        query = "SELECT judge, taught_by FROM job_judges WHERE job_id = ?"
         found = db.execute(query, [row.id]).fetchone() if row.method in methods else None
         if found is None:
             continue
-        if not room.take([found["judge"]], [found["judge"]]) and number:
+        if not budget.take([found["judge"]], [found["judge"]]) and number:
             return Page(page.data[:number], True), judges
-        judges[row.id] = JobJudgeRow(row.id, json.loads(found["judge"]))
+        judges[row.id] = JobJudgeRow(row.id, json.loads(found["judge"]), json.loads(found["taught_by"]))
     return page, judges
+
+
+def taught(db: Database, job_id: str, versions: Collection[str]) -> None:
+    """These versions of its teacher have told it something. The first `MOST_TEACHERS` are kept."""
+    with db.transaction():
+        found = db.execute("SELECT taught_by FROM job_judges WHERE job_id = ?", [job_id]).fetchone()
+        if found is not None:
+            known = json.loads(found["taught_by"])
+            all_ = [*known, *sorted(set(versions).difference(known))][:MOST_TEACHERS]
+            if all_ != known:
+                db.execute("UPDATE job_judges SET taught_by = ? WHERE job_id = ?", [json.dumps(all_), job_id])
 
 
 def teachers_of_running(db: Database) -> list[str]:
     """Models that teach running jobs."""
     # The few jobs that run come first, and of these the ones with a teacher: graders may have megabytes.
-    rows = db.execute(
+    return db.column(
         "SELECT judge ->> '$.teacher' AS teacher FROM jobs CROSS JOIN job_judges ON job_id = jobs.id "
         "WHERE phase = 'running' AND method = 'distillation' GROUP BY teacher ORDER BY min(seq)"
     )
-    return [row[0] for row in rows.fetchall()]
-
-
-def insert_event(db: Database, row: JobEventRow) -> None:
-    db.insert("job_events", row, name=row.id)
 
 
 def page_events(db: Database, job_id: str, *, after: str | None, limit: int) -> Page[JobEventRow]:
@@ -86,7 +94,7 @@ def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int 
 
 def steps_of(db: Database, job_id: str) -> set[int]:
     """All that there are metrics of."""
-    return {row["step"] for row in db.execute("SELECT step FROM job_metrics WHERE job_id = ?", [job_id])}
+    return set(db.column("SELECT step FROM job_metrics WHERE job_id = ?", [job_id]))
 
 
 def device_speeds(db: Database, model: str, method: str, full: bool, most: int = 200) -> list[float]:
@@ -112,42 +120,26 @@ def metric_at(db: Database, job_id: str, step: int) -> JobMetricRow | None:
     return db.one(JobMetricRow, "SELECT * FROM job_metrics WHERE job_id = ? AND step = ?", [job_id, step])
 
 
-def insert_checkpoint(db: Database, row: CheckpointRow) -> None:
-    db.insert("checkpoints", row, name=row.name)
-
-
-def find_checkpoint(db: Database, name: str) -> CheckpointRow | None:
-    return db.one(CheckpointRow, "SELECT * FROM checkpoints WHERE name = ?", [name])
-
-
 def checkpoint_of(db: Database, model: str, version: str) -> str | None:
     """The name of a version's checkpoint."""
-    row = db.execute("SELECT name FROM checkpoints WHERE model = ? AND version = ?", [model, version]).fetchone()
-    return None if row is None else str(row["name"])
+    name: str | None = db.value("SELECT name FROM checkpoints WHERE model = ? AND version = ?", [model, version])
+    return name
 
 
 def list_checkpoints(db: Database) -> list[CheckpointRow]:
     return db.all(CheckpointRow, "SELECT * FROM checkpoints ORDER BY seq")
 
 
-def checkpoint_names(db: Database) -> list[CheckpointNameRow]:
-    """Of all, in order of creation, what each round of the scheduler and each table need of them."""
-    return db.all(CheckpointNameRow, "SELECT name, model, version FROM checkpoints ORDER BY seq")
+def checkpoint_names(db: Database, of: Sequence[str] | None = None) -> list[CheckpointNameRow]:
+    """Of all, in order of creation, what each round of the scheduler and each table need of them. of: these models'
+    alone."""
+    where = "" if of is None else f"WHERE model IN ({', '.join('?' * len(of))}) "
+    return db.all(CheckpointNameRow, f"SELECT name, model, version FROM checkpoints {where}ORDER BY seq", of or ())
 
 
 def page_checkpoints(db: Database, job_id: str, *, after: str | None, limit: int) -> Page[CheckpointRow]:
     """Newest first."""
     return db.page(CheckpointRow, "checkpoints", scope={"job_id": job_id}, after=after, limit=limit)
-
-
-def insert_permission(db: Database, row: PermissionRow) -> None:
-    db.insert("permissions", row, name=f"{row.checkpoint} for {row.project_id}")
-
-
-def find_permission(db: Database, checkpoint: str, project_id: str) -> PermissionRow | None:
-    return db.one(
-        PermissionRow, "SELECT * FROM permissions WHERE checkpoint = ? AND project_id = ?", [checkpoint, project_id]
-    )
 
 
 def page_permissions(

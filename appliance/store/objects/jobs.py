@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
 from appliance.store.database import Database, Page, owned_by, sql_list
 from appliance.store.errors import IllegalTransition, RowNotFound
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_PHASES, JobPhase, JobRow, JobWanted
+from appliance.store.table import Table
 
 _LIVE_PHASES = ("validating", "queued", "running", "suspended")  # as the index of what they make has them
 assert set(_LIVE_PHASES) == set(UNFINISHED_PHASES)
 _OWNERS_WORDS = {"metadata": "NULL", "integrations": "NULL", "hyperparameters": "'{}'"}
 _IN_SHORT = ", ".join(f"{_OWNERS_WORDS.get(one.name, one.name)} AS {one.name}" for one in fields(JobRow))
+_TABLE = Table("jobs", JobRow)
+insert, find, find_visible = _TABLE.insert, _TABLE.find, _TABLE.find_visible
 
 
 class JobData(NamedTuple):
-    """Of which files a job has copies, or will have. id, phase: the job's."""
+    """The files of which a job has copies, or will have. id, phase: the job's."""
 
     id: str
     phase: str
     training_file: str
     validation_file: str | None
-
-
-def insert(db: Database, row: JobRow) -> None:
-    db.insert("jobs", row, name=row.id)
-
-
-def find(db: Database, job_id: str) -> JobRow | None:
-    """For the box's own work; requests over HTTP use `find_visible`."""
-    return db.one(JobRow, "SELECT * FROM jobs WHERE id = ?", [job_id])
-
-
-def find_visible(db: Database, job_id: str, *, viewer: str | None) -> JobRow | None:
-    """viewer: the owner who asks, and who sees only what is his; None for an admin."""
-    return db.one(JobRow, "SELECT * FROM jobs WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", [job_id, viewer])
 
 
 def get(db: Database, job_id: str) -> JobRow:
@@ -72,11 +62,19 @@ def page(
     return db.page(JobRow, "jobs", scope=owned_by(viewer), where=where, parameters=parameters, after=after, limit=limit)
 
 
-def list_unfinished(db: Database) -> list[JobRow]:
+def list_unfinished(db: Database, among: Sequence[str] | None = None) -> list[JobRow]:
     """Oldest first, the order of the queue before priorities, without what only their owners read: metadata,
     integrations and hyperparameters. Those of one owner's two hundred jobs may be 50 MB, and each round of the
-    scheduler asks for these rows."""
-    return _unfinished(db, _IN_SHORT)
+    scheduler asks for these rows. among: those of these ids."""
+    if among is None:
+        return _unfinished(db, _IN_SHORT)
+    return _unfinished(db, _IN_SHORT, f" AND id IN ({', '.join('?' * len(among))})", among)
+
+
+def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> list[JobRow]:
+    """Of `list_unfinished`, those that train a model by one of these names, or are to make the other one."""
+    marks = ", ".join("?" * len(trained))
+    return _unfinished(db, _IN_SHORT, f" AND (model IN ({marks}) OR output_model = ?)", [*trained, made])
 
 
 def list_unfinished_whole(db: Database) -> list[JobRow]:
@@ -84,13 +82,14 @@ def list_unfinished_whole(db: Database) -> list[JobRow]:
     return _unfinished(db, "*")
 
 
-def _unfinished(db: Database, columns: str) -> list[JobRow]:
+def _unfinished(db: Database, columns: str, also: str = "", parameters: Sequence[str] = ()) -> list[JobRow]:
     # By an index: of each owner two thousand have ended.
-    return db.all(JobRow, f"SELECT {columns} FROM jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)}) ORDER BY seq")
+    which = f"phase IN ({sql_list(UNFINISHED_PHASES)}){also}"
+    return db.all(JobRow, f"SELECT {columns} FROM jobs WHERE {which} ORDER BY seq", parameters)
 
 
 def unfinished_ids(db: Database) -> list[str]:
-    return [row["id"] for row in db.execute(f"SELECT id FROM jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)})")]
+    return db.column(f"SELECT id FROM jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)})")
 
 
 def unfinished_making(db: Database, model: str) -> list[JobRow]:
@@ -100,7 +99,7 @@ def unfinished_making(db: Database, model: str) -> list[JobRow]:
 
 
 def data_of_unfinished(db: Database, owner: str) -> list[JobData]:
-    """Of this owner's."""
+    """Data of this owner's unfinished jobs."""
     rows = db.execute(
         "SELECT id, phase, training_file, validation_file FROM jobs"
         f" WHERE owner = ? AND phase IN ({sql_list(UNFINISHED_PHASES)})",
@@ -112,12 +111,12 @@ def data_of_unfinished(db: Database, owner: str) -> list[JobData]:
 def any_wants_devices(db: Database) -> bool:
     """Whether one waits for devices, or has some and goes on."""
     asked = "phase IN ('queued', 'running', 'suspended') AND wanted = 'run' AND NOT held"
-    return db.execute(f"SELECT 1 FROM jobs WHERE {asked} LIMIT 1").fetchone() is not None
+    return db.value(f"SELECT 1 FROM jobs WHERE {asked} LIMIT 1") is not None
 
 
 def has_ended(db: Database, job_id: str, before_s: float) -> bool:
     """Whether it ended before this moment."""
-    return db.execute("SELECT 1 FROM jobs WHERE id = ? AND finished_s < ?", [job_id, before_s]).fetchone() is not None
+    return db.value("SELECT 1 FROM jobs WHERE id = ? AND finished_s < ?", [job_id, before_s]) is not None
 
 
 def list_unfinished_of(db: Database, key_id: str) -> list[JobRow]:
@@ -132,7 +131,7 @@ def names_made_by(db: Database, owner: str) -> list[str]:
     list, and somebody who makes and cancels jobs by turns would make it longer and longer.
     """
     live = ", ".join("?" * len(FINISHED_PHASES))
-    rows = db.execute(
+    return db.column(
         "SELECT output_model AS name FROM jobs WHERE owner = ?"
         f" AND (phase NOT IN ({live}) OR EXISTS (SELECT 1 FROM models WHERE id = output_model"
         # Not what somebody else made under a name that an ended job of this owner's was to have.
@@ -141,11 +140,10 @@ def names_made_by(db: Database, owner: str) -> list[str]:
         " WHERE jobs.owner = ?",
         [owner, *sorted(FINISHED_PHASES), owner],
     )
-    return [row["name"] for row in rows]
 
 
 def has_made(db: Database, owner: str, name: str) -> bool:
-    """Whether this is one of `names_made_by`; by indexes alone, for an owner may have ten thousand of them, and a
+    """Whether this is one of `names_made_by`; by indexes alone, because an owner may have ten thousand of them, and a
     request asks of many names."""
     live, ended = sql_list(_LIVE_PHASES), sql_list(sorted(FINISHED_PHASES))
     found = db.execute(
@@ -165,11 +163,10 @@ def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
 
 def models_sampled(db: Database) -> list[str]:
     """Models that running jobs of rewards have trained, whose rollouts engines are to sample."""
-    rows = db.execute(
+    return db.column(
         "SELECT model FROM jobs WHERE phase = 'running' AND json_extract(resolved, '$.options.rollouts') = 'engine' "
         "GROUP BY model ORDER BY min(seq)"
     )
-    return [row[0] for row in rows.fetchall()]
 
 
 def list_left_snapshots(db: Database) -> list[JobRow]:
@@ -196,7 +193,7 @@ def most_asked(db: Database, of: str) -> JobRow | None:
 def update(db: Database, job_id: str, **changes: Any) -> None:
     """Change columns other than the phase. Raises RowNotFound, UnknownColumn."""
     assert "phase" not in changes, "set_phase guards the phase"
-    db.update("jobs", JobRow, {"id": job_id}, changes)
+    _TABLE.update(db, job_id, **changes)
 
 
 def set_phase(db: Database, job_id: str, phase: JobPhase, **changes: Any) -> None:
@@ -216,7 +213,7 @@ def set_phase(db: Database, job_id: str, phase: JobPhase, **changes: Any) -> Non
             implied |= {"devices": [], "eta_s": None, "tokens_per_s": None}
         if phase in FINISHED_PHASES and row.finished_s is None:
             implied["finished_s"] = now_s
-        db.update("jobs", JobRow, {"id": job_id}, implied | changes)
+        _TABLE.update(db, job_id, **implied | changes)
 
 
 def set_wanted(db: Database, job_id: str, wanted: JobWanted) -> JobRow:
@@ -228,5 +225,5 @@ def set_wanted(db: Database, job_id: str, wanted: JobWanted) -> JobRow:
         if row.wanted == "cancel" and wanted != "cancel":
             raise IllegalTransition("jobs", job_id, "cancelled", wanted)
         if not row.finished:
-            db.update("jobs", JobRow, {"id": job_id}, {"wanted": wanted})
+            _TABLE.update(db, job_id, wanted=wanted)
         return get(db, job_id)

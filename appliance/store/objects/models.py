@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Collection
 
 from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import ModelRow, VersionRow
+from appliance.store.table import Table
 
 _VISIBLE = (
     "SELECT id FROM models WHERE (models.owner = ?1 OR EXISTS (SELECT 1 FROM model_shares"
@@ -16,12 +17,15 @@ _VISIBLE = (
 )
 
 EVERYBODY = "*"
+_TABLE, _VERSIONS = Table("models", ModelRow), Table("versions", VersionRow, "model", "version")
+find, update = _TABLE.find, _TABLE.update
+insert_version, find_version, update_version = _VERSIONS.insert, _VERSIONS.find, _VERSIONS.update
 
 
 def insert(db: Database, row: ModelRow) -> None:
     """An imported model is for everybody, and one that a job made is its owner's alone, until somebody changes that."""
     with db.transaction():
-        db.insert("models", row, name=row.id)
+        _TABLE.insert(db, row)
         if row.kind == "base":
             share(db, row.id, EVERYBODY)
 
@@ -36,8 +40,7 @@ def unshare(db: Database, name: str, owner: str) -> None:
 
 
 def shared_with(db: Database, name: str) -> list[str]:
-    rows = db.execute("SELECT owner FROM model_shares WHERE model = ? ORDER BY owner", [name])
-    return [row["owner"] for row in rows]
+    return db.column("SELECT owner FROM model_shares WHERE model = ? ORDER BY owner", [name])
 
 
 def is_visible(db: Database, name: str, viewer: str | None) -> bool:
@@ -65,10 +68,6 @@ def audiences(db: Database) -> dict[str, list[str] | None]:
     return {name: None if EVERYBODY in owners else sorted(owners) for name, owners in found.items()}
 
 
-def find(db: Database, name: str) -> ModelRow | None:
-    return db.one(ModelRow, "SELECT * FROM models WHERE id = ?", [name])
-
-
 def list_all(db: Database) -> list[ModelRow]:
     return db.all(ModelRow, "SELECT * FROM models ORDER BY seq")
 
@@ -78,14 +77,19 @@ def list_callable(db: Database) -> list[ModelRow]:
 
 
 def active_versions(db: Database) -> dict[str, str]:
-    """By model, of those that can be called; by an index alone, for each round of the scheduler asks."""
+    """By model, of those that can be called; by an index alone, because each round of the scheduler asks."""
     rows = db.execute("SELECT id, active_version FROM models WHERE active_version IS NOT NULL")
     return {name: version for name, version in rows.fetchall()}
 
 
-def update(db: Database, name: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("models", ModelRow, {"id": name}, changes)
+def active_among(db: Database, names: Collection[str]) -> dict[str, str]:
+    """As `active_versions`, of these models."""
+    rows = db.execute(
+        f"SELECT id, active_version FROM models WHERE id IN ({', '.join('?' * len(names))}) "
+        "AND active_version IS NOT NULL",
+        list(names),
+    )
+    return {name: version for name, version in rows.fetchall()}
 
 
 def without_chat_template(db: Database) -> set[tuple[str, str]]:
@@ -157,22 +161,9 @@ def delete(db: Database, name: str) -> None:
         db.execute("DELETE FROM checkpoints WHERE model = ?", [name])
 
 
-def insert_version(db: Database, row: VersionRow) -> None:
-    db.insert("versions", row, name=f"{row.model}@{row.version}")
-
-
-def find_version(db: Database, model: str, version: str) -> VersionRow | None:
-    return db.one(VersionRow, "SELECT * FROM versions WHERE model = ? AND version = ?", [model, version])
-
-
 def list_versions(db: Database, model: str) -> list[VersionRow]:
     """Oldest first."""
     return db.all(VersionRow, "SELECT * FROM versions WHERE model = ? ORDER BY seq", [model])
-
-
-def update_version(db: Database, model: str, version: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("versions", VersionRow, {"model": model, "version": version}, changes)
 
 
 def delete_version(db: Database, model: str, version: str) -> None:

@@ -14,19 +14,19 @@ from typing import Any
 
 from appliance.store.database import Database, Page, owned_by
 from appliance.store.rows import PipelineRow, PipelineRunRow
+from appliance.store.table import Table
 
 RUNS_KEPT = 200
-"""Of one pipeline that have ended."""
-
-
-def insert(db: Database, row: PipelineRow) -> None:
-    db.insert("pipelines", row, name=row.name)
+"""Ended runs that are kept of one pipeline."""
+_TABLE = Table("pipelines", PipelineRow, called="name")
+insert, update, page = _TABLE.insert, _TABLE.update, _TABLE.page_visible
+_RUNS = Table("pipeline_runs", PipelineRunRow)
+insert_run, find_run, find_run_visible, update_run = _RUNS.insert, _RUNS.find, _RUNS.find_visible, _RUNS.update
 
 
 def find(db: Database, id_or_name: str, *, viewer: str | None = None) -> PipelineRow | None:
     """An admin who gives a name that several owners have gets the newest."""
-    by_id = "SELECT * FROM pipelines WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)"
-    if (row := db.one(PipelineRow, by_id, [id_or_name, viewer])) is not None:
+    if (row := _TABLE.find_visible(db, id_or_name, viewer=viewer)) is not None:
         return row
     if viewer is not None:
         return of_owner(db, viewer, id_or_name)
@@ -38,12 +38,7 @@ def of_owner(db: Database, owner: str, name: str) -> PipelineRow | None:
 
 
 def number_of(db: Database, owner: str) -> int:
-    return int(db.execute("SELECT count(*) FROM pipelines WHERE owner = ?", [owner]).fetchone()[0])
-
-
-def update(db: Database, pipeline_id: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("pipelines", PipelineRow, {"id": pipeline_id}, changes)
+    return int(db.value("SELECT count(*) FROM pipelines WHERE owner = ?", [owner]))
 
 
 def delete(db: Database, pipeline_id: str) -> None:
@@ -51,15 +46,9 @@ def delete(db: Database, pipeline_id: str) -> None:
     db.execute("DELETE FROM pipelines WHERE id = ?", [pipeline_id])
 
 
-def page(db: Database, *, viewer: str | None, after: str | None, limit: int) -> Page[PipelineRow]:
-    """Newest first."""
-    return db.page(PipelineRow, "pipelines", scope=owned_by(viewer), after=after, limit=limit)
-
-
 def due(db: Database, now_s: float) -> list[str]:
     """Their ids."""
-    found = db.execute("SELECT id FROM pipelines WHERE scheduled AND next_s <= ? ORDER BY next_s", [now_s])
-    return [row["id"] for row in found]
+    return db.column("SELECT id FROM pipelines WHERE scheduled AND next_s <= ? ORDER BY next_s", [now_s])
 
 
 def taken(db: Database, pipeline_id: str) -> dict[str, list[Any]]:
@@ -70,23 +59,6 @@ def taken(db: Database, pipeline_id: str) -> dict[str, list[Any]]:
 def take(db: Database, pipeline_id: str, data: Mapping[str, list[Any]]) -> None:
     """From now on `taken` is this."""
     db.execute("UPDATE pipelines SET taken = ? WHERE id = ?", [_json(data), pipeline_id])
-
-
-def insert_run(db: Database, row: PipelineRunRow) -> None:
-    db.insert("pipeline_runs", row, name=row.id)
-
-
-def find_run(db: Database, run_id: str, *, viewer: str | None = None) -> PipelineRunRow | None:
-    return db.one(
-        PipelineRunRow,
-        "SELECT * FROM pipeline_runs WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)",
-        [run_id, viewer],
-    )
-
-
-def update_run(db: Database, run_id: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("pipeline_runs", PipelineRunRow, {"id": run_id}, changes)
 
 
 def chosen(db: Database, run_id: str) -> dict[str, list[Any]]:
@@ -103,7 +75,7 @@ def choose(db: Database, run_id: str, data: Mapping[str, list[Any]]) -> None:
 
 
 def shorten(db: Database, run_id: str) -> None:
-    """Of one that has ended: how much data it was stays, and the pipeline's name; the names of the files and what the
+    """A run that has ended keeps how much data it had, and the pipeline's name; the names of the files and what the
     pipeline said go. Ended runs are kept by the hundred."""
     db.execute(
         "UPDATE pipeline_runs SET data = '{}', spec = json_object('name', spec ->> '$.name') WHERE id = ?", [run_id]
@@ -117,7 +89,7 @@ def sha256_of(data: Mapping[str, list[Any]]) -> str:
 
 def running(db: Database) -> list[str]:
     """Their ids, oldest first."""
-    return [row["id"] for row in db.execute("SELECT id FROM pipeline_runs WHERE state = 'running' ORDER BY seq")]
+    return db.column("SELECT id FROM pipeline_runs WHERE state = 'running' ORDER BY seq")
 
 
 def running_of(db: Database, pipeline_id: str) -> PipelineRunRow | None:
@@ -149,8 +121,7 @@ def forget_old_runs(db: Database, pipeline_id: str) -> None:
 
 
 def _data(db: Database, sql: str, row_id: str) -> dict[str, list[Any]]:
-    row = db.execute(sql, [row_id]).fetchone()
-    return {} if row is None else dict(json.loads(row[0]))
+    return dict(json.loads(db.value(sql, [row_id]) or "{}"))
 
 
 def _json(data: Mapping[str, list[Any]]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow
+from appliance.store.table import Table
 
 # By an index that has all that is asked, and that SQLite would not choose: a row has it behind its texts.
 _CHAIN = """
@@ -22,6 +22,8 @@ _CHAIN = """
     )
 """
 _UNFINISHED = ", ".join(f"'{status}'" for status in UNFINISHED_RESPONSE)
+_TABLE = Table("responses", ResponseRow)
+find, update = _TABLE.find, _TABLE.update
 
 
 def bytes_of(*texts: str | None) -> int:
@@ -33,42 +35,31 @@ def insert(db: Database, row: ResponseRow) -> bool:
     """Does nothing and returns False if there is one with this id, because a copy may arrive twice."""
     if db.execute("SELECT 1 FROM responses WHERE id = ?", [row.id]).fetchone() is not None:
         return False
-    db.insert("responses", row, name=row.id)
+    _TABLE.insert(db, row)
     return True
-
-
-def find(db: Database, response_id: str) -> ResponseRow | None:
-    """For the box's own work; owners see theirs through `StoredResponses`."""
-    return db.one(ResponseRow, "SELECT * FROM responses WHERE id = ?", [response_id])
 
 
 def exists(db: Database, response_id: str, viewer: str | None = None) -> bool:
     """Without reading it: 200 of one owner may have a gigabyte. viewer: whether it is this owner's."""
-    found = db.execute(
+    found = db.value(
         "SELECT 1 FROM responses INDEXED BY responses_chain WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)",
         [response_id, viewer],
     )
-    return found.fetchone() is not None
-
-
-def update(db: Database, response_id: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("responses", ResponseRow, {"id": response_id}, changes)
+    return found is not None
 
 
 def chain_bytes(db: Database, response_id: str, viewer: str | None, *, max_turns: int) -> int:
     """Bytes of this response and of those that lead to it, as far back as max_turns: of this owner's, or of all for
     None."""
     parameters = [response_id, viewer, max_turns - 1]
-    (size,) = db.execute(f"{_CHAIN} SELECT SUM(bytes) FROM chain", parameters).fetchone()
-    return size or 0
+    return int(db.value(f"{_CHAIN} SELECT SUM(bytes) FROM chain", parameters) or 0)
 
 
 def chain_ids(db: Database, response_id: str, viewer: str | None, *, max_turns: int) -> list[str]:
     """Ids of the responses of `chain_bytes`, oldest first and this one last; empty if it is gone. The first continues
     yet another one if that is gone, or if there are more than max_turns."""
     parameters = [response_id, viewer, max_turns - 1]
-    return [row["id"] for row in db.execute(f"{_CHAIN} SELECT id FROM chain ORDER BY depth DESC", parameters)]
+    return db.column(f"{_CHAIN} SELECT id FROM chain ORDER BY depth DESC", parameters)
 
 
 def touch_some(
@@ -76,7 +67,7 @@ def touch_some(
 ) -> bool:
     """Notes that this response and those that lead to it were continued, of a few of them: each is kept as long as the
     newest that needs it. False: none was left. It leaves rows that were touched lately, because an update writes all
-    pages of a row anew, with its texts: 64 MiB of a long conversation took 0.5 s."""
+    pages of a row again, with its texts: 64 MiB of a long conversation took 0.5 s."""
     found = db.execute(
         f"{_CHAIN} SELECT seq, chain.bytes FROM chain JOIN responses USING (id) WHERE used_s < ?4",
         [response_id, viewer, max_turns - 1, older_than_s],
@@ -113,20 +104,18 @@ def unfinished(db: Database) -> Iterator[ResponseRow]:
 
 def unfinished_ids(db: Database, *, key_id: str | None = None) -> list[str]:
     """Oldest first. key_id: only those asked with this key."""
-    rows = db.execute(
+    return db.column(
         f"SELECT id FROM responses WHERE status IN ({_UNFINISHED}) AND (?1 IS NULL OR key_id = ?1) ORDER BY seq",
         [key_id],
     )
-    return [row["id"] for row in rows]
 
 
 def unfinished_of_revoked(db: Database) -> list[str]:
     """Ids of those whose key was revoked, oldest first."""
-    rows = db.execute(
+    return db.column(
         "SELECT responses.id FROM responses INDEXED BY responses_unfinished CROSS JOIN keys ON keys.id = key_id"
         f" WHERE status IN ({_UNFINISHED}) AND revoked_s IS NOT NULL ORDER BY responses.seq"
     )
-    return [row["id"] for row in rows]
 
 
 def totals(db: Database) -> tuple[int, int]:
@@ -145,11 +134,10 @@ def delete_unused(db: Database, before_s: float) -> bool:
 
 def keys_without_owners(db: Database) -> list[str]:
     """Ids of keys that have responses, and whose owner has no live key left."""
-    rows = db.execute(
+    return db.column(
         "SELECT DISTINCT key_id FROM held JOIN keys ON keys.id = key_id WHERE kind = 'responses'"
         " AND revoked_s IS NOT NULL AND owner NOT IN (SELECT owner FROM keys WHERE revoked_s IS NULL)"
     )
-    return [row["key_id"] for row in rows]
 
 
 def delete_of_key(db: Database, key_id: str) -> bool:

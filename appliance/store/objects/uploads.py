@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.rows import UploadPartRow, UploadRow
+from appliance.store.table import Table
 
-
-def insert(db: Database, row: UploadRow) -> None:
-    db.insert("uploads", row, name=row.id)
-
-
-def find(db: Database, upload_id: str, *, viewer: str | None) -> UploadRow | None:
-    """viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself."""
-    return db.one(UploadRow, "SELECT * FROM uploads WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", [upload_id, viewer])
-
-
-def update(db: Database, upload_id: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("uploads", UploadRow, {"id": upload_id}, changes)
+_TABLE, _PARTS = Table("uploads", UploadRow), Table("upload_parts", UploadPartRow, "upload_id", "id")
+insert, find, update = _TABLE.insert, _TABLE.find_visible, _TABLE.update
+insert_part, find_part = _PARTS.insert, _PARTS.find
 
 
 def pending_ids(db: Database) -> set[str]:
-    return {row["id"] for row in db.execute("SELECT id FROM uploads WHERE status = 'pending'")}
+    return set(db.column("SELECT id FROM uploads WHERE status = 'pending'"))
 
 
 def overdue(db: Database, *, now_s: float) -> list[UploadRow]:
@@ -38,14 +27,6 @@ def forget_some(db: Database, before_s: float) -> bool:
     return chunks.delete_few(
         db, "upload_parts", f"upload_id IN (SELECT id FROM uploads WHERE {ended})", [before_s]
     ) or chunks.delete_few(db, "uploads", ended, [before_s])
-
-
-def insert_part(db: Database, row: UploadPartRow) -> None:
-    db.insert("upload_parts", row, name=row.id)
-
-
-def find_part(db: Database, upload_id: str, part_id: str) -> UploadPartRow | None:
-    return db.one(UploadPartRow, "SELECT * FROM upload_parts WHERE id = ? AND upload_id = ?", [part_id, upload_id])
 
 
 def delete_part(db: Database, part_id: str) -> None:

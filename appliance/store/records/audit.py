@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from appliance.store.database import Database, Page
 from appliance.store.rows import AuditRow
+from appliance.store.table import Table
 
-
-def insert(db: Database, row: AuditRow) -> None:
-    db.insert("audit", row, name=row.id)
+_TABLE = Table("audit", AuditRow)
+insert = _TABLE.insert
 
 
 def page(db: Database, *, after: str | None, limit: int) -> Page[AuditRow]:

@@ -9,8 +9,8 @@ from appliance.store.database import Database
 
 
 def get(db: Database, name: str, default: Any = None) -> Any:
-    row = db.execute("SELECT value FROM box WHERE name = ?", [name]).fetchone()
-    return default if row is None else json.loads(row["value"])
+    found = db.value("SELECT value FROM box WHERE name = ?", [name])
+    return default if found is None else json.loads(found)
 
 
 def put(db: Database, name: str, value: Any) -> None:

@@ -6,18 +6,18 @@ from typing import Any, Literal
 
 from appliance.store.database import Database
 from appliance.store.rows import CanaryRow
+from appliance.store.table import Table
+
+_TABLE = Table("canaries", CanaryRow, "model")
+find = _TABLE.find
+"""The model's last one, running or ended."""
 
 
 def put(db: Database, row: CanaryRow) -> None:
     """Begin a canary in place of the one that ended before."""
     with db.transaction():
         db.execute("DELETE FROM canaries WHERE model = ?", [row.model])
-        db.insert("canaries", row, name=row.name)
-
-
-def find(db: Database, model: str) -> CanaryRow | None:
-    """The model's last one, running or ended."""
-    return db.one(CanaryRow, "SELECT * FROM canaries WHERE model = ?", [model])
+        _TABLE.insert(db, row)
 
 
 def find_running(db: Database, model: str) -> CanaryRow | None:
@@ -38,5 +38,4 @@ def end(
     compared: dict[str, Any] | None,
 ) -> None:
     """Raises RowNotFound."""
-    changes = {"state": state, "reason": reason, "ended_s": now_s, "compared": compared}
-    db.update("canaries", CanaryRow, {"model": model}, changes)
+    _TABLE.update(db, model, state=state, reason=reason, ended_s=now_s, compared=compared)

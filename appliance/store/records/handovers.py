@@ -3,26 +3,21 @@ crash."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from appliance.store.database import Database
 from appliance.store.rows import HandoverRow, HandoverStepRow, HandoverTotal
+from appliance.store.table import Table
+
+_TABLE, _STEPS = Table("handovers", HandoverRow), Table("handover_steps", HandoverStepRow, "handover_id", "position")
+find, update = _TABLE.find, _TABLE.update
+insert_step, update_step = _STEPS.insert, _STEPS.update
 
 
 def insert(db: Database, row: HandoverRow, steps: list[HandoverStepRow]) -> None:
     """Writes the whole plan at once: half a plan could be neither finished nor undone."""
     with db.transaction():
-        db.insert("handovers", row, name=row.id)
+        _TABLE.insert(db, row)
         for step in steps:
             insert_step(db, step)
-
-
-def insert_step(db: Database, step: HandoverStepRow) -> None:
-    db.insert("handover_steps", step, name=f"{step.handover_id}/{step.position}")
-
-
-def find(db: Database, handover_id: str) -> HandoverRow | None:
-    return db.one(HandoverRow, "SELECT * FROM handovers WHERE id = ?", [handover_id])
 
 
 def list_recent(db: Database, limit: int) -> list[HandoverRow]:
@@ -48,13 +43,3 @@ def steps(db: Database, handover_id: str) -> list[HandoverStepRow]:
     return db.all(
         HandoverStepRow, "SELECT * FROM handover_steps WHERE handover_id = ? ORDER BY position", [handover_id]
     )
-
-
-def update(db: Database, handover_id: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("handovers", HandoverRow, {"id": handover_id}, changes)
-
-
-def update_step(db: Database, handover_id: str, position: int, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("handover_steps", HandoverStepRow, {"handover_id": handover_id, "position": position}, changes)

@@ -12,10 +12,13 @@ from appliance.store.errors import RowNotFound
 from appliance.store.ids import new_id
 from appliance.store.records import page_sessions
 from appliance.store.rows import KeyRow
+from appliance.store.table import Table
 
 KEY_PREFIX = "sk-appl-"
 SCOPES = ("inference", "fine_tuning", "read", "metrics", "admin")
 _SHOWN_CHARACTERS = len(KEY_PREFIX) + 4
+_TABLE = Table("keys", KeyRow, called="name")
+insert, update = _TABLE.insert, _TABLE.update
 
 
 def create(db: Database, name: str, scopes: list[str], owner: str | None = None, **limits: Any) -> tuple[KeyRow, str]:
@@ -39,15 +42,6 @@ def create(db: Database, name: str, scopes: list[str], owner: str | None = None,
     return row, key
 
 
-def insert(db: Database, row: KeyRow) -> None:
-    db.insert("keys", row, name=row.name)
-
-
-def update(db: Database, key_id: str, **changes: Any) -> None:
-    """Raises RowNotFound, UnknownColumn."""
-    db.update("keys", KeyRow, {"id": key_id}, changes)
-
-
 def fingerprint(key: str) -> str:
     """SHA-256 of the key in hex, as the gateway computes it from the Authorization header."""
     return hashlib.sha256(key.encode()).hexdigest()
@@ -57,7 +51,7 @@ def find(db: Database, id_or_name: str) -> KeyRow | None:
     """The key with this id, else the live key of this name, else the last revoked one."""
     # One after the other, each by its index: asked for both at once, SQLite goes through all keys.
     of_name = "SELECT * FROM keys WHERE name = ? ORDER BY revoked_s IS NULL DESC, seq DESC LIMIT 1"
-    return db.one(KeyRow, "SELECT * FROM keys WHERE id = ?", [id_or_name]) or db.one(KeyRow, of_name, [id_or_name])
+    return _TABLE.find(db, id_or_name) or db.one(KeyRow, of_name, [id_or_name])
 
 
 def of_subject(db: Database, subject: str) -> KeyRow | None:
@@ -67,13 +61,12 @@ def of_subject(db: Database, subject: str) -> KeyRow | None:
 
 def owner_of(db: Database, key_id: str) -> str:
     """The owner of what is made with this key. An unknown key shares with no other: its own id is the owner."""
-    row = db.execute("SELECT owner FROM keys WHERE id = ?", [key_id]).fetchone()
-    return (row["owner"] if row is not None else "") or key_id
+    return db.value("SELECT owner FROM keys WHERE id = ?", [key_id]) or key_id
 
 
 def count_owners(db: Database) -> int:
     """Owners who have a live key."""
-    return db.execute("SELECT count(DISTINCT owner) FROM keys WHERE revoked_s IS NULL AND NOT session").fetchone()[0]
+    return int(db.value("SELECT count(DISTINCT owner) FROM keys WHERE revoked_s IS NULL AND NOT session"))
 
 
 def standing(db: Database, key_id: str) -> tuple[str, bool]:
@@ -84,7 +77,7 @@ def standing(db: Database, key_id: str) -> tuple[str, bool]:
 
 def is_revoked(db: Database, key_id: str | None) -> bool:
     """None: the box itself, and what was made before there were keys."""
-    return db.execute("SELECT 1 FROM keys WHERE id = ? AND revoked_s IS NOT NULL", [key_id]).fetchone() is not None
+    return db.value("SELECT 1 FROM keys WHERE id = ? AND revoked_s IS NOT NULL", [key_id]) is not None
 
 
 def list_all(db: Database) -> list[KeyRow]:

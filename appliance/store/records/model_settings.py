@@ -6,9 +6,12 @@ from typing import Any
 
 from appliance.store.database import Database
 from appliance.store.rows import ModelSettingsRow
+from appliance.store.table import Table
 
 MOST_KEPT = 50
 _NEWEST = "SELECT model, max(number) FROM model_settings GROUP BY model"
+_TABLE = Table("model_settings", ModelSettingsRow, "model", "number")
+find = _TABLE.find
 
 
 def add(
@@ -18,7 +21,7 @@ def add(
     with db.transaction():
         last = current(db, model)
         row = ModelSettingsRow(model, 1 if last is None else last.number + 1, now_s, digest, by_whom, settings)
-        db.insert("model_settings", row, name=f"{model} {row.number}")
+        _TABLE.insert(db, row)
         db.execute("DELETE FROM model_settings WHERE model = ? AND number <= ?", [model, row.number - MOST_KEPT])
     return row
 
@@ -30,7 +33,7 @@ def current(db: Database, model: str) -> ModelSettingsRow | None:
 
 
 def digests(db: Database) -> dict[str, str]:
-    """Of the settings in force, by model; by an index alone, for each round of the scheduler asks."""
+    """Digests of the settings in force, by model; by an index alone, because each round of the scheduler asks."""
     by_index = "model_settings INDEXED BY model_settings_digests"
     rows = db.execute(f"SELECT model, digest FROM {by_index} WHERE (model, number) IN ({_NEWEST})")
     return {model: digest for model, digest in rows.fetchall()}
@@ -46,10 +49,6 @@ def with_chat_template(db: Database) -> set[str]:
     """Models whose settings in force have a chat template of their own."""
     given = f"(model, number) IN ({_NEWEST}) AND coalesce(settings ->> '$.chat_template', '') != ''"
     return {model for (model,) in db.execute(f"SELECT model FROM model_settings WHERE {given}").fetchall()}
-
-
-def find(db: Database, model: str, number: int) -> ModelSettingsRow | None:
-    return db.one(ModelSettingsRow, "SELECT * FROM model_settings WHERE model = ? AND number = ?", [model, number])
 
 
 def history(db: Database, model: str) -> list[ModelSettingsRow]:

@@ -8,14 +8,10 @@ from typing import Any
 from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import OperationRow
+from appliance.store.table import Table
 
-
-def insert(db: Database, row: OperationRow) -> None:
-    db.insert("operations", row, name=row.id)
-
-
-def find(db: Database, operation_id: str) -> OperationRow | None:
-    return db.one(OperationRow, "SELECT * FROM operations WHERE id = ?", [operation_id])
+_TABLE = Table("operations", OperationRow)
+insert, find = _TABLE.insert, _TABLE.find
 
 
 def list_running(db: Database) -> list[OperationRow]:
@@ -28,7 +24,7 @@ def list_recent(db: Database, limit: int) -> list[OperationRow]:
 
 
 def set_progress(db: Database, operation_id: str, progress: dict[str, Any]) -> None:
-    db.update("operations", OperationRow, {"id": operation_id}, {"progress": progress})
+    _TABLE.update(db, operation_id, progress=progress)
 
 
 def succeed(db: Database, operation_id: str, result: dict[str, Any]) -> None:
@@ -45,4 +41,4 @@ def _end(db: Database, operation_id: str, changes: dict[str, Any]) -> None:
     row = find(db, operation_id)
     if row is None or row.state != "running":
         raise RowNotFound("running operations", operation_id)
-    db.update("operations", OperationRow, {"id": operation_id}, {**changes, "ended_s": time.time()})
+    _TABLE.update(db, operation_id, **changes, ended_s=time.time())

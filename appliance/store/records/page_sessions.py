@@ -9,10 +9,15 @@ from typing import NamedTuple
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.rows import PageSessionRow
+from appliance.store.table import Table
+
+_TABLE = Table("page_sessions", PageSessionRow)
+find = _TABLE.find
 
 
 class Halves(NamedTuple):
-    """Of a session's token: the browser's cookie, and what the page's own origin keeps. Neither is of use alone."""
+    """The two halves of a session's token: the browser's cookie, and what the page's own origin keeps. Neither is of
+    use alone."""
 
     cookie: str
     page: str
@@ -25,7 +30,7 @@ def create(
     halves = Halves(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
     row = PageSessionRow(new_id("session_", 16), fingerprint(halves), key_id, now_s, now_s, until_s, agent)
     with db.transaction():
-        db.insert("page_sessions", row, name=row.id)
+        _TABLE.insert(db, row)
         db.execute(
             "DELETE FROM page_sessions WHERE key_id = ?1 AND seq NOT IN"
             " (SELECT seq FROM page_sessions WHERE key_id = ?1 ORDER BY seen_s DESC, seq DESC LIMIT ?2)",
@@ -39,17 +44,13 @@ def fingerprint(halves: Halves) -> str:
     return hashlib.sha256(f"{halves.cookie}.{halves.page}".encode()).hexdigest()
 
 
-def find(db: Database, session_id: str) -> PageSessionRow | None:
-    return db.one(PageSessionRow, "SELECT * FROM page_sessions WHERE id = ?", [session_id])
-
-
 def is_live(db: Database, session_id: str, key_id: str, now_s: float) -> bool:
     query = "SELECT 1 FROM page_sessions WHERE id = ? AND key_id = ? AND until_s > ?"
-    return db.execute(query, [session_id, key_id, now_s]).fetchone() is not None
+    return db.value(query, [session_id, key_id, now_s]) is not None
 
 
 def list_live(db: Database, now_s: float, owner: str | None = None) -> list[PageSessionRow]:
-    """Of an owner's keys, None: of all; oldest first."""
+    """Live logins with an owner's keys, None: with all; oldest first."""
     return db.all(
         PageSessionRow,
         "SELECT page_sessions.* FROM page_sessions JOIN keys ON keys.id = key_id"
@@ -60,7 +61,7 @@ def list_live(db: Database, now_s: float, owner: str | None = None) -> list[Page
 
 def seen(db: Database, session_id: str, now_s: float, until_s: float) -> None:
     """Raises RowNotFound."""
-    db.update("page_sessions", PageSessionRow, {"id": session_id}, {"seen_s": now_s, "until_s": until_s})
+    _TABLE.update(db, session_id, seen_s=now_s, until_s=until_s)
 
 
 def end(db: Database, session_id: str) -> None:

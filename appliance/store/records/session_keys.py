@@ -13,7 +13,7 @@ FORGET_AT_ONCE = 200
 
 
 def count_live(db: Database) -> int:
-    return db.execute("SELECT count(*) FROM keys WHERE session AND revoked_s IS NULL").fetchone()[0]
+    return int(db.value("SELECT count(*) FROM keys WHERE session AND revoked_s IS NULL"))
 
 
 def revoke_before(db: Database, before_s: float) -> int:
@@ -33,10 +33,9 @@ def forget(db: Database, before_s: float) -> int:
     """Delete up to FORGET_AT_ONCE of those revoked before this moment, whose responses have gone; returns how many.
     Usage keeps their requests under no key, like those of the box itself."""
     with db.transaction():
-        rows = db.execute(
+        ids = db.column(
             "SELECT id FROM keys WHERE session AND revoked_s < ? ORDER BY revoked_s LIMIT ?", [before_s, FORGET_AT_ONCE]
         )
-        ids = [row["id"] for row in rows]
         for key_id in ids:
             usage.move(db, key_id, "")
             db.execute("DELETE FROM keys WHERE id = ?", [key_id])

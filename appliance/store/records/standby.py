@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from appliance.store.database import Database
 from appliance.store.rows import StandbyRow
+from appliance.store.table import Table
 
-
-def find(db: Database, model: str) -> StandbyRow | None:
-    return db.one(StandbyRow, "SELECT * FROM standby WHERE model = ?", [model])
+_TABLE = Table("standby", StandbyRow, "model")
+find = _TABLE.find
 
 
 def save(db: Database, row: StandbyRow) -> None:
@@ -15,4 +15,4 @@ def save(db: Database, row: StandbyRow) -> None:
     with db.transaction():
         db.execute("DELETE FROM standby WHERE model = ?", [row.model])
         if db.execute("SELECT 1 FROM deployments WHERE model = ?", [row.model]).fetchone():
-            db.insert("standby", row, name=row.model)
+            _TABLE.insert(db, row)

@@ -71,14 +71,12 @@ def move(db: Database, from_key: str, to_key: str) -> None:
 def tokens_since(db: Database, key_id: str, since_s: float) -> int:
     """Prompt and completion tokens of a key since `since_s`, which begins a day of UTC. By sums of days, which triggers
     keep: each report of the gateways asks."""
-    (total,) = db.execute(
-        "SELECT coalesce(sum(tokens), 0) FROM spent WHERE key_id = ? AND day >= ?", [key_id, int(since_s // DAY_S)]
-    ).fetchone()
-    return total
+    days = "SELECT coalesce(sum(tokens), 0) FROM spent WHERE key_id = ? AND day >= ?"
+    return int(db.value(days, [key_id, int(since_s // DAY_S)]))
 
 
 def devices_held(db: Database, job_id: str, devices: int, now_s: float) -> None:
-    """Note that the job holds so many devices from now on. The same number again changes nothing."""
+    """Note that the job holds this many devices from now on. The same number again changes nothing."""
     with db.transaction():
         row = db.execute("SELECT seq, devices FROM device_time WHERE job_id = ? AND to_s IS NULL", [job_id]).fetchone()
         if row is not None and row["devices"] == devices:
@@ -93,11 +91,10 @@ def device_s(db: Database, job_ids: list[str], now_s: float) -> float:
     """Seconds of devices that these jobs have held, together."""
     found = 0.0
     for job_id in job_ids:
-        (held,) = db.execute(
+        found += db.value(
             "SELECT coalesce(sum(devices * max(0, coalesce(to_s, ?2) - from_s)), 0) FROM device_time WHERE job_id = ?1",
             [job_id, now_s],
-        ).fetchone()
-        found += held
+        )
     return found
 
 

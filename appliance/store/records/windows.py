@@ -5,18 +5,14 @@ from __future__ import annotations
 from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import WindowRow
+from appliance.store.table import Table
 
-
-def insert(db: Database, row: WindowRow) -> None:
-    db.insert("windows", row, name=row.id)
+_TABLE = Table("windows", WindowRow)
+insert, find = _TABLE.insert, _TABLE.find
 
 
 def list_all(db: Database) -> list[WindowRow]:
     return db.all(WindowRow, "SELECT * FROM windows ORDER BY seq")
-
-
-def find(db: Database, window_id: str) -> WindowRow | None:
-    return db.one(WindowRow, "SELECT * FROM windows WHERE id = ?", [window_id])
 
 
 def delete(db: Database, window_id: str) -> None:

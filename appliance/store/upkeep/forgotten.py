@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from appliance.store import chunks
-from appliance.store.database import Database
+from appliance.store.database import Database, sql_list
 from appliance.store.objects import jobs
 from appliance.store.records import keys
 from appliance.store.rows import (
@@ -20,31 +20,26 @@ from appliance.store.rows import (
     UNFINISHED_BATCH,
     UNFINISHED_EVAL_RUN,
     UNFINISHED_RESPONSE,
-    JobRow,
     KeyRow,
 )
 
 NAMELESS = "(forgotten)"
+JOB_GOES_ON = f"phase NOT IN ({sql_list(sorted(FINISHED_PHASES))})"
+"""For `ids` of jobs."""
 
 
 def keys_of(db: Database, owner: str) -> list[KeyRow]:
     return [row for row in keys.list_all(db) if row.owner == owner]
 
 
-def jobs_of(db: Database, owner: str) -> list[JobRow]:
-    """Finished ones too."""
-    return [jobs.get(db, job_id) for job_id in ids(db, "jobs", owner)]
-
-
 def ids(db: Database, table: str, owner: str, where: str = "1") -> list[str]:
-    rows = db.execute(f"SELECT id FROM {table} WHERE {_mine(db, table)} AND {where} ORDER BY seq", [owner])
-    return [row["id"] for row in rows]
+    return db.column(f"SELECT id FROM {table} WHERE {_mine(db, table)} AND {where} ORDER BY seq", [owner])
 
 
 def unfinished(db: Database, owner: str) -> list[str]:
     """Ids of jobs, batches and responses in background that have not ended."""
     return [
-        *ids(db, "jobs", owner, f"phase NOT IN ({_listed(FINISHED_PHASES)})"),
+        *ids(db, "jobs", owner, JOB_GOES_ON),
         *ids(db, "batches", owner, f"status IN ({_listed(UNFINISHED_BATCH)})"),
         *ids(db, "responses", owner, f"status IN ({_listed(UNFINISHED_RESPONSE)})"),
         *ids(db, "eval_runs", owner, f"status IN ({_listed(UNFINISHED_EVAL_RUN)})"),
@@ -55,14 +50,13 @@ def models_made(db: Database, owner: str) -> list[str]:
     """Names of models that the owner's jobs made, or that somebody's jobs made of the owner's files; one of several
     versions is enough."""
     files = f"SELECT id FROM files WHERE {_mine(db, 'files')}"
-    rows = db.execute(
+    return db.column(
         f"WITH known AS (SELECT id FROM jobs WHERE {_mine(db, 'jobs')}"
         f" OR training_file IN ({files}) OR validation_file IN ({files}))"
         " SELECT id FROM models WHERE job_id IN known"
         " OR id IN (SELECT model FROM versions WHERE meta ->> '$.job_id' IN known) ORDER BY seq",
         [owner],
     )
-    return [row["id"] for row in rows]
 
 
 def delete_some(db: Database, owner: str, table: str) -> bool:
@@ -77,17 +71,27 @@ def delete_some_parts(db: Database, owner: str) -> bool:
     return chunks.delete_few(db, "upload_parts", f"upload_id IN ({uploads})", [owner])
 
 
+_HAS_TEXTS = (
+    "(metadata IS NOT NULL OR integrations IS NOT NULL OR suffix IS NOT NULL OR reason != ''"
+    f" OR coalesce(error ->> '$.message', '{NAMELESS}') != '{NAMELESS}')"
+)
+
+
+def forget_texts(db: Database, job_id: str) -> None:
+    """What its owner wrote into a job's row. Nothing where the job is gone."""
+    if (row := jobs.find(db, job_id)) is not None:
+        error = {**row.error, "message": NAMELESS} if row.error else None
+        jobs.update(db, job_id, metadata=None, integrations=None, error=error, reason="", suffix=None)
+
+
 def pseudonymise(db: Database, owner: str, pseudonym: str, log: AuditTexts) -> None:
     """Renames the owner in everything that stays: keys, jobs, other tables with an owner, and the texts of the audit
     log. The texts of jobs have gone before (`retention.delete_some_texts_of_job`). log: what `audit_texts` found."""
     known = keys_of(db, owner)
     since = audit_texts(db, owner, pseudonym, log.last)
     with db.transaction():
-        job_ids = ids(db, "jobs", owner)
-        for job_id in job_ids:
-            row = jobs.get(db, job_id)
-            error = {**row.error, "message": NAMELESS} if row.error else None
-            jobs.update(db, job_id, metadata=None, integrations=None, error=error, reason="", suffix=None)
+        for job_id in ids(db, "jobs", owner, _HAS_TEXTS):  # hardly any: they went job by job
+            forget_texts(db, job_id)
         db.many("UPDATE audit SET detail = ?, target = ? WHERE seq = ?", [*log.changes, *since.changes])
         # What a request of an administrator has changed, kept in case it comes again, names models.
         db.execute("DELETE FROM idempotency WHERE instr(lower(resource_id), ?)", [owner.lower()])

@@ -97,12 +97,11 @@ def models(db: Database, key_id: str) -> tuple[int, int]:
 
 def names(db: Database, owner: str) -> list[str]:
     """Public names of this owner's models and of their checkpoints."""
-    rows = db.execute(
+    return db.column(
         "SELECT id AS name FROM models WHERE owner = ?1 UNION"
         " SELECT name FROM checkpoints WHERE model IN (SELECT id FROM models WHERE owner = ?1)",
         [owner],
     )
-    return [row["name"] for row in rows]
 
 
 def _held(db: Database, kind: str, key_id: str) -> tuple[int, int]:
@@ -114,7 +113,7 @@ def _held(db: Database, kind: str, key_id: str) -> tuple[int, int]:
 
 
 def _number(db: Database, where: str, key_id: str) -> int:
-    return db.execute(f"SELECT count(*) FROM {where}", [key_id]).fetchone()[0]
+    return int(db.value(f"SELECT count(*) FROM {where}", [key_id]))
 
 
 def _number_and_bytes(db: Database, where: str, key_id: str) -> tuple[int, int]:

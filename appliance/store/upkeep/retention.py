@@ -1,6 +1,6 @@
 """Deletes what is older than it has to be kept, in bounded chunks, so that no write waits long for one.
 
-What is beyond a number is found by going past so many, on a thread of the store's, and deleted by its own number.
+What is beyond a number is found by counting up to it, on a thread of the store's, and deleted by its own number.
 
 Each deletion finds the oldest rows by an index on their time and costs the same however many there are. Their order in
 the table says nothing: rows written while the clock was ahead, or long unfinished ones, come before older ones.
@@ -9,6 +9,7 @@ the table says nothing: rows written while the clock was ahead, or long unfinish
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from appliance.store import chunks
 from appliance.store.database import Database, sql_list
@@ -16,6 +17,8 @@ from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_E
 
 # (db, before_s, limit) -> how many went. Fewer than `limit` means that nothing more is that old.
 Drop = Callable[[Database, float, int], int]
+# (db, whose, keep, limit) -> what is beyond the newest `keep`.
+Past = Callable[[Database, str, int, int], list[Any]]
 
 _FINISHED = sql_list(sorted(FINISHED_PHASES))
 _LIVE = sql_list(UNFINISHED_BATCH)
@@ -34,24 +37,49 @@ def _oldest(table: str, time: str, condition: str = "1") -> Drop:
     return drop
 
 
+def _past(query: str) -> Past:
+    """Finds what the query has, the newest first, beyond the newest `keep` rows. ?1: whose they are."""
+
+    def past(db: Database, whose: str, keep: int, limit: int) -> list[Any]:
+        return db.column(f"{query} DESC LIMIT ?3 OFFSET ?2", [whose, keep, limit])
+
+    return past
+
+
 audit = _oldest("audit", "created_s")
 handovers = _oldest("handovers", "ended_s")
 operations = _oldest("operations", "ended_s", "state != 'running'")
 device_time = _oldest("device_time", "to_s")
 batches = _oldest("batches", "created_s", f"status NOT IN ({_LIVE})")
 
+# Ended ones beyond a number, of an owner (of the audit log: of a key): numbers of rows, or ids.
+batches_past = _past(f"SELECT seq FROM batches WHERE owner = ?1 AND status NOT IN ({_LIVE}) ORDER BY seq")
+eval_runs_past = _past(
+    f"SELECT id FROM eval_runs WHERE owner = ?1 AND status NOT IN ({sql_list(UNFINISHED_EVAL_RUN)})"
+    " AND id NOT IN (SELECT id FROM eval_deletions) ORDER BY seq"
+)
+audit_past = _past("SELECT seq FROM audit WHERE key_id = ?1 ORDER BY seq")
+# Not jobs whose snapshot is still to be given back, of whose models one is left (a version, under a name that jobs
+# share), or whose device-hours are still told: these are billed by the job's row.
+jobs_past = _past(
+    f"SELECT id FROM jobs WHERE owner = ?1 AND phase IN ({_FINISHED}) AND snapshot IS NULL"
+    " AND NOT EXISTS (SELECT 1 FROM device_time WHERE device_time.job_id = jobs.id)"
+    " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model AND (NOT jobs.stable_name"
+    "  OR models.job_id = jobs.id OR EXISTS"
+    "  (SELECT 1 FROM versions WHERE model = output_model AND meta ->> '$.job_id' = jobs.id)))"
+    " AND NOT EXISTS (SELECT 1 FROM checkpoints JOIN models ON models.id = checkpoints.model"
+    " WHERE checkpoints.job_id = jobs.id) ORDER BY seq"
+)
+# Jobs whose graders go: the jobs themselves may stay, with a model or what they cost.
+graders_past = _past(
+    "SELECT jobs.id FROM job_judges CROSS JOIN jobs ON jobs.id = job_id"
+    f" WHERE owner = ?1 AND phase IN ({_FINISHED}) ORDER BY jobs.seq"
+)
+gate_terms_past = _past("SELECT seq FROM gates WHERE owner = ?1 AND state = 'ended' AND has_terms = 1 ORDER BY seq")
+
 
 def owners(db: Database, table: str) -> list[str]:
-    return [row["owner"] for row in db.execute(f"SELECT DISTINCT owner FROM {table}")]
-
-
-def batches_past(db: Database, owner: str, keep: int, limit: int) -> list[int]:
-    """Numbers of an owner's ended batches beyond the newest `keep`."""
-    rows = db.execute(
-        f"SELECT seq FROM batches WHERE owner = ?1 AND status NOT IN ({_LIVE}) ORDER BY seq DESC LIMIT ?3 OFFSET ?2",
-        [owner, keep, limit],
-    )
-    return [row["seq"] for row in rows]
+    return db.column(f"SELECT DISTINCT owner FROM {table}")
 
 
 def delete_rows(db: Database, table: str, numbers: list[int]) -> None:
@@ -68,64 +96,8 @@ def eval_runs(db: Database, before_s: float, limit: int) -> int:
     ).rowcount
 
 
-def eval_runs_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
-    """Ids of an owner's ended runs beyond the newest `keep`, without those that are going."""
-    rows = db.execute(
-        f"SELECT id FROM eval_runs WHERE owner = ?1 AND status NOT IN ({sql_list(UNFINISHED_EVAL_RUN)})"
-        " AND id NOT IN (SELECT id FROM eval_deletions) ORDER BY seq DESC LIMIT ?3 OFFSET ?2",
-        [owner, keep, limit],
-    )
-    return [row["id"] for row in rows]
-
-
-def audit_past(db: Database, key_id: str, keep: int, limit: int) -> list[int]:
-    """Numbers of a key's audit rows beyond the newest `keep`."""
-    rows = db.execute(
-        "SELECT seq FROM audit WHERE key_id = ?1 ORDER BY seq DESC LIMIT ?3 OFFSET ?2", [key_id, keep, limit]
-    )
-    return [row["seq"] for row in rows]
-
-
-def jobs_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
-    """Ids of ended jobs of an owner beyond the newest `keep`; not of those whose snapshot is still to be given back, of
-    whose models one is left (a version, under a name that jobs share), or whose device-hours are still told: these are
-    billed by the job's row."""
-    rows = db.execute(
-        f"SELECT id FROM jobs WHERE owner = ?1 AND phase IN ({_FINISHED}) AND snapshot IS NULL"
-        " AND NOT EXISTS (SELECT 1 FROM device_time WHERE device_time.job_id = jobs.id)"
-        " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model AND (NOT jobs.stable_name"
-        "  OR models.job_id = jobs.id OR EXISTS"
-        "  (SELECT 1 FROM versions WHERE model = output_model AND meta ->> '$.job_id' = jobs.id)))"
-        " AND NOT EXISTS (SELECT 1 FROM checkpoints JOIN models ON models.id = checkpoints.model"
-        " WHERE checkpoints.job_id = jobs.id) ORDER BY seq DESC LIMIT ?3 OFFSET ?2",
-        [owner, keep, limit],
-    )
-    return [row["id"] for row in rows]
-
-
-def graders_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
-    """An owner's ended jobs whose graders are beyond the newest `keep`: the jobs may stay, with a model or what they
-    cost."""
-    rows = db.execute(
-        "SELECT jobs.id FROM job_judges CROSS JOIN jobs ON jobs.id = job_id"
-        f" WHERE owner = ?1 AND phase IN ({_FINISHED}) ORDER BY jobs.seq DESC LIMIT ?3 OFFSET ?2",
-        [owner, keep, limit],
-    )
-    return [row["id"] for row in rows]
-
-
 def delete_graders(db: Database, job_ids: list[str]) -> None:
     db.many("DELETE FROM job_judges WHERE job_id = ?", [[job_id] for job_id in job_ids])
-
-
-def gate_terms_past(db: Database, owner: str, keep: int, limit: int) -> list[int]:
-    """Numbers of an owner's ended gates whose terms are beyond those of the newest `keep`."""
-    rows = db.execute(
-        "SELECT seq FROM gates WHERE owner = ?1 AND state = 'ended' AND has_terms = 1 ORDER BY seq DESC"
-        " LIMIT ?3 OFFSET ?2",
-        [owner, keep, limit],
-    )
-    return [row["seq"] for row in rows]
 
 
 def empty_gate_terms(db: Database, numbers: list[int]) -> None:
@@ -167,13 +139,21 @@ def usage(db: Database, before_s: float, limit: int) -> int:
     ).rowcount
 
 
+def energy(db: Database, before_s: float, limit: int) -> int:
+    """Whole hours."""
+    return db.execute(
+        "DELETE FROM energy WHERE (kind, name, hour_s) IN"
+        " (SELECT kind, name, hour_s FROM energy WHERE hour_s < ? ORDER BY hour_s LIMIT ?)",
+        [before_s - 3600, limit],
+    ).rowcount
+
+
 def jobs_with_records(db: Database, table: str, before_s: float, limit: int) -> list[str]:
     """Ids of jobs that ended before this moment and have events (`job_events`) or steps (`job_metrics`)."""
-    rows = db.execute(
+    return db.column(
         f"SELECT id FROM jobs WHERE finished_s < ? AND EXISTS (SELECT 1 FROM {table} WHERE job_id = jobs.id) LIMIT ?",
         [before_s, limit],
     )
-    return [row["id"] for row in rows]
 
 
 def delete_records(db: Database, table: str, job_id: str, limit: int) -> int:
@@ -188,12 +168,11 @@ def delete_records(db: Database, table: str, job_id: str, limit: int) -> int:
 
 def events_past(db: Database, job_id: str, keep: int, limit: int) -> list[int]:
     """Numbers of one job's events beyond the newest `keep`, the oldest first."""
-    rows = db.execute(
+    return db.column(
         "SELECT seq FROM job_events WHERE job_id = ?1 AND seq <="
         " (SELECT seq FROM job_events WHERE job_id = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2) ORDER BY seq LIMIT ?3",
         [job_id, keep, limit],
     )
-    return [row["seq"] for row in rows]
 
 
 _NEEDED = (
@@ -205,13 +184,12 @@ _NEEDED = (
 
 def old_files(db: Database, before_s: float, limit: int) -> list[str]:
     """Ids of files made before this moment that nothing needs which has not ended."""
-    rows = db.execute(
+    return db.column(
         f"SELECT id FROM files WHERE created_s < ? AND NOT coalesce({_NEEDED}, 0) ORDER BY seq LIMIT ?",
         [before_s, limit],
     )
-    return [row["id"] for row in rows]
 
 
 def is_needed(db: Database, file_id: str) -> bool:
     """By a batch or a job that has not ended."""
-    return db.execute(f"SELECT 1 FROM files WHERE id = ? AND {_NEEDED}", [file_id]).fetchone() is not None
+    return db.value(f"SELECT 1 FROM files WHERE id = ? AND {_NEEDED}", [file_id]) is not None

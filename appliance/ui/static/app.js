@@ -3,34 +3,12 @@ import { BoxError, comeBack, forgetLogin, get, goToProvider, isGone, isLoggedIn,
 import { forget } from "./live.js";
 import { LANGUAGES, language, loadLanguage, t } from "./i18n.js";
 import { Component, NeedsScope, Who, html, render, sentence, useEffect, useRef, useState } from "./ui.js";
-import { Audit } from "./pages/audit.js";
-import { Box } from "./pages/box.js";
-import { Chat } from "./pages/chat.js";
-import { Data } from "./pages/data.js";
-import { Evals } from "./pages/evals.js";
-import { Health } from "./pages/health.js";
-import { Jobs } from "./pages/jobs.js";
-import { Keys } from "./pages/keys.js";
-import { Models } from "./pages/models.js";
-import { Pipelines } from "./pages/pipelines.js";
-import { Queue } from "./pages/queue.js";
-import { Timeline } from "./pages/timeline.js";
 
-// In the order of the navigation. scopes: any of them shows the page; admin sees all.
-const PAGES = [
-  { id: "box", scopes: ["read"], page: Box },
-  { id: "jobs", scopes: ["fine_tuning", "read"], page: Jobs },
-  { id: "data", scopes: ["fine_tuning"], page: Data },
-  { id: "pipelines", scopes: ["fine_tuning"], page: Pipelines },
-  { id: "evals", scopes: ["fine_tuning"], page: Evals },
-  { id: "chat", scopes: ["inference"], page: Chat },
-  { id: "models", scopes: ["read"], page: Models },
-  { id: "timeline", scopes: ["read"], page: Timeline },
-  { id: "keys", scopes: ["inference", "fine_tuning", "read"], page: Keys },
-  { id: "queue", scopes: ["read", "inference"], page: Queue },
-  { id: "health", scopes: ["read"], page: Health },
-  { id: "audit", scopes: ["admin"], page: Audit },
-];
+let PAGES = [];
+
+async function loadPages() {
+  PAGES = (await import("./pages.js")).PAGES;
+}
 
 const TOUCH_MS = 10 * 60 * 1000;
 const ASKED_AGAIN = 15; // times, of a box that starts
@@ -84,7 +62,11 @@ function Login({ told, onIn }) {
       setError(failure instanceof BoxError && failure.status === 401 ? t(word) : sentence(failure));
       field.current.focus();
     };
-    logIn(key).then(() => get("/admin/v1/me").then(onIn, refused("login.no_cookies")), refused("login.refused"));
+    const entered = async () => {
+      const [found] = await Promise.all([get("/admin/v1/me"), loadPages()]);
+      onIn(found);
+    };
+    logIn(key).then(() => entered().catch(refused("login.no_cookies")), refused("login.refused"));
   };
   return html`<main class="login" id="main">
     <form class="card" onSubmit=${enter}>
@@ -92,7 +74,7 @@ function Login({ told, onIn }) {
       <p>${t("login.what")}</p>
       ${window.isSecureContext ? null : html`<p class="alert warm">${t("login.insecure")}</p>`}
       <label class="field"><span>${t("login.key")}</span>
-        <input ref=${field} type="password" name="key" autocomplete="off" spellcheck="false" autocapitalize="off" placeholder="sk-appl-…" aria-describedby="login-error" required />
+        <input ref=${field} type="password" name="key" autocomplete="off" spellcheck=${false} autocapitalize="off" placeholder="sk-appl-…" aria-describedby="login-error" required />
       </label>
       <p id="login-error" class=${error ? "alert bad" : "visually-hidden"} role="alert">${error}</p>
       <button class="main" disabled=${busy}>${busy ? t("login.busy") : t("login.enter")}</button>
@@ -203,7 +185,8 @@ async function whoIsThere() {
   if (!isLoggedIn()) return { known: null, failed: "" };
   for (let tried = 1; ; tried += 1) {
     try {
-      return { known: await get("/admin/v1/me"), failed: "" };
+      const [known] = await Promise.all([get("/admin/v1/me"), loadPages()]);
+      return { known, failed: "" };
     } catch (error) {
       if (error.status === 401) {
         forgetLogin();

@@ -49,4 +49,21 @@ export function moment(unix) {
   return new Intl.DateTimeFormat(language, options).format(new Date(unix * 1000));
 }
 
+function joules(value) {
+  if (value >= 1e6) return `${measure(value / 1e6)} MJ`;
+  return value >= 1e3 ? `${measure(value / 1e3)} kJ` : `${measure(value)} J`;
+}
+
+/** A bill of energy, of a job or of a plan: of the site, its cost, then by step and token. */
+export function energy(bill) {
+  if (!bill) return t("energy.unknown");
+  const money = bill.cost === null ? "" : ` (${number(bill.cost, 2)} ${bill.currency})`;
+  const parts = [`${bill.site_kwh < 0.1 ? `${measure(bill.site_kwh * 1000)} Wh` : `${measure(bill.site_kwh)} kWh`}${money}`];
+  if (bill.watts_from === "limit") parts.push(t("energy.at_most"));
+  if (bill.joules_per_step) parts.push(t("energy.step", { joules: joules(bill.joules_per_step) }));
+  if (bill.joules_per_1000_tokens) parts.push(t("energy.tokens", { joules: joules(bill.joules_per_1000_tokens) }));
+  if (bill.metered_share < 0.995) parts.push(t("energy.counted", { share: percent(bill.metered_share) }));
+  return parts.join(", ");
+}
+
 export const percent = (part) => (part === null || part === undefined ? DASH : `${number(100 * part, part < 0.1 ? 1 : 0)} %`);

@@ -1,5 +1,5 @@
 // What changes at the box, by its event stream: one stream for each tab that is seen, while something on it is live. Who
-// follows asks anew when told; without a stream it asks every few seconds.
+// follows asks again when told; without a stream it asks every few seconds.
 import { BoxError, changes } from "./api.js";
 
 const SOONEST_MS = 1000;

@@ -21,7 +21,7 @@ const APART_MS = 1000;
 
 /** `ask(signal)` now and then, while the tab is seen: whenever the event stream tells of one of `topics` ("jobs/ID" for
  *  one of them), without a stream or topics every `seconds`. The last answer stays when one fails. Returns
- *  {data, error, reload}; asks anew at once when `inputs` change. */
+ *  {data, error, reload}; asks again at once when `inputs` change. */
 export function useLive(ask, seconds, inputs = [], topics = []) {
   const [state, setState] = useState({ data: null, error: null });
   const again = useRef(() => {});

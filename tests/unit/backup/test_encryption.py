@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +15,12 @@ import pytest
 from appliance.backup import encryption
 from appliance.backup import manifest as manifests
 from appliance.backup.encryption import HEADER, KeyFile, make_key, opened
-from appliance.backup.errors import BackupDamaged, BackupError, NoBackup, WrongKey
+from appliance.backup.errors import BackupDamaged, BackupError, NoBackup, WrongKey, WrongPlace
 from appliance.backup.restore import restore, verify
 from appliance.backup.take import take
 from tests.unit.backup.test_backup import colour, paths, place, tree  # noqa: F401 - fixtures
 from weights.format.errors import ObjectDamaged
+from weights.tiers.objects import DirectoryObjects
 
 CANARY = b"a sentence of the training data that nobody else may read"
 
@@ -156,7 +158,17 @@ def test_a_manifest_that_was_changed_or_renamed_is_found(paths, place, key):  # 
         opened(place, key, make=False).get("backups/2030-01-01T00-00-00Z.json")
 
 
-@pytest.mark.parametrize("told", ["{}", "no json", '{"format": 2}', '{"format": 1, "kdf": "key", "salt": "zz"}'])
+@pytest.mark.parametrize(
+    "told",
+    [
+        "{}",
+        "no json",
+        '{"format": 2}',
+        '{"format": 2, "place": 1}',
+        '{"format": 3}',
+        '{"format": 1, "kdf": "key", "salt": "zz"}',
+    ],
+)
 def test_a_damaged_header_is_said(paths, place, key, told):  # noqa: F811
     take(paths, opened(place, key, make=True))
     (place.root / HEADER).write_text(told)
@@ -207,3 +219,37 @@ def test_the_commands_make_and_restore_one_with_the_key(paths, place, tmp_path):
     assert wrong.returncode == 1 and "is not the one that the backups at" in wrong.stderr
     assert run("restore", str(place.root), "--key-file", key_file, *back).returncode == 0
     assert colour(tmp_path / "back") == "blue"
+
+
+@pytest.mark.parametrize("kind", ["key", "passphrase"])
+def test_who_keeps_two_places_of_one_key_file_does_not_show_one_for_the_other(paths, place, tmp_path, key, kind):  # noqa: F811
+    key_file = key if kind == "key" else passphrase(tmp_path)
+    other = DirectoryObjects(tmp_path / "box-2", create=True)
+    take(paths, opened(place, key_file, make=True))
+    take(paths, opened(other, key_file, make=True))
+    kept = tmp_path / "kept"
+    shutil.copytree(other.root, kept)
+    shutil.rmtree(other.root)
+    shutil.copytree(place.root, other.root)
+    for make in (False, True):
+        with pytest.raises(WrongPlace, match="a place called 'place'"):
+            opened(other, key_file, make=make)
+    # Nor by saying so: the name is sealed with the key.
+    header = json.loads((other.root / HEADER).read_text())
+    for told in ({**header, "place": "box-2"}, {**header, "format": 1}):
+        (other.root / HEADER).write_text(json.dumps(told))
+        with pytest.raises(WrongKey):
+            opened(other, key_file, make=False)
+    # Another mount, with the folder as it was.
+    moved = DirectoryObjects(tmp_path / "elsewhere/box-2", create=True)
+    shutil.copytree(kept, moved.root, dirs_exist_ok=True)
+    assert verify(opened(moved, key_file, make=False), None).files
+
+
+def test_a_place_that_an_earlier_release_made_is_still_read(paths, place, key, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(encryption, "HEADER_FORMAT", encryption.UNBOUND)
+    made = take(paths, opened(place, key, make=True))
+    monkeypatch.undo()
+    assert json.loads((place.root / HEADER).read_text())["format"] == 1
+    moved = DirectoryObjects(place.root.rename(place.root.with_name("moved")))
+    assert verify(opened(moved, key, make=False), None) == made

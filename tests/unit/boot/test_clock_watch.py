@@ -69,6 +69,6 @@ async def test_the_controller_starts_anew_when_the_clock_was_set_back_and_ray_wh
     await Box._look_at_clock(box)
     assert done == ["controller", "Ray"], "the controller starts with Ray"
     assert said == [
-        "the clock was set back by 30 s: the controller starts anew, or it would wait for that",
-        "the clock was set back by 3630 s: Ray starts anew, or it would wait for that",
+        "the clock was set back by 30 s: the controller is restarted, or it would wait for the clock to catch up",
+        "the clock was set back by 3630 s: Ray is restarted, or it would wait for the clock to catch up",
     ]

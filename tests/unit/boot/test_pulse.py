@@ -41,7 +41,7 @@ async def test_only_a_long_silence_kills(tmp_path: Path, monkeypatch):
     now_s += 1
     await asked.look()
     assert process.restarted == 1
-    assert said == ["the controller lives and has not answered for 120 s: it is started anew"]
+    assert said == ["the controller lives and has not answered for 120 s: it is restarted"]
     now_s += HUNG_S + 1
     await asked.look()  # the new one has all of its time
     process.pid = None

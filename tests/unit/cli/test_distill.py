@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
-import time
-from pathlib import Path
 
-import httpx
-import openai
 import pytest
 
 from appliance.controller.interfaces.ports import EngineAnswer
-from appliance.store.objects import job_records, jobs, models
 from tests.simulator.control_plane import SimulatedEngines
-from tests.train_support.tiny import tokenizer
 from tests.unit.cli.conftest import ControlledBox
-from tests.unit.controller.conftest import insert_model
 from train.data.check import check_training_file
 from train.methods.methods import convert
 
@@ -49,7 +40,8 @@ def engines(box: ControlledBox) -> SimulatedEngines:
             {"index": i, "finish_reason": end, "message": {"role": "assistant", "content": text, "refusal": refusal}}
             for i, (text, end, refusal) in enumerate(said)
         ]
-        return EngineAnswer(200, {"choices": choices, "usage": {"prompt_tokens": 3, "completion_tokens": 2}}, "v1")
+        usage, version = {"prompt_tokens": 3, "completion_tokens": 2}, "v2" if asked == "b?" else "v1"
+        return EngineAnswer(200, {"choices": choices, "usage": usage, "system_fingerprint": version}, version)
 
     found = box.context.batch_engines
     assert isinstance(found, SimulatedEngines)
@@ -70,6 +62,7 @@ def test_answers_become_a_training_file_and_what_is_none_is_counted(box, engines
     assert told["dropped"] == {"failed": 1, "refused": 1, "cut off": 1, "without an answer": 0, "duplicates": 1}
     assert told["dropped_lines"] == [[1, "duplicates"], [3, "cut off"], [3, "refused"], [4, "failed"]]
     assert (told["teacher"], told["read_examples"], told["made"][0]["examples"]) == ("starter", 4, 3)
+    assert told["teacher_versions"] == ["v1", "v2"], "whichever the name was while the batch ran"
     assert json.loads((tmp_path / "prompts.answers.lineage.json").read_text()) == told
     bodies = engines.sent[:4]
     assert all((one["n"], one["temperature"], one["max_completion_tokens"]) == (2, 0.7, 1024) for one in bodies)
@@ -122,39 +115,3 @@ def test_bad_prompts_and_teachers_are_told_in_words(box, engines, prompts, tmp_p
     prompts.write_text(json.dumps({"prompt": "d?"}) + "\n")
     assert "gave no answer to learn from: 1 failed" in box.run(*asked, "starter").stderr
     assert not (tmp_path / "prompts.answers.jsonl").exists()
-
-
-def test_what_the_page_says_is_taken_by_the_box(box, engines, prompts, tmp_path, monkeypatch):
-    page = (Path(__file__).parents[3] / "docs" / "distillation.md").read_text()
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "held-out.jsonl").write_bytes(prompts.read_bytes())
-    prompts.write_text(
-        "".join(json.dumps({"messages": [{"role": "user", "content": f"{one}?"}]}) + "\n" for one in "ab")
-    )
-    (tmp_path / "held-out.jsonl").write_bytes(prompts.read_bytes())
-    tokenizer().save_pretrained(tmp_path / "model")
-
-    def insert():
-        for name in ("large", "small", "boxer", "smollm2-135m"):
-            insert_model(box.context.db, name)
-            models.update_version(box.context.db, name, "v1", disk_path=str(tmp_path / "model"))
-
-    box.do(insert)
-    commands = re.findall(r"^appliance .*$", page, re.M)
-    assert len(commands) == 4
-    for command in commands:
-        words = [word for word in shlex.split(command, comments=True)[1:] if word != "--wait"]
-        done = box.run(*words)
-        assert done.exit_code == 0, (command, done.output)
-    (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(box.data_dir / "controller.sock"))) as http:
-        found = {"client": openai.OpenAI(base_url="http://box/v1", api_key="ignored here", http_client=http)}
-        exec(program, found)
-    assert found["job"].method.distillation["teacher"] == "boxer"
-    deadline = time.monotonic() + 60
-    while any(one["status"] == "validating_files" for one in box.json("job", "list")["data"]):
-        assert time.monotonic() < deadline, "the files of the jobs are still being checked"
-    made = box.do(
-        lambda: [job_records.find_judge(box.context.db, one.id) for one in jobs.list_unfinished(box.context.db)]
-    )
-    assert [one.judge for one in made if one is not None] == [{"teacher": "boxer"}] * 2

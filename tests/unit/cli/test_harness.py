@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 import threading
+import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -15,8 +16,10 @@ from appliance.cli.client import Address, Client
 from appliance.cli.command import Session
 from appliance.cli.errors import CommandFailed
 from appliance.controller.interfaces.ports import BatchCapacity, EngineAnswer
+from appliance.harness import kept
 from appliance.harness.batches import Batches
 from appliance.harness.errors import Unsupported
+from appliance.harness.kept import NotKept, keep
 from appliance.harness.main import figures
 from tests.unit.cli.conftest import ControlledBox
 
@@ -138,6 +141,83 @@ def test_the_librarys_figures_have_intervals():
     ]
     assert rows[0]["low"] == pytest.approx(0.304, abs=1e-3) and rows[0]["high"] == pytest.approx(0.696, abs=1e-3)
     assert rows[1]["low"] is None
+
+
+def logged(number, said, **scores):
+    """As the library logs a question: scores by metric, or by (metric, filter)."""
+    by_filter: dict[str, dict] = {}
+    for name, score in scores.items():
+        metric, _, chosen = name.partition("__")
+        by_filter.setdefault(chosen or "none", {})[metric] = score
+    arguments = [("What is it?", {"until": []})] if isinstance(said, str) else [("It is", " a"), ("It is", " b")]
+    one = {
+        "doc_id": number,
+        "target": "A",
+        "arguments": arguments,
+        "filtered_resps": [said] if isinstance(said, str) else said,
+    }
+    return [{**one, "filter": chosen, "metrics": list(of), **of} for chosen, of in by_filter.items()]
+
+
+def kept_run(box: ControlledBox, ids: dict[str, str], model: str) -> tuple[dict, list[dict]]:
+    """A run once it is judged, and its items."""
+    client = Client(Address(socket_path=str(box.data_dir / "controller.sock")))
+    path = f"/v1/evals/{ids['']}/runs/{ids[model]}"
+    deadline = time.monotonic() + 30
+    while (run := client.get(path))["status"] not in ("completed", "failed"):
+        assert time.monotonic() < deadline
+    return run, sorted(client.get(f"{path}/output_items", limit=100)["data"], key=lambda one: one["datasource_item_id"])
+
+
+def test_what_the_library_found_is_kept_as_runs_of_one_evaluation(box: ControlledBox):
+    session = Box(box).batches._session
+    first = [
+        *logged(1, "no", exact=0.0, exact__strict=0.0),
+        *logged(0, "A", exact=1.0, exact__strict=0.0, spread=(1, 2)),
+    ]
+    other = [*logged(0, "A", exact=1.0, exact__strict=1.0), *logged(1, "A", exact=1.0, exact__strict=0.0)]
+    ids = keep(session, "capitals", {"as": "text"}, {"starter": first, "starter@v2": other})
+    run, items = kept_run(box, ids, "starter")
+    assert (run["status"], run["name"]) == ("completed", "starter")
+    means = {one["testing_criteria"]: one["mean_reward"] for one in run["per_testing_criteria_results"]}
+    assert means == {"exact": 0.5, "exact (strict)": 0.0}, "what is no number of a question is left out"
+    assert [one["sample"]["output"][0]["content"] for one in items] == ["A", "no"]
+    assert items[0]["datasource_item"]["question"] == "What is it?" and items[0]["datasource_item"]["target"] == "A"
+    run, _ = kept_run(box, ids, "starter@v2")
+    assert {one["testing_criteria"]: one["mean_reward"] for one in run["per_testing_criteria_results"]}["exact"] == 1
+    again = keep(session, "capitals", {"as": "text"}, {"starter": first})
+    assert again[""] == ids[""] and again["starter"] != ids["starter"]
+    assert keep(session, "capitals", {"as": "messages"}, {"starter": first})[""] != ids[""]
+    shown = box.run("eval", "show", ids[""]).output
+    assert "starter@v2" in shown and "EXACT (STRICT)" in shown
+    assert len(box.json("eval", "list")["data"]) == 2
+
+
+def test_the_choice_that_is_likeliest_is_the_answer_that_is_kept(box: ControlledBox):
+    session = Box(box).batches._session
+    ids = keep(session, "choose", {}, {"starter": logged(0, [(-2.0, False), (-1.0, True)], acc=1.0)})
+    _, (item,) = kept_run(box, ids, "starter")
+    assert item["sample"]["output"][0]["content"] == " b" and item["status"] == "pass"
+
+
+def test_scores_between_none_and_all_are_given_by_code(box: ControlledBox):
+    """As rewards; a question without a number is in no mean."""
+    session = Box(box).batches._session
+    ids = keep(session, "f1", {}, {"starter": [*logged(0, "a", f1=0.25), *logged(1, "b", f1=1.0)]})
+    (criterion,) = box.json("eval", "list")["data"][0]["testing_criteria"]
+    assert criterion["type"] == "python" and criterion["name"] == "f1"
+    run, _ = kept_run(box, ids, "starter")
+    assert run["per_testing_criteria_results"][0]["mean_reward"] == 0.625
+
+
+def test_what_has_no_place_is_told_in_words(box: ControlledBox, monkeypatch):
+    session = Box(box).batches._session
+    with pytest.raises(NotKept, match="no figure that is a mean"):
+        keep(session, "words", {}, {"starter": logged(0, "a", perplexity=(1.0, 3))})
+    monkeypatch.setattr(kept, "MOST_ITEMS", 1)
+    with pytest.raises(NotKept, match="2 questions; a run has 1 at most"):
+        keep(session, "long", {}, {"starter": [*logged(0, "a", acc=1.0), *logged(1, "a", acc=1.0)]})
+    assert box.json("eval", "list")["data"] == [] == box.json("file", "list")["data"]
 
 
 def test_without_the_library_the_command_says_how_to_get_it(box: ControlledBox, monkeypatch):

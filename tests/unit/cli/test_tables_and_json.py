@@ -95,6 +95,7 @@ def test_status(box, tmp_path):
     assert set(answer) == {
         "box",
         "mode",
+        "power",
         "devices",
         "replicas",
         "jobs",

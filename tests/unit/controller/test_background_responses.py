@@ -329,7 +329,7 @@ async def test_texts_are_counted_in_bytes_and_not_in_characters(control: Control
     told, held = stored()
     assert told == held
     copy = {"key": "key_test", "previous": None, "input": "\u6f22" * 1000, "response": answer(9, "\U0001f600" * 1000)}
-    control.app.state.responses.take([copy])
+    await control.app.state.responses.take([copy])
     made = responses.find(control.db, copy["response"]["id"])
     told, held = stored()
     assert told == held > 7000
@@ -348,6 +348,7 @@ async def test_a_stream_that_is_asked_for_again_is_one_more_follower(control: Co
     refused = await control.http.post("/v1/responses", **again)
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_streams")
     del first
+    await asyncio.sleep(0)
     assert not background._followers.bytes, "one that never began has left, too"
     assert "response.completed" in (await control.http.post("/v1/responses", **again)).text
 

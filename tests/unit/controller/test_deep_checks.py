@@ -49,6 +49,14 @@ def in_use(db) -> bool:
     return not box.get(db, cordons.CORDONED, []) and not box.get(db, cordons.CHECKED, {})
 
 
+async def test_the_round_of_a_night_measures_devices_of_all_nodes_with_those_beside_them(db, bench):
+    away = [{**bench.scheduler.devices[0], "id": f"n1/{n}", "node": "n1", "index": n} for n in range(2)]
+    bench.scheduler.devices[:] = [*bench.scheduler.devices[:2], *away]
+    await bench.checks.all_free()
+    assert [device_id for device_id, fault in bench.verdicts if fault is None] == ["n0/0", "n0/1", "n1/0", "n1/1"]
+    assert bench.measure.together_of[2:] == [["n1/0", "n1/1"], ["n1/1", "n1/0"]] and in_use(db)
+
+
 async def test_a_device_is_measured_with_the_free_ones_and_goes_back(db, bench):
     for device in bench.scheduler.devices[3:]:
         device["holder"] = {"kind": "job", "id": "j"}

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.sampling import RolloutSampling
 from appliance.controller.grading.teaching import Teaching
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
+from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
 from serve.core import scoring
@@ -167,6 +169,29 @@ async def test_the_teacher_is_asked_for_the_jobs_key_which_pays(taught: Control)
     keys.revoke(taught.db, key_id)
     assert "revoked" in (await teach(job_id, question([3])))["failed"]
     assert "not known any more" in (await teach("ftjob-none", question([3])))["failed"]
+
+
+async def test_what_has_taught_is_named_by_its_version(taught: Control):
+    """A name may be another version's by the end of a job."""
+    job_id, teach = await made(taught), taught.app.state.rollouts["teach"]
+    events = JobEvents(taught.db, taught.context.files_dir, "local")
+    versions = ["v2", "v1", "v1", ""]
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer:
+        return replace(await scored(body), version=versions.pop(0))
+
+    engines(taught).rule = rule
+    events.started(job_id, ["n0/0"], resumed=False)
+    for _ in range(2):
+        await teach(job_id, question([3], [4]))
+    shown = (await taught.http.get(f"/v1/fine_tuning/jobs/{job_id}")).json()
+    assert shown["method"]["distillation"]["teacher"] == "teacher" and shown["teacher_versions"] == ["v1", "v2"]
+    listed = (await taught.http.get("/v1/fine_tuning/jobs")).json()["data"]
+    assert listed[0]["teacher_versions"] == ["v1", "v2"]
+    version = {"event": "published", "version": "step-10", "path": "/dev/shm/x", "step": 10, "bytes": 10, "epoch": 1}
+    events.ingest(job_id, version)
+    found = models.find_version(taught.db, jobs.get(taught.db, job_id).output_model, "step-10")
+    assert found is not None and found.meta["teacher"] == {"model": "teacher", "versions": ["v1", "v2"]}
 
 
 async def test_a_teacher_that_fails_is_told_of_in_words_and_once(taught: Control):

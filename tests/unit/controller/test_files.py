@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sqlite3
 import stat
 import time
@@ -14,7 +15,7 @@ import pytest
 from openai.types import FileObject
 
 from appliance.controller.app import keep_house
-from appliance.controller.files import multipart, storage
+from appliance.controller.files import file_routes, multipart, storage
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.store import database
@@ -370,3 +371,61 @@ async def test_of_a_files_content_one_range_is_sent_and_of_many_all_of_it(contro
     assert (one.status_code, one.content) == (206, b"234")
     many = await control.http.get(url, headers={"range": "bytes=2-4,6-7"})
     assert (many.status_code, many.content) == (200, b"0123456789")
+
+
+async def test_nothing_of_a_form_that_the_parser_goes_through_byte_by_byte_is_long(tmp_path: Path, monkeypatch):
+    """64 KiB of what looks like boundaries and is none, or of spaces behind one, held the loop for 20 ms, and that of
+    64 uploads at once for more than a second."""
+    sizes: list[int] = []
+    write = multipart.MultipartParser.write
+    monkeypatch.setattr(
+        multipart.MultipartParser, "write", lambda self, data: (sizes.append(len(data)), write(self, data))[1]
+    )
+    start = f"--{BOUNDARY}\r\n".encode() + file_part()
+
+    async def received(*chunks: bytes) -> multipart.Upload:
+        sizes.clear()
+        (tmp_path / "in").unlink(missing_ok=True)
+
+        async def pieces():
+            for chunk in chunks:
+                yield chunk
+
+        content_type = f"multipart/form-data; boundary={BOUNDARY}"
+        return await multipart.receive(pieces(), content_type, tmp_path / "in", 1 << 30, lambda _: None)
+
+    false = f"\r\n--{BOUNDARY}X".encode()
+    few = false * 100 + b"y" * (1 << 16)
+    upload = await received(start, few, b"z" * (1 << 16), f"\r\n--{BOUNDARY}--".encode())
+    assert upload.size == 1 + len(few) + (1 << 16) and (tmp_path / "in").read_bytes() == b"x" + few + b"z" * (1 << 16)
+    long = [size for size in sizes if size > multipart._SLICE_BYTES]
+    assert long == [1 << 16], "bytes of the file alone are searched through at once"
+
+    with pytest.raises(BadRequest) as caught:
+        await received(start, *[false * (4096 // len(false))] * 64)
+    assert caught.value.code == "invalid_multipart" and sum(sizes) < 1 << 15
+
+    for spaces in ([f"\r\n--{BOUNDARY} ".encode()], [f"\r\n--{BOUNDARY[:-1]}".encode(), BOUNDARY[-1:].encode() + b" "]):
+        with pytest.raises(BadRequest):
+            await received(start, *spaces[:-1], spaces[-1] + b" " * (1 << 16), *[b" " * (1 << 16)] * 2)
+        assert max(sizes) <= multipart._SLICE_BYTES
+
+
+async def test_a_file_that_goes_between_its_row_and_its_bytes_is_not_found_or_sent_whole(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    """It was a 500."""
+    file_id = await control.upload(b"0123456789", purpose="user_data")
+    opens = os.open
+
+    def opened_last(path: str, flags: int, *more: int) -> int:
+        found = opens(path, flags, *more)
+        if Path(path).name == file_id:
+            Path(path).unlink()
+        return found
+
+    monkeypatch.setattr(file_routes.os, "open", opened_last)
+    answer = await control.http.get(f"/v1/files/{file_id}/content")
+    assert (answer.status_code, answer.content) == (200, b"0123456789")
+    answer = await control.http.get(f"/v1/files/{file_id}/content")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "file_not_found")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +265,35 @@ async def test_who_is_forgotten_with_their_models_leaves_no_copy_of_them_in_a_ti
     await ann.does_something_of_everything()
     await ask(control, cancel=True, models=True)
     assert ann.model in [name for name, _ in control.ops.removed]
+
+
+async def test_jobs_lose_their_texts_one_by_one(control: Control, monkeypatch):
+    """What a person had written into all of their jobs was read and taken out in one transaction, on the loop."""
+    person = Person(control, NAME)
+    await person.does_something_of_everything()
+    made = jobs.get(control.db, person.job)
+    for number in range(5):
+        row = replace(made, id=f"ftjob-{number}", output_model=f"m{number}", metadata={"of": NAME}, suffix=NAME)
+        jobs.insert(control.db, row)
+    turn, changed_in = 0, list[int]()
+
+    async def turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    update = jobs.update
+
+    def noted(db, job_id, **changes):
+        if "suffix" in changes:
+            changed_in.append(turn)
+        update(db, job_id, **changes)
+
+    monkeypatch.setattr(jobs, "update", noted)
+    others = asyncio.create_task(turns())
+    told = await ask(control, cancel=True)
+    others.cancel()
+    assert told["done"] and len(changed_in) == len(set(changed_in)) == 6
+    (named,) = control.db.execute("SELECT count(*) FROM jobs WHERE suffix = ? OR metadata LIKE ?", [NAME, f"%{NAME}%"])
+    assert tuple(named) == (0,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from typing import Any
@@ -188,17 +189,29 @@ async def test_a_version_that_passes_may_be_a_canary_first(control: Control, eve
     assert active(control) == v2 != v1
 
 
-async def test_a_restart_in_the_midst_of_it_goes_on(control: Control, events: JobEvents, answers: Answers):
+async def test_a_restart_in_the_midst_of_it_goes_on(
+    control: Control, events: JobEvents, answers: Answers, monkeypatch: pytest.MonkeyPatch
+):
     """At each step a controller that knows only the store: nothing is asked twice, and what answers is found to."""
     asked = await suite(control, pass_rate_at_least=0.5)
     first, gate = await gated(control, asked)
     v1 = run(control, events, first)
-    await looked(control)
-    await looked(control)
-    (run_id,) = evals.unfinished_ids(control.db)
-    control.app.state.evaluations.let_go(run_id)
-    await control.app.state.evaluations.tasks.idle()
-    control.app.state.evaluations.start()
+    evaluations, is_at_it = control.app.state.evaluations, asyncio.Event()
+
+    async def prepares(*_: Any) -> None:
+        """For ever: on a busy machine it had asked some by the time the controller ended."""
+        is_at_it.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as held:
+        held.setattr(evaluations, "_prepare", prepares)
+        await looked(control)
+        await looked(control)
+        await asyncio.wait_for(is_at_it.wait(), 60)
+        (run_id,) = evals.unfinished_ids(control.db)
+        evaluations.let_go(run_id)
+        await evaluations.tasks.idle()
+    evaluations.start()
     row = await seen_through(control, gate)
     assert row.activated and len(answers.asked) == ITEMS and active(control) == v1
     second, gate = await gated(control, asked)

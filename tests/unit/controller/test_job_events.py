@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import openai
 import pytest
 
+from appliance.controller.files import results
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.errors import RowNotFound
 from appliance.store.objects import job_records, jobs, models
@@ -227,7 +229,7 @@ async def test_an_adapter_is_told_of_and_keeps_its_base_in_place(control: Contro
     events.started(job_id, ["n0/0"], resumed=False)
     events.ingest(job_id, {**published(10), "adapter": adapter})
     events.succeeded(job_id)
-    assert "Published adapter step-10, 1000 bytes, to be served beside starter v1" in await control.messages(job_id)
+    assert "Published adapter step-10, 1000 bytes, to be served alongside starter v1" in await control.messages(job_id)
     name = jobs.get(db, job_id).output_model
     listed = (await control.http.get("/admin/v1/models", headers=ADMIN)).json()["data"]
     (shown,) = [model for model in listed if model["name"] == name]
@@ -317,3 +319,44 @@ async def test_a_loss_that_jumped_is_told_and_what_the_job_chose_is_kept(control
     events.ingest(job_id, anomaly(20, "pause", [9, 12]))
     row = jobs.get(control.db, job_id)
     assert row.wanted == "pause" and "appliance job resume" in row.reason
+
+
+async def test_the_table_of_a_long_jobs_steps_is_made_beside_the_loop(
+    control: Control, events: JobEvents, monkeypatch: pytest.MonkeyPatch
+):
+    """Of 100,000 steps it held the loop for a second, when the job had succeeded."""
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    events.ingest(job_id, metrics(1, 2.0))
+    events.ingest(job_id, published(1))
+    read_on, written_on = set[int](), set[int]()
+    list_metrics, write = job_records.list_metrics, results.write
+
+    def listed(*asked: Any, **named: Any) -> Any:
+        read_on.add(threading.get_ident())
+        return list_metrics(*asked, **named)
+
+    def written(*asked: Any) -> Any:
+        written_on.add(threading.get_ident())
+        return write(*asked)
+
+    monkeypatch.setattr(job_records, "list_metrics", listed)
+    monkeypatch.setattr(results, "write", written)
+    await events.will_succeed(job_id)
+    await events.will_succeed(job_id)  # its end is told again after a restart
+    events.succeeded(job_id)
+    assert read_on and written_on and threading.get_ident() not in read_on | written_on
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert (await control.sdk.files.content(job.result_files[0])).text.splitlines()[1].startswith("1,2.0,")
+    assert [path.name for path in control.context.files_dir.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("end", ["cancelled", "failed"])
+async def test_of_a_job_that_does_not_succeed_after_all_no_table_is_left(control: Control, events: JobEvents, end: str):
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    before = set(control.context.files_dir.iterdir())
+    await events.will_succeed(job_id)
+    assert set(control.context.files_dir.iterdir()) != before
+    events.cancelled(job_id) if end == "cancelled" else events.failed(job_id, "training_failed", "rank 3 died")
+    assert set(control.context.files_dir.iterdir()) == before

@@ -166,6 +166,7 @@ async def test_streams_are_bounded_by_key_and_by_box(hub: Hub, monkeypatch: pyte
     await anext(other)
     await other.aclose()
     del streams[0]  # one that was never asked for an event
+    await asyncio.sleep(0)
     hub.follow(caller("read"), None)
     assert len(hub._followers) <= MOST_OF_A_KEY
 
@@ -183,6 +184,7 @@ async def test_one_owner_with_many_keys_leaves_others_their_places(hub: Hub, mon
         await anext(anns[0])
         await anext(anns[0])
     del anns, bens
+    await asyncio.sleep(0)
     assert not hub._of_owner and not hub._followers
 
 

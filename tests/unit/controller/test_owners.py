@@ -155,6 +155,7 @@ JUDGED: dict[tuple[str, str], Any] = {
             ("GET", "/admin/v1/handovers"),
             ("GET", "/admin/v1/handovers/{handover_id}"),
             ("GET", "/admin/v1/limits"),
+            ("GET", "/admin/v1/power"),
             ("GET", "/admin/v1/jobs"),
             ("GET", "/admin/v1/jobs/{job_id}"),
             ("GET", "/admin/v1/jobs/{job_id}/metrics"),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from appliance.config import BoxConfig
 from appliance.controller.data_checks import data_work
 from appliance.controller.files import storage
 from appliance.controller.jobs.events import JobEvents
@@ -393,7 +394,7 @@ async def test_what_cannot_be_a_pipeline_is_refused_in_words(control: Control, f
     data = {"folder": str(folder)}
     suites = {"eval": "eval_x"}
     for fields, says_ in (
-        ({"data": {}}, "one of 'file', 'uploads' and 'folder'"),
+        ({"data": {}}, "one of 'file', 'uploads', 'folder' and 'bucket'"),
         ({"data": data | {"file": "file-1"}}, "one of"),
         ({"data": {"file": "file-x"}}, "No such File"),
         ({"data": {"folder": "here"}}, "folder"),
@@ -433,10 +434,14 @@ def documented(page: str) -> list[dict[str, Any]]:
 
 
 def test_what_the_documents_show_is_what_the_box_takes():
-    (nightly,) = documented("pipelines.md")
+    nightly, settings, of_bucket = documented("pipelines.md")
     spec = PipelineSpec.model_validate(nightly)
     gate = job_of(spec, "file-1").gate
     assert gate is not None and gate.then == "canary" and gate.suites[0].better_by == 0
+    known = BoxConfig.model_validate(settings).controller.buckets
+    fields = {name: part for name, part in nightly.items() if name not in ("data", "schedule")}
+    data = PipelineSpec.model_validate(fields | of_bucket).data
+    assert data.bucket is not None and known[data.bucket].credentials_profile == "reader"
     (rates,) = documented("sweeps.md")
     assert len(trials_of(SweepSpec.model_validate(rates))) == 6
     (terms,) = documented("gates.md")
@@ -509,3 +514,33 @@ async def test_the_names_of_a_runs_data_are_kept_while_it_goes_on_and_read_where
     assert pipelines.chosen(control.db, run.id) == {}
     assert (pipelines.find_run(control.db, run.id) or run).spec == {"name": "nightly"}
     assert (await get(control, f"pipeline_runs/{run.id}", headers))["data"] == shown["data"]
+
+
+@pytest.mark.parametrize("meanwhile", ["deleted", "switched off", "changed"])
+async def test_what_changes_while_its_data_is_looked_for_begins_no_run(
+    control: Control, folder: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+):
+    """A bucket takes its time. A run of a pipeline that was deleted failed at the store, and one that had been switched
+    off, or was another by then, began as it had been."""
+    await put(control, data={"folder": str(folder)}, schedule={"on_new_data": True})
+    await post(control, "pipelines/nightly/schedule", {"on": True})
+    put_day(folder, "a.jsonl")
+    runner, row = control.app.state.pipelines, pipelines.find(control.db, "nightly")
+    assert row is not None
+    found = runner._found
+
+    async def slowly(*asked: Any) -> Any:
+        if meanwhile == "deleted":
+            pipelines.delete(control.db, row.id)
+        elif meanwhile == "switched off":
+            pipelines.update(control.db, row.id, scheduled=0, next_s=None)
+        else:
+            pipelines.update(control.db, row.id, spec={**row.spec, "check": False}, next_s=7.0)
+        return await found(*asked)
+
+    monkeypatch.setattr(runner, "_found", slowly)
+    pipelines.update(control.db, row.id, next_s=time.time() - 5)
+    await runner._when_due(row.id)
+    assert pipelines.running_of(control.db, row.id) is None
+    now = pipelines.find(control.db, row.id)
+    assert (now and now.next_s) == {"deleted": None, "switched off": None, "changed": 7.0}[meanwhile]

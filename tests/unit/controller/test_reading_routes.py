@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from inspect import unwrap
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from appliance.store.database import Database
 from appliance.store.errors import WriteWhileReading
 from appliance.store.objects import files
 from appliance.store.reading_threads import OF_ONE, THREADS
+from appliance.store.records import keys, usage
 from tests.simulator.control_plane import simulated_context
 
 from .conftest import ADMIN, Control
@@ -31,7 +33,7 @@ ON_THE_LOOP = {
     "/admin/v1/events": _IN_MEMORY,
     "/admin/v1/nodes": _IN_MEMORY,
     "/admin/v1/oidc": _IN_MEMORY,
-    "/admin/v1/tiers": _IN_MEMORY,
+    "/admin/v1/tiers": _THEN_ANSWER,
     "/admin/v1/mode": _BOUNDED,
     "/admin/v1/mode/schedule": _BOUNDED,
     "/admin/v1/mode/schedule/preview": _BOUNDED,
@@ -161,3 +163,49 @@ async def test_the_loop_goes_on_and_others_are_answered_while_one_owner_reads_fo
     assert [one.status_code for one in told] == [200] * 3 and made and len(begun) == OF_ONE
     go.set()
     assert {one.status_code for one in await asyncio.gather(*hers)} == {200}
+
+
+async def test_who_asks_often_for_reports_of_usage_waits_for_himself(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """A year of twenty keys takes seconds, and everybody waited for the reports of whoever had asked before."""
+    making, made_of, enough = Counter[str | None](), set[str | None](), threading.Event()
+
+    def report(db: Database, by: str, since_s: float, now_s: float, owner: str | None = None) -> list[Any]:
+        making[owner] += 1
+        made_of.add(owner)
+        most.append(max(making.values()))
+        if owner == "ann":
+            assert enough.wait(30)
+        making[owner] -= 1
+        return []
+
+    most: list[int] = []
+    monkeypatch.setattr(usage, "report", report)
+
+    def asked(owner: str) -> asyncio.Task[Any]:
+        headers = {"x-appliance-key-id": key_of[owner], "x-appliance-scopes": "inference"}
+        return asyncio.create_task(control.http.get("/admin/v1/usage", headers=headers))
+
+    key_of = {name: keys.create(control.db, name, ["inference"], owner=name)[0].id for name in ("ann", "ben")}
+    anns = [asked("ann") for _ in range(3)]
+    try:
+        assert (await asyncio.wait_for(asked("ben"), 20)).status_code == 200
+        assert made_of == {"ann", "ben"} and not any(one.done() for one in anns)
+    finally:
+        enough.set()
+    assert [(await one).status_code for one in anns] == [200] * 3 and max(most) == 1
+
+
+@pytest.mark.parametrize("path", ["/admin/v1/tiers", "/admin/v1/metrics"])
+async def test_folders_of_tiers_are_listed_on_a_thread(control: Control, monkeypatch: pytest.MonkeyPatch, path: str):
+    """Each ask listed those of shared memory on the loop, and read the manifest of everything in it to count it."""
+    listed_on = set[int]()
+    listed = control.context.tiers.status()
+
+    def noted() -> list[dict[str, Any]]:
+        listed_on.add(threading.get_ident())
+        return listed()
+
+    monkeypatch.setattr(control.context.tiers, "status", lambda: noted)
+    answer = await control.http.get(path, headers=ADMIN)
+    assert answer.status_code == 200 and "disk" in answer.text
+    assert listed_on and threading.get_ident() not in listed_on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from fractions import Fraction
 
 import pytest
 
@@ -441,3 +442,13 @@ async def test_answers_whose_numbers_cannot_be_used_are_paid_for(control, engine
     told = await sampling_of(control).sample(job_id, question(3, 2))
     assert told["samples"] == [] and "lack the log-probability" in told["why"]
     assert spent(control)["trainer"].prompt_tokens == 2
+
+
+async def test_what_flies_is_not_summed_up_for_each_request_that_begins(control, engines, monkeypatch):
+    """A thousand requests at engines were, for each further one: a thousand fractions, a thousand times."""
+    sums, add = [], Fraction.__add__
+    monkeypatch.setattr(Fraction, "__add__", lambda one, other: (sums.append(one), add(one, other))[1])
+    engines.lines = 64
+    told = await sampling_of(control).sample("ftjob-1", question(128, 2))
+    assert told["why"] == "" and len(by_place(told)) == 256 and len(engines.sent) >= 64
+    assert len(sums) < 20 * len(engines.sent)

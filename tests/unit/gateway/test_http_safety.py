@@ -206,7 +206,7 @@ async def test_a_trailer_without_end_is_refused(box: Box, start: bytes) -> None:
         await asyncio.sleep(0.001)  # a read of its own
     response = await wire.response()
     assert response.status == 400 and response.error["code"] == "bad_http_request"
-    assert "beside its body" in response.error["message"]
+    assert "besides its body" in response.error["message"]
 
 
 async def test_a_slow_body_with_long_chunks_and_trailers_is_taken(box: Box) -> None:

@@ -71,6 +71,17 @@ def test_the_unit_starts_the_console_script_that_the_project_declares():
     assert "images/install.sh" in (IMAGES / "appliance.service").read_text()
 
 
+def test_the_power_helpers_unit_starts_the_helper_apart_from_the_users_files():
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str
+    unit.read(IMAGES / "appliance-power.service")
+    _, *arguments = shlex.split(unit["Service"]["ExecStart"])
+    assert arguments[:3] == ["-I", "-m", "appliance.power.helper"], "-I: neither a folder nor a variable of anybody's"
+    socket = Path(arguments[arguments.index("--socket") + 1])
+    assert socket.parent == Path("/run") / unit["Service"]["RuntimeDirectory"]
+    assert "User" not in unit["Service"] and unit["Service"]["RuntimeDirectoryPreserve"] == "restart"
+
+
 def test_locks_pin_everything_without_urls_and_agree_with_what_is_asked_for():
     named = {}
     for build in ("cpu", "cuda", "test"):

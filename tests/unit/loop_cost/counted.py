@@ -219,7 +219,7 @@ def _others(context: ControllerContext, app: FastAPI) -> dict[str, Callable[[], 
     """Rounds of the main process that are not the app's."""
     db = context.db
     events = JobEvents(db, context.files_dir, "local")
-    states = SqliteStateStore(db, events, BoxSize(1, 8, 2), Live(lambda _: Demand()), lambda: None)
+    states = SqliteStateStore(db, events, BoxSize(1, 8, 2), Live(lambda: lambda _: Demand()), lambda: None)
     routing = BusRouting(_Bus(), db, 10.0)  # type: ignore[arg-type]
 
     def of(work: Callable[[], Any]) -> Callable[[], Awaitable[Any]]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from appliance.store import rows
 from appliance.store.database import Database
+from appliance.store.records import keys
 
 OWNER, OTHER = "ann", "bob"
 OF_OTHER = 12
@@ -542,6 +543,16 @@ TABLES: dict[str, tuple[Any, Make]] = {
         None,
         lambda at: {"job_id": at.id("job"), "devices": 1, "from_s": at.old_s - 60, "to_s": at.old_s},
     ),
+    "energy": (
+        None,
+        lambda at: {
+            "kind": "job",
+            "name": at.id("job"),
+            "hour_s": int(at.old_s) // 3600 * 3600,
+            "joules": 1.0,
+            "metered_s": 1.0,
+        },
+    ),
     "eval_deletions": (None, lambda at: {"id": at.id("evalrun")} if at.is_due else {}),
 }
 
@@ -574,7 +585,7 @@ def fill(db: Database, size: Size) -> None:
     little = Size(OF_OTHER, min(size.going, 2), 0)
     with db.transaction():
         admin = rows.KeyRow("key_admin", "admin", "0" * 64, "", 1.0, owner="key_admin", scopes=["admin"])
-        db.insert("keys", admin, name="admin")
+        keys.insert(db, admin)
         for table in TABLES:
             most = dataclasses.replace(size, kept=FEW_ROWS) if table in FEW else size
             for owner, whose in ((OTHER, little), (OWNER, most)):

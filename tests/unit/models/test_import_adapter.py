@@ -65,7 +65,7 @@ def test_an_adapter_is_found_by_its_files_and_names_its_base(library, tmp_path):
         library.find_adapter("org/some-hub-id")
     with pytest.raises(SourceNotFound, match="revision"):
         library.find_adapter(str(directory), revision="v1")
-    with pytest.raises(NotACheckpoint, match="beside its base"):
+    with pytest.raises(NotACheckpoint, match="together with its base"):
         library.import_path(directory)
 
 

@@ -146,6 +146,7 @@ def test_a_third_kind_shows_its_devices_to_engines_and_ranks(abacus, tmp_path):
     assert device_environment("abacus", tmp_path) == {
         "DS_ACCELERATOR": "counter",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "HUMMING_DISABLE_PARALLEL_BUILD": "1",
         "ABACUS_STAYS": "still",
         "VLLM_CACHE_ROOT": str(tmp_path / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),

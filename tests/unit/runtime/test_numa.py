@@ -107,7 +107,7 @@ async def test_a_forked_process_and_what_it_forks_run_beside_its_device(tmp_path
             assert os.sched_getaffinity(await child.call("fork")) == expected
             await child.kill_and_wait()
         assert os.sched_getaffinity(parent.pid) == everything
-        assert "beside NUMA node [0]" in (tmp_path / "c.log").read_text()
+        assert "near NUMA node [0]" in (tmp_path / "c.log").read_text()
     finally:
         parent.kill()
         parent.wait()

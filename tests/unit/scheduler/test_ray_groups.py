@@ -135,6 +135,7 @@ class Box:
             taken=self.taken.append,
             may_continue=lambda job: True,
             on_event=lambda job, event: None,
+            will_succeed=self.will_succeed,
             on_stopped=lambda job: None,
         )
         monkeypatch.setattr("train.control.group.asdict", lambda spec: {"job_id": "j"})
@@ -145,6 +146,9 @@ class Box:
         self.groups = Groups(nodes, jobs, self.told.append)
 
     async def nothing(self, *_: Any) -> None: ...
+
+    async def will_succeed(self, job_id: str) -> None:
+        self.told.append(f"{job_id} will succeed")
 
     async def names(self) -> list[str]:
         return list(self.alive)
@@ -323,3 +327,13 @@ async def test_what_a_verb_ended_while_it_was_looked_at_is_no_lost_group(box):
         assert await looking == () and box.groups._groups == {}
     finally:
         RankHost.do_status = before
+
+
+async def test_what_the_success_of_a_job_needs_is_made_before_it_is_told(box):
+    async def succeeded() -> Any:
+        return SimpleNamespace(outcome="succeeded", error=None, step=3)
+
+    box.groups._attend("j", SimpleNamespace(wait=succeeded), LEASE, LEASE.device_ids, None)
+    await box.groups._groups["j"].watcher
+    will, ended = box.told
+    assert will == "j will succeed" and (ended.job_id, ended.outcome, ended.step) == ("j", "succeeded", 3)

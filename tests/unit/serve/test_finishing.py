@@ -47,7 +47,10 @@ def test_old_weights_go_when_time_or_memory_is_up():
 def test_a_version_is_staged_where_layout_and_memory_allow():
     facts = {"bytes": 100, "stageable": True, "layerwise_reason": None}
     assert choose_path("auto", facts, 150, 1.5)[0] == "staged"
-    assert choose_path("auto", facts, 149, 1.5) == ("in-place", "149 bytes free, 150 needed beside the serving weights")
+    assert choose_path("auto", facts, 149, 1.5) == (
+        "in-place",
+        "149 bytes free, 150 needed in addition to the serving weights",
+    )
     assert choose_path("staged", facts, 0, 1.5) == ("staged", "asked for")
     assert choose_path("staged", {**facts, "stageable": False}, 150, 1.5)[0] == "in-place"
     assert choose_path("staged", {**facts, "layerwise_reason": "compiled"}, 150, 1.5) == ("layerwise", "compiled")

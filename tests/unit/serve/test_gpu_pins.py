@@ -18,11 +18,13 @@ from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils import deep_gemm
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backends import triton_attn
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from runtime.devices.kinds import kind_of
 from serve.core.model_settings import ModelSettings
 from serve.core.spec import ReplicaSpec
+from serve.engine.start_errors import in_our_words
 from serve.vllm.arguments import engine_arguments, engine_environment
 from serve.vllm.patches import prefer_ready_made
 
@@ -93,13 +95,18 @@ def test_what_vllm_does_with_flashinfer_unless_told_otherwise_is_off(monkeypatch
 
 @pytest.fixture
 def platform(monkeypatch):
-    """vLLM's for NVIDIA GPUs, with every attention backend at hand but FlashAttention where it reads no FP8."""
+    """vLLM's for NVIDIA GPUs, with every attention backend at hand; those that read no FP8 say so."""
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
     module = importlib.import_module("vllm.platforms.cuda")
+    monkeypatch.setattr("vllm.utils.flashinfer.has_flashinfer", lambda: False)
+
+    def refuses(backend, asked):
+        hopper = asked["device_capability"].major == 9
+        without = {"FLEX_ATTENTION", "TURBOQUANT"} | (set() if hopper else {"FLASH_ATTN"})
+        return asked["kv_cache_dtype"] == "fp8" and backend.name in without
+
     monkeypatch.setattr(module, "_get_attn_backend_class", lambda backend: SimpleNamespace(
-        validate_configuration=lambda **asked: ["no FP8"] * (
-            backend.name == "FLASH_ATTN" and asked["kv_cache_dtype"] == "fp8" and asked["device_capability"].major != 9
-        )
+        validate_configuration=lambda **asked: ["no FP8"] * refuses(backend, asked)
     ))  # fmt: skip
     yield type("Own", (module.NvmlCudaPlatform,), {})
     del sys.modules[module.__name__]
@@ -126,10 +133,30 @@ def test_no_attention_is_taken_that_nvcc_compiles_while_another_computes_the_mod
     platform, capability, asked, before, now
 ):
     assert taken(platform, capability, **asked) == before, "or vLLM has another order now: look which are compiled"
-    prefer_ready_made(platform, kind_of("cuda").compiled_attention)
+    prefer_ready_made(platform, kind_of("cuda"))
     assert taken(platform, capability, **asked) == now
-    prefer_ready_made(platform, "")  # no other is left
+    prefer_ready_made(platform, SimpleNamespace(compiled_attention=""))  # no other is left
     assert taken(platform, capability, **asked) == now
+
+
+@pytest.mark.parametrize(("nvcc", "backend"), [(True, "FLASHINFER"), (False, "TRITON_ATTN")])
+def test_fp8_before_ada_is_computed_by_what_nvcc_compiles(platform, monkeypatch, nvcc, backend):
+    """Triton's backend counts as valid there, and its layers raise."""
+    monkeypatch.setattr("vllm.utils.flashinfer.has_flashinfer", lambda: nvcc)
+    monkeypatch.setattr(triton_attn, "current_platform", SimpleNamespace(
+        is_cuda=lambda: True,
+        get_device_capability=lambda: DeviceCapability(8, 6),
+        get_device_name=lambda: "NVIDIA GeForce RTX 3090",
+        has_device_capability=lambda least: 86 >= least,
+    ))  # fmt: skip
+    for name in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        with pytest.raises(ValueError, match="Triton attention") as raised:
+            triton_attn.TritonAttentionImpl(8, 128, 1.0, 8, None, None, name)
+        words = in_our_words(str(raised.value), "m")
+        assert words is not None and "8.6" in words.text and "`appliance model deploy m --kv-cache-dtype" in words.text
+    prefer_ready_made(platform, kind_of("cuda"))
+    assert taken(platform, (8, 6), kv_cache_dtype="fp8") == backend
+    assert taken(platform, (8, 6), kv_cache_dtype="auto") == "FLASH_ATTN"
 
 
 @pytest.mark.parametrize("told", [False, True])

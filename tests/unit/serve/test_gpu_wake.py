@@ -13,16 +13,22 @@ from vllm.device_allocator import AllocationData
 from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
 from vllm.model_executor.layers.fused_moe.experts.triton_cutlass_moe import TritonOrCutlassExperts
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel, FusedMoEKernelModularImpl
+from vllm.model_executor.layers.fused_moe.oracle import mxfp4
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend, make_nvfp4_moe_quant_config
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
+from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.worker.gpu.sample import thinking_budget
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 
+from serve.load.layerwise_load import load_layerwise
 from serve.vllm import shm_transfer
 from serve.vllm.loose_tensors import MOST_BYTES, LooseTensors, spans_of_weights
 from serve.vllm.patches import forget_devices
+from serve.vllm.shm_loader import prefer_experts_in_parameters
 from serve.vllm.shm_transfer import ShmUpdateInfo, ShmWeightTransferEngine
 from serve.vllm.worker_extension import THINKING_IDS, ShmWorkerExtension
 
@@ -172,6 +178,55 @@ def test_captured_graphs_read_the_scales_of_the_version_that_was_loaded_last(mon
     layer.quant_method.moe_quant_config._a1.alpha_or_gscale = torch.ones(5)
     loose.follow(layer)
     assert graphs_read.tolist() == [1 / 8] * 4, "of another shape it is something else"
+
+
+class LaidOut(QuantizeMethodBase):
+    """Makes a layer's weights anew after each load: as a parameter, as most kernels' are, or as Triton's in MXFP4."""
+
+    def __init__(self, *, wrapped):
+        self.wrapped = wrapped
+
+    def create_weights(self, *args, **kwargs):
+        raise NotImplementedError
+
+    def apply(self, *args, **kwargs):
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer):
+        made = 2 * layer.weight.data
+        del layer.weight
+        layer.weight = SimpleNamespace(data=made) if self.wrapped else torch.nn.Parameter(made, requires_grad=False)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_reload_writes_parameters_where_captured_graphs_read_them_and_nothing_else(wrapped):
+    layer = torch.nn.Linear(4, 4, bias=False)
+    layer.requires_grad_(False).weight.fill_(1)
+    record_metadata_for_reloading(layer)
+    layer.quant_method = LaidOut(wrapped=wrapped)
+    layer.quant_method.process_weights_after_loading(layer)
+    graphs_read = layer.weight.data
+    assert graphs_read.unique() == 2
+    layer.load_weights = lambda named: [
+        getattr(layer.weight, "weight_loader", default_weight_loader)(layer.weight, tensor) for _, tensor in named
+    ]
+    version = SimpleNamespace(tensors=lambda: iter([("weight", torch.full((4, 4), 3.0))]))
+    load_layerwise(layer, SimpleNamespace(dtype=torch.float32), version, torch.device("cuda"))
+    assert layer.weight.data.unique() == 6
+    assert graphs_read.unique() == (2 if wrapped else 6), "if vLLM follows these too, prefer_experts_in_parameters goes"
+
+
+def test_experts_in_mxfp4_go_to_kernels_that_keep_parameters(monkeypatch):
+    """gpt-oss on Hopper and Blackwell: vLLM prefers Triton's there."""
+    before = mxfp4._get_priority_backends_for_gpt_oss
+    monkeypatch.setattr(mxfp4, "_get_priority_backends_for_gpt_oss", before)
+    triton, *others = mxfp4.Mxfp4MoeBackend.TRITON, mxfp4.Mxfp4MoeBackend.MARLIN, mxfp4.Mxfp4MoeBackend.HUMMING
+    assert all(before().index(triton) < before().index(other) for other in others), "else there is nothing to do"
+    for _ in range(2):
+        prefer_experts_in_parameters()
+    after = mxfp4._get_priority_backends_for_gpt_oss()
+    assert sorted(after, key=before().index) == before()
+    assert all(after.index(triton) > after.index(other) for other in others)
 
 
 def test_what_is_discarded_with_the_weights_is_what_vllms_allocator_says(monkeypatch):

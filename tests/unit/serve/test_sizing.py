@@ -1,6 +1,9 @@
 """How much memory an engine gets, and how long its context is."""
 
+from pathlib import Path
+
 import pytest
+import vllm
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from runtime.devices import kinds
@@ -74,6 +77,60 @@ def test_what_guesses_take_of_a_gpu_is_not_given_to_the_kv_cache():
     many = size(shape=shape, draft_tokens=32)
     assert guessing.memory.kv_cache_bytes - many.memory.kv_cache_bytes == (8192 - 4096) * 151_936 * 4, "a batch's rows"
     assert size(shape=shape, draft_tokens=4, task="embed").memory == size(shape=shape, task="embed").memory
+
+
+def test_weights_count_in_the_dtype_that_a_gpu_computes_in():
+    """A checkpoint in bfloat16 takes twice its bytes in float32, one in float32 half of them in bfloat16."""
+    config = EngineConfig(adapter_slots=0)
+    for stored in (2 * SMOL_PARAMETERS, 4 * SMOL_PARAMETERS):
+        shape = ServedShape.from_config(SMOL, stored, SMOL_PARAMETERS)
+        for dtype, element in (("bfloat16", 2), ("float32", 4)):
+            assert size(config, shape, dtype=dtype).memory.weights_bytes == element * SMOL_PARAMETERS
+    bits = {"bits": 4}
+    for said in ({"quantization_config": bits}, {"text_config": {**SMOL, "compression_config": bits}}):
+        packed = ServedShape.from_config({**SMOL, **said}, 3 * SMOL_PARAMETERS, SMOL_PARAMETERS)
+        assert size(shape=packed).memory.weights_bytes == 3 * SMOL_PARAMETERS
+    elsewhere = ServedShape.from_config(SMOL, SMOL_PARAMETERS, SMOL_PARAMETERS)
+    assert size(shape=elsewhere).memory.weights_bytes == SMOL_PARAMETERS, "hf_quant_config.json says it"
+
+
+def test_a_batch_counts_with_as_many_tokens_as_vllm_gives_it():
+    """`performance-mode=throughput` doubles its default; without chunked prefill a prompt is one batch."""
+    shape = ServedShape(16 * GIB, context=131_072, hidden=8192, ffn=28672)
+
+    def activations(**kw):
+        return size(shape=shape, **kw).memory.activations_bytes
+
+    assert activations(throughput=True) == activations(batched_tokens=16384) == 2 * activations()
+    assert activations(whole_prompts=True) == activations(batched_tokens=131_072) == 16 * activations()
+    assert activations(throughput=True, whole_prompts=True, batched_tokens=8192) == activations()
+
+
+def test_keys_and_values_are_not_kept_in_another_half_precision_on_a_gpu():
+    """FlashAttention: "query and key must have the same dtype"; Triton's products neither take two."""
+    found = size(kv_cache_dtype="float16")
+    assert found.problem == found.not_computed and "computed in bfloat16" in found.problem
+    assert size(EngineConfig(adapter_slots=0), dtype="float32", kv_cache_dtype="bfloat16").not_computed
+    alike = [(None, "bfloat16"), ("float16", "float16"), ("float16", None), ("float16", "auto"), (None, "fp8")]
+    assert not any(size(dtype=dtype, kv_cache_dtype=kv).problem for dtype, kv in alike)
+
+
+def test_adapters_are_not_computed_in_float32_on_a_gpu():
+    """vLLM's kernels assert it, in a batch that it runs before the engine serves."""
+    kernel = Path(vllm.__file__).parent / "lora" / "ops" / "triton_ops" / "lora_shrink_op.py"
+    assert "assert inputs.dtype in [torch.float16, torch.bfloat16]\n" in kernel.read_text()
+    found = size(dtype="float32")
+    assert found.problem == found.not_computed and "[serve] adapter_slots to 0" in found.problem
+    with pytest.raises(NotComputed, match="compute no adapters"):
+        engine_settings(EngineConfig(), found, task="generate", arch="LlamaForCausalLM")
+    for computed in (
+        size(),
+        size(dtype="float16"),
+        size(EngineConfig(adapter_slots=0), dtype="float32"),
+        size(dtype="float32", task="embed"),
+        on_cpu(dtype="float32"),
+    ):
+        assert not computed.problem
 
 
 def test_a_model_that_leaves_no_room_is_refused_with_the_remedy():

@@ -29,6 +29,8 @@ class Watched:
         self.asked.append((sql, plan))
         return self._db.execute(sql, parameters)
 
+    value = Database.value
+
 
 @pytest.fixture
 def db(tmp_path: Path):

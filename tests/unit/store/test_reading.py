@@ -255,3 +255,38 @@ def test_readings_without_a_gap_do_not_have_the_log_grow(
             pass
         db.execute("UPDATE sums SET value = 1 WHERE name = 'commits'")
     assert (tmp_path / "appliance.db-wal").stat().st_size <= 8 << 20
+
+
+def test_nor_where_the_writer_takes_longer_than_a_moment(db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Readers made room for 50 ms, within which it had not come to the log's end: its next transactions went behind it,
+    and 60 MB a second on a slow disk."""
+    monkeypatch.setattr(readers, "LOG_BYTES", 8 << 20)
+    monkeypatch.setattr(readers, "MOST_LOG_BYTES", 8 << 20)
+    monkeypatch.setattr(readers, "_GAPS_EVERY_S", 0.05)
+    db.execute("PRAGMA journal_size_limit = 1048576")
+    done, begun = threading.Event(), [threading.Event(), threading.Event()]
+
+    def read_on(mine: threading.Event, other: threading.Event) -> None:
+        """One of the two reads at every moment."""
+        while not done.is_set():
+            with db.reading():
+                counted(db)
+                mine.set()
+                other.wait(0.02)
+                other.clear()
+
+    with ThreadPoolExecutor(2) as pool:
+        reading = [pool.submit(read_on, *pair) for pair in (begun, begun[::-1])]
+        longest = 0
+        try:
+            for number in range(40):
+                with db.transaction():
+                    db.execute("INSERT INTO sums VALUES (?, ?)", ["x" * 1_000_000 + str(number), 0])
+                    db.execute("DELETE FROM sums WHERE length(name) > 1000")
+                    done.wait(0.08)
+                longest = max(longest, (tmp_path / "appliance.db-wal").stat().st_size)
+        finally:
+            done.set()
+        for one in reading:
+            one.result()
+    assert longest < 24 << 20, "80 MB were written"

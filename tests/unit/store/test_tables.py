@@ -157,7 +157,7 @@ class TestModels:
 
     def test_the_same_version_twice_is_an_error(self, db: Database):
         self.insert(db, "v1")
-        with pytest.raises(DuplicateRow, match="m@v1"):
+        with pytest.raises(DuplicateRow, match="m/v1"):
             models.insert_version(db, VersionRow("m", "v1", "test", 5, 1.0))
 
 

@@ -123,3 +123,26 @@ def test_the_backward_pass_fills_no_row_per_example():
     ]
     assert not whole
     assert not any("SliceBackward" in event.name for event in told.events())
+
+
+def test_a_rank_keeps_torchs_attention_off_kernels_that_are_planned_for_every_length():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    attention.register()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_calls_per_example_on_a_device_have_no_groups_for_which_torch_has_no_kernel_without_a_square(monkeypatch):
+    """Of float32 and of wide heads: its kernel for these takes as many heads of keys as of queries."""
+    seen = []
+
+    def noting(q, k, v, **how):
+        seen.append((q.shape[1], k.shape[1], v.shape[1], how["enable_gqa"]))
+        return scaled_dot_product_attention(q, k, v, **how)
+
+    wanted = outcome(lambda *tensors: packed(*tensors, 4))
+    monkeypatch.setattr(attention, "in_host_memory", lambda device: False)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", noting)
+    found = outcome(lambda *tensors: packed(*tensors, 4))
+    assert set(seen) == {(4, 4, 4, False)}
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)

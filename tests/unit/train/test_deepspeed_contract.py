@@ -11,6 +11,7 @@ import torch
 from deepspeed import comm
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters
+from deepspeed.utils import timer
 from torch import nn
 
 from train.plan.spec import TrainSpec
@@ -156,3 +157,13 @@ def test_zero_3_is_left_to_bring_parameters_to_the_device_one_by_one():
     assert "self.module.to(self.device)" in inspect.getsource(DeepSpeedEngine._configure_distributed_model)
     brings = inspect.getsource(partition_parameters.Init._convert_to_zero_parameters)
     assert "param.data = param.data.to(self.local_device)" in brings
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_no_timer_waits_for_the_device_between_micro_batches(monkeypatch, stage):
+    module = Tiny().to(torch.bfloat16)
+    spec = TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", batch_size=2, micro_batch=1, zero_stage=stage)
+    engine, waits = build_engine(module, spec), []
+    monkeypatch.setattr(timer.get_accelerator(), "synchronize", lambda *_: waits.append(1))
+    steps(engine, 5)  # it counts from the third on
+    assert not waits and engine.global_steps == 5

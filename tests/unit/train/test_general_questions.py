@@ -29,6 +29,16 @@ from train.run.general_answers import Prefix, Prompt, _common, answering, prompt
 CPU = torch.device("cpu")
 
 
+MAMBA = {
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 64,
+}
+
+
 def never() -> bool:
     return False
 
@@ -181,11 +191,19 @@ def test_scores_are_what_the_model_says_of_each_alone():
 
 
 @pytest.mark.parametrize(
-    ("family", "window", "saved"),
-    [("llama", None, 8), ("mistral", 80, 8), ("gemma3_text", 80, 8), ("mistral", 6, 0), ("gemma3_text", 6, 0)],
+    ("family", "more", "saved"),
+    [
+        ("llama", {}, 8),
+        ("mistral", {"sliding_window": 80}, 8),
+        ("gemma3_text", {"sliding_window": 80}, 8),
+        ("mistral", {"sliding_window": 6}, 0),
+        ("gemma3_text", {"sliding_window": 6}, 0),
+        ("lfm2", {"full_attn_idxs": [1]}, 0),
+        ("granitemoehybrid", MAMBA, 0),
+    ],
 )
-def test_what_all_prompts_begin_with_is_computed_once_and_changes_no_answer(family, window, saved):
-    model = tiny(family=family, **({"sliding_window": window} if window else {}))
+def test_what_all_prompts_begin_with_is_computed_once_and_changes_no_answer(family, more, saved):
+    model = tiny(family=family, **more)
     rows = [[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7, 8, 30], [5, 6, 7, 8, 9, 10, 44]]
     assert _common(rows) == 4 and _common([[1, 2], [1, 2, 3]]) == 1 and _common([[1], [2]]) == 0
     tokens = []

@@ -1,9 +1,12 @@
 """Packed rows and the fused loss are exact: the same loss and gradients as the plain way."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from tests.train_support.tiny import make_model_dir
 from train.data.packing import build_row
@@ -119,3 +122,34 @@ def test_lora_freezes_all_but_its_factors_and_starts_as_the_base(spec, tmp_path)
         load_model(TrainSpec(**{**spec.__dict__, "full": False, "lora_targets": ("nowhere",)}))
     with pytest.raises(UnsupportedModel, match="cannot be loaded"):
         load_model(TrainSpec(**{**spec.__dict__, "base_path": str(tmp_path)}))
+
+
+def test_attention_sinks_are_refused_because_packed_attention_would_leave_them_out(tmp_path):
+    base = make_model_dir(tmp_path / "base", family="gpt_oss")
+    spec = TrainSpec(job_id="j", base_path=str(base), train_path="", run_dir="", shm_root="", output_model="o")
+    with pytest.raises(UnsupportedModel, match="gpt_oss .* attention sinks"):
+        load_model(spec)
+
+
+def test_lora_leaves_experts_alone_whatever_peft_takes_for_their_names(tmp_path):
+    config = Glm4MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        pad_token_id=0,
+    )
+    Glm4MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    spec = TrainSpec("j", str(tmp_path), "", "", "", "o", full=False, lora_rank=2)
+    trained = [name for name, p in load_model(spec).named_parameters() if p.requires_grad]
+    assert trained and not any("experts" in name for name in trained)
+    with pytest.raises(
+        UnsupportedModel, match="down_proj, gate_proj, up_proj would be those of the experts of glm4_moe too"
+    ):
+        load_model(replace(spec, lora_targets=("q_proj", "gate_proj", "up_proj", "down_proj")))

@@ -1,9 +1,12 @@
 """Learning rate and the order of data as pure functions of the step."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
 from train.data.packing import StepPlan, build_row, plan_packs
+from train.plan.best_fit import best_fit
 from train.plan.learning_rate import FLOOR_RATIO, SCHEDULES, learning_rate
 from train.plan.spec import MOST_VERSIONS, TrainSpec
 
@@ -99,3 +102,23 @@ def test_a_row_restarts_positions_and_learns_nothing_across_examples():
     # The first token of an example has nothing before it, although its mask says it is learnt.
     assert row.predict_at.tolist() == [1, 3, 8] and row.labels.tolist() == [7, 9, 9] and row.n_tokens == 7
     assert len(build_row([[first]], 8, 0, packing=False).input_ids) == 32
+
+
+def test_a_plan_counts_rows_of_millions_of_tokens_as_quickly_as_short_ones():
+    """A number had a bit for each token of a row, and went through five operations for each example: for 2,000 examples
+    and a model with a context of 1,000,000 the validation of a job held the controller's loop for 0.3 s."""
+    draw = np.random.default_rng(3)
+    for capacity in (300, 1000, 100_000_000):
+        lengths = sorted(draw.integers(1, 301, 300).tolist(), reverse=True)
+        spaces: list[int] = []
+        for length in lengths:
+            fitting = [space for space in spaces if space >= length]
+            if fitting:
+                spaces.remove(min(fitting))
+            spaces.append((min(fitting) if fitting else capacity) - length)
+        tracemalloc.start()
+        packs = best_fit(enumerate(lengths), capacity)
+        taken = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert sorted(capacity - sum(lengths[index] for index in pack) for pack in packs) == sorted(spaces)
+        assert sorted(index for pack in packs for index in pack) == list(range(300)) and taken < 1 << 20

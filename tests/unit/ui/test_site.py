@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from appliance.ui.site import CONTENT_SECURITY, CONTENT_TYPES, DOCUMENT, STATIC, answer, read_site, site
+from train.methods.methods import METHODS
 
 SCRIPTS = sorted(path for path in STATIC.rglob("*.js") if path.parent.name != "vendor")
 LANGUAGES = ("en", "zh-CN")
@@ -81,7 +82,9 @@ def test_a_file_is_compressed_for_who_takes_that(accepted: bytes | None, packed:
 def test_a_first_visit_is_small():
     catalogues = [f"i18n/{name}.json".encode() for name in LANGUAGES[1:]]
     fetched = {path: file for path, file in site().items() if not path.endswith((b".txt", *catalogues))}
+    before = {path: file for path, file in fetched.items() if b"/pages" not in path}
     assert sum(len(file.packed) for file in fetched.values()) < FIRST_LOAD_BYTES
+    assert sum(len(file.packed) for file in before.values()) < FIRST_LOAD_BYTES / 1.5, "before anybody is logged in"
 
 
 # --- what it may do
@@ -138,6 +141,16 @@ def test_all_words_that_are_said_are_there_and_no_others():
     families = tuple(re.findall(r"[(`]([a-z_.]+\.)\$\{", source))
     unsaid = {name for name in words("en") if name not in quoted and not name.startswith(families)}
     assert not unsaid
+
+
+def test_the_form_of_a_job_has_every_method_and_what_each_takes():
+    source = (STATIC / "pages" / "new_job.js").read_text()
+    (listed,) = re.findall(r"const METHODS = (\[.*?\]);", source)
+    assert json.loads(listed) == list(METHODS)
+    for method in METHODS.values():
+        assert f"new.method.{method.name}" in words("en")
+        for name in method.takes:
+            assert name == "response_format" or f"form.{name}" in source, name
 
 
 # --- what is vendored

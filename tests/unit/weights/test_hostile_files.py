@@ -114,7 +114,7 @@ def test_hostile_header_is_refused_and_never_mapped(tmp_path, store, monkeypatch
 def test_the_same_tensor_in_two_files(tmp_path):
     for name in ("a.safetensors", "b.safetensors"):
         (tmp_path / name).write_bytes(json_file({"w": entry()}))
-    with pytest.raises(HeaderInvalid, match="stands in a.safetensors too"):
+    with pytest.raises(HeaderInvalid, match="is in a.safetensors too"):
         Layout.read(tmp_path)
 
 

@@ -57,7 +57,11 @@ class Box:
             routing.traffic, SchedulerConfig(), 8, lambda: self.now_s, self._db, lambda: 1e9 + self.now_s
         )
         self._states = SqliteStateStore(
-            self._db, self._events, BoxSize(1, 8, 8), Live(routing.demand, bounded=self.standbys.learned), lambda: None
+            self._db,
+            self._events,
+            BoxSize(1, 8, 8),
+            Live(lambda: routing.demand, bounded=self.standbys.learned),
+            lambda: None,
         )
         self._counts: dict[str, int] = {}
         self._began_s: dict[str, float] = {}
@@ -210,7 +214,7 @@ def test_what_was_learned_with_another_target_or_cannot_be_read_is_learned_anew(
     box.begin()
     box.report("g-0")
     assert box.seen().standby.replicas <= 1
-    assert "learned anew" in caplog.text
+    assert "learned again" in caplog.text
 
 
 def test_what_was_learned_goes_with_the_deployment(box, db):

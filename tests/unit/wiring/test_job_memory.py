@@ -32,7 +32,9 @@ def test_it_waits_with_the_numbers_and_begins_when_room_is_given_back(db, events
     add_model(params=1_000_000)  # 2 MB of result and 12 MB of snapshot
     add_job("ftjob-new", resolved=RESOLVED)
     room = JobMemory(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
-    states = SqliteStateStore(db, events, BoxSize(1, 8, 1), Live(lambda model: Demand(), room.waits_for), lambda: None)
+    states = SqliteStateStore(
+        db, events, BoxSize(1, 8, 1), Live(lambda: lambda model: Demand(), room.waits_for), lambda: None
+    )
     served = hold(store, 10 * MB)
     (view,) = states.load().jobs
     assert "need 14.0 MB, 10.0 MB can be allocated now" in view.lacks
@@ -68,3 +70,23 @@ def test_what_a_job_takes_of_the_host_depends_on_where_its_tensors_lie(db, store
     on_gpu = JobMemory(db, store, BoxFacts(8, "cuda", 80 * 10**9, store.budget_bytes, 20 * MB)).host_bytes(row)
     assert 14 * MB + 8 * 200 * MB < on_cpu < 14 * MB + 8 * 230 * MB  # what is stored, and eight ranks
     assert on_gpu == 14 * MB + 8 * 2 * 2**30
+
+
+def test_of_a_cancelled_job_nothing_is_kept(db, events, store, add_model, add_job):
+    """Both numbers of each job that was cancelled while it waited stayed until the controller ended."""
+    add_model(params=1_000_000)
+    add_job("ftjob-waits", resolved=RESOLVED)
+    add_job("ftjob-gone", resolved=RESOLVED)
+    room = JobMemory(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
+
+    def lacks(row):
+        room.host_bytes(row)
+        return room.waits_for(row)
+
+    live = Live(lambda: lambda model: Demand(), lacks, keep_jobs=room.keep)
+    states = SqliteStateStore(db, events, BoxSize(1, 8, 1), live, lambda: None)
+    states.load()
+    assert room._needs.keys() == room._host_needs.keys() == {"ftjob-waits", "ftjob-gone"}
+    jobs.set_wanted(db, "ftjob-gone", "cancel")
+    states.load()
+    assert room._needs.keys() == room._host_needs.keys() == {"ftjob-waits"}

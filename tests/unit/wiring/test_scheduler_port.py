@@ -54,7 +54,7 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     add_job(allowed_sizes=[1, 2])
     deployments.update(db, "starter", min_replicas=1, max_replicas=1)
     world = World(box_of(3))
-    states = SqliteStateStore(db, events, BoxSize(0, 3, 1), Live(lambda _: Demand()), lambda: None)
+    states = SqliteStateStore(db, events, BoxSize(0, 3, 1), Live(lambda: lambda _: Demand()), lambda: None)
     write_mode(db, Mode("serve"))
     loop = SchedulerLoop(SystemClock(), SchedulerConfig())
     trigger = HandoverTrigger(loop.status)

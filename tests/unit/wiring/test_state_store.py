@@ -29,7 +29,7 @@ def states(db, events, refreshed):
         db,
         events,
         BoxSize(serving_floor=1, devices=8, max_replicas=2),
-        Live(lambda model: Demand(held=3 if model == "starter" else 0)),
+        Live(lambda: lambda model: Demand(held=3 if model == "starter" else 0)),
         lambda: refreshed.append(1),
     )
 

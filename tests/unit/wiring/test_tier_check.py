@@ -66,7 +66,7 @@ async def test_a_damaged_copy_is_named_with_its_tier(ops, tmp_path, where, told,
         await ops.verify_tiers(lambda progress: None)
     assert failed.value.code == "copies_damaged"
     assert all(text in str(failed.value) for text in told), failed.value
-    noted = {tier["name"]: tier["last_error"] for tier in tiers.status() if tier["last_error"]}
+    noted = {tier["name"]: tier["last_error"] for tier in tiers.status()() if tier["last_error"]}
     assert list(noted) == [name for name in ("disk", "remote") if f"in the {name} tier" in str(failed.value)]
     assert all("is damaged" in text for text in noted.values())
 

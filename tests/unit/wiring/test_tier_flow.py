@@ -48,7 +48,7 @@ def snapshot(store, step, job="ftjob-1"):
 
 
 def put_off(tiers, tier):
-    return next(status for status in tiers.status() if status["name"] == tier)
+    return next(status for status in tiers.status()() if status["name"] == tier)
 
 
 async def passes(flow, *tiers):
@@ -98,7 +98,7 @@ async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_rem
     assert not (tmp_path / "data/models/starter/v1").exists(), "the damaged copy is gone"
     told = put_off(tiers, "disk")
     assert told["damaged"] == 1 and told["last_error"] in caplog.text
-    assert "was damaged and was removed, to be written anew; the remote tier had it whole" in told["last_error"]
+    assert "was damaged and was removed, to be written again; the remote tier had it whole" in told["last_error"]
     assert f"{tmp_path}/data/models/starter/v1/model.safetensors, tensor 'model.norm.weight'" in told["last_error"]
     await passes(flow, "disk")
     tiers.all[0].level.versions.verify(V1)

@@ -40,7 +40,7 @@ class Deploy(IdleSettings):
 
 
 _NEVER_NULL = ("min_replicas", "tensor_parallel", "pinned")
-# Of an adapter: its host's engines are kept for it. Everything else is a matter of those engines.
+# What an adapter has of its own: its host's engines are kept for it. Everything else is a matter of those engines.
 _OF_ADAPTERS = ("min_replicas", "pinned")
 
 

@@ -65,7 +65,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/models/{name:path}/settings")
     def show_settings(name: str) -> dict[str, Any]:
-        """Of an adapter there are none: a command that shows a deployment shows them beside it."""
+        """An adapter has none: a command that shows a deployment shows its base's beside it."""
         stored_model(db, name)
         return view(name)
 

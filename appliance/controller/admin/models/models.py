@@ -277,7 +277,7 @@ async def _adapter(context: ControllerContext, body: Import) -> tuple[AdapterFou
         return found, adapter_base(context, found, body.base)
     if body.base is not None:
         raise BadRequest(
-            f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is none.",
+            f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is not one.",
             param="base",
             code="invalid_value",
         )

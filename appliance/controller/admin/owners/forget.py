@@ -35,7 +35,7 @@ from appliance.controller.models import removal as models
 from appliance.controller.pipelines.runner import PipelineRunner
 from appliance.controller.sweeps.runner import SweepRunner
 from appliance.store.chunks import little_by_little
-from appliance.store.objects import batches, evals, responses, sweeps
+from appliance.store.objects import batches, evals, jobs, responses, sweeps
 from appliance.store.objects import files as file_rows
 from appliance.store.records import keys
 from appliance.store.records.session_keys import OWNER as BOX_ITSELF
@@ -103,8 +103,10 @@ def routes(
         leaving = {*there["unfinished"], *names}
         for name in names:
             models.refuse_if_in_use(context, models.doomed(context, name), caller, leaving)
+            await asyncio.sleep(0)
         for row in forgotten.keys_of(db, owner):
             keys.revoke(db, row.id)
+            await asyncio.sleep(0)
         context.publish_keys()
         if left := await _ended(owner, caller):
             record(context, caller, "owner.forget", "", outcome="failed", waits_for=left)
@@ -145,12 +147,14 @@ def routes(
 
     async def _ended(owner: str, caller: Principal) -> list[str]:
         """Cancel unfinished work and wait for it briefly; returns what has not ended by then."""
-        for job in forgotten.jobs_of(db, owner):
-            if not job.finished:
+        for job_id in forgotten.ids(db, "jobs", owner, forgotten.JOB_GOES_ON):
+            if (job := jobs.find(db, job_id)) is not None and not job.finished:
                 ask(context, job.id, "cancel", caller)
+            await asyncio.sleep(0)
         for batch_id in forgotten.ids(db, "batches", owner, "status IN ('validating', 'in_progress')"):
             batches.update(db, batch_id, status="cancelling", cancelling_s=time.time())
             runner.poke(batch_id)
+            await asyncio.sleep(0)
         for response_id in forgotten.ids(db, "responses", owner, "status IN ('queued', 'in_progress')"):
             if (row := responses.find(db, response_id)) is not None:
                 background.cancel(row)
@@ -160,8 +164,10 @@ def routes(
                 await sweeping.cancel(sweep)
         for run_id in forgotten.ids(db, "pipeline_runs", owner, "state = 'running'"):
             pipelining.cancel(run_id)
+            await asyncio.sleep(0)
         for gate_id in forgotten.ids(db, "gates", owner, "state NOT IN ('canary', 'ended')"):
             judging.cancel(gate_id)
+            await asyncio.sleep(0)
         for run_id in evals.unfinished_ids(db, owner=owner):
             evaluations.cancel(run_id)
             await asyncio.sleep(0)
@@ -171,12 +177,14 @@ def routes(
         return left
 
     async def _delete(owner: str) -> None:
-        for job in forgotten.jobs_of(db, owner):
-            for file_id in job.result_files:
+        for job_id in forgotten.ids(db, "jobs", owner):
+            job = jobs.find(db, job_id)
+            for file_id in job.result_files if job is not None else ():
                 if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
                     files.remove(context, row)
-            await to_thread.run_sync(shutil.rmtree, context.jobs_dir / job.id, True)
-            await little_by_little(partial(retention.delete_some_texts_of_job, db, job.id))
+            await to_thread.run_sync(shutil.rmtree, context.jobs_dir / job_id, True)
+            await little_by_little(partial(retention.delete_some_texts_of_job, db, job_id))
+            forgotten.forget_texts(db, job_id)
         for file_id in forgotten.ids(db, "files", owner):
             if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
                 files.remove(context, row)

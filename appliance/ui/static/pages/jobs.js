@@ -1,7 +1,7 @@
 // Jobs: the list, one job with its curves and events, and the form for a new one.
 import { get, post } from "../api.js";
 import { Chart } from "../chart.js";
-import { ago, duration, measure, moment, number } from "../format.js";
+import { ago, duration, energy, measure, moment, number } from "../format.js";
 import { t } from "../i18n.js";
 import { Badge, Card, Facts, Failure, Live, Meter, Sure, Table, html, useAct, useLive, useMay, useRef } from "../ui.js";
 import { NewJob } from "./new_job.js";
@@ -79,7 +79,7 @@ function useEvents(id, may) {
   }, 2, [id, may], [`jobs/${id}`]);
 }
 
-/** All metrics of the job by step; each look asks again for the last steps, which a resume may have done anew. */
+/** All metrics of the job by step; each look asks again for the last steps, which a resume may have done again. */
 function useMetrics(id, may) {
   const known = useRef(new Map());
   return useLive(async (signal) => {
@@ -109,6 +109,7 @@ function About({ job, may, onChange }) {
       [t("job.valid_loss"), job.valid_loss ? measure(job.valid_loss) : null],
       [t("job.tokens_per_s"), job.tokens_per_s ? number(job.tokens_per_s) : null],
       [t("devices"), job.devices && job.devices.length ? job.devices.join(", ") : null],
+      [t("energy"), job.step || job.energy ? energy(job.energy) : null],
       [t("job.allowed"), job.allowed_sizes ? job.allowed_sizes.join(", ") : null],
       [t("job.snapshot"), job.snapshot ? t("job.snapshot_at", { step: number(job.snapshot.step) }) : null],
       [t("gate"), job.gate ? html`<b>${job.gate.verdict || job.gate.state}</b>: ${job.gate.reason}` : null],

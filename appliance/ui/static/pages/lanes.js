@@ -40,7 +40,7 @@ function spansOf(changes, device, named, { since, until, started }) {
     if (Math.min(to, until) > begin) spans.push({ kind: holder ? holder.kind : "free", name: holder ? named(holder) : "", from: begin, to: Math.min(to, until) });
     from = Math.max(from, to);
   };
-  // Who held it when the box stopped is in no journal: that one had it until the box began anew, at the latest.
+  // Who held it when the box stopped is in no journal: that one had it until the box began again, at the latest.
   const lose = (to) => {
     if (!holder || !(from < started && started < to)) return;
     add(started);

@@ -1,10 +1,10 @@
 // A new job: the file with its faults by line, what to train and how, an estimate, then the job itself.
 import { get, post, upload } from "../api.js";
-import { bytes, measure, number } from "../format.js";
+import { bytes, energy, measure, number } from "../format.js";
 import { t } from "../i18n.js";
 import { Badge, Card, Facts, Failure, Field, Live, Table, html, useAct, useEffect, useLive, useMay, useState } from "../ui.js";
 
-const METHODS = ["supervised", "dpo", "reinforcement"];
+const METHODS = ["supervised", "dpo", "reinforcement", "distillation"];
 
 export function NewJob() {
   const [file, setFile] = useState(null);
@@ -67,7 +67,7 @@ function Settings({ file, validation }) {
   const models = useLive(async (signal) => (await get("/v1/models", signal)).data, 20);
   const [model, setModel] = useState("");
   const [method, setMethod] = useState("supervised");
-  const [form, setForm] = useState({ epochs: "", batch: "", rate: "", rank: "", suffix: "", devices: "", beta: "", grader: "", publish: "end" });
+  const [form, setForm] = useState({ epochs: "", batch: "", rate: "", rank: "", suffix: "", devices: "", beta: "", grader: "", teacher: "", publish: "end" });
   const [plan, setPlan] = useState(null);
   const [look, looking] = useAct((body) => post("/admin/v1/plan", body));
   const [begin, beginning] = useAct((body) => post("/v1/fine_tuning/jobs", body));
@@ -94,10 +94,10 @@ function Settings({ file, validation }) {
   const submit = async (event) => {
     event.preventDefault();
     setTold("");
-    let grader;
+    let judge = method === "distillation" ? { teacher: form.teacher } : {};
     if (method === "reinforcement") {
       try {
-        grader = JSON.parse(form.grader);
+        judge = { grader: JSON.parse(form.grader) };
       } catch (error) {
         setTold(t("new.grader.bad", { message: error.message }));
         return;
@@ -109,7 +109,7 @@ function Settings({ file, validation }) {
       validation_file: validation ? validation.id : undefined,
       suffix: form.suffix || undefined,
       max_devices: numeric(form.devices),
-      method: { type: method, [method]: { hyperparameters, ...(grader ? { grader } : {}) } },
+      method: { type: method, [method]: { hyperparameters, ...judge } },
     });
     if (made) location.hash = `#/jobs/${made.id}`;
   };
@@ -129,7 +129,10 @@ function Settings({ file, validation }) {
     </div>
     ${method === "dpo" ? html`<${Field} label="beta" hint=${t("new.beta.what")}><input type="number" min="0" step="any" placeholder="auto" value=${form.beta} onInput=${set("beta")} /></${Field}>` : null}
     ${method === "reinforcement" ? html`<${Field} label=${t("new.grader")} hint=${t("new.grader.what")}>
-      <textarea rows="6" required spellcheck="false" value=${form.grader} onInput=${set("grader")}></textarea></${Field}>` : null}
+      <textarea rows="6" required spellcheck=${false} value=${form.grader} onInput=${set("grader")}></textarea></${Field}>` : null}
+    ${method === "distillation" ? html`<${Field} label=${t("new.teacher")} hint=${t("new.teacher.what")}>
+      <input required list="teachers" spellcheck=${false} value=${form.teacher} onInput=${set("teacher")} />
+      <datalist id="teachers">${(models.data || []).filter((one) => one.id !== model).map((one) => html`<option value=${one.id} />`)}</datalist></${Field}>` : null}
     <details><summary>${t("new.more")}</summary><div class="fields">
       <${Field} label=${t("new.rank")} hint=${t("new.rank.what")}><input type="number" min="1" placeholder="auto" value=${form.rank} onInput=${set("rank")} /></${Field}>
       <${Field} label=${t("new.devices")}><input type="number" min="1" placeholder="auto" value=${form.devices} onInput=${set("devices")} /></${Field}>
@@ -162,6 +165,7 @@ function Estimate({ plan }) {
       [t("plan.tokens"), number(data.tokens)],
       [t("plan.longest"), number(data.longest_example_tokens)],
       [t("plan.steps"), number(data.steps)],
+      [t("energy"), plan.device_hours === null ? null : energy(plan.energy)],
       [t("new.epochs"), number(plan.hyperparameters.n_epochs)],
       [t("new.batch"), number(plan.hyperparameters.batch_size)],
       [t("plan.rate"), measure(plan.hyperparameters.learning_rate)],

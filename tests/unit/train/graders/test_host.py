@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from train.graders import host as host_module
 from train.graders import sandbox
 from train.graders.graders import parse
 from train.graders.grading import ModelAnswer
@@ -125,3 +127,20 @@ async def test_the_loop_is_free_while_a_long_question_is_written(monkeypatch) ->
     await beside
     ((after, asked),) = seen
     assert after - began >= 8 and len(asked["samples"]) == 8 and asked["only_requests"] is False
+
+
+async def test_the_loop_is_free_while_a_long_answer_is_read(host: GraderHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 MiB, as much as a worker may say, held it for 80 ms."""
+    read_on: list[int] = []
+    loads = host_module.json.loads
+
+    def noted(text: bytes) -> Any:
+        read_on.append(threading.get_ident())
+        return loads(text)
+
+    monkeypatch.setattr(host_module.json, "loads", noted)
+    monkeypatch.setattr(host_module, "_AT_ONCE_BYTES", 10)
+    texts = {"input": "{{sample.output_text}}", "reference": "a", "operation": "eq"}
+    graded = await host.grade(parse({"type": "string_check", "name": "c", **texts}), [(Sample("a"), {})])
+    assert [one.reward for one in graded] == [1.0]
+    assert read_on and threading.get_ident() not in read_on

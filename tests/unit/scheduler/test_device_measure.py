@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.controller.interfaces.errors import OperationFailed
-from appliance.wiring.device_measure import DeviceProcesses
 from scheduler.devices.discovery import logical_devices
+from scheduler.devices.measure import DeviceProcesses, NotMeasured
 
 
 async def test_two_logical_devices_are_measured_alone_and_together(tmp_path):
@@ -25,7 +24,7 @@ async def test_two_logical_devices_are_measured_alone_and_together(tmp_path):
 async def test_a_measurement_that_hangs_is_ended(tmp_path):
     processes = DeviceProcesses(logical_devices(1), numa_bind=True, folder=tmp_path, limit_s=0.05)
     began_s = time.monotonic()
-    with pytest.raises(OperationFailed, match="did not end within"):
+    with pytest.raises(NotMeasured, match="did not end within"):
         await processes.alone("n0/0")
     assert time.monotonic() - began_s < 5
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

@@ -1,0 +1,108 @@
+"""`appliance power`: the power profile in force, and who has drawn how much energy."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.command import Session, box_command, group, seconds_given
+
+app = group("Power and energy: the profile in force, and who has drawn how much.")
+
+NOT_KNOWN = "not known: the devices of this machine count no energy that the box may read"
+_SHOWN = {"idle": "nobody", "job": "job", "model": "model"}
+
+
+@box_command(app, "appliance power", "appliance power --since 30d", "appliance power --since 7d -o json")
+def power(
+    session: Session,
+    since: Annotated[
+        str, typer.Option("--since", metavar="TIME", help="How far back: 45m, 24h, 7d. Whole hours are counted.")
+    ] = "24h",
+) -> None:
+    """Power and energy: the profile in force, and who has drawn how much.
+
+    Of each job, each model and of devices that nobody held: joules, kilowatt-hours at the site and what they cost.
+    """
+    since_s = max(0.0, time.time() - seconds_given("--since", since))
+    session.show(session.client.get("/admin/v1/power", since_s=since_s), _table)
+
+
+def energy_line(drawn: dict[str, Any] | None) -> str:
+    """A bill in one line: what the site drew, what it cost, and what the devices drew for each step and token."""
+    if drawn is None:
+        return NOT_KNOWN
+    parts = [f"{kwh(drawn['site_kwh'])}{money(drawn)}"]
+    if drawn.get("watts_per_device") is not None:
+        at = {
+            "jobs": "what jobs like it have drawn here",
+            "limit": "the power limit of the devices, which they do not reach",
+        }[drawn["watts_from"]]
+        parts.append(f"at {drawn['watts_per_device']:.0f} W a device, {at}")
+    if drawn.get("joules_per_step") is not None:
+        parts.append(f"{joules(drawn['joules_per_step'])} a step")
+    if drawn.get("joules_per_1000_tokens") is not None:
+        parts.append(f"{joules(drawn['joules_per_1000_tokens'])} per 1,000 tokens")
+    if drawn.get("metered_share", 1.0) < 0.995:
+        parts.append(f"counted for {drawn['metered_share']:.0%} of its time")
+    return ", ".join(parts)
+
+
+def joules(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for limit, unit in ((1e6, "MJ"), (1e3, "kJ")):
+        if value >= limit:
+            return f"{value / limit:,.3g} {unit}"
+    return f"{value:.3g} J"
+
+
+def kwh(value: float) -> str:
+    return f"{value:.3g} kWh" if value >= 0.1 else f"{value * 1000:.3g} Wh"
+
+
+def money(drawn: dict[str, Any]) -> str:
+    return "" if drawn["cost"] is None else f" ({drawn['cost']:.2f} {drawn['currency']})"
+
+
+def _table(answer: dict[str, Any]) -> Any:
+    profile, tariff = answer["profile"], answer["tariff"]
+    rows = output.table(
+        ("HELD BY", "", ">ENERGY", ">DEVICE-HOURS", ">W PER DEVICE", ">PER 1,000 TOKENS", ">SITE", ">COST"),
+        (
+            (
+                _SHOWN[one["kind"]],
+                one["name"],
+                joules(one["joules"]),
+                f"{one['metered_s'] / 3600:.2f}",
+                f"{one['joules'] / one['metered_s']:.0f}" if one["metered_s"] else "-",
+                joules(one["joules_per_1000_tokens"]),
+                kwh(one["site_kwh"]),
+                "-" if one["cost"] is None else f"{one['cost']:.2f} {one['currency']}",
+            )
+            for one in answer["data"]
+        ),
+        empty="nothing was counted in that time" if answer["meters"] else f"energy is {NOT_KNOWN}",
+    )
+    price = "not set" if tariff["price_per_kwh"] is None else f"{tariff['price_per_kwh']:g} {tariff['currency']} a kWh"
+    return output.stack(
+        output.fields(("profile", profile_line(profile)), ("price", f"{price}, PUE {tariff['pue']:g}")),
+        rows,
+    )
+
+
+def profile_line(profile: dict[str, Any]) -> str:
+    """The profile in force, in one line."""
+    if not profile.get("helper"):
+        return "none: the box sets no limits (no power helper is configured)"
+    if profile["profile"] is None:
+        return "not known: the power helper does not answer"
+    limits = [
+        *([] if profile["limit_w"] is None else [f"{profile['limit_w']:g} W a device"]),
+        *([] if profile["clock_mhz"] is None else [f"clocks up to {profile['clock_mhz']} MHz"]),
+    ]
+    refused = [f"not on {device}: {why}" for device, why in profile["refused"].items()]
+    return f"{profile['profile']} ({', '.join([*limits, profile['because'], *refused])})"

@@ -1,0 +1,66 @@
+"""Data in a bucket of an S3-compatible store: what is in it, and one file made of what a run has chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+
+from appliance.controller.interfaces.config import Bucket
+from appliance.controller.pipelines.new_data import MOST_FILES, Found, NoData, bounded, write_lines
+from weights.format.errors import ObjectDamaged
+from weights.tiers.objects_s3 import S3Objects
+from weights.tiers.places import s3_at
+
+MOST_KEYS = 1_000_000
+"""Objects that are looked at; nothing is taken from a bucket with more."""
+
+
+class Changed(Exception):
+    """What was chosen is not there any more as it was; the text says which."""
+
+
+class _Stopped(Exception):
+    """Nobody waits for it any more."""
+
+
+def found_in(bucket: Bucket, pattern: str) -> Found:
+    """Every object below the bucket's prefix whose name from there on is of the pattern (`*` stands for "/" too), by
+    its whole address: [bytes, tag of its bytes]. Raises NoData, TierUnavailable."""
+    objects, found = s3_at(bucket), Found()
+    for seen, (key, size, tag) in enumerate(objects.tagged()):
+        if seen == MOST_KEYS:
+            raise NoData(f"there are more than {MOST_KEYS:,} objects below {objects.where}")
+        if size and fnmatch.fnmatchcase(key, pattern):
+            found[objects.where + key] = [size, tag]
+        if len(found) > MOST_FILES:
+            break
+    return bounded(found)
+
+
+async def join_chosen(bucket: Bucket, chosen: Found, target: Path) -> str:
+    """As `new_data.join_chosen`. Ends soon when it is cancelled. Raises OSError, TierUnavailable, Changed."""
+    stop = Event()
+    try:
+        return await asyncio.to_thread(_join, s3_at(bucket), chosen, target, stop)
+    except asyncio.CancelledError:
+        stop.set()
+        raise
+
+
+def _join(objects: S3Objects, chosen: Found, target: Path, stop: Event) -> str:
+    return write_lines((_blocks(objects, address, told[1], stop) for address, told in chosen.items()), target)
+
+
+def _blocks(objects: S3Objects, address: str, tag: str, stop: Event) -> Iterator[bytes]:
+    if not address.startswith(objects.where):
+        raise Changed(f"{address} is not below {objects.where}, where the configuration has this bucket now")
+    try:
+        for block in objects.blocks(address.removeprefix(objects.where), tag):
+            if stop.is_set():
+                raise _Stopped
+            yield block
+    except ObjectDamaged as error:
+        raise Changed(f"{address} was changed or deleted since it was chosen") from error

@@ -1,0 +1,58 @@
+"""One table with the dataclass of its rows: what every table does with one row. The modules of `objects` and `records`
+take their `insert`, `find` and `update` from it, and write the SQL that is their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from typing import Any, Generic
+
+from appliance.store.database import Database, Page, Row, encode, owned_by
+from appliance.store.errors import DuplicateRow, RowNotFound, UnknownColumn
+
+
+class Table(Generic[Row]):
+    def __init__(self, name: str, kind: type[Row], *key: str, called: str = ""):
+        """key: the columns that name a row; ("id",) if none is given. called: the column by which a DuplicateRow names
+        it, if that is another."""
+        self._name, self._kind, self._key = name, kind, key or ("id",)
+        self._called = (called,) if called else self._key
+        self._fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        self._where = " AND ".join(f"{column} = ?" for column in self._key)
+        marks = ", ".join("?" * len(self._fields))
+        self._insert = f"INSERT INTO {name} ({', '.join(self._fields)}) VALUES ({marks})"
+
+    def insert(self, db: Database, row: Row) -> None:
+        """Raises DuplicateRow."""
+        try:
+            db.execute(self._insert, [encode(field, getattr(row, name)) for name, field in self._fields.items()])
+        except sqlite3.IntegrityError as error:
+            if "UNIQUE" in str(error):
+                raise DuplicateRow(self._name, "/".join(str(getattr(row, one)) for one in self._called)) from error
+            raise
+
+    def find(self, db: Database, *key: Any) -> Row | None:
+        """For the box's own work, or where the caller knows whose the row is."""
+        return db.one(self._kind, f"SELECT * FROM {self._name} WHERE {self._where}", key)
+
+    def find_visible(self, db: Database, row_id: str, *, viewer: str | None) -> Row | None:
+        """viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself."""
+        query = f"SELECT * FROM {self._name} WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)"
+        return db.one(self._kind, query, [row_id, viewer])
+
+    def page_visible(self, db: Database, *, viewer: str | None, after: str | None, limit: int) -> Page[Row]:
+        """Newest first; the viewer's alone, as with `find_visible`. Raises UnknownCursor."""
+        return db.page(self._kind, self._name, scope=owned_by(viewer), after=after, limit=limit)
+
+    def update(self, db: Database, *key: Any, **changes: Any) -> None:
+        """Change columns of one row. Raises RowNotFound, UnknownColumn."""
+        unknown = [name for name in changes if name not in self._fields]
+        if unknown:
+            raise UnknownColumn(self._name, unknown)
+        if not changes:
+            return
+        assignments = ", ".join(f"{name} = ?" for name in changes)
+        values = [encode(self._fields[name], value) for name, value in changes.items()]
+        cursor = db.execute(f"UPDATE {self._name} SET {assignments} WHERE {self._where}", [*values, *key])
+        if cursor.rowcount == 0:
+            raise RowNotFound(self._name, "/".join(map(str, key)))

@@ -1,0 +1,100 @@
+"""Takes the pictures of the page that docs/ shows: `make pictures` takes all of them anew.
+
+A real gateway and the real control app serve the page; who holds devices and how a job learns is made up here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from appliance.controller.jobs.events import JobEvents
+from appliance.power.settings import PowerSettings
+from appliance.store.objects import jobs
+from appliance.store.records import energy, usage
+from tests.front.box import MODEL, Front, running_front
+
+BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+STEPS, REACHED = 80, 62
+
+
+def launch(driver: Any) -> Any:
+    """A browser, of Playwright's `sync_playwright()`."""
+    return driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-dev-shm-usage"])
+
+
+def take(browser: Any, front: Front, folder: Path) -> list[str]:
+    """Every picture into `folder`; their names."""
+    for name, prepare in PICTURES.items():
+        context = browser.new_context(locale="en-US", viewport={"width": 1240, "height": 900}, color_scheme="light")
+        page = context.new_page()
+        page.goto(f"{front.url}/ui{prepare(front)}")
+        page.get_by_label("API key").fill(front.key)
+        page.keyboard.press("Enter")
+        page.get_by_role("navigation").wait_for()
+        page.locator(".loading").first.wait_for(state="detached")
+        if name == "ui-job.png":
+            page.locator(".u-wrap").nth(1).wait_for()
+        page.screenshot(path=folder / name)
+        context.close()
+    return list(PICTURES)
+
+
+def _job(front: Front) -> str:
+    """One that trains on two devices after it had four, with a loss as losses are; its place."""
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    data = "\n".join([json.dumps(row)] * 12).encode()
+    with front.http() as http:
+        file_id = http.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": ("sums.jsonl", data)}).json()[
+            "id"
+        ]
+        body = {"model": MODEL, "training_file": file_id, "suffix": "sums"}
+        job_id: str = http.post("/v1/fine_tuning/jobs", json=body).json()["id"]
+        front.wait(lambda: http.get(f"/v1/fine_tuning/jobs/{job_id}").json()["status"] == "queued")
+    context = front.context
+    assert context is not None
+    context.power = PowerSettings(price_per_kwh=0.28, pue=1.3)
+    drawn = random.Random(1)
+
+    def tell() -> None:
+        db = context.db
+        events = JobEvents(db, context.files_dir, "local")
+        events.started(job_id, ["n0/0", "n0/1"], resumed=False)
+        for step in range(1, REACHED + 1):
+            devices = 4 if step <= REACHED // 2 else 2
+            loss = 0.6 + 2.4 * math.exp(-step / 18) + drawn.gauss(0, 0.05)
+            speed = 5200.0 * devices + drawn.gauss(0, 300)
+            told = {"step": step, "total_steps": STEPS, "loss": loss, "tokens_per_s": speed, "devices": devices}
+            events.ingest(job_id, {"event": "metrics", "trained_tokens": step * 65_536, **told})
+        jobs.update(db, job_id, eta_s=74.0)
+        usage.devices_held(db, job_id, 1, 0.0)
+        usage.devices_held(db, job_id, 0, 280.0)
+        energy.add(db, {("job", job_id): (280 * 612.0, 280.0)}, 3600.0)
+
+    front.call(tell)
+    return f"#/jobs/{job_id}"
+
+
+PICTURES: dict[str, Callable[[Front], str]] = {"ui-job.png": _job}
+"""By file name: what makes the place ready and says where it is."""
+
+
+def main() -> int:
+    from playwright.sync_api import sync_playwright
+
+    folder = Path(sys.argv[1])
+    with sync_playwright() as driver, running_front(imports=False, workers=1) as front:
+        browser = launch(driver)
+        print("\n".join(str(folder / name) for name in take(browser, front, folder)))
+        browser.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

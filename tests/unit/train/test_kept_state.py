@@ -1,0 +1,91 @@
+"""Layers that keep a state know no bounds of examples: a model that has such layers learns from one example a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.train_support.tiny import tokenizer
+from train.model import attention
+from train.model.model import keeps_state, load_model
+from train.plan.errors import UnsupportedModel
+from train.plan.spec import TrainSpec
+from train.run.prepare import refuse_shared_rows
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
+DELTA = {f"linear_{what}": n for what, n in {"num_value_heads": 2, "num_key_heads": 1}.items()}
+DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+FAMILIES = {
+    "qwen3_5_text": {**DELTA, "layer_types": ["linear_attention", "full_attention"]},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 0},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "lfm2": {"full_attn_idxs": [1]},
+    "minimax": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "block_size": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+    "qwen3_next": {**DELTA, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
+    "llama": {},
+    "gemma3_text": {"sliding_window": 6},
+    "qwen3_moe": EXPERTS,
+}
+
+
+def model_of(family):
+    attention.register()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SHAPE | FAMILIES[family])
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).float().eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_known_of_which_models_an_example_changes_the_next_one_in_its_row(family):
+    model, lengths = model_of(family), (9, 7)
+    ids = torch.randint(3, 60, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    with torch.no_grad():
+        row = model(input_ids=ids, position_ids=positions, use_cache=False, segments=((0, 9), (9, 16))).logits[0, 9:]
+        alone = model(input_ids=ids[:, 9:], position_ids=positions[:, 9:], use_cache=False, segments=((0, 7),)).logits[
+            0
+        ]
+    assert keeps_state(model) == (not torch.allclose(row, alone, atol=1e-4))
+
+
+def spec_of(**more):
+    return TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", **more)
+
+
+def test_only_one_example_a_row_is_learnt_by_a_model_that_keeps_a_state():
+    keeping, other = model_of("lfm2"), model_of("llama")
+    refuse_shared_rows(keeping, spec_of(packing=False))
+    for more in ({}, {"packing": False, "micro_batch": 2}, {"packing": False, "method": "dpo"}):
+        refuse_shared_rows(other, spec_of(**more))
+        with pytest.raises(UnsupportedModel, match="lfm2 has layers that keep a state .* packing false and micro_bat"):
+            refuse_shared_rows(keeping, spec_of(**more))
+    with pytest.raises(UnsupportedModel, match="'supervised' alone"):
+        refuse_shared_rows(keeping, spec_of(packing=False, method="reinforcement"))
+
+
+@pytest.mark.parametrize("width, implementation", [(16, "grouped_mm"), (20, "eager")])
+def test_a_convolution_is_not_taken_for_uneven_experts(tmp_path, width, implementation):
+    """It cost all experts their grouped product: they were computed one after the other."""
+    config = AutoConfig.for_model("qwen3_next", **SHAPE | FAMILIES["qwen3_next"] | {"moe_intermediate_size": width})
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    spec = TrainSpec("j", str(tmp_path), "/t", "/r", "/shm", "ft:x", packing=False)
+    assert load_model(spec).config._experts_implementation == implementation
