@@ -40,6 +40,7 @@ from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
 from appliance.power.helper_client import HelperClient
 from appliance.store.database import Database
+from appliance.store.objects.callable_names import CallableNames
 from appliance.store.records import box
 from appliance.store.rows import JobRow
 from appliance.tiers.flow import TierFlow
@@ -127,7 +128,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     spending = Spending(db, signals.keys_changed)
     sizes = EngineSizes(db, config.serve, partial(_of_engines, devices, loop), config.scheduler.max_asleep_per_device)
-    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.context, loop.trouble)
+    names = CallableNames(db)
+    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.context, loop.trouble, names)
     lines = SocketEngines(
         bus,
         config.controller,
@@ -184,6 +186,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         BoxSize(floor, len(devices), config.serve.max_replicas),
         Live(demands, job_lacks, bounded, memory.job_nodes, memory.max_asleep, job_memory.keep),
         signals.models_changed,
+        names,
     )
     trigger = HandoverTrigger(loop.status)
     journal = SqliteJournal(db, trigger.now)

@@ -39,6 +39,7 @@ from appliance.paths import BoxPaths
 from appliance.tiers.flow import TierFlow
 from appliance.wiring.box_status import RSS_EVERY_S
 from appliance.wiring.job_runs import TIDY_EVERY_S
+from runtime import garbage
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
@@ -106,6 +107,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     )
     # The controller cannot run without these: an error in one ends it, and the main process restarts it. The app's
     # lifespan is entered here, once: two servers share it.
+    garbage.settle()
     async with app.router.lifespan_context(app), asyncio.TaskGroup() as tasks:
         deciding = tasks.create_task(parts.loop.run(), name="scheduler loop")
         serving = [

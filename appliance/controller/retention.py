@@ -129,7 +129,7 @@ class _Round:
     async def _folders(self) -> None:
         context, days = self._context, self._kept.job_data_days
         for job_id in await self._read(_with_folders, context.jobs_dir, self._now_s):
-            data.remove(context, job_id)
+            await to_thread.run_sync(data.remove, context, job_id)
         if days is not None:
             for job_id in await self._read(_with_folders, context.jobs_dir, self._now_s - days * DAY_S):
                 await to_thread.run_sync(shutil.rmtree, context.jobs_dir / job_id, True)

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import ctypes
 import dataclasses
-import gc
 import logging
 import os
 import resource
@@ -27,6 +26,7 @@ from appliance.gateway.gateway import Gateway
 from appliance.gateway.server.tls_listener import newcomers_of
 from appliance.gateway.workers import BEAT_S, EXIT_USAGE, Beats, Workers
 from appliance.ui.site import site
+from runtime import garbage
 from runtime.logs import configure_logging, timestamp
 from runtime.processes.oom import DiesAs, dies_as
 from runtime.sockets import check_free
@@ -88,11 +88,7 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False, beat: Callab
     bus = BusClient(gateway, on_table=lambda: keyed.set() if gateway.state.keys else None)
     bus_task = gateway.state.background.keep("bus", bus.run)
     beating = None if beat is None else gateway.state.background.keep("beat", partial(_beat, beat))
-    # Imported objects live as long as the process: without this each full garbage collection walks all of them while
-    # every stream waits. Requests form no lasting cycles, so collections may be rare.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    garbage.settle()
     port = await gateway.listen(config.host if config.is_loopback else "127.0.0.1", config.port, reuse_port=reuse_port)
     _announce(config.host if config.is_loopback else "127.0.0.1", port)
     waiting = [loop.create_task(stop.wait())]

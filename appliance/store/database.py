@@ -201,6 +201,10 @@ class Database:
         finally:
             self._depth -= 1
 
+    @property
+    def is_in_transaction(self) -> bool:
+        return self._depth > 0
+
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         if (reader := self._readers.here) is not None:
             return reader.execute(sql, parameters)

@@ -84,7 +84,7 @@ class Reserve:
         return now.f_bavail * now.f_frsize, min(2 * WAL_BYTES, now.f_blocks * now.f_frsize // 40)
 
     def _count(self) -> int:
-        return int(self._db.value("SELECT count(*) FROM reserve"))
+        return self._db.execute("SELECT count(*) FROM reserve").fetchone()[0]
 
     def _lengthen_log(self) -> None:
         log = self._db.path.with_name(f"{self._db.path.name}-wal")

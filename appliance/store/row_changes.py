@@ -20,26 +20,27 @@ class Watched:
     owner: str = "NULL"
 
 
-def watch(db: Database, tables: Mapping[str, Watched], told: Told) -> None:
+def watch(db: Database, tables: Mapping[str, Watched], told: Told, name: str = "told") -> None:
     """From now on `told(table, id, owner)` is called within each statement that writes rows of these tables, also one
-    whose transaction is rolled back after. It must not raise, nor use the database: a later turn of the loop may."""
+    whose transaction is rolled back after. It must not raise, nor use the database: a later turn of the loop may. name:
+    of who watches, one at a time."""
 
     def tell(table: str, row_id: str | None, owner: str | None) -> int:
         told(table, row_id, owner)
         return 0
 
-    unwatch(db, tables)  # of an app that had this connection before
-    db.define("told_of_row", 3, tell)
+    unwatch(db, tables, name)  # of an app that had this connection before
+    db.define(f"{name}_of_row", 3, tell)
     for table, watched in tables.items():
         for event, row in _EVENTS:
             values = ", ".join(expression.replace("ROW.", f"{row}.") for expression in (watched.id, watched.owner))
             db.execute(
-                f"CREATE TEMP TRIGGER told_{table}_{event} AFTER {event} ON main.{table}"
-                f" BEGIN SELECT told_of_row('{table}', {values}); END"
+                f"CREATE TEMP TRIGGER {name}_{table}_{event} AFTER {event} ON main.{table}"
+                f" BEGIN SELECT {name}_of_row('{table}', {values}); END"
             )
 
 
-def unwatch(db: Database, tables: Mapping[str, Watched]) -> None:
+def unwatch(db: Database, tables: Mapping[str, Watched], name: str = "told") -> None:
     for table in tables:
         for event, _ in _EVENTS:
-            db.execute(f"DROP TRIGGER IF EXISTS temp.told_{table}_{event}")
+            db.execute(f"DROP TRIGGER IF EXISTS temp.{name}_{table}_{event}")

@@ -12,8 +12,9 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.bus.demand_learning import Traffic
 from appliance.controller.bus.load import Load, ModelLoad
 from appliance.store.database import Database
-from appliance.store.objects import adapters, job_records, models
+from appliance.store.objects import job_records, models
 from appliance.store.objects.adapters import AdapterRow
+from appliance.store.objects.callable_names import CallableNames
 from appliance.store.records import canaries, deployments, model_settings, session_keys
 from appliance.store.rows import CanaryRow, ModelRow
 from scheduler.core.failures import Trouble
@@ -65,11 +66,13 @@ class BusRouting:
         hold_s: float,
         context: Callable[[ModelRow], int | None] = lambda row: row.max_model_len,
         trouble: Callable[[str, str], Trouble | None] = lambda model, version: None,
+        names: CallableNames | None = None,
     ):
         """context: tokens that a request to a model's engines may have, None if the model does not say. trouble: what
-        keeps engines of a model's version from starting."""
+        keeps engines of a model's version from starting. names: of whoever else asks for them."""
         self._bus, self._db, self._hold_s, self._context = bus, db, hold_s, context
         self._trouble = trouble
+        self._names = names or CallableNames(db)
         self._replicas: dict[str, _Served] = {}
         self._said: set[str] = set()  # names already logged as unusable at the gateways
         self._avoided: set[str] = set()  # also before they are open: a controller that starts finds engines that hang
@@ -122,7 +125,7 @@ class BusRouting:
                 self._guests.setdefault(host, []).append(name)
                 self._host_of[name] = host
         contexts = {name: self._context(row) for name, row in rows.items()}
-        contexts |= {row.name: contexts.get(row.model) for row in job_records.checkpoint_names(self._db)}
+        contexts |= {row.name: contexts.get(row.model) for row in self._names.checkpoints()}
         contexts |= {row.name: contexts.get(row.model) for row in canaries.list_running(self._db)}
         audiences = models.audiences(self._db)
         silent = models.without_chat_template(self._db)
@@ -190,12 +193,12 @@ class BusRouting:
     def _callable(self, rows: Mapping[str, ModelRow]) -> dict[str, _Callable]:
         """Models with a deployment, their canaries, checkpoints of fine-tuning jobs, and `MODEL@VERSION` of versions
         that are active or that some engine serves."""
-        guests = {row.name: row for row in adapters.list_callable(self._db)}
+        guests = self._names.adapters()
         deployed = [row.model for row in deployments.list_all(self._db) if row.model in rows]
         found = {}
         for name in deployed:
             found[name] = _Callable(name, rows[name].active_version, rows[name].task, guests.get(name))
-        for checkpoint in job_records.checkpoint_names(self._db):
+        for checkpoint in self._names.checkpoints():
             task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
             found[checkpoint.name] = _Callable(checkpoint.model, checkpoint.version, task, guests.get(checkpoint.name))
         for canary in canaries.list_running(self._db):

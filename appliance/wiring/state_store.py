@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +13,10 @@ from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs import pauses
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.database import Database
-from appliance.store.objects import adapters as adapter_rows
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.kept_rows import KeptRows
+from appliance.store.objects import jobs, models
 from appliance.store.objects.adapters import AdapterRow
+from appliance.store.objects.callable_names import CallableNames
 from appliance.store.records import box, canaries, deployments, model_settings, usage
 from appliance.store.rows import CanaryRow, DeploymentRow, JobRow
 from scheduler.core.failures import Trouble
@@ -57,11 +58,22 @@ class SqliteStateStore:
 
     models_changed: called when a model becomes callable or stops being callable."""
 
-    def __init__(self, db: Database, events: JobEvents, size: BoxSize, live: Live, models_changed: Callable[[], Any]):
+    def __init__(
+        self,
+        db: Database,
+        events: JobEvents,
+        size: BoxSize,
+        live: Live,
+        models_changed: Callable[[], Any],
+        names: CallableNames | None = None,
+    ):
+        """names: of whoever else asks for them."""
         self._db, self._events, self._size, self._live = db, events, size, live
+        self._names = names or CallableNames(db)
+        self._unfinished = KeptRows(db, {"jobs": "ROW.id"}, _unfinished)
         self._models_changed = models_changed
         self._settings: dict[str, str] = {}
-        self._demand = live.demands()
+        self._demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
         self._remaining_device_s: dict[str, float] = {}  # as reported by each job when it last ran
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
@@ -73,7 +85,7 @@ class SqliteStateStore:
             self.job_waiting(row.id, "the box was restarted")
 
     def load(self) -> Workload:
-        unfinished = self._finish_cancelled(jobs.list_unfinished(self._db))
+        unfinished = self._finish_cancelled(self._unfinished.all())
         ids = {row.id for row in unfinished}
         self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
         self._live.keep_jobs(ids)
@@ -81,7 +93,7 @@ class SqliteStateStore:
         self._settings, self._demand = model_settings.digests(self._db), self._live.demands()
         active = models.active_versions(self._db)
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
-        adapters = {row.name: row for row in adapter_rows.list_callable(self._db)}
+        adapters = self._names.adapters()
         return Workload(
             policy=policy_of(mode, self._size.serving_floor),
             policy_since_s=mode.since_s,
@@ -199,7 +211,7 @@ class SqliteStateStore:
                 idle=Idle(limit_s=CHECKPOINT_IDLE_S),
                 settings=self._settings.get(row.model, ""),
             )
-            for row in job_records.checkpoint_names(self._db)
+            for row in self._names.checkpoints()
             if row.name not in adapters
         ]
 
@@ -248,3 +260,8 @@ class SqliteStateStore:
 
     def _bare(self, model: str, version: str) -> DeploymentView:
         return DeploymentView(model, version, settings=self._settings.get(model, ""))
+
+
+def _unfinished(db: Database, among: Sequence[str] | None) -> Iterator[tuple[str, JobRow]]:
+    for row in jobs.list_unfinished(db, among):
+        yield row.id, row

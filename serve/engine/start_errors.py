@@ -97,6 +97,14 @@ def _no_fp8_cache(found: re.Match[str], model: str) -> Words:
     )
 
 
+def _too_many_at_once(found: re.Match[str], model: str) -> Words:
+    return Words(
+        f"{model} keeps a state of each request, and memory holds {found['held']} of them, not {found['asked']}: "
+        f"`appliance model deploy {model} --max-num-seqs {found['held']}`, or spread it over more devices "
+        "(`--tensor-parallel N`)"
+    )
+
+
 def _head_size(found: re.Match[str], model: str) -> Words:
     return Words(
         f"{model} has attention heads of {found['size']} elements, which engines do not compute on this kind of "
@@ -122,6 +130,10 @@ _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...
         (r"attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<devices>\d+)\)", _heads),
         (r"Unsupported CPU attention configuration: head_dim=(?P<size>\d+)", _head_size),
         (r"Head size (?P<size>\d+) is not supported", _head_size),
+        (
+            r"max_num_seqs \((?P<asked>\d+)\) exceeds available Mamba cache blocks \((?P<held>\d+)\)",
+            _too_many_at_once,
+        ),
         (
             r"FP8 KV cache is not supported by the Triton .*? on (?P<device>.+?) "
             r"\(compute capability (?P<capability>[\d.]+)",

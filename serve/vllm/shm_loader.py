@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Generator
+from typing import Any
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
@@ -66,7 +67,7 @@ def prefer_experts_in_parameters() -> None:
     would go on reading the first ones, which a sleep has discarded. It writes parameters where they were.
     """
     # In the worker alone: the import may bring FlashInfer along, which asks CUDA for the first GPU.
-    oracle = importlib.import_module("vllm.model_executor.layers.fused_moe.oracle.mxfp4")
+    oracle: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.oracle.mxfp4")
     every = oracle._get_priority_backends_for_gpt_oss
     if hasattr(every, "__wrapped__"):
         return

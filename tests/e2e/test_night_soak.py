@@ -15,9 +15,9 @@ from tests.train_support.tiny import make_model_dir
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
 
-STEPS, RATE = 10, 10.5
-"""Weights that have gone about 75 away overflow what a layer squares: at this rate after seven steps or eight, at a
-quarter of it from the third step on not within ten. That many losses have no spike: nothing is usual yet."""
+STEPS, RATE = 16, 6.0
+"""At this rate the weights of so small a model overflow what it squares at about the eighth step; at half of it, from
+one of the first steps on, they do not within sixteen. Up to sixteen losses no jump is a spike: nothing is usual yet."""
 
 
 def anomalies(box: WholeBox, job_id: str) -> list[dict[str, Any]]:
@@ -51,11 +51,11 @@ def test_a_loss_without_a_number_and_the_doctors_round_at_night(tmp_path: Path) 
         job_id = box.submit(
             "tiny", train, options, *(part for one in sets.items() for part in ("--set", f"{one[0]}={one[1]}"))
         )
-        wait_for(lambda: len(box.losses(job_id)) >= 2, "two steps", 300)
+        wait_for(lambda: box.losses(job_id), "a step", 300)
         box.run("job", "pause", job_id)
         paused = wait_for(lambda: (now := box.admin(f"jobs/{job_id}"))["phase"] == "paused" and now, "a snapshot", 120)
         kept = paused["snapshot"]["step"]
-        assert 2 <= kept <= 4, f"the machine was too fast: the snapshot is of step {kept}"
+        assert 1 <= kept <= 3, f"the machine was too fast: the snapshot is of step {kept}"
         box.run("job", "resume", job_id)
         done = wait_for(
             lambda: (now := box.admin(f"jobs/{job_id}"))["phase"] in ("succeeded", "failed") and now, "its end", 600

@@ -292,7 +292,7 @@ class Run:
         data = asdict(found) | {"loss": _number(found.loss), "grad_norm": _number(found.grad_norm)}
         self.emit("anomaly", text=found.text, **data)
         if found.action == "fail":
-            raise TrainingDiverged(found.step, found.loss, found.grad_norm)
+            raise TrainingDiverged(found.step, found.loss, found.grad_norm, len(found.cuts))
         if found.action == "rollback" or found.kind == "not_finite":
             raise LeftForSnapshot(found.text)
 

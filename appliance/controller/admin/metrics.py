@@ -20,7 +20,7 @@ from appliance.controller.http.views import job_phase
 from appliance.controller.interfaces.ports import SchedulerStatus
 from appliance.paths import SHM_MOUNT
 from appliance.store.objects import jobs, responses
-from appliance.store.records import handovers
+from appliance.store.records import energy, handovers
 from appliance.store.rows import JobRow
 from runtime.devices.kind import THROTTLES, Reading
 from scheduler.core.workload import POLICIES
@@ -125,6 +125,9 @@ class ControllerCollector:
             ("appliance_job_devices", "Devices that a running job holds.", lambda row: len(row.devices)),
         ):
             yield _by_job(name, text, [(row, value(row)) for row in running])
+        text = "Energy that devices have counted for a running job so far."
+        drawn = [(row, energy.of_job(self._db, row.id)) for row in running]
+        yield _by_job("appliance_job_energy_joules", text, [(row, one.joules if one else None) for row, one in drawn])
 
     def _responses(self) -> Iterator[Metric]:
         number, size = responses.totals(self._db)
@@ -181,7 +184,9 @@ def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
             if (told := value(reading)) is not None:
                 family.add_metric([device_id], told)
         yield family
-    energy = CounterMetricFamily("appliance_device_energy_joules", "Energy that a device has drawn.", labels=["device"])
+    counted = CounterMetricFamily(
+        "appliance_device_energy_joules", "Energy that a device has drawn.", labels=["device"]
+    )
     errors = CounterMetricFamily(
         "appliance_device_ecc_uncorrected", "Uncorrected memory errors since the driver's start.", labels=["device"]
     )
@@ -190,13 +195,13 @@ def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
     )
     for device_id, reading in readings.items():
         if reading.energy_j is not None:
-            energy.add_metric([device_id], reading.energy_j)
+            counted.add_metric([device_id], reading.energy_j)
         if reading.ecc_uncorrected is not None:
             errors.add_metric([device_id], reading.ecc_uncorrected)
         if reading.power_w is not None:
             for reason in THROTTLES:
                 throttled.add_metric([device_id, reason], float(reason in reading.throttled))
-    yield from (energy, errors, throttled)
+    yield from (counted, errors, throttled)
 
 
 def _by_job(name: str, text: str, rows: list[tuple[JobRow, float | None]]) -> Metric:

@@ -64,14 +64,14 @@ class BatchRunner:
             return None
         if work.stopped_by:
             return work.stopped_by
-        if self._older(work):
+        if self.is_behind(work):
             return "an older batch of the same model goes first"
         return self._context.batch_engines.room(work.model).why or None
 
     def room(self, asking: BatchWork) -> int:
         """Lines that this batch may start now: what the engines have left, owners taking turns; each owner's oldest
         batch goes first."""
-        if self._older(asking):
+        if self.is_behind(asking):
             return 0
         same = [work for work in self._works.values() if work.model == asking.model]
         flying: Counter[str] = Counter()
@@ -90,15 +90,32 @@ class BatchRunner:
         self._last_sent[work.owner] = self._sent
 
     def returned(self, work: BatchWork) -> None:
-        """A line came back: it may be another owner's turn."""
-        for other in self._works.values():
-            if other.model == work.model:
-                other.wake.set()
+        """A line came back, which its batch stores: it may be another owner's turn. Of each owner the one batch is
+        told that may send; all of them, five owners' hundred and sixty, took the loop 50 ms for each line."""
+        work.wake.set()
+        self._wake_first(work.model)
 
-    def _older(self, asking: BatchWork) -> list[BatchWork]:
-        """Batches of its model and owner that go before it, except those that their own key holds back."""
-        same = [work for work in self._works.values() if (work.model, work.owner) == (asking.model, asking.owner)]
-        return [work for work in same[: same.index(asking)] if work.left and not work.stopped_by]
+    def gives_way(self, work: BatchWork) -> None:
+        """It sends no more just now: another one of its owner may."""
+        self._wake_first(work.model)
+
+    def is_behind(self, asking: BatchWork) -> bool:
+        """Whether an older batch of its model and owner has lines left that its own key does not hold back."""
+        for work in self._works.values():
+            if work is asking:
+                return False
+            if (work.model, work.owner) == (asking.model, asking.owner) and work.left and not work.stopped_by:
+                return True
+        return False
+
+    def _wake_first(self, model: str | None = None) -> None:
+        """Of each owner the batch that goes before his others. model: None for each model."""
+        found: dict[tuple[str, str], BatchWork] = {}
+        for work in self._works.values():
+            if model in (None, work.model) and work.left and not work.stopped_by:
+                found.setdefault((work.owner, work.model), work)
+        for work in found.values():
+            work.wake.set()
 
     def tell_wants(self) -> None:
         self._context.batch_engines.wants(
@@ -110,5 +127,4 @@ class BatchRunner:
         live = {work.owner for work in self._works.values()}
         self._last_sent = {owner: number for owner, number in self._last_sent.items() if owner in live}
         self.tell_wants()
-        for work in self._works.values():
-            work.wake.set()
+        self._wake_first()

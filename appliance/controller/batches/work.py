@@ -64,6 +64,10 @@ class Turns(Protocol):
 
     def returned(self, work: BatchWork) -> None: ...
 
+    def gives_way(self, work: BatchWork) -> None: ...
+
+    def is_behind(self, asking: BatchWork) -> bool: ...
+
     def tell_wants(self) -> None: ...
 
 
@@ -250,7 +254,9 @@ class BatchWork:
     async def _wait(self) -> None:
         """Wait for an answer, a poke, or the next check whether the engines have room."""
         waits = [asyncio.ensure_future(self.wake.wait())]
-        if self.left:
+        if not self.left or self.stopped_by:
+            self._runner.gives_way(self)
+        if self.left and not self._runner.is_behind(self):
             waits.append(asyncio.ensure_future(self._context.batch_engines.changed(LOOK_EVERY_S)))
         try:
             await asyncio.wait(waits, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
@@ -261,6 +267,9 @@ class BatchWork:
     def _send_what_may_go(self, source: Any) -> bool:
         """As many lines as engines have room for and the key's limits allow; lines it may not ask get an error here.
         True: there may be room for more, but others come first, since a line takes as long to read as it is."""
+        if self._runner.is_behind(self):
+            self.stopped_by = ""
+            return False
         row, metering = self._row(), self._runner.metering
         key = metering.key_of(row)
         refusal = metering.refusal(key, self.model, row.expires_s)

@@ -137,7 +137,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
     async def create_run(eval_id: str, body: RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
         of = known(eval_id, caller)
         check_metadata(body.metadata)
-        check_given(context, body.data_source, caller)
+        # On a thread: the schema of its answers may have 25,000 parts.
+        await db.read(caller.viewer, check_given, context, body.data_source, caller)
         if isinstance(body.data_source, Sampled):
             check_may_ask(db, caller, str(body.data_source.model))
         check_judges(context, of, caller)

@@ -45,6 +45,7 @@ class Canaries:
                     await self._look_at(row.model, now_s)
                 except (Conflict, NotFound) as error:  # a user was faster: it ended, or its model is gone
                     log.info("canary: %s", error.message, extra={"model": row.model, "version": row.version})
+            await asyncio.sleep(0)  # two hundred that ended at once took the loop 0.14 s
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
         for name in self._leaving - served:
             self._context.model_ops.let_go(name)

@@ -162,7 +162,7 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
         if not caller.is_gateway:
             raise Forbidden(GATEWAY)
         copies = await _json_of(request)
-        return {"stored": stored.take(copies if isinstance(copies, list) else [])}
+        return {"stored": await stored.take(copies if isinstance(copies, list) else [])}
 
     @router.get("/context", include_in_schema=False)
     async def context(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import orjson
 
@@ -23,7 +23,7 @@ from appliance.store.chunks import little_by_little
 from appliance.store.database import BOX
 from appliance.store.objects import responses
 from appliance.store.records import keys
-from appliance.store.rows import ResponseRow
+from appliance.store.rows import ResponseRow, ResponseStatus
 from appliance.store.upkeep import holdings
 from runtime.background_tasks import RunningTasks
 
@@ -37,7 +37,9 @@ CONVERSATION_BYTES = 64 << 20
 _LOOK_AFTER_BYTES, _ROW_BYTES = 4 << 20, 16 << 10
 # More than are added before the next look; freeing 1 MiB takes SQLite some 20 ms.
 _AT_ONCE_BYTES = 2 * _LOOK_AFTER_BYTES
+_STORED_AT_ONCE_BYTES = 1 << 20  # which takes SQLite some 10 ms
 _TOUCH_EVERY_S = 3600.0
+_STATUSES = frozenset(get_args(ResponseStatus))
 # Per owner: this many callers may wait for an answer that has not arrived; further ones get NotFound at once.
 _MOST_EXPECTED = 100
 
@@ -65,20 +67,25 @@ class StoredResponses:
 
     # --- in
 
-    def take(self, copies: list[Any]) -> int:
-        """Store copies from a gateway: each {"key", "previous", "input", "response"}. Returns how many were new."""
+    async def take(self, copies: list[Any]) -> int:
+        """Store copies from a gateway: each {"key", "previous", "input", "response"}. Returns how many were new. They
+        are written on a thread, and stored so many bytes at a time: 64 MiB come at once."""
         if not self._config.responses_kept_days:
             return 0
         if self._quotas.disk.room_bytes() <= 0:
             log.error("%d answered responses are not stored: the disk is short of space", len(copies))
             return 0
-        rows = []
-        for copy in copies:
-            try:
-                rows.append(_row(copy, keys.owner_of(self._db, copy["key"])))
-            except (KeyError, TypeError, AttributeError, ValueError) as error:
-                log.error("a gateway sent a response that cannot be stored: %s: %s", type(error).__name__, error)
-        return self.add(rows)
+        named = {copy["key"] for copy in copies if isinstance(copy, dict) and isinstance(copy.get("key"), str)}
+        owners = {key_id: keys.owner_of(self._db, key_id) for key_id in named}
+        left, new = deque(await asyncio.to_thread(_rows, copies, owners)), 0
+        while left:
+            rows, size = list[ResponseRow](), 0
+            while left and size < _STORED_AT_ONCE_BYTES:
+                rows.append(left.popleft())
+                size += rows[-1].bytes + _ROW_BYTES
+            new += self.add(rows)
+            await asyncio.sleep(0)
+        return new
 
     def add(self, rows: list[ResponseRow]) -> int:
         new = 0
@@ -299,8 +306,26 @@ def _is_an_engines(response_id: str) -> bool:
     return len(digits) < len(response_id) and 8 <= len(digits) <= 64 and set(digits) <= set("0123456789abcdef")
 
 
+def _rows(copies: list[Any], owners: Mapping[str, str]) -> list[ResponseRow]:
+    """owners: by key. What is no copy is left out."""
+    rows, refused = list[ResponseRow](), list[Exception]()
+    for copy in copies:
+        try:
+            rows.append(_row(copy, owners[copy["key"]]))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            refused.append(error)
+    if refused:
+        told = f"{type(refused[0]).__name__}: {refused[0]}"
+        log.error("a gateway sent %d responses that cannot be stored, the first: %s", len(refused), told)
+    return rows
+
+
 def _row(copy: dict[str, Any], owner: str) -> ResponseRow:
-    response = copy["response"]
+    response, previous = copy["response"], copy["previous"]
+    if not isinstance(previous, str | None):
+        raise TypeError(f"its previous response is a {type(previous).__name__}")
+    if not isinstance(response["status"], str) or response["status"] not in _STATUSES:
+        raise ValueError(f"its status is {shown(response['status'])}")
     given, answered = orjson.dumps(items_of(copy["input"])).decode(), orjson.dumps(response).decode()
     return ResponseRow(
         id=str(response["id"]),
@@ -311,6 +336,6 @@ def _row(copy: dict[str, Any], owner: str) -> ResponseRow:
         bytes=responses.bytes_of(given, answered),
         input=given,
         response=answered,
-        previous_id=copy["previous"],
+        previous_id=previous,
         owner=owner,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from appliance.store.database import Database, Page, PageBudget
 from appliance.store.errors import RowNotFound
@@ -130,9 +130,11 @@ def list_checkpoints(db: Database) -> list[CheckpointRow]:
     return db.all(CheckpointRow, "SELECT * FROM checkpoints ORDER BY seq")
 
 
-def checkpoint_names(db: Database) -> list[CheckpointNameRow]:
-    """What each round of the scheduler and each table need of all checkpoints, in order of creation."""
-    return db.all(CheckpointNameRow, "SELECT name, model, version FROM checkpoints ORDER BY seq")
+def checkpoint_names(db: Database, of: Sequence[str] | None = None) -> list[CheckpointNameRow]:
+    """Of all, in order of creation, what each round of the scheduler and each table need of them. of: these models'
+    alone."""
+    where = "" if of is None else f"WHERE model IN ({', '.join('?' * len(of))}) "
+    return db.all(CheckpointNameRow, f"SELECT name, model, version FROM checkpoints {where}ORDER BY seq", of or ())
 
 
 def page_checkpoints(db: Database, job_id: str, *, after: str | None, limit: int) -> Page[CheckpointRow]:

@@ -62,11 +62,13 @@ def page(
     return db.page(JobRow, "jobs", scope=owned_by(viewer), where=where, parameters=parameters, after=after, limit=limit)
 
 
-def list_unfinished(db: Database) -> list[JobRow]:
+def list_unfinished(db: Database, among: Sequence[str] | None = None) -> list[JobRow]:
     """Oldest first, the order of the queue before priorities, without what only their owners read: metadata,
     integrations and hyperparameters. Those of one owner's two hundred jobs may be 50 MB, and each round of the
-    scheduler asks for these rows."""
-    return _unfinished(db, _IN_SHORT)
+    scheduler asks for these rows. among: those of these ids."""
+    if among is None:
+        return _unfinished(db, _IN_SHORT)
+    return _unfinished(db, _IN_SHORT, f" AND id IN ({', '.join('?' * len(among))})", among)
 
 
 def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> list[JobRow]:

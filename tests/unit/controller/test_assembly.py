@@ -18,7 +18,7 @@ from scheduler.core.inventory import Device
 
 
 @pytest.fixture
-def parts(tmp_path):
+async def parts(tmp_path):
     config = load_config(None, {"data_dir": str(tmp_path / "data"), "devices": 2}, {})
     paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
     paths.create()

@@ -329,7 +329,7 @@ async def test_texts_are_counted_in_bytes_and_not_in_characters(control: Control
     told, held = stored()
     assert told == held
     copy = {"key": "key_test", "previous": None, "input": "\u6f22" * 1000, "response": answer(9, "\U0001f600" * 1000)}
-    control.app.state.responses.take([copy])
+    await control.app.state.responses.take([copy])
     made = responses.find(control.db, copy["response"]["id"])
     told, held = stored()
     assert told == held > 7000

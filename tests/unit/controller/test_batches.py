@@ -474,6 +474,36 @@ async def test_owners_take_turns_however_long_ones_batch_is(control: Control):
     assert asked.index("103+1?") < 12
 
 
+async def test_a_line_that_comes_back_wakes_one_batch_of_each_owner(control: Control):
+    """All of them looked whether they may send, five owners' hundred and sixty: 50 ms of the loop for each line."""
+    engine, runner = engines(control), control.app.state.batches
+    engine.lines = 1
+    held = asyncio.Event()
+
+    async def rule(_: dict[str, Any]) -> None:
+        await held.wait()
+
+    engine.rule = rule
+    for owner in ("ann", "bob"):
+        control.as_key(owner)
+        for _ in range(4):
+            await begun(control, [line(0), line(1)])
+    works = runner._works.values()
+    async with asyncio.timeout(10):
+        while not all(one.opened for one in works) or not any(one.flying for one in works):
+            await asyncio.sleep(0.005)
+    asking = next(one for one in works if one.flying)
+    for one in works:
+        one.wake.clear()
+    runner.returned(asking)
+    woken = [one.owner for one in works if one.wake.is_set()]
+    assert asking.wake.is_set() and sorted(woken) == ["ann", "bob"] and len(works) == 8
+    held.set()
+    engine.rule, engine.lines = None, 4
+    await asyncio.wait_for(runner.tasks.idle(), 20)
+    assert len(engine.sent) == 16
+
+
 async def test_a_line_that_meets_a_bug_fails_its_batch_and_leaves_its_place_to_others(control: Control, monkeypatch):
     """It used to stay among those at engines: four such lines of one owner kept everybody's batches of the model from
     all engines until they expired."""

@@ -7,7 +7,7 @@ import time
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.store.objects import jobs
-from appliance.store.records import handovers
+from appliance.store.records import energy, handovers
 from appliance.store.rows import HandoverRow
 
 from .conftest import ADMIN, Control
@@ -49,6 +49,9 @@ async def test_jobs_devices_and_handovers(control: Control) -> None:
     job = (("job", running), ("model", "starter"))
     assert found["appliance_job_loss", job] == 1.5 and found["appliance_job_tokens_per_second", job] == 900
     assert found["appliance_job_step", job] == 3 and found["appliance_job_devices", job] == 2
+    assert ("appliance_job_energy_joules", job) not in found, "nothing counts it"
+    energy.add(control.db, {("job", running): (250.0, 5.0)}, now_s)
+    assert (await scrape(control))["appliance_job_energy_joules", job] == 250
     assert not any(dict(labels).get("job") == waiting for _, labels in found)
     assert found["appliance_job_queue_length", ()] == 1
     assert found["appliance_devices", (("health", "ok"), ("holder", "job"))] == 1

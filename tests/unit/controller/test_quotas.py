@@ -359,7 +359,7 @@ async def test_below_the_floor_nothing_is_stored_and_room_can_be_made(control: C
         "input": "hello",
         "response": {"id": "resp_1", "status": "completed", "created_at": time.time()},
     }
-    assert control.app.state.responses.take([copy]) == 0
+    assert await control.app.state.responses.take([copy]) == 0
     assert (await control.http.delete(f"/v1/files/{kept}", headers=ann)).status_code == 200
     assert (await control.http.post(f"/v1/uploads/{pending}/cancel", headers=ann)).status_code == 200
     assert len(list(control.context.files_dir.iterdir())) == 1 and not list(control.context.uploads_dir.iterdir())

@@ -349,9 +349,9 @@ async def test_the_key_that_holds_most_makes_room(tmp_path: Path, db: Database):
     context = simulated_context(tmp_path, db, responses_bytes=2**20)
     app = create_app(context)
     stored = app.state.responses
-    assert stored.take([copy(0, "small", key="key_small")]) == 1
+    assert await stored.take([copy(0, "small", key="key_small")]) == 1
     for number in range(1, 30):
-        stored.take([copy(number, "x" * 50_000, key="key_large")])
+        await stored.take([copy(number, "x" * 50_000, key="key_large")])
     count, size = responses.totals(db)
     assert size <= 2**20 and count >= 18
     assert responses.find(db, name(0)) is not None, "another key's growth costs it nothing"
@@ -360,7 +360,7 @@ async def test_the_key_that_holds_most_makes_room(tmp_path: Path, db: Database):
 
 async def test_nothing_is_stored_where_nothing_is_kept(tmp_path: Path, db: Database):
     app = create_app(simulated_context(tmp_path, db, responses_kept_days=0))
-    assert app.state.responses.take([copy(1)]) == 0 and responses.totals(db) == (0, 0)
+    assert await app.state.responses.take([copy(1)]) == 0 and responses.totals(db) == (0, 0)
 
 
 def test_whose_keys_hold_most_makes_room_however_many_keys_they_are(db: Database):

@@ -40,3 +40,16 @@ REFUSED: Mapping[str, str] = {
     "DELETE /admin/v1/nodes/{n9}": "none is lost",
     "DELETE /admin/v1/models/{model-0}/canary": "it was promoted",
 }
+
+HOLDS: Mapping[str, str] = {
+    "POST /internal/responses  any numbers": "a gateway's, which are trusted: no list of numbers comes from there",
+}
+"""Bodies that may hold the loop for longer than test_object_size says, and why."""
+
+HOLDS_UNFINISHED: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "round: the scheduler reads the store": (
+        ("calls", "steps"),
+        "all jobs that have not ended, of each owner bounds.jobs",
+    ),
+}
+"""The same of what has not ended: what happens, of what it may be more, and what bounds that."""

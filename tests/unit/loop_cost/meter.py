@@ -17,13 +17,14 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import orjson
+from fastapi._compat import v2
 
 PATIENCE_S = 10.0
 """For what a request has begun to end, which it does; what has not is cancelled."""
@@ -33,7 +34,7 @@ PATIENCE_S = 10.0
 class Cost:
     """steps: instructions of SQLite's virtual machine. pages: of the database that they looked at, 0 where that cannot
     be known. rows, bytes: fetched, and their texts. parsed: bytes of JSON read or written. calls: of functions.
-    entries: of folders that were listed."""
+    entries: of folders that were listed. wrong: errors that pydantic has written down of one body."""
 
     steps: int = 0
     pages: int = 0
@@ -42,6 +43,7 @@ class Cost:
     parsed: int = 0
     calls: int = 0
     entries: int = 0
+    wrong: int = 0
 
     def add(self, other: Cost) -> None:
         for name in COUNTS:
@@ -57,10 +59,12 @@ COUNTS = tuple(one.name for one in fields(Cost))
 
 @dataclass
 class Told:
-    """all: together. longest: of each count, the most between two moments at which the loop could turn to others."""
+    """all: together. longest: of each count, the most of one callback or step of a task. round: the most of one round
+    of the loop, of all that were ready when it began: whoever comes meanwhile waits for all of them."""
 
     all: Cost
     longest: Cost
+    round: Cost = field(default_factory=Cost)
 
 
 class Meter:
@@ -71,7 +75,7 @@ class Meter:
         self._thread = threading.get_ident()
         self._on = False
         self._now, self._steps = Cost(), list[None]()
-        self._told = Told(Cost(), Cost())
+        self._told, self._round = Told(Cost(), Cost()), Cost()
         self._connections: list[sqlite3.Connection] = []
         self._sources, self._statement = sources, ""
         self.by: Counter[str] = Counter()
@@ -79,7 +83,8 @@ class Meter:
     async def of(self, work: Awaitable[Any]) -> tuple[Any, Told]:
         """What the work comes to, and what it and what it has begun have cost until all that has ended."""
         others = asyncio.all_tasks()
-        self._told, self._now = Told(Cost(), Cost()), Cost()
+        await asyncio.sleep(0)  # in a step of its own: not what whoever asks has done before
+        self._told, self._now, self._round = Told(Cost(), Cost()), Cost(), Cost()
         self.by.clear()
         self._take()
         self._now = Cost()
@@ -96,6 +101,7 @@ class Meter:
         finally:
             sys.setprofile(None)
             self._end_of_turn()
+            self._end_of_round()
             self._on = False
         return came, self._told
 
@@ -108,6 +114,7 @@ class Meter:
             setattr(where, name, value)
 
         meter, run, connect = self, asyncio.Handle._run, sqlite3.connect
+        once, validate = vars(asyncio.BaseEventLoop)["_run_once"], v2.ModelField.validate
 
         class Row(sqlite3.Row):
             def __new__(cls, cursor: sqlite3.Cursor, values: tuple[Any, ...]) -> Row:
@@ -123,6 +130,19 @@ class Meter:
                 if meter._on:
                     meter._end_of_turn()
 
+        def whole_round(loop: Any) -> None:
+            try:
+                once(loop)
+            finally:
+                if meter._on:
+                    meter._end_of_round()
+
+        def validated(*args: Any, **named: Any) -> Any:
+            value, errors = validate(*args, **named)
+            if meter._counts():
+                meter._now.wrong += len(errors)
+            return value, errors
+
         def connected(*args: Any, **named: Any) -> sqlite3.Connection:
             made: sqlite3.Connection = connect(*args, **named)
             if threading.get_ident() == meter._thread:
@@ -135,6 +155,8 @@ class Meter:
         put(sqlite3, "Row", Row)
         put(sqlite3, "connect", connected)
         put(asyncio.Handle, "_run", turn)
+        put(asyncio.BaseEventLoop, "_run_once", whole_round)
+        put(v2.ModelField, "validate", validated)
         for where, name in ((json, "loads"), (orjson, "loads")):
             put(where, name, self._of_argument(getattr(where, name)))
         for where, name in ((json, "dumps"), (orjson, "dumps")):
@@ -179,7 +201,12 @@ class Meter:
         self._take()
         self._told.all.add(self._now)
         self._told.longest.most(self._now)
+        self._round.add(self._now)
         self._now = Cost()
+
+    def _end_of_round(self) -> None:
+        self._told.round.most(self._round)
+        self._round = Cost()
 
     def _of_argument(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def counted(text: Any, *args: Any, **named: Any) -> Any:

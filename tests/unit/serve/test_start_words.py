@@ -40,6 +40,13 @@ LONG = (
             ["NVSwitches", "nvidia-fabricmanager"],
             False,
         ),
+        (
+            "ValueError: max_num_seqs (1024) exceeds available Mamba cache blocks (281). Each decode sequence requires "
+            "one Mamba cache block, so CUDA graph capture cannot proceed. Please lower max_num_seqs to at most 281 or "
+            "increase gpu_memory_utilization.",
+            ["holds 281 of them, not 1024", "`appliance model deploy m --max-num-seqs 281`"],
+            False,
+        ),
         (LONG, ["[serve] max_model_len is 99999", "2048"], False),
         (
             "ValueError: Model architectures ['OddForCausalLM'] are not supported for now. Supported architectures: []",

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from train.plan.errors import TrainingDiverged
 from train.plan.spikes import LEAST, MOST_CUTS, WINDOW, Anomaly, LossWatch, history
 
 
@@ -99,3 +100,9 @@ def test_a_run_that_goes_on_knows_what_was_usual_and_what_was_told():
     whole, resumed = LossWatch("pause", ()), LossWatch("pause", (), history(events, 40))
     shown(whole, [event["loss"] for event in events[:40]])
     assert whole.look(60, 9.0, 1.0).action == resumed.look(60, 9.0, 1.0).action == "pause"
+
+
+def test_a_job_that_has_gone_back_in_vain_is_not_told_to_go_back():
+    assert "let the job go back by itself (on_loss_spike)" in str(TrainingDiverged(3, math.nan, 1.0))
+    told = str(TrainingDiverged(3, math.nan, 1.0, 2))
+    assert "let the job go back" not in told and "has halved its rate 2 times by itself" in told

@@ -1,0 +1,53 @@
+"""However much has been begun and has not ended, no round of the loop works on all of it: not when an engine answers a
+line, not when gateways report, not in a look of whatever sees sweeps, pipelines, gates and jobs through."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.unit.loop_cost.exceptions import HOLDS_UNFINISHED
+from tests.unit.loop_cost.test_object_size import too_much
+from tests.unit.loop_cost.unfinished import BOUNDS, CANARIES, Unfinished, measure
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Unfinished:
+    return measure(tmp_path_factory.mktemp("unfinished") / "box", owners=2)
+
+
+@pytest.mark.timeout(600)
+def test_no_round_of_the_loop_works_on_all_that_goes_on(counted: Unfinished):
+    compare(counted)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_nor_of_what_twelve_owners_have_begun(tmp_path: Path):
+    compare(measure(tmp_path / "box", owners=12))
+
+
+def compare(counted: Unfinished) -> None:
+    wrong = {}
+    for name, told in counted.told.items():
+        allowed = {
+            one for pattern, (counts, _) in HOLDS_UNFINISHED.items() if re.search(pattern, name) for one in counts
+        }
+        if found := {one: number for one, number in too_much(told.round).items() if one not in allowed}:
+            wrong[name] = found
+    assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong.items())
+
+
+def test_as_much_goes_on_as_owners_may_begin(counted: Unfinished):
+    assert counted.begun["batches"] == 2 * BOUNDS.batches
+    assert counted.begun["responses"] == 2 * BOUNDS.background
+    assert counted.begun["jobs"] == 2 * BOUNDS.jobs
+    assert counted.begun["canaries"] == CANARIES
+
+
+def test_a_line_that_comes_back_is_looked_at_by_few_batches(counted: Unfinished):
+    """It was one look of each batch: of 64 some 30,000 calls, and of 160 as long as 50 ms."""
+    assert counted.told["a line comes back"].round.calls < 8000
+    assert counted.told["engines have news"].round.calls < 8000
