@@ -17,7 +17,7 @@ from appliance.cli.command import Session
 from appliance.cli.jobs.file import kept_if_taken, send
 
 MOST_ITEMS = 10_000
-"""Of a run, see appliance.controller.evals.requests."""
+"""The most that a run has, see appliance.controller.evals.requests."""
 MOST_TEXT = 2000
 """Characters of a question, its answer and what was expected, that are kept: 10,000 items have room in a run."""
 KEY = "harness"
