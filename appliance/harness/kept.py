@@ -17,7 +17,7 @@ from appliance.cli.command import Session
 from appliance.cli.jobs.file import kept_if_taken, send
 
 MOST_ITEMS = 10_000
-"""Of a run, see appliance.controller.evals.requests."""
+"""The most that a run has, see appliance.controller.evals.requests."""
 MOST_TEXT = 2000
 """Characters of a question, its answer and what was expected, that are kept: 10,000 items have room in a run."""
 KEY = "harness"
@@ -59,7 +59,11 @@ def _items(samples: Samples) -> list[tuple[dict[str, Any], str]]:
     found: dict[Any, tuple[dict[str, Any], str]] = {}
     for sample in samples:
         question, answer = _asked(sample)
-        item = {"question": question[-MOST_TEXT:], "target": str(sample["target"])[:MOST_TEXT], "scores": {}}
+        item: dict[str, Any] = {
+            "question": question[-MOST_TEXT:],
+            "target": str(sample["target"])[:MOST_TEXT],
+            "scores": {},
+        }
         item, _ = found.setdefault(sample["doc_id"], (item, answer[:MOST_TEXT]))
         for metric in sample["metrics"]:
             value, chosen = sample[metric], sample.get("filter", "none")
