@@ -59,7 +59,11 @@ def _items(samples: Samples) -> list[tuple[dict[str, Any], str]]:
     found: dict[Any, tuple[dict[str, Any], str]] = {}
     for sample in samples:
         question, answer = _asked(sample)
-        item = {"question": question[-MOST_TEXT:], "target": str(sample["target"])[:MOST_TEXT], "scores": {}}
+        item: dict[str, Any] = {
+            "question": question[-MOST_TEXT:],
+            "target": str(sample["target"])[:MOST_TEXT],
+            "scores": {},
+        }
         item, _ = found.setdefault(sample["doc_id"], (item, answer[:MOST_TEXT]))
         for metric in sample["metrics"]:
             value, chosen = sample[metric], sample.get("filter", "none")
