@@ -104,9 +104,11 @@ class OwnAnswers(Method, ABC):
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         options = fields["options"]
         together = _shares(options["group"], options["rows"])
-        learning = estimate.rank_memory(shape, {**fields, "max_length": together * fields["max_length"]}, ranks)
-        # The head computes in float32. Answers are sampled while nothing is learnt from.
-        head = 4 * shape.vocab * shape.hidden if ELEMENT_BYTES[fields["precision"]] < 4 else 0
+        row = {**fields, "max_length": together * fields["max_length"]}
+        learning, element = estimate.rank_memory(shape, row, ranks), ELEMENT_BYTES[fields["precision"]]
+        # The head computes in float32, its weight's gradient too. Answers are sampled while nothing is learnt from.
+        head = 4 * shape.vocab * shape.hidden if element < 4 else 0
+        head += estimate.head_bytes(shape, row, 4) - estimate.head_bytes(shape, row, element)
         samples = self.samples(options)
         learnt = fields["batch_size"] * samples.group * samples.room
         validated = samples.validated_together(fields["batch_size"]) * samples.valid * samples.room

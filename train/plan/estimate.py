@@ -267,14 +267,21 @@ def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> 
         kept = shape.hidden * element * shape.layers + layer
     else:
         kept = shape.layers * layer
-    logits = min(HOST_LOGITS_BYTES if _on_host(fields) else DEVICE_LOGITS_BYTES, 4 * tokens * shape.vocab)
-    return tokens * kept + 2 * logits + (_head(shape, tokens, logits, element) if fields["full"] else 0)
+    return tokens * kept + 2 * _logits_bytes(shape, fields) + head_bytes(shape, fields, element)
 
 
-def _head(shape: ModelShape, tokens: int, logits_bytes: int, element: int) -> int:
-    """What making the gradient of the output head's weight takes, if every token is learnt."""
-    if not shape.vocab:
+def _logits_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
+    """Of fp32 logits that are made at a time."""
+    tokens = fields["micro_batch"] * fields["max_length"]
+    return min(HOST_LOGITS_BYTES if _on_host(fields) else DEVICE_LOGITS_BYTES, 4 * tokens * shape.vocab)
+
+
+def head_bytes(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
+    """What making the gradient of the output head's weight takes, in elements of so many bytes, if every token is
+    learnt; 0 with an adapter."""
+    if not shape.vocab or not fields["full"]:
         return 0
-    rows = held_rows(tokens, logits_bytes // (4 * shape.vocab), shape.hidden, element)
+    tokens = fields["micro_batch"] * fields["max_length"]
+    rows = held_rows(tokens, _logits_bytes(shape, fields) // (4 * shape.vocab), shape.hidden, element)
     summed = 4 if tokens > rows else 0
     return shape.vocab * (element * rows + (element + summed) * shape.hidden)

@@ -43,7 +43,6 @@ REFUSED: Mapping[str, str] = {
 
 HOLDS: Mapping[str, str] = {
     "POST /internal/responses  any numbers": "a gateway's, which are trusted: no list of numbers comes from there",
-    "POST /v1/evals/{eval_id}/runs .*unknown": "25,000 errors, of which each is written down: 0.1 s",
 }
 """Bodies that may hold the loop for longer than test_object_size says, and why."""
 

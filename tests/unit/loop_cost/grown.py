@@ -24,7 +24,7 @@ _LIST, _TEXT, _OTHER = 12, 4, 1  # as http/bodies weighs
 
 @dataclass(frozen=True)
 class Growing:
-    """name: the place and what grows there. of: the body with so much of it. unit: what one more adds at most."""
+    """name: the place and what grows there. of: the body with so much of it."""
 
     name: str
     of: Callable[[int], Any]

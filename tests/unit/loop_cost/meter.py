@@ -114,7 +114,7 @@ class Meter:
             setattr(where, name, value)
 
         meter, run, connect = self, asyncio.Handle._run, sqlite3.connect
-        once, validate = asyncio.BaseEventLoop._run_once, v2.ModelField.validate
+        once, validate = vars(asyncio.BaseEventLoop)["_run_once"], v2.ModelField.validate
 
         class Row(sqlite3.Row):
             def __new__(cls, cursor: sqlite3.Cursor, values: tuple[Any, ...]) -> Row:

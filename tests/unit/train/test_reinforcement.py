@@ -121,6 +121,17 @@ def test_memory_counts_the_answers_of_a_row_and_what_sampling_takes():
     assert REINFORCEMENT.rank_memory(big, many, 1).activations_bytes == one
 
 
+def test_memory_counts_the_head_in_float32_which_it_is_learnt_in():
+    """Its logits' gradients are held for as many rows as take its own size, and its own is made in parts and summed."""
+    shape = estimate.ModelShape(10**9, 1024, 16, 8, 128, 8192, 128_000)
+    fields = REINFORCEMENT.resolve({}, DATASET, MODEL, 1) | {"max_length": 4096, "precision": "bf16"}
+    full, adapter = (
+        REINFORCEMENT.rank_memory(shape, {**fields, "full": full}, 1).activations_bytes for full in (True, False)
+    )
+    rows = shape.hidden  # of 4 bytes for each element of the vocabulary
+    assert full - adapter == shape.vocab * (4 * rows + (4 + 4) * shape.hidden)
+
+
 def test_memory_counts_every_answer_of_a_step():
     shape = estimate.ModelShape(10**7, 256, 4, 4, 64, 1024, 1000)
     model = replace(MODEL, max_position_embeddings=1 << 17)
