@@ -5,7 +5,7 @@ where that cannot be had, what all devices together reach. A row says what `auto
 and both shares in time: in the first half hour, in which it learns, and after it. Each of the two has its own best
 constant.
 
-    python benchmarks/auto_regret.py [--only NAME ...] [--seeds 1 2 3] [--drawn N] [--hours 1.5] [--devices 8]
+    python benchmarks/auto_regret.py [--only NAME ...] [--new] [--seeds 1 2 3] [--drawn N] [--hours 1.5] [--devices 8]
         [--processes N] [--json FILE]
 
 --drawn adds N kinds whose every parameter is drawn from the first seed; with `--only -` they are all there is.
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._claims import at_least, record
 from scheduler.simulator.regret import Row, Window, measured
-from scheduler.simulator.traffic import KINDS, SEVERAL, Traffic, at_scale, drawn
+from scheduler.simulator.traffic import KINDS, NEW, SEVERAL, Traffic, at_scale, drawn
 
 
 @contextmanager
@@ -68,6 +68,7 @@ def _one(job: tuple[str, list[Traffic], int], devices: int) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="kinds that contain one of these")
+    parser.add_argument("--new", action="store_true", help="the further kinds, instead of the others")
     parser.add_argument("--seeds", nargs="*", type=int, default=[1])
     parser.add_argument("--drawn", type=int, default=0, metavar="N")
     parser.add_argument("--hours", type=float, default=1.5)
@@ -75,9 +76,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, metavar="N")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
+    one_model = {name: (name,) for name in KINDS}
     kinds = {
-        name: [at_scale(KINDS[one], args.devices) for one in names]
-        for name, names in ({name: (name,) for name in KINDS} | SEVERAL).items()
+        name: [at_scale((KINDS | NEW)[one], args.devices) for one in names]
+        for name, names in ({name: (name,) for name in NEW} if args.new else one_model | SEVERAL).items()
         if not args.only or any(word in name for word in args.only)
     }
     for n in range(args.drawn):

@@ -17,7 +17,7 @@ from appliance.cli.command import Session
 from appliance.cli.jobs.file import kept_if_taken, send
 
 MOST_ITEMS = 10_000
-"""Of a run, see appliance.controller.evals.requests."""
+"""The most that a run has, see appliance.controller.evals.requests."""
 MOST_TEXT = 2000
 """Characters of a question, its answer and what was expected, that are kept: 10,000 items have room in a run."""
 KEY = "harness"
@@ -33,7 +33,7 @@ def keep(session: Session, task: str, about: Mapping[str, Any], found: Mapping[s
     """The id of each model's run, and of the evaluation under "". found: by model, what the library logged of each
     question. about: how it was asked; what was asked otherwise is another evaluation. Raises NotKept, CliError."""
     items = {model: _items(samples) for model, samples in found.items()}
-    names = sorted(set[str].intersection(*(set(item["scores"]) for rows in items.values() for item, _ in rows)))
+    names = sorted(set.intersection(*(set(item["scores"]) for rows in items.values() for item, _ in rows)))
     if not names:
         raise NotKept(f"{task} has no figure that is a mean over its questions")
     if (most := max(map(len, items.values()))) > MOST_ITEMS:
@@ -59,7 +59,11 @@ def _items(samples: Samples) -> list[tuple[dict[str, Any], str]]:
     found: dict[Any, tuple[dict[str, Any], str]] = {}
     for sample in samples:
         question, answer = _asked(sample)
-        item = {"question": question[-MOST_TEXT:], "target": str(sample["target"])[:MOST_TEXT], "scores": {}}
+        item: dict[str, Any] = {
+            "question": question[-MOST_TEXT:],
+            "target": str(sample["target"])[:MOST_TEXT],
+            "scores": {},
+        }
         item, _ = found.setdefault(sample["doc_id"], (item, answer[:MOST_TEXT]))
         for metric in sample["metrics"]:
             value, chosen = sample[metric], sample.get("filter", "none")

@@ -185,7 +185,7 @@ class Helper:
             return {"error": f"this cannot be read: {type(error).__name__}: {error}"}
         except PowerRefused as error:
             return {"error": str(error)}
-        if self._owner not in (None, writer):
+        if self._owner is not None and self._owner is not writer:
             return {"error": f"process {_peer(self._owner)[0]} has limits set; one client at a time may"}
         self._owner = writer
         refused = self._limits.set(wanted)

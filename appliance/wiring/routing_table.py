@@ -64,16 +64,18 @@ class BusRouting:
         bus: Bus,
         db: Database,
         hold_s: float,
-        context: Callable[[ModelRow], int | None] = lambda row: row.max_model_len,
+        tokens: Callable[[ModelRow], tuple[int | None, int | None]] = lambda row: (row.max_model_len, None),
         trouble: Callable[[str, str], Trouble | None] = lambda model, version: None,
         names: CallableNames | None = None,
     ):
-        """context: tokens that a request to a model's engines may have, None if the model does not say. trouble: what
-        keeps engines of a model's version from starting. names: of whoever else asks for them."""
-        self._bus, self._db, self._hold_s, self._context = bus, db, hold_s, context
+        """tokens: that a request to a model's engines may have, and that the cache of one of them holds; None where the
+        model does not say. trouble: what keeps engines of a model's version from starting. names: of whoever else asks
+        for them."""
+        self._bus, self._db, self._hold_s, self._tokens = bus, db, hold_s, tokens
         self._trouble = trouble
         self._names = names or CallableNames(db)
         self._replicas: dict[str, _Served] = {}
+        self._kv_tokens: dict[str, int | None] = {}
         self._said: set[str] = set()  # names already logged as unusable at the gateways
         self._avoided: set[str] = set()  # also before they are open: a controller that starts finds engines that hang
         self._guests: dict[str, list[str]] = {}  # host name -> names of the adapters that its engines serve
@@ -124,7 +126,9 @@ class BusRouting:
             if host is not None:
                 self._guests.setdefault(host, []).append(name)
                 self._host_of[name] = host
-        contexts = {name: self._context(row) for name, row in rows.items()}
+        tokens = {name: self._tokens(row) for name, row in rows.items()}
+        contexts = {name: context for name, (context, _) in tokens.items()}
+        self._kv_tokens = {name: cache for name, (_, cache) in tokens.items()}
         contexts |= {row.name: contexts.get(row.model) for row in self._names.checkpoints()}
         contexts |= {row.name: contexts.get(row.model) for row in canaries.list_running(self._db)}
         audiences = models.audiences(self._db)
@@ -167,6 +171,7 @@ class BusRouting:
             max((row.last_request_s for row in rows if row.last_request_s is not None), default=None),
             max((row.ttft_p95_s for row in rows if row.ttft_p95_s is not None), default=None),
             max((row.tpot_p95_s for row in rows if row.tpot_p95_s is not None), default=None),
+            prompt_tokens=round(sum(_computed(row, row.prompt_tokens) for row in rows)),
         )
 
     def traffic(self, model: str) -> Traffic:
@@ -175,7 +180,7 @@ class BusRouting:
         rates = [row.prefill_tokens_per_s for row in self._rows(load, model) if row.prefill_tokens_per_s]
         arrived = {name: load.arrived[name] for name in self._served_by(model) if name in load.arrived}
         awake = sum(served.owner == model and served.state == "open" for served in self._replicas.values())
-        return Traffic(arrived, min(rates, default=None), awake)
+        return Traffic(arrived, min(rates, default=None), awake, self._kv_tokens.get(model))
 
     def _rows(self, load: Load, model: str) -> list[ModelLoad]:
         return [load.models[name] for name in self._served_by(model) if name in load.models]
@@ -276,6 +281,11 @@ class BusRouting:
         if row.adapter is not None:
             return self._trouble(row.adapter.host, row.adapter.base_version)
         return self._trouble(row.pins or name, row.version)
+
+
+def _computed(row: ModelLoad, tokens: int) -> float:
+    """How many of these prompt tokens engines compute: those that a cache of prefixes has fill no further one."""
+    return tokens if row.computed_part is None else tokens * row.computed_part
 
 
 def _answers(served: _Served, name: str, row: _Callable) -> bool:

@@ -47,8 +47,20 @@ def by_concurrency(deployment: DeploymentView, config: SchedulerConfig) -> int:
 
 
 def load(deployment: DeploymentView, config: SchedulerConfig) -> float:
-    """Requests in flight and held, in replicas that carry as many as they may."""
-    return deployment.demand.requests / _carried(deployment, config)
+    """Replicas that the requests in flight and held fill: by their number, or by what is in caches if that fills more.
+    Where prompts differ in size, ten long ones fill a cache that holds a hundred in the mean."""
+    return max(deployment.demand.requests / _carried(deployment, config), _caches(deployment))
+
+
+def running(deployment: DeploymentView, part: float, config: SchedulerConfig) -> float:
+    """The same of the requests that have a first token. part: their share of the requests in flight and held."""
+    return max(part * deployment.demand.requests / _carried(deployment, config), _caches(deployment))
+
+
+def _caches(deployment: DeploymentView) -> float:
+    """Caches that the prompts of requests with a first token fill. Those that wait are a backlog of prompts already."""
+    tokens = deployment.demand.prompt_tokens - deployment.demand.waiting_tokens
+    return max(tokens, 0) / deployment.kv_tokens if deployment.kv_tokens else 0.0
 
 
 def by_rise(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int:

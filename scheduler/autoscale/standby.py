@@ -17,7 +17,8 @@ The model does not see everything (the time of decoding, full caches, slow engin
 - if moving cost more than foretold (more stops, replicas kept for longer), all moving choices are that much dearer.
 
 Requests that are late on any number of replicas (the prompt alone takes longer than the target) are nobody's fault:
-they use up the allowance, but for a tenth of it that is always left. trials.py has the bound.
+they use up the allowance, but for a tenth of it that is always left. While all replicas together are late too often
+there is nothing to learn: the box's setting `when_late` decides. trials.py has the bound.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler.autoscale.shadow import Costs, Seen, Shadow
-from scheduler.autoscale.trials import Awake, Bars, Stint
+from scheduler.autoscale.trials import Awake, Bars, Bursts, Stint
+from scheduler.core.config import WhenLate
 from scheduler.core.workload import FULL, PATIENT, Standby
 
 MEMORY_S = 1800.0
@@ -52,12 +54,20 @@ _KNOWN_REQUESTS, _KNOWN_S = 30.0, 120.0
 late has not been tried."""
 _AT_FIRST = 0.5
 """Share of a half hour's allowance that may be spent in its first minutes."""
+_SINKS_AT = 1.5
+"""The allowance sinks once more than half of it is spent, and is at its least when 1.4 times of it are: trials and
+bursts that nobody foresees spend the rest."""
 _LEAST_FULL = 0.4
 """Requests that are late while replicas are emptier than this are late for another reason."""
+_OVERLOAD_S = 600.0
+"""For so long after a request that all replicas together make late an overload goes on."""
 _SPENT = 0.3
 """Share of the allowance that must be spent before a constant gives way to moving because it is overrun now."""
 _MOVING = "moving"
-_SUMS = ("_seen_s", "_requests", "_hopeless", "_late", "_foretold", "_paid_s", "_told_s")
+_SUMS = (
+    *("_seen_s", "_requests", "_hopeless", "_late", "_foretold", "_paid_s", "_told_s"),
+    *("_came", "_late_on_all"),
+)
 
 
 def _key(choice: Standby) -> str:
@@ -77,9 +87,19 @@ class StandbyLearner:
     """The learner of one model. Owned by the receiver of the load reports, which calls `seen` for each of them.
 
     least, most: replicas. target_s: for the time to first token. late_share: share of requests that may be late.
+    when_late: what is in force while all replicas together have more late: all of them, or half.
     """
 
-    def __init__(self, costs: Costs, *, least: int, most: int, target_s: float, late_share: float):
+    def __init__(
+        self,
+        costs: Costs,
+        *,
+        least: int,
+        most: int,
+        target_s: float,
+        late_share: float,
+        when_late: WhenLate = "serve",
+    ):
         self._costs, self._most, self._late_share, self.target_s = costs, most, late_share, target_s
         numbers = levels(least, max(most, least))
         fixed = levels(least, max(most, least), _FINE_CONSTANTS, _STEP_OF_CONSTANTS)
@@ -89,6 +109,12 @@ class StandbyLearner:
         # The careful ones, the least of them first.
         self._early = [one for one in self._moving if one.choice.backlog_share == EARLY and one.choice.replicas]
         self._early = self._early or self._moving[-1:]
+        self._all = self._constants[-1] if self._constants else self._moving[-1]
+        served = most if when_late == "serve" else most / 2
+        self._when_late = next((one for one in self._constants if one.choice.replicas >= served), self._all)
+        # Faded sums of the requests that came, and of those late with all replicas awake.
+        self._came, self._late_on_all = 0.0, 0.0
+        self._all_late_s, self._overload = -math.inf, False
         # How full replicas are when what comes is late.
         self._full = FULL
         self._in_force = self._early[0]
@@ -105,7 +131,7 @@ class StandbyLearner:
         self._tried: dict[int, list[float]] = {}
         self._last_awake: int | None = None
         self._awake = Awake(_SETTLED_S + target_s)
-        self._bars = Bars()
+        self._bars, self._bursts = Bars(), Bursts()
         self._stint: Stint | None = Stint()
         self._reference = max(most, least)
         # what the reference was when moving failed last
@@ -126,12 +152,18 @@ class StandbyLearner:
         self._seen_s += passed_s if self._requests else 0.0
         self._hopeless += seen.hopeless
         self._late += seen.late
+        self._bursts.seen(now_s, seen.late, fade)
         unforeseen = max(seen.late - self._open, 0.0)
         self._open = max(self._open - seen.late, 0.0)
         self._awake.seen(now_s, seen.awake)
         self._fill(fade, unforeseen, seen)
         self._judge(now_s, passed_s, seen)
+        before_all = self._all.late * fade
         self._live(now_s, passed_s, fade, seen, unforeseen)
+        self._came += len(seen.works_s)
+        if self._all.late > before_all + 0.5:
+            self._late_on_all += self._all.late - before_all
+            self._all_late_s = now_s
         self._choose(now_s, seen.load)
         return self.best
 
@@ -165,6 +197,7 @@ class StandbyLearner:
     def _fade(self, fade: float, passed_s: float) -> None:
         self._requests, self._hopeless = self._requests * fade, self._hopeless * fade
         self._late, self._foretold = self._late * fade, self._foretold * fade
+        self._came, self._late_on_all = self._came * fade, self._late_on_all * fade
         self._paid_s, self._told_s = self._paid_s * fade, self._told_s * fade
         self._open *= math.exp(-passed_s / _FORETOLD_S)
         if self._stint is not None:
@@ -192,7 +225,7 @@ class StandbyLearner:
         if self._stint is not None:
             self._stint.gain_s += passed_s * self._reference - spent_s
         replicas = self.best.replicas
-        if self.best.fixed and self._awake.lowest == seen.awake == replicas:
+        if self.best.fixed and self._awake.lowest == seen.awake == replicas and not self._overload:
             tried = self._tried.setdefault(replicas, [0.0, 0.0])
             tried[0] += len(seen.works_s)
             tried[1] += seen.late
@@ -246,6 +279,10 @@ class StandbyLearner:
         moving = [] if self._bars.barred(_MOVING, now_s) else self._moving if left == 1.0 else self._early
         if self._seen_s < _KNOWN_S:
             moving = self._early[:1]
+        self._judge_overload(known and self._late_on_all * found > self._late_share * self._came, now_s)
+        if self._overload:
+            self._take(self._when_late, now_s)
+            return
         now = self._in_force
         if now.choice.fixed and now not in constants and now.overrun(now_s, load / self._full):
             # Its allowance is spent and the burst goes on: the next constant may be as wrong, and another stop away.
@@ -254,12 +291,16 @@ class StandbyLearner:
         if constants and (not able or not self._gives_way(constants, now, load, now_s, allowed, found)):
             able += constants
         if not able:  # no choice suffices: take one with fewest late requests
-            fewest = min(shadow.late for shadow in self._shadows)
-            able = [shadow for shadow in self._shadows if shadow.late <= fewest]
+            among = self._shadows if known else self._early
+            fewest = min(shadow.late for shadow in among)
+            able = [shadow for shadow in among if shadow.late <= fewest]
         best = min(able, key=self._cost_s)
         saved_s = self._cost_s(now) - self._cost_s(best)
         if now in able and saved_s <= 2 * self._costs.stop_s(now.choice.replicas):
             return
+        self._take(best, now_s)
+
+    def _take(self, best: Shadow, now_s: float) -> None:
         self._in_force = best
         if not best.choice.fixed:
             self._stint = self._stint or Stint()
@@ -294,8 +335,19 @@ class StandbyLearner:
         """Whether it may be tried, and at most `allowed` requests would have been late."""
         late = shadow.late * found
         if shadow is not self._in_force:
-            late += math.sqrt(late)  # lest it come and go by chance
+            late += math.sqrt(late * self._bursts.mean)  # lest it come and go by chance
         return late <= allowed and not (shadow.choice.fixed and self._bars.barred(shadow.choice.replicas, now_s))
+
+    def _judge_overload(self, too_late: bool, now_s: float) -> None:
+        """too_late: all replicas together make more requests late than may be. Once an overload is over, what they
+        made late counts against no choice."""
+        lasts = too_late and now_s - self._all_late_s < _OVERLOAD_S
+        if self._overload and not lasts:
+            common = self._all.late
+            self._late = max(self._late - common, 0.0)
+            for shadow in self._shadows:
+                shadow.late = max(shadow.late - common, 0.0)
+        self._overload = lasts
 
     def _gives_way(
         self, constants: list[Shadow], now: Shadow, load: float, now_s: float, allowed: float, found: float
@@ -327,7 +379,7 @@ class StandbyLearner:
         """What part of the allowance a choice may plan for. It sinks once more were late than allowed, as the price of
         a violated constraint rises."""
         allowed = self._allowed_in_all
-        return min(max(2 - (self._late - 1) / allowed, _KEPT_ALLOWANCE), 1.0) if allowed else 1.0
+        return min(max(_SINKS_AT - (self._late - 1) / allowed, _KEPT_ALLOWANCE), 1.0) if allowed else 1.0
 
     def _cost_s(self, shadow: Shadow) -> float:
         if shadow.choice.fixed:

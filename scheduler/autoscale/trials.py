@@ -31,6 +31,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+BURST_S = 60.0
+"""Requests that were late within so long of each other were late for the same reason."""
 FIRST_BAR_S = 300.0
 LONGEST_BAR_S = 6 * 3600.0
 
@@ -93,6 +95,30 @@ class Awake:
     def lowest(self) -> int:
         """The fewest within that time: what waits now may wait since then."""
         return self._counts[0][1]
+
+
+class Bursts:
+    """How many requests are late together. Late ones come in bursts, so a number of them is less certain than if each
+    were late by itself: of `n` its standard deviation is about sqrt(n x mean)."""
+
+    def __init__(self) -> None:
+        # Faded sums over the bursts: of the squares of their sizes, and of the sizes.
+        self.squares, self.sizes = 0.0, 0.0
+        self._now, self._last_s = 0.0, 0.0
+
+    def seen(self, now_s: float, late: int, fade: float) -> None:
+        self.squares, self.sizes = self.squares * fade, self.sizes * fade
+        if not late:
+            return
+        before = self._now if now_s - self._last_s <= BURST_S else 0.0
+        self._now, self._last_s = before + late, now_s
+        self.squares += self._now * self._now - before * before
+        self.sizes += late
+
+    @property
+    def mean(self) -> float:
+        """Late requests in the burst of one of them, at least 1."""
+        return max(self.squares / self.sizes, 1.0) if self.sizes else 1.0
 
 
 @dataclass(slots=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Seconds = Annotated[float, Field(gt=0)]
+WhenLate = Literal["serve", "split"]
 
 
 class SchedulerConfig(BaseModel):
@@ -35,6 +36,9 @@ class SchedulerConfig(BaseModel):
     late_requests_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Share of a model's requests that `auto` lets be late, as learned from the last half hour: it keeps as few
     replicas on standby as that allows."""
+    when_late: WhenLate = "serve"
+    """What `auto` does while more of a model's requests than that are late even with all devices, and for ten minutes
+    after: "serve" gives it all of them, "split" leaves half to training."""
     late_share: Annotated[float, Field(ge=0, lt=1)] = 0.03
     """If no standby is learned: share of the demand of the last half hour that may exceed the floor `auto` keeps for a
     model."""

@@ -139,9 +139,10 @@ class Demand:
     """Current demand for a model, as the gateways report it.
 
     inflight: requests at its replicas. held: requests waiting at the gateway for a replica. waiting_tokens: prompt
-    tokens of requests without a first token, as far as known. ttft_p95_s, tpot_p95_s: recent time to first token and
-    per further token, None if unknown. expected: number of requests at the time a further hand-over could serve them,
-    while that number is rising (`scheduler.autoscale.forecast`); 0 while it is not.
+    tokens of requests without a first token, as far as known; prompt_tokens: of all of them that engines compute.
+    ttft_p95_s, tpot_p95_s: recent time to first token and per further token, None if unknown. expected: number of
+    requests at the time a further hand-over could serve them, while that number is rising
+    (`scheduler.autoscale.forecast`); 0 while it is not.
     """
 
     inflight: int = 0
@@ -151,6 +152,7 @@ class Demand:
     ttft_p95_s: float | None = None
     tpot_p95_s: float | None = None
     expected: float = 0.0
+    prompt_tokens: int = 0
 
     @property
     def requests(self) -> int:
@@ -185,6 +187,7 @@ class DeploymentView:
 
     `version`: the active one. `target_inflight`: requests per replica (None: the scheduler's setting).
     `idle`: how long it stays awake without requests (`scheduler.autoscale.idle`).
+    `kv_tokens`: what the KV cache of one replica holds, None if unknown.
     `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and target for the time to first token; where
     both are known, waiting tokens also raise the replica count. `tpot_target_s`: target per further token; while the
     measured time is above it, a replica counts as carrying fewer requests.
@@ -201,6 +204,7 @@ class DeploymentView:
     max_replicas: int = 1
     demand: Demand = field(default_factory=Demand)
     target_inflight: int | None = None
+    kv_tokens: int | None = None
     prefill_tokens_per_s: float | None = None
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None

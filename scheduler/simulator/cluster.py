@@ -91,6 +91,12 @@ class Cluster:
         return sum(e.running for e in self._engines.values())
 
     @property
+    def prompt_tokens(self) -> int:
+        """Of all requests in flight and held."""
+        held = sum(self.requests.prompt[r] for r in self.held)
+        return held + sum(e.prompt_tokens for e in self._engines.values())
+
+    @property
     def waiting_tokens(self) -> int:
         held = sum(self.requests.prompt[r] for r in self.held)
         return held + sum(e.waiting_tokens for e in self._engines.values() if e.waiting)

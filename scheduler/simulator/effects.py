@@ -87,7 +87,12 @@ class SimModel:
         """least: replicas that are kept whatever the demand."""
         c, d = self.cluster, self._deployment
         demand = Demand(
-            c.inflight_total, len(c.held), c.waiting_tokens, c.last_request_s, expected=self._forecast.expected
+            c.inflight_total,
+            len(c.held),
+            c.waiting_tokens,
+            c.last_request_s,
+            expected=self._forecast.expected,
+            prompt_tokens=c.prompt_tokens,
         )
         return replace(d, demand=demand, standby=self.standby, min_replicas=max(d.min_replicas, least))
 

@@ -99,7 +99,7 @@ class Engine:
     """One replica's queue and batch. Call `advance(t)` before anything else at time t."""
 
     __slots__ = (
-        *("model", "requests", "served", "now_s", "version", "waiting", "tokens", "_prefill", "_left"),
+        *("model", "requests", "served", "now_s", "version", "waiting", "tokens", "prompt_tokens", "_prefill", "_left"),
         *("_emitted", "_batch", "_context", "_reserved", "_queued", "_chunk", "_step_s"),
     )
 
@@ -115,6 +115,7 @@ class Engine:
         self._reserved = 0
         self._queued = 0  # prompt tokens of `waiting`
         self.tokens = 0  # prompt and output tokens of all requests that have not ended
+        self.prompt_tokens = 0  # of the same
         self._chunk, self._step_s = 0.0, 1.0  # constant between two events, set by `next_event_s`
 
     @property
@@ -144,6 +145,7 @@ class Engine:
         request = self.waiting.popleft()
         self._queued -= self.requests.prompt[request]
         self.tokens -= self.requests.prompt[request] + self.requests.output[request]
+        self.prompt_tokens -= self.requests.prompt[request]
         self._admit()
         self.version += 1
         return request
@@ -153,6 +155,7 @@ class Engine:
         prompt = self.requests.prompt[request]
         self._queued += prompt
         self.tokens += prompt + self.requests.output[request]
+        self.prompt_tokens += prompt
         self._admit()
         self.version += 1
 
@@ -207,6 +210,7 @@ class Engine:
             whole = requests.prompt[request] + requests.output[request]
             self._reserved -= whole
             self.tokens -= whole
+            self.prompt_tokens -= requests.prompt[request]
             self._context -= whole
         if not self._batch:
             self._context = 0.0
@@ -217,6 +221,7 @@ class Engine:
                 served.end_s[request] = self.now_s
                 self._reserved -= requests.prompt[request] + requests.output[request]
                 self.tokens -= requests.prompt[request] + requests.output[request]
+                self.prompt_tokens -= requests.prompt[request]
             else:
                 self._context += requests.prompt[request] + 1
                 heapq.heappush(self._batch, (self._emitted + requests.output[request] - 1, request))

@@ -62,7 +62,7 @@ class Reports:
         seen = Seen(
             works_s=[prompts[n] / rate for n in came],
             load=load,
-            running=load * cluster.running / max(deployment.demand.requests, 1),
+            running=demand_.running(deployment, cluster.running / max(deployment.demand.requests, 1), self.config),
             late=late,
             hopeless=hopeless,
             awake=cluster.open_count,

@@ -1,7 +1,8 @@
 """Compares `auto` with the best constant split in hindsight, before and after it has learned.
 
 The best constant is the split with most training among those whose share of requests in time is at least 99 %, or,
-where that cannot be had, what all devices together reach. It is found by bisection: with more devices in serving no
+where that cannot be had, what all devices together reach (half of them, where the box's setting is `when_late =
+"split"`). It is found by bisection: with more devices in serving no
 fewer requests are in time, and less is trained. What comes after the learning is compared with a split that is in time
 in both parts: a number in a configuration file stays.
 
@@ -23,7 +24,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from scheduler.autoscale.trials import FIRST_BAR_S
+from scheduler.autoscale.trials import BURST_S, FIRST_BAR_S
+from scheduler.core.config import WhenLate
 from scheduler.core.workload import Policy
 from scheduler.simulator.simulate import Figures, Setup, run_policy
 from scheduler.simulator.trace import Requests
@@ -33,8 +35,6 @@ IN_TIME = 0.99
 LEARNING_S = 1800.0
 SURE = 2.0
 """Standard deviations: 95 of 100 times a share is within this much of its expectation."""
-BURST_S = 60.0
-"""Late requests that came within this time of each other are late for the same reason."""
 STOPS_OF_A_TRIAL = 5
 
 
@@ -113,6 +113,7 @@ def window(
     ends: range,
     at_least: int = 1,
     pause_s: float = 0.0,
+    when_late: WhenLate = "serve",
 ) -> Window:
     """split: the run with this many devices in serving. ends: seconds. at_least: devices that earlier requests needed.
     pause_s: what a change of size costs the job on each of its devices."""
@@ -162,10 +163,11 @@ def window(
         return figures.trained_device_s(ends.start, ends.stop)
 
     serving = least(lambda figures: in_time(figures) >= IN_TIME)
-    possible = min(in_time(split(devices if serving is None else serving)), IN_TIME)
+    at_most = devices if when_late == "serve" else max((devices + 1) // 2, at_least)
+    possible = min(in_time(split(at_most if serving is None else serving)), IN_TIME)
     unavoidable = None
     if serving is None:
-        unavoidable, serving = split(devices), least(lambda figures: in_time(figures) >= possible)
+        unavoidable, serving = split(at_most), least(lambda figures: in_time(figures) >= possible)
     best = split(devices if serving is None else serving)
     sure = least(lambda figures: all(surely(*one) for one in bursts(figures)))
     trials = 1 + math.log2(ends.stop / max(ends.start, FIRST_BAR_S)) if ends.stop > FIRST_BAR_S else 1.0
@@ -197,10 +199,11 @@ def measured(kinds: Sequence[Traffic], devices: int, name: str, seed: int) -> Ro
 
     end = int(setup.horizon_s) + 1
     learned = min(int(LEARNING_S), end)
-    pause_s = setup.config.job_pause_s
-    first = window(traces, auto, split, devices, range(learned), pause_s=pause_s)
+    pause_s, when_late = setup.config.job_pause_s, setup.config.when_late
+    first = window(traces, auto, split, devices, range(learned), pause_s=pause_s, when_late=when_late)
     after = None
     if end > 1.2 * learned:
-        after = window(traces, auto, split, devices, range(learned, end), first.best_serving or devices, pause_s)
+        least = first.best_serving or devices
+        after = window(traces, auto, split, devices, range(learned, end), least, pause_s, when_late)
     handovers_per_hour = 3600 * auto.handovers / max(setup.horizon_s, 1.0)
     return Row(name, seed, sum(map(len, traces.values())), handovers_per_hour, first, after)

@@ -108,6 +108,7 @@ class Setup:
             min_replicas=self.min_replicas,
             max_replicas=self.devices,
             target_inflight=target,
+            kv_tokens=self.engine.kv_tokens,
             prefill_tokens_per_s=chunk / self.engine.step_s(target // 2, target * prompt / 2, chunk),
             ttft_target_s=self.slo_ttft_s,
             tpot_target_s=self.slo_tpot_s,
@@ -121,6 +122,7 @@ class Setup:
             most=self.devices,
             target_s=self.slo_ttft_s,
             late_share=self.config.late_requests_share,
+            when_late=self.config.when_late,
         )
 
 

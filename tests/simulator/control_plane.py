@@ -213,7 +213,7 @@ class SimulatedTiers:
             "last_error_s": None,
             "next_try_s": None,
         }
-        told = [
+        told: list[dict[str, Any]] = [
             {
                 "name": "disk",
                 "where": "/data",

@@ -38,11 +38,12 @@ SAVE_S = 60.0
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Traffic of one model and of the adapters on its engines. arrived: cumulative totals by name.
-    prefill_tokens_per_s: of one replica, None where unknown. awake: replicas that answer now."""
+    prefill_tokens_per_s, kv_tokens: of one replica, None where unknown. awake: replicas that answer now."""
 
     arrived: Mapping[str, Arrived] = field(default_factory=dict)
     prefill_tokens_per_s: float | None = None
     awake: int = 0
+    kv_tokens: int | None = None
 
 
 class DemandLearning:
@@ -88,7 +89,7 @@ class DemandLearning:
 
     def _one(self, deployment: DeploymentView, now_s: float, look: bool) -> DeploymentView:
         traffic = self._traffic(deployment.model)
-        deployment = self._rising(deployment, traffic, now_s, look)
+        deployment = replace(self._rising(deployment, traffic, now_s, look), kv_tokens=traffic.kv_tokens)
         # Count arrivals even before learning is possible, or they would later count as one burst.
         new = self._new(traffic.arrived) if look else Arrived()
         rate = traffic.prefill_tokens_per_s
@@ -105,7 +106,7 @@ class DemandLearning:
             seen = Seen(
                 works_s=works_s,
                 load=load,
-                running=load * _running_part(deployment.demand, traffic.arrived),
+                running=demand_.running(deployment, _running_part(deployment.demand, traffic.arrived), self._config),
                 late=late - hopeless,
                 hopeless=hopeless,
                 awake=traffic.awake,
@@ -141,6 +142,7 @@ class DemandLearning:
                 most=deployment.max_replicas,
                 target_s=target_s,
                 late_share=self._config.late_requests_share,
+                when_late=self._config.when_late,
             )
             self._restore(deployment.model, learner, asked)
             known = self._learners[deployment.model] = (asked, learner)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _SUMMED_REPLICA = ("inflight", "streams", "waiting_tokens")
-_SUMMED_MODEL = ("inflight", "held", "waiting_prompt_tokens")
+_SUMMED_MODEL = ("inflight", "held", "waiting_prompt_tokens", "prompt_tokens")
 _LATEST_MODEL = ("last_request_s",)
-_WORST_MODEL = ("ttft_p95_s", "tpot_p95_s")
+_WORST_MODEL = ("ttft_p95_s", "tpot_p95_s", "computed_part")
 _SLOWEST_MODEL = ("prefill_tokens_per_s",)
 _MAX_NOTES = 32
 
@@ -27,8 +27,9 @@ class ReplicaLoad:
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
     """Requests for one model. held: waiting at gateways for a replica. ttft_p95_s, tpot_p95_s: of the slowest gateway.
-    waiting_prompt_tokens: of requests known to have no first token yet. prefill_tokens_per_s: of one replica, the
-    lowest that a gateway measured; None if none could."""
+    waiting_prompt_tokens: of requests known to have no first token yet; prompt_tokens: of all. computed_part: tokens
+    that engines compute for an estimated one, the most at a gateway; None if no answer told. prefill_tokens_per_s: of
+    one replica, the lowest that a gateway measured; None if none could."""
 
     inflight: int = 0
     held: int = 0
@@ -36,6 +37,8 @@ class ModelLoad:
     ttft_p95_s: float | None = None
     tpot_p95_s: float | None = None
     waiting_prompt_tokens: int = 0
+    prompt_tokens: int = 0
+    computed_part: float | None = None
     prefill_tokens_per_s: float | None = None
 
 

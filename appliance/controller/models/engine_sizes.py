@@ -89,6 +89,11 @@ class EngineSizes:
         """Tokens that one request may have, as its engine would be started; None if the model does not say."""
         return self.size(model, version).max_model_len
 
+    def tokens(self, model: ModelRow) -> tuple[int | None, int | None]:
+        """The same of its active version, and what the KV cache of such an engine holds."""
+        size = self.size(model, None)
+        return size.max_model_len, size.kv_tokens
+
     def _served(self, model: ModelRow, version: VersionRow | None) -> tuple[ModelRow, VersionRow | None]:
         if version is None and model.active_version is not None:
             version = models.find_version(self._db, model.id, model.active_version)

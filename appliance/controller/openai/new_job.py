@@ -46,6 +46,12 @@ def insert_job(context: ControllerContext, body: JobCreate, caller: Principal) -
     return row
 
 
+def check_job(context: ControllerContext, body: JobCreate, caller: Principal) -> None:
+    """Whether `insert_job` would take it but for the caller's bounds. Raises ApiError."""
+    _, resolved = _new_job(context, body, caller)
+    _judge(context, body, resolved, caller)
+
+
 def _of_wandb(mode: str | None) -> str:
     """What becomes of a job's wandb integration. A box without W&B takes the job all the same: scripts that name it are
     to run here unchanged."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from appliance.controller.files import storage
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs.requests import JobCreate, job_in, wrong
+from appliance.controller.openai.new_job import check_job
 from appliance.controller.sweeps import halving
 
 MAX_TRIALS = 64
@@ -77,8 +79,9 @@ def trials_of(spec: SweepSpec) -> list[dict[str, Any]]:
     return halving.drawn(spec.random.trials, among, spec.random.seed)
 
 
-def check_spec(context: ControllerContext, spec: SweepSpec, caller: Principal) -> None:
-    """Raises ApiError."""
+async def check_spec(context: ControllerContext, spec: SweepSpec, caller: Principal) -> None:
+    """Also the job of every trial, with the loop free in between: one that is refused would end the sweep in the midst.
+    Raises ApiError."""
     trials = trials_of(spec)
     if (size := len(orjson.dumps(trials))) > MAX_TRIALS_BYTES:
         raise wrong("grid" if spec.grid else "random", f"makes trials of {size} bytes; at most {MAX_TRIALS_BYTES}")
@@ -88,6 +91,9 @@ def check_spec(context: ControllerContext, spec: SweepSpec, caller: Principal) -
     for name in ("training_file", "validation_file"):
         storage.known_file(context, getattr(body, name), caller, f"train.{name}")
     base_for(context.db, caller, body.model)
+    for parameters in trials:
+        check_job(context, job_of(spec, parameters, body.training_file), caller)
+        await asyncio.sleep(0)
 
 
 def job_of(spec: SweepSpec, parameters: dict[str, Any], training_file: str) -> JobCreate:

@@ -39,7 +39,7 @@ def routes(context: ControllerContext, runner: SweepRunner) -> APIRouter:
 
     @router.post("")
     async def create(body: SweepCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        check_spec(context, body.spec, caller)
+        await check_spec(context, body.spec, caller)
 
         def make() -> SweepRow:
             if len(sweeps.running(db, caller.owner)) >= MAX_RUNNING and not caller.is_admin:

@@ -17,6 +17,7 @@ _USAGE: Final = b'"usage":'
 _PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens": ?([0-9]{1,12})')
 # Anthropic's `input_tokens` are those that no cache had.
 _CACHED: Final = re.compile(rb'"(?:cache_read|cache_creation)_input_tokens": ?([0-9]{1,12})')
+_FOUND: Final = re.compile(rb'"cached_tokens": ?([0-9]{1,12})')
 _COMPLETION: Final = re.compile(rb'"(?:completion|output)_tokens": ?([0-9]{1,12})')
 FINISHED: Final = b'"finish_reason":"'
 _NO_CHOICES: Final = b'"choices":[],'
@@ -26,9 +27,10 @@ ASK_FOR_USAGE: Final = b',"stream_options":{"include_usage":true}'
 
 class Tokens:
     """Usage of one request. The newest number counts: Anthropic's streams report the prompt first and the completion
-    last."""
+    last. found: tokens of the prompt that a cache of prefixes had."""
 
     prompt: int = 0
+    found: int = 0
     completion: int = 0
 
     def read(self, body: bytes) -> None:
@@ -39,6 +41,9 @@ class Tokens:
         if at < 0:
             return
         prompt, completion = _PROMPT.search(body, at), _COMPLETION.search(body, at)
+        found = _FOUND.search(body, at)
+        if found is not None:
+            self.found = int(found[1])
         if prompt is not None:
             self.prompt = int(prompt[1]) + sum(int(found[1]) for found in _CACHED.finditer(body, at))
         if completion is not None:

@@ -81,6 +81,11 @@ class Placement(Placeable):
         return self.checked.prompt_tokens if attempt.ticket is not None or at_replica else 0
 
     @property
+    def prompt_tokens(self) -> int:
+        """See Placeable."""
+        return self.checked.prompt_tokens
+
+    @property
     def waits_at(self) -> tuple[str, float]:
         """See Placeable. Once is enough, and only streams show whether they have a first token."""
         attempt = self._attempt

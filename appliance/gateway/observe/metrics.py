@@ -80,6 +80,9 @@ class Arrivals:
 
 Key = tuple[str, str, str]
 
+_COMPUTED_MEMORY: Final = 1e6
+"""Prompt tokens after which those before count half."""
+
 # The bucket of each short prompt: computing its logarithm cost 5 % of a plain request.
 _SIZES: Final[list[int]] = [bucket(tokens, 1.0) for tokens in range(4096)]
 
@@ -99,6 +102,8 @@ class Metrics:
         self._first_tokens: dict[str, defaultdict[int, int]] = {}
         self._idle_starts: dict[str, deque[tuple[int, float]]] = {}
         self._prefill: dict[str, float | None] = {}
+        # By model, of requests that are over: prompt tokens as estimated, and those that engines computed.
+        self._computed: dict[str, tuple[float, float]] = {}
         self._recent: dict[str, deque[tuple[float, float]]] = {}
         self._recent_tpot: dict[str, deque[tuple[float, float]]] = {}
         self._classes: dict[frozenset[str], str] = {}
@@ -157,6 +162,12 @@ class Metrics:
             self._prefill[row] = prefill_rate.prefill_tokens_per_s(self._idle_starts.get(row, ()))
         return self._prefill[row]
 
+    def computed_part(self, model: str) -> float | None:
+        """Prompt tokens that engines computed for one that was estimated: fewer where prompts share what a cache of
+        prefixes has, and more or fewer where the estimate errs. None without answers that tell."""
+        estimated, computed = self._computed.get(model, (0.0, 0.0))
+        return computed / estimated if estimated else None
+
     def first_byte(self, request: Request, now_s: float) -> None:
         """Record that the first byte of an engine's answer to this request goes out now."""
         seconds = now_s - request.received_s
@@ -171,6 +182,8 @@ class Metrics:
             series = self._series(request)
             series.statuses[request.status] += 1
             series.duration.observe(now_s - request.received_s)
+            if request.tokens.prompt and request.asked.prompt_tokens:
+                self._add_computed(request)
             if request.stream_events:
                 # One event may carry several tokens: use their number if the engine reported it.
                 tokens = request.tokens.completion or request.stream_events
@@ -178,6 +191,12 @@ class Metrics:
                     seconds = (now_s - request.first_byte_s) / (tokens - 1)
                     series.per_token.observe(seconds)
                     _remember(self._recent_tpot, request.model, now_s, seconds)
+
+    def _add_computed(self, request: Request) -> None:
+        estimated, computed = self._computed.get(request.model, (0.0, 0.0))
+        fade = 1.0 if estimated < _COMPUTED_MEMORY else 0.5
+        computed = computed * fade + max(request.tokens.prompt - request.tokens.found, 0)
+        self._computed[request.model] = (estimated * fade + request.asked.prompt_tokens, computed)
 
     def _series(self, request: Request) -> Series:
         scopes = request.caller.scopes if request.caller is not None else frozenset()
@@ -220,6 +239,7 @@ class Metrics:
         self._recent_tpot = {name: values for name, values in self._recent_tpot.items() if name in kept}
         self._last_s = {name: at for name, at in self._last_s.items() if name in kept}
         self._idle_starts = {name: samples for name, samples in self._idle_starts.items() if name in kept}
+        self._computed = {name: sums for name, sums in self._computed.items() if name in kept}
         self._prefill = {name: rate for name, rate in self._prefill.items() if name in kept}
 
     def families(self, gauges: Iterable[tuple[str, str, dict[str, str], float]]) -> list[Family]:

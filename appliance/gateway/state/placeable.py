@@ -20,6 +20,11 @@ class Placeable(Handler):
         raise NotImplementedError
 
     @property
+    def prompt_tokens(self) -> int:
+        """Estimated prompt tokens, wherever it is."""
+        raise NotImplementedError
+
+    @property
     def waits_at(self) -> tuple[str, float]:
         """The replica at which it waits for a first token, and since when (monotonic clock), if it may move to another;
         else ("", 0)."""

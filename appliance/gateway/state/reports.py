@@ -21,17 +21,19 @@ def load_report(state: State) -> dict[str, Any]:
     last_request_s: Unix time, None before the first; ttft_p95_s, tpot_p95_s: of the last minute, None without requests.
     arrived_*, first_tokens: since `started_s`; arrived_prompts and first_tokens by bucket of size and of time.
     waiting_prompt_tokens: of requests without a first token, as far as visible: non-streaming requests only while they
-    are held.
+    are held; prompt_tokens: of all in flight and held. computed_part: see `Metrics.computed_part`.
     """
     now = time.monotonic()
     unix_offset_s = time.time() - now
     inflight: dict[str, int] = {}
     waiting: dict[str, int] = {}
+    prompts: dict[str, int] = {}
     for conn in state.connections:
         if conn.active is not None and isinstance(conn.active, Placeable):
             name = conn.active.row
             inflight[name] = inflight.get(name, 0) + 1
             waiting[name] = waiting.get(name, 0) + conn.active.waiting_prompt_tokens
+            prompts[name] = prompts.get(name, 0) + conn.active.prompt_tokens
     return {
         "type": "load",
         "generation": state.generation,
@@ -46,6 +48,8 @@ def load_report(state: State) -> dict[str, Any]:
                 "ttft_p95_s": state.metrics.ttft_p95_s(name, now),
                 "tpot_p95_s": state.metrics.tpot_p95_s(name, now),
                 "waiting_prompt_tokens": waiting.get(name, 0),
+                "prompt_tokens": prompts.get(name, 0),
+                "computed_part": state.metrics.computed_part(name),
                 "prefill_tokens_per_s": state.metrics.prefill_tokens_per_s(name),
                 "arrived_requests": state.metrics.arrivals(name)[0],
                 "arrived_prompt_tokens": state.metrics.arrivals(name)[1],

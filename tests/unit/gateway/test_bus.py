@@ -89,6 +89,8 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
             "ttft_p95_s": None,
             "tpot_p95_s": None,
             "waiting_prompt_tokens": 0,
+            "prompt_tokens": 0,
+            "computed_part": None,
             "prefill_tokens_per_s": None,
             "arrived_requests": 1,
             "arrived_prompt_tokens": 3,

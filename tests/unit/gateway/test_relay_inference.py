@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from appliance.gateway.state.reports import load_report
 
 from .conftest import Box, Start, chat, request_bytes, salted
@@ -209,6 +211,7 @@ async def test_load_is_counted_and_given_back(box: Box) -> None:
     assert report["models"]["m"]["arrived_requests"] == 1
     assert 0 < report["models"]["m"]["arrived_prompt_tokens"] < 100, "of the prompt alone"
     assert report["models"]["m"]["waiting_prompt_tokens"] == 0, "an answer in one piece does not say when it began"
+    assert report["models"]["m"]["prompt_tokens"] == report["models"]["m"]["arrived_prompt_tokens"]
     go_on.set()
     assert (await wire.response()).status == 200
     report = load_report(box.state)
@@ -216,6 +219,23 @@ async def test_load_is_counted_and_given_back(box: Box) -> None:
     assert report["models"]["m"]["ttft_p95_s"] > 0
     assert report["models"]["m"]["tpot_p95_s"] is None, "nothing was streamed"
     assert box.state.buffered_bytes == 0
+
+
+async def test_what_a_cache_of_prefixes_had_is_not_counted_as_computed(box: Box) -> None:
+    usage = {"prompt_tokens": 90, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 80}}
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json({**chat_answer(), "usage": usage})
+
+    box.engines["e0"].script = script
+    assert box.state.metrics.computed_part("m") is None
+    for _ in range(2):
+        await box.ask("POST", "/v1/chat/completions", chat())
+    estimated = box.state.metrics.arrivals("m")[1]
+    report = load_report(box.state)["models"]["m"]
+    assert report["computed_part"] == pytest.approx(2 * 10 / estimated) and report["prompt_tokens"] == 0
+    box.state.metrics.forget_models([])
+    assert box.state.metrics.computed_part("m") is None
 
 
 async def test_streams_with_a_replica_to_themselves_tell_the_prefill_rate(box: Box) -> None:

@@ -137,7 +137,7 @@ async def _send(http: httpx.AsyncClient, request: asked.Request) -> httpx.Respon
 
 def _context(folder: Path, db: Database, size: Size) -> ControllerContext:
     bounds = OwnerBounds(models=10**6, uploads=10**6, batches=10**6, jobs=10**6, background=10**6, eval_runs=10**6)
-    context = simulated_context(folder, db, bounds=bounds)
+    context = simulated_context(folder, db, bounds=bounds, disk_floor_bytes=0)
     for owner in (OWNER, OTHER):
         for place in range(size.all if owner == OWNER else 12):
             (context.jobs_dir / f"job-{owner}-{place}").mkdir()

@@ -109,7 +109,7 @@ async def _measure(folder: Path, owners: int, meter: Meter) -> Unfinished:
     with Database(folder / "appliance.db") as db, _rounds_are_begun_here() as rounds:
         db.execute("PRAGMA synchronous = OFF")
         insert_model(db, MODEL, info={})
-        context = simulated_context(folder, db)
+        context = simulated_context(folder, db, disk_floor_bytes=0)
         engines = context.batch_engines = _Engines()
         app = create_app(context)
         app.openapi()

@@ -51,6 +51,15 @@ def test_the_worst_traffic_stays_within_the_bound(switch_device_s: float) -> Non
         assert most_in_an_hour(fell) == CONFIG.give_backs_per_hour, "without anything to learn from the bound is met"
 
 
+def test_few_long_prompts_fill_as_many_caches_as_many_short_ones() -> None:
+    long = replace(MODEL, kv_tokens=100_000, demand=Demand(inflight=4, prompt_tokens=250_000, waiting_tokens=50_000))
+    assert demand_.load(long, CONFIG) == 2.0 and demand_.running(long, 0.75, CONFIG) == 2.0
+    assert demand_.wanted_now(long, 0.0, CONFIG) == 2
+    short = replace(long, demand=replace(long.demand, prompt_tokens=2_000, waiting_tokens=0))
+    assert demand_.load(short, CONFIG) == 0.4 and demand_.running(short, 0.75, CONFIG) == pytest.approx(0.3)
+    assert demand_.load(replace(long, kv_tokens=None), CONFIG) == 0.4, "by their number where nobody knows the cache"
+
+
 def test_growth_in_small_steps_is_within_the_bound_too() -> None:
     """Everything is given back at once and asked for again one by one: each step is a hand-over of its own."""
 

@@ -6,6 +6,7 @@ from array import array
 
 import pytest
 
+from scheduler.core.config import WhenLate
 from scheduler.simulator.regret import Window, burst, deviation, window
 from scheduler.simulator.simulate import Figures
 from scheduler.simulator.trace import Requests
@@ -20,12 +21,15 @@ def figures(late: int, trained_on: int, apart_s: float = 100.0) -> Figures:
     return Figures(REQUESTS, 1.0, None, None, 0.0, 0, trained=trained, within={"m": within})
 
 
-def compared(late_by_serving: dict[int, int], apart_s: float, auto_late: int = 0) -> Window:
+def compared(
+    late_by_serving: dict[int, int], apart_s: float, auto_late: int = 0, when_late: WhenLate = "serve"
+) -> Window:
     """Of a box of four devices."""
     traces = {"m": Requests(array("d", (n * apart_s for n in range(REQUESTS))), array("l"), array("l"))}
     splits = {n: figures(late, 4 - n, apart_s) for n, late in late_by_serving.items()}
     ends = range(int(REQUESTS * apart_s))
-    return window(traces, figures(auto_late, 1, apart_s), splits.__getitem__, 4, ends, pause_s=2.0)
+    auto = figures(auto_late, 1, apart_s)
+    return window(traces, auto, splits.__getitem__, 4, ends, pause_s=2.0, when_late=when_late)
 
 
 def test_late_requests_of_a_minute_are_one_burst() -> None:
@@ -52,6 +56,15 @@ def test_a_start_up_cost_comes_from_the_splits_not_from_auto() -> None:
     assert good.late(start_up=True) == 0 and bad.late(start_up=True) == pytest.approx(
         bad.late(start_up=False) - 100 * bad.chance / REQUESTS
     )
+
+
+def test_a_box_that_leaves_half_to_training_is_held_against_what_half_of_it_reaches() -> None:
+    late = {1: 400, 2: 90, 3: 30, 4: 30}
+    found = compared(late, apart_s=100.0, auto_late=90, when_late="split")
+    assert found.best_serving == 2 and found.late(start_up=False) == 0
+    assert compared(late, apart_s=100.0, auto_late=90).late(start_up=False) > 5
+    fine = {1: 40, 2: 20, 3: 1, 4: 0}
+    assert compared(fine, 100.0, when_late="split").best_serving == 3, "where it can be had, it is to be had"
 
 
 def test_where_all_devices_are_late_too_only_lateness_counts() -> None:

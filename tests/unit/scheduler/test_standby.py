@@ -13,7 +13,8 @@ import pytest
 from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.shadow import Seen, Shadow, standby_costs
 from scheduler.autoscale.standby import StandbyLearner, levels
-from scheduler.core.config import SchedulerConfig
+from scheduler.autoscale.trials import Bursts
+from scheduler.core.config import SchedulerConfig, WhenLate
 from scheduler.core.idle import Idle, IdleSettings
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, Standby
 
@@ -45,6 +46,16 @@ def lived(
         if look % int(60 / LOOK_S) == 0:
             chosen.append(best)
     return found, chosen
+
+
+def test_late_requests_within_a_minute_are_one_burst() -> None:
+    bursts = Bursts()
+    assert bursts.mean == 1.0
+    for at_s, late in ((0.0, 2), (59.0, 2), (200.0, 1), (400.0, 1)):
+        bursts.seen(at_s, late, 1.0)
+    assert bursts.mean == (4 * 4 + 1 + 1) / 6
+    bursts.seen(500.0, 4, 0.5)
+    assert bursts.mean == (18 / 2 + 16) / (6 / 2 + 4), "earlier ones fade"
 
 
 def test_levels_are_every_number_up_to_eight_then_few() -> None:
@@ -224,7 +235,7 @@ def test_late_requests_after_a_change_count_against_no_constant_that_would_have_
 
 def test_a_constant_that_failed_is_tried_ever_less_often() -> None:
     found, tries = learner(), []
-    found._shadows, found._moving = found._constants, []
+    found._shadows, found._moving, found._early = found._constants, [], found._constants
     for look in range(4 * 3600 * 4):
         now_s, n = look * LOOK_S, found.best.replicas
         # The queues see nothing: requests are late for another reason whenever fewer than three are awake.
@@ -266,6 +277,34 @@ def test_until_something_is_known_the_careful_way_is_in_force() -> None:
         # A request every four seconds.
         best = found.seen(look * LOOK_S, Seen([0.05] if look % 16 == 0 else [], awake=1))
         assert (best.replicas, best.backlog_share, best.fixed) == (1, 0.25, False)
+
+
+@pytest.mark.parametrize(("when_late", "kept"), [("serve", 8), ("split", 4)])
+def test_what_all_replicas_cannot_serve_in_time_gets_what_the_box_is_set_to(when_late: WhenLate, kept: int) -> None:
+    found = StandbyLearner(
+        standby_costs(CONFIG, 8), least=1, most=8, target_s=2.0, late_share=0.01, when_late=when_late
+    )
+
+    def lives(minutes: float, requests: int, late: int, from_s: float) -> Standby:
+        for look in range(int(minutes * 60 / LOOK_S)):
+            awake = found.best.replicas
+            seen = Seen([0.5] * requests, load=requests, running=min(requests, 4), awake=awake, late=late)
+            found.seen(from_s + look * LOOK_S, seen)
+        return found.best
+
+    assert not lives(3, 1, 0, 0.0).replicas == 8
+    drowned = lives(5, 8, 8, 180.0)  # sixteen replicas' work
+    assert drowned.fixed and drowned.replicas == kept
+    assert lives(2, 1, 0, 480.0).replicas == kept, "a pause in it is no end"
+    lives(20, 1, 0, 600.0)
+    assert not found._overload, "it is over"
+
+
+def test_until_something_is_known_no_constant_answers_a_burst_that_nothing_serves_in_time() -> None:
+    found = learner()
+    for look in range(40):
+        best = found.seen(look * LOOK_S, Seen([1.5] * 4, load=3.0, running=1.0, awake=found.best.replicas))
+        assert not best.fixed, "constants that came and went with each report stopped the job twelve times in a minute"
 
 
 def test_a_constant_that_is_overrun_with_part_of_its_allowance_spent_gives_way_before_all_is_spent() -> None:
@@ -346,7 +385,7 @@ def test_where_nothing_suffices_a_choice_stays_until_another_saves_a_hand_over()
         shadow.late, shadow.cost_s = 1000.0, 500.0
     for shadow, cost_s in ((all_of_them, 1600.0), (nearly_all, 1599.0)):
         shadow.late, shadow.cost_s = 400.0, cost_s
-    found._in_force = all_of_them
+    found._in_force, found._all_late_s, found._overload = all_of_them, -math.inf, False
     found._choose(200.0, 0.0)
     assert found._in_force is all_of_them, "neither suffices, and a second is no reason"
     nearly_all.cost_s = 500.0

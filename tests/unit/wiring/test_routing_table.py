@@ -109,8 +109,19 @@ async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
     bus.reported = Load(
         {"r1": ReplicaLoad(waiting_tokens=4000)},
         {
-            "starter": ModelLoad(1, 0, 5.0, 0.1, waiting_prompt_tokens=50, prefill_tokens_per_s=900.0),
-            "ft:a": ModelLoad(2, 3, 9.0, 0.4, waiting_prompt_tokens=20, prefill_tokens_per_s=800.0),
+            "starter": ModelLoad(
+                1, 0, 5.0, 0.1, waiting_prompt_tokens=50, prefill_tokens_per_s=900.0, prompt_tokens=60
+            ),
+            "ft:a": ModelLoad(
+                2,
+                3,
+                9.0,
+                0.4,
+                waiting_prompt_tokens=20,
+                prefill_tokens_per_s=800.0,
+                prompt_tokens=80,
+                computed_part=0.5,
+            ),
             "ft:b": ModelLoad(0, 1, None, None),
         },
         arrived={"starter": Arrived(5, 500), "ft:a": Arrived(1, 40), "unheard": Arrived(9, 9)},
@@ -118,6 +129,7 @@ async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
     asked = routing.demand("starter")
     assert (asked.inflight, asked.held) == (3, 4)
     assert asked.waiting_tokens == 70, "prompts that wait, not the tokens that running requests still have to write"
+    assert asked.prompt_tokens == 60 + 80 / 2, "what a cache of prefixes has fills no further one"
     assert (asked.last_request_s, asked.ttft_p95_s) == (9.0, 0.4)
     assert routing.demand("unheard").requests == 0
     traffic = routing.traffic("starter")
@@ -304,7 +316,9 @@ async def test_no_models_config_stops_the_table_of_the_others(bus, db, add_model
     (tmp_path / "config.json").write_text(config)
     models.update_version(db, "odd", "v1", disk_path=str(tmp_path))
     sizes = EngineSizes(db, EngineConfig(), lambda: [Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)], 2)
-    BusRouting(bus, db, 60.0, sizes.context).refresh()
+    routing = BusRouting(bus, db, 60.0, sizes.tokens)
+    routing.refresh()
     assert {"starter", "odd"} <= bus.table.keys()
+    assert routing.traffic("starter").kv_tokens == sizes.size(models.find(db, "starter"), None).kv_tokens
     shape = shape_of(resolve(db, "odd"))
     assert 0 <= shape.lora_sides < 1e30 and sizes.asleep_bytes(models.find(db, "odd"), None) > 0
