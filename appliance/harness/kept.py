@@ -33,7 +33,7 @@ def keep(session: Session, task: str, about: Mapping[str, Any], found: Mapping[s
     """The id of each model's run, and of the evaluation under "". found: by model, what the library logged of each
     question. about: how it was asked; what was asked otherwise is another evaluation. Raises NotKept, CliError."""
     items = {model: _items(samples) for model, samples in found.items()}
-    names = sorted(set[str].intersection(*(set(item["scores"]) for rows in items.values() for item, _ in rows)))
+    names = sorted(set.intersection(*(set(item["scores"]) for rows in items.values() for item, _ in rows)))
     if not names:
         raise NotKept(f"{task} has no figure that is a mean over its questions")
     if (most := max(map(len, items.values()))) > MOST_ITEMS:
