@@ -15,7 +15,7 @@ def when_gone(thing: Any, call: Callable[[], Any]) -> None:
     `weakref.finalize` would call it where the last reference goes, or where Python collects cycles: on a thread that
     reads, or between the two halves of the very change that it would make.
     """
-    weakref.finalize(thing, _soon, asyncio.get_running_loop(), call).atexit = False  # type: ignore[misc]
+    weakref.finalize(thing, _soon, asyncio.get_running_loop(), call)  # type: ignore[misc]
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], Any]) -> None:

@@ -17,8 +17,8 @@ The model does not see everything (the time of decoding, full caches, slow engin
 - if moving cost more than foretold (more stops, replicas kept for longer), all moving choices are that much dearer.
 
 Requests that are late on any number of replicas (the prompt alone takes longer than the target) are nobody's fault:
-they use up the allowance, but for a tenth of it that is always left. While all replicas together are late too often
-there is nothing to learn: the box's setting `when_late` decides. trials.py has the bound.
+they use up the allowance, but for a tenth of it that is always left. While all replicas together make too many late
+the box's setting `when_late` decides; what they make late then counts against no choice. trials.py has the bound.
 """
 
 from __future__ import annotations
@@ -376,8 +376,8 @@ class StandbyLearner:
         return self._allowed / -math.expm1(-max(self._seen_s, _KNOWN_S) / MEMORY_S)
 
     def _left(self) -> float:
-        """What part of the allowance a choice may plan for. It sinks once more were late than allowed, as the price of
-        a violated constraint rises."""
+        """What part of the allowance a choice may plan for. It sinks once half of it is spent, as the price of a
+        constraint rises that is about to be violated."""
         allowed = self._allowed_in_all
         return min(max(_SINKS_AT - (self._late - 1) / allowed, _KEPT_ALLOWANCE), 1.0) if allowed else 1.0
 

@@ -168,7 +168,7 @@ NEW: dict[str, Traffic] = {
     "nearly full": Traffic(2.8, prompt=6000, output=400, prompt_sigma=0.6, clients=60),
     "small hours": Traffic(0.15, prompt=4000, output=400, clients=4, gap_cv=2.5),
 }
-"""Further kinds, made after the policy and looked at by nobody who changed it."""
+"""Further kinds for eight devices (`auto_regret.py --new`), on which nothing was chosen."""
 
 SEVERAL: dict[str, tuple[str, ...]] = {
     "2 models: code and reasoning": ("code, short answers", "reasoning"),
