@@ -31,7 +31,7 @@ pytestmark = [
 
 def podman(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(["podman", *arguments], capture_output=True, text=True)
-    assert not check or done.returncode == 0, f"podman {arguments[0]} ended with {done.returncode}: {done.stderr[-4000:]}"
+    assert not check or done.returncode == 0, f"podman {arguments[0]}: {done.returncode}: {done.stderr[-4000:]}"
     return done
 
 

@@ -106,7 +106,8 @@ def test_the_best_of_a_grid_is_found_whatever_becomes_of_the_controller(box: Who
     answer = box.client(max_retries=5).chat.completions.create(
         model=best["model"], messages=question, max_tokens=8, temperature=0
     )
-    assert "red" in answer.choices[0].message.content.lower()
+    # What it says hangs on three seconds of training from nothing; its loss, above, says that it learnt.
+    assert answer.model == best["model"] and answer.usage is not None and answer.usage.completion_tokens > 0
 
     # The table has the best at its top, and a bar for each.
     shown = box.run("sweep", "show", sweep_id)
