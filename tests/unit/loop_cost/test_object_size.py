@@ -56,7 +56,7 @@ def test_bodies_are_taken_and_large_ones_too(counted: Sized):
     }
     assert len(counted.taken) > 200
     for place in (
-        "/v1/sweeps .spec.grid.learning_rate_multiplier[] any texts",
+        "/v1/sweeps .spec.name text",
         "/v1/fine_tuning/alpha/graders/run .item any numbers",
         "/v1/evals .testing_criteria[].labels items",
         "/v1/evals/{eval_id}/runs .data_source.source.content items",
