@@ -176,7 +176,7 @@ def no_chat_template(model: str) -> HttpError:
 def body_too_large(limit_bytes: int) -> HttpError:
     return HttpError(
         413,
-        f"The request body is larger than the {limit_bytes} bytes allowed here.",
+        f"The request body is over the limit of {limit_bytes} bytes of this endpoint.",
         code="request_too_large",
         close=True,
     )
