@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from appliance.models import tokenizer_settings
 from appliance.models.errors import (
     MissingTokenizer,
     NotACheckpoint,
@@ -215,6 +216,10 @@ def examine(directory: Path, layout: Layout) -> Facts:
     if (directory / "tokenizer_config.json").exists():
         tokenizer = read_json(directory / "tokenizer_config.json", "tokenizer_config.json", MAX_CONFIG_BYTES)
         _refuse_code(tokenizer, "tokenizer_config.json")
+        tokenizer_settings.check_config(tokenizer)
+    if (directory / tokenizer_settings.MAP_FILE).exists():
+        special = read_json(directory / tokenizer_settings.MAP_FILE, tokenizer_settings.MAP_FILE, MAX_CONFIG_BYTES)
+        tokenizer_settings.check_map(special)
     _require_tokenizer(directory)
     _refuse_code_elsewhere(directory)
     template, others = _chat_templates(directory, tokenizer)

@@ -515,6 +515,58 @@ def test_templates_by_name_come_in(library, tmp_path):
     assert library.import_path(source).info["chat_template"] is True
 
 
+_SECRET = "/var/lib/appliance/first-key"
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("tokenizer_config.json", {"tokenizer_class": "BertTokenizer", "vocab": _SECRET}),
+        ("tokenizer_config.json", {"tokenizer_class": "BertTokenizer", "init_inputs": [_SECRET]}),
+        ("tokenizer_config.json", {"tokenizer_class": "GemmaTokenizer", "vocab_file": _SECRET}),
+        ("tokenizer_config.json", {"merges": _SECRET}),
+        ("tokenizer_config.json", {"target_spm": _SECRET}),
+        ("tokenizer_config.json", {"gguf_file": _SECRET}),
+        ("tokenizer_config.json", {"sudachi_kwargs": {"sudachi_config_path": "sudachi"}}),
+        ("tokenizer_config.json", {"sp_model_kwargs": {"deep": [{"model_file": _SECRET}]}}),
+        ("tokenizer_config.json", {"mecab_kwargs": {"mecab_dic": _SECRET}}),
+        ("tokenizer_config.json", {"fast_tokenizer_files": ["tokenizer.4.0.0.json"]}),  # which no trial has read
+        ("special_tokens_map.json", {"eos_token": "</s>", "vocab_file": _SECRET}),
+        ("special_tokens_map.json", {"tokenizer_file": _SECRET}),
+        ("special_tokens_map.json", {"chat_template": _ENDLESS}),  # goes before all that were tried
+    ],
+)
+def test_a_tokenizer_reads_no_other_files_than_the_checkpoints_own(library, source, tmp_path, file, said):
+    """The box's first key was a token of the model, and what it answered."""
+    (source / file).write_text(json.dumps(said))
+    with pytest.raises(TokenizerRefused, match=file):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
+def test_what_tokenizers_were_saved_with_comes_in(library, source):
+    said = {
+        "tokenizer_class": "LlamaTokenizerFast",
+        "tokenizer_file": "/home/somebody/tokenizer.json",  # transformers reads the checkpoint's own in its place
+        "special_tokens_map_file": "/home/somebody/special_tokens_map.json",
+        "name_or_path": "/home/somebody/model",
+        "vocab_file": None,
+        "init_inputs": [],
+        "sp_model_kwargs": {},
+        "added_tokens_decoder": {"0": {"content": "</s>", "special": True}},
+        "chat_template": checkpoints.TEMPLATE,
+        "model_input_names": ["input_ids"],
+    }
+    special = {
+        "eos_token": {"content": "</s>", "lstrip": False},
+        "additional_special_tokens": ["<a>"],
+        "pad_token": None,
+    }
+    (source / "tokenizer_config.json").write_text(json.dumps(said))
+    (source / "special_tokens_map.json").write_text(json.dumps(special))
+    assert library.import_path(source).version == "v1"
+
+
 def lists(number: int) -> bytes:
     return b"[" + b"[]," * number + b"[]]"
 
