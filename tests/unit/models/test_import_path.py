@@ -544,6 +544,31 @@ def test_a_tokenizer_reads_no_other_files_than_the_checkpoints_own(library, sour
     assert nothing_there(tmp_path)
 
 
+@pytest.mark.parametrize("folder", ["/tmp/elsewhere", "../../other/v1", "..", "2_Dense/../../other", 7, None])
+@pytest.mark.parametrize("as_object", [False, True])
+def test_layers_are_read_from_no_folder_elsewhere(library, tmp_path, folder, as_object):
+    """vLLM opened a pickle of any folder of the machine that an embedding model's modules.json named."""
+    source = checkpoints.write(tmp_path / "source", config={"architectures": ["LlamaModel"]})
+    modules = [{"idx": 0, "name": "0", "path": folder, "type": "sentence_transformers.models.Dense"}]
+    (source / "modules.json").write_text(json.dumps({"modules": modules} if as_object else modules))
+    with pytest.raises(UnsafeLink, match=r"modules\.json"):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
+def test_modules_as_sentence_transformers_writes_them_come_in(library, tmp_path):
+    source = checkpoints.write(tmp_path / "source", config={"architectures": ["LlamaModel"]})
+    modules = [{"path": "", "type": "sentence_transformers.models.Transformer"}, {"path": "1_Pooling"}]
+    (source / "modules.json").write_text(json.dumps(modules))
+    assert library.import_path(source).task == "embed"
+
+
+def test_an_adapter_in_a_models_directory_stays_behind(library, source):
+    """transformers would add it to the model wherever that is trained."""
+    (source / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/elsewhere"}')
+    assert not (library.import_path(source).path / "adapter_config.json").exists()
+
+
 def test_what_tokenizers_were_saved_with_comes_in(library, source):
     said = {
         "tokenizer_class": "LlamaTokenizerFast",
