@@ -201,6 +201,13 @@ def examine(directory: Path, layout: Layout) -> Facts:
     """
     config = read_json(directory / "config.json", "config.json", MAX_CONFIG_BYTES)
     _refuse_code(config, "config.json")
+    if config.get("configuration_files"):
+        # transformers and vLLM read the one of these that fits their version, and nothing of this file.
+        raise UnsupportedModel(
+            "config.json",
+            "has 'configuration_files', which name another file to be read in its place; give the checkpoint that one "
+            "as its config.json, without the list",
+        )
     if config.get("speculators_config") is not None:
         # vLLM takes the model that it names, any path of this machine, in place of this one.
         raise UnsupportedModel(

@@ -238,6 +238,7 @@ def test_remote_code_is_refused(library, source, file):
         ({"architectures": ["X; import os"]}, NotACheckpoint, "not a class name"),
         ({"architectures": ["ViTForImageClassification"]}, UnsupportedModel, "ViTForImageClassification"),
         ({"speculators_config": {"verifier": {"name_or_path": "/etc"}}}, UnsupportedModel, "speculators_config"),
+        ({"configuration_files": ["config.4.0.0.json"]}, UnsupportedModel, "configuration_files"),
         ({"vocab_size": 33}, NotACheckpoint, r"shape \[32, 8\].*\[33, 8\]"),
         ({"num_hidden_layers": 3}, NotACheckpoint, r"layers\.2.*3 layers"),
     ],
@@ -245,6 +246,17 @@ def test_remote_code_is_refused(library, source, file):
 def test_configs_that_do_not_fit_are_named(library, tmp_path, config, error, says):
     source = checkpoints.write(tmp_path / "source", config=config)
     with pytest.raises(error, match=says):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
+def test_no_other_file_is_read_in_place_of_the_config(library, source, tmp_path):
+    """By it an engine served another model of the machine: what is refused in config.json stood in the other file."""
+    config = json.loads((source / "config.json").read_text()) | {"configuration_files": ["config.4.0.0.json"]}
+    (source / "config.json").write_text(json.dumps(config))
+    verifier = {"name_or_path": "/models/of-somebody-else/v1", "architectures": ["LlamaForCausalLM"]}
+    (source / "config.4.0.0.json").write_text(json.dumps({"speculators_config": {"verifier": verifier}}))
+    with pytest.raises(UnsupportedModel, match=r"config\.json.*configuration_files"):
         library.import_path(source)
     assert nothing_there(tmp_path)
 
