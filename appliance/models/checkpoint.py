@@ -51,8 +51,9 @@ _PROCESSORS = (
     "video_preprocessor_config.json",
 )
 MAX_TEMPLATES = 8
-# The box writes the one itself; by the other transformers would add an adapter to the model wherever it is trained.
-_NEVER_TAKEN = ("manifest.json", "adapter_config.json")
+# The box writes the first itself; by the second transformers would add an adapter to the model wherever it is trained;
+# vLLM would read the third in place of config.json where weights are called consolidated*.safetensors.
+_NEVER_TAKEN = ("manifest.json", "adapter_config.json", "params.json")
 MODULES_FILE = "modules.json"
 _FOLDER = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]{0,99})?")
 _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")

@@ -575,6 +575,15 @@ def test_modules_as_sentence_transformers_writes_them_come_in(library, tmp_path)
     assert library.import_path(source).task == "embed"
 
 
+def test_an_engine_reads_the_config_that_was_checked(library, source):
+    """vLLM takes a directory with weights of this name, and params.json, for one in Mistral's format."""
+    (source / "model.safetensors").rename(source / "consolidated.safetensors")
+    weights = dict.fromkeys(checkpoints.tensors(), "consolidated.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    (source / "params.json").write_text('{"dim": 1048576, "n_layers": 1000}')
+    assert not (library.import_path(source).path / "params.json").exists()
+
+
 def test_an_adapter_in_a_models_directory_stays_behind(library, source):
     """transformers would add it to the model wherever that is trained."""
     (source / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/elsewhere"}')
