@@ -575,6 +575,25 @@ def test_modules_as_sentence_transformers_writes_them_come_in(library, tmp_path)
     assert library.import_path(source).task == "embed"
 
 
+def test_a_folder_that_becomes_a_link_while_files_are_copied_is_not_followed(library, source, tmp_path):
+    """Whoever owns the directory has as long as the weights take to be copied."""
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "first-key").write_text("sk-secret")
+    (source / "sub").mkdir()
+    (source / "sub" / "first-key").write_text("a")
+    (source / "vocab.txt").symlink_to("sub/first-key")
+
+    def swap(*_: object) -> None:
+        if not (source / "sub").is_symlink():
+            (source / "sub").rename(source / "aside")
+            (source / "sub").symlink_to(private)
+
+    with pytest.raises(UnsafeLink, match=r"vocab\.txt"):
+        library.import_path(source, report=swap)
+    assert nothing_there(tmp_path)
+
+
 def test_an_engine_reads_the_config_that_was_checked(library, source):
     """vLLM takes a directory with weights of this name, and params.json, for one in Mistral's format."""
     (source / "model.safetensors").rename(source / "consolidated.safetensors")
