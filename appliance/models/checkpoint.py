@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from appliance.models import tokenizer_settings
 from appliance.models.errors import (
     MissingTokenizer,
     NotACheckpoint,
@@ -50,6 +51,11 @@ _PROCESSORS = (
     "video_preprocessor_config.json",
 )
 MAX_TEMPLATES = 8
+# The box writes the first itself; by the second transformers would add an adapter to the model wherever it is trained;
+# vLLM would read the third in place of config.json where weights are called consolidated*.safetensors.
+_NEVER_TAKEN = ("manifest.json", "adapter_config.json", "params.json")
+MODULES_FILE = "modules.json"
+_FOLDER = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]{0,99})?")
 _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 _FAMILY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -93,7 +99,7 @@ def choose_files(directory: Path) -> Files:
     left: list[str] = []
     for name in names:
         is_weight = name in weights
-        wanted = is_weight or name in KEPT_TEXT or (name.endswith(AUX_SUFFIXES) and name != "manifest.json")
+        wanted = is_weight or name in KEPT_TEXT or (name.endswith(AUX_SUFFIXES) and name not in _NEVER_TAKEN)
         wanted = wanted and not name.startswith(".") and not (directory / name).is_dir()
         if name.endswith(INDEX_SUFFIX):
             wanted = name == f"model{INDEX_SUFFIX}"
@@ -196,6 +202,13 @@ def examine(directory: Path, layout: Layout) -> Facts:
     """
     config = read_json(directory / "config.json", "config.json", MAX_CONFIG_BYTES)
     _refuse_code(config, "config.json")
+    if config.get("configuration_files"):
+        # transformers and vLLM read the one of these that fits their version, and nothing of this file.
+        raise UnsupportedModel(
+            "config.json",
+            "has 'configuration_files', which name another file to be read in its place; give the checkpoint that one "
+            "as its config.json, without the list",
+        )
     if config.get("speculators_config") is not None:
         # vLLM takes the model that it names, any path of this machine, in place of this one.
         raise UnsupportedModel(
@@ -215,8 +228,13 @@ def examine(directory: Path, layout: Layout) -> Facts:
     if (directory / "tokenizer_config.json").exists():
         tokenizer = read_json(directory / "tokenizer_config.json", "tokenizer_config.json", MAX_CONFIG_BYTES)
         _refuse_code(tokenizer, "tokenizer_config.json")
+        tokenizer_settings.check_config(tokenizer)
+    if (directory / tokenizer_settings.MAP_FILE).exists():
+        special = read_json(directory / tokenizer_settings.MAP_FILE, tokenizer_settings.MAP_FILE, MAX_CONFIG_BYTES)
+        tokenizer_settings.check_map(special)
     _require_tokenizer(directory)
     _refuse_code_elsewhere(directory)
+    _refuse_other_folders(directory)
     template, others = _chat_templates(directory, tokenizer)
     if template is None and task == "generate":
         warnings.append(
@@ -269,6 +287,28 @@ def _refuse_code_elsewhere(directory: Path) -> None:
         if any(key in path.read_bytes() for key in (b"auto_map", b"custom_generate", b"\\u")):
             body = read_json(path, path.name, MAX_CONFIG_BYTES)
             _refuse_code({"auto_map": body.get("auto_map") or body.get("custom_generate")}, path.name)
+
+
+def _refuse_other_folders(directory: Path) -> None:
+    """modules.json of sentence-transformers names folders of layers, from which vLLM takes weights, pickles too. Those
+    of the checkpoint are never taken in, so a plain name leads nowhere; every other one leads out of it. Raises
+    NotACheckpoint, UnsafeLink."""
+    path = directory / MODULES_FILE
+    if not path.exists():
+        return
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise NotACheckpoint(path.name, f"{path.stat().st_size} bytes; at most {MAX_CONFIG_BYTES} are read")
+    try:
+        found = loads(path.read_bytes())
+    except ValueError as error:
+        raise NotACheckpoint(path.name, f"not JSON: {str(error)[:120]}") from error
+    listed = found.get("modules", []) if isinstance(found, dict) else found
+    for module in listed if isinstance(listed, list) else ():
+        folder = module.get("path", "") if isinstance(module, dict) else None
+        if not isinstance(folder, str) or not _FOLDER.fullmatch(folder):
+            raise UnsafeLink(
+                path.name, f"names {str(folder)[:80]!r}; expected folders of the checkpoint, such as '1_Pooling'"
+            )
 
 
 def _task(arch: str) -> Task:

@@ -12,7 +12,7 @@ ModelError
 │   ├── MissingTokenizer    no tokenizer files
 │   ├── UnsupportedModel    an architecture that is neither generating nor embedding text
 │   ├── TemplateRefused     a chat template that is broken, or does not end in time or memory
-│   ├── TokenizerRefused    a tokenizer that makes endlessly much of little, or does not end
+│   ├── TokenizerRefused    a tokenizer that makes endlessly much of little, does not end, or names other files
 │   └── AdapterRefused      an adapter that its base's engines cannot serve
 ├── NotEnoughDisk           carries the numbers
 ├── NotEnoughMemory         carries the numbers
@@ -76,7 +76,7 @@ class TemplateRefused(CheckpointRefused):
 
 
 class TokenizerRefused(CheckpointRefused):
-    """The tokenizer takes time or memory without bound for short texts."""
+    """The tokenizer takes time or memory without bound for short texts, or is to be read from files elsewhere."""
 
 
 class AdapterRefused(CheckpointRefused):

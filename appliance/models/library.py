@@ -20,7 +20,7 @@ from typing import Any
 
 from appliance.models import adapter, hub, maker_process
 from appliance.models.checkpoint import MAX_CONFIG_BYTES, Files, Task, choose_files, examine, read_json
-from appliance.models.errors import InvalidModelName, NotACheckpoint, NotEnoughDisk, SourceNotFound
+from appliance.models.errors import InvalidModelName, NotACheckpoint, NotEnoughDisk, SourceNotFound, UnsafeLink
 from appliance.models.recorded import check_same, recorded
 from appliance.models.template_trial import try_template
 from appliance.models.tokenizer_trial import try_tokenizer
@@ -486,7 +486,8 @@ def _name_of(directory_name: str) -> str:
 
 
 def _transfer(source: Path, target: Path, *, move: bool) -> Iterator[int]:
-    """Copies (or renames) one file, yielding the bytes done; 0600, never following a link at `target`."""
+    """Copies (or renames) one file, yielding the bytes done; 0600, never following a link at `target`, nor anywhere in
+    `source`, a path without links. Raises UnsafeLink."""
     if move:
         nbytes = source.stat().st_size
         os.rename(source, target)
@@ -496,6 +497,9 @@ def _transfer(source: Path, target: Path, *, move: bool) -> Iterator[int]:
     read_fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     write_fd = -1
     try:
+        if os.readlink(f"/proc/self/fd/{read_fd}") != str(source):
+            # Whose directory it is may have put a link in the place of a folder since the file was looked at.
+            raise UnsafeLink(target.name, f"{source} is not where it was; import a directory that nobody changes")
         write_fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         # copy_file_range shares the blocks where the file system can (reflink): an instant, independent copy.
         copy: Callable[[int], int] = lambda n: os.copy_file_range(read_fd, write_fd, n)  # noqa: E731

@@ -238,6 +238,7 @@ def test_remote_code_is_refused(library, source, file):
         ({"architectures": ["X; import os"]}, NotACheckpoint, "not a class name"),
         ({"architectures": ["ViTForImageClassification"]}, UnsupportedModel, "ViTForImageClassification"),
         ({"speculators_config": {"verifier": {"name_or_path": "/etc"}}}, UnsupportedModel, "speculators_config"),
+        ({"configuration_files": ["config.4.0.0.json"]}, UnsupportedModel, "configuration_files"),
         ({"vocab_size": 33}, NotACheckpoint, r"shape \[32, 8\].*\[33, 8\]"),
         ({"num_hidden_layers": 3}, NotACheckpoint, r"layers\.2.*3 layers"),
     ],
@@ -245,6 +246,17 @@ def test_remote_code_is_refused(library, source, file):
 def test_configs_that_do_not_fit_are_named(library, tmp_path, config, error, says):
     source = checkpoints.write(tmp_path / "source", config=config)
     with pytest.raises(error, match=says):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
+def test_no_other_file_is_read_in_place_of_the_config(library, source, tmp_path):
+    """By it an engine served another model of the machine: what is refused in config.json stood in the other file."""
+    config = json.loads((source / "config.json").read_text()) | {"configuration_files": ["config.4.0.0.json"]}
+    (source / "config.json").write_text(json.dumps(config))
+    verifier = {"name_or_path": "/models/of-somebody-else/v1", "architectures": ["LlamaForCausalLM"]}
+    (source / "config.4.0.0.json").write_text(json.dumps({"speculators_config": {"verifier": verifier}}))
+    with pytest.raises(UnsupportedModel, match=r"config\.json.*configuration_files"):
         library.import_path(source)
     assert nothing_there(tmp_path)
 
@@ -513,6 +525,111 @@ def test_templates_by_name_come_in(library, tmp_path):
     named = {"tool_use": "{{ tools }}", "default": checkpoints.TEMPLATE}
     (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert library.import_path(source).info["chat_template"] is True
+
+
+_SECRET = "/var/lib/appliance/first-key"
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("tokenizer_config.json", {"tokenizer_class": "BertTokenizer", "vocab": _SECRET}),
+        ("tokenizer_config.json", {"tokenizer_class": "BertTokenizer", "init_inputs": [_SECRET]}),
+        ("tokenizer_config.json", {"tokenizer_class": "GemmaTokenizer", "vocab_file": _SECRET}),
+        ("tokenizer_config.json", {"merges": _SECRET}),
+        ("tokenizer_config.json", {"target_spm": _SECRET}),
+        ("tokenizer_config.json", {"gguf_file": _SECRET}),
+        ("tokenizer_config.json", {"sudachi_kwargs": {"sudachi_config_path": "sudachi"}}),
+        ("tokenizer_config.json", {"sp_model_kwargs": {"deep": [{"model_file": _SECRET}]}}),
+        ("tokenizer_config.json", {"mecab_kwargs": {"mecab_dic": _SECRET}}),
+        ("tokenizer_config.json", {"fast_tokenizer_files": ["tokenizer.4.0.0.json"]}),  # which no trial has read
+        ("special_tokens_map.json", {"eos_token": "</s>", "vocab_file": _SECRET}),
+        ("special_tokens_map.json", {"tokenizer_file": _SECRET}),
+        ("special_tokens_map.json", {"chat_template": _ENDLESS}),  # goes before all that were tried
+    ],
+)
+def test_a_tokenizer_reads_no_other_files_than_the_checkpoints_own(library, source, tmp_path, file, said):
+    """The box's first key was a token of the model, and what it answered."""
+    (source / file).write_text(json.dumps(said))
+    with pytest.raises(TokenizerRefused, match=file):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["/tmp/elsewhere", "../../other/v1", "..", "2_Dense/../../other", 7, None])
+@pytest.mark.parametrize("as_object", [False, True])
+def test_layers_are_read_from_no_folder_elsewhere(library, tmp_path, folder, as_object):
+    """vLLM opened a pickle of any folder of the machine that an embedding model's modules.json named."""
+    source = checkpoints.write(tmp_path / "source", config={"architectures": ["LlamaModel"]})
+    modules = [{"idx": 0, "name": "0", "path": folder, "type": "sentence_transformers.models.Dense"}]
+    (source / "modules.json").write_text(json.dumps({"modules": modules} if as_object else modules))
+    with pytest.raises(UnsafeLink, match=r"modules\.json"):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
+def test_modules_as_sentence_transformers_writes_them_come_in(library, tmp_path):
+    source = checkpoints.write(tmp_path / "source", config={"architectures": ["LlamaModel"]})
+    modules = [{"path": "", "type": "sentence_transformers.models.Transformer"}, {"path": "1_Pooling"}]
+    (source / "modules.json").write_text(json.dumps(modules))
+    assert library.import_path(source).task == "embed"
+
+
+def test_a_folder_that_becomes_a_link_while_files_are_copied_is_not_followed(library, source, tmp_path):
+    """Whoever owns the directory has as long as the weights take to be copied."""
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "first-key").write_text("sk-secret")
+    (source / "sub").mkdir()
+    (source / "sub" / "first-key").write_text("a")
+    (source / "vocab.txt").symlink_to("sub/first-key")
+
+    def swap(*_: object) -> None:
+        if not (source / "sub").is_symlink():
+            (source / "sub").rename(source / "aside")
+            (source / "sub").symlink_to(private)
+
+    with pytest.raises(UnsafeLink, match=r"vocab\.txt"):
+        library.import_path(source, report=swap)
+    assert nothing_there(tmp_path)
+
+
+def test_an_engine_reads_the_config_that_was_checked(library, source):
+    """vLLM takes a directory with weights of this name, and params.json, for one in Mistral's format."""
+    (source / "model.safetensors").rename(source / "consolidated.safetensors")
+    weights = dict.fromkeys(checkpoints.tensors(), "consolidated.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    (source / "params.json").write_text('{"dim": 1048576, "n_layers": 1000}')
+    assert not (library.import_path(source).path / "params.json").exists()
+
+
+def test_an_adapter_in_a_models_directory_stays_behind(library, source):
+    """transformers would add it to the model wherever that is trained."""
+    (source / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/elsewhere"}')
+    assert not (library.import_path(source).path / "adapter_config.json").exists()
+
+
+def test_what_tokenizers_were_saved_with_comes_in(library, source):
+    said = {
+        "tokenizer_class": "LlamaTokenizerFast",
+        "tokenizer_file": "/home/somebody/tokenizer.json",  # transformers reads the checkpoint's own in its place
+        "special_tokens_map_file": "/home/somebody/special_tokens_map.json",
+        "name_or_path": "/home/somebody/model",
+        "vocab_file": None,
+        "init_inputs": [],
+        "sp_model_kwargs": {},
+        "added_tokens_decoder": {"0": {"content": "</s>", "special": True}},
+        "chat_template": checkpoints.TEMPLATE,
+        "model_input_names": ["input_ids"],
+    }
+    special = {
+        "eos_token": {"content": "</s>", "lstrip": False},
+        "additional_special_tokens": ["<a>"],
+        "pad_token": None,
+    }
+    (source / "tokenizer_config.json").write_text(json.dumps(said))
+    (source / "special_tokens_map.json").write_text(json.dumps(special))
+    assert library.import_path(source).version == "v1"
 
 
 def lists(number: int) -> bytes:
