@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,29 @@ def counted(db: Database) -> tuple[int, int]:
     (again,) = db.execute("SELECT value FROM sums WHERE name = 'commits'").fetchone()
     assert commits == again, "two moments within one reading"
     return total, commits
+
+
+@contextmanager
+def overlapping_reads(db: Database) -> Iterator[threading.Event]:
+    """One of two threads reads at every moment. Yields what is set when they are to end."""
+    done, begun = threading.Event(), [threading.Event(), threading.Event()]
+
+    def read_on(mine: threading.Event, other: threading.Event) -> None:
+        while not done.is_set():
+            with db.reading():
+                counted(db)
+                mine.set()
+                other.wait(0.02)
+                other.clear()
+
+    with ThreadPoolExecutor(2) as pool:
+        reading = [pool.submit(read_on, *pair) for pair in (begun, begun[::-1])]
+        try:
+            yield done
+        finally:
+            done.set()
+        for one in reading:
+            one.result()
 
 
 @given(amounts=st.lists(st.tuples(st.integers(-30, 30), st.booleans()), min_size=1, max_size=25))
@@ -140,11 +164,11 @@ async def test_a_function_is_there_for_readers_too(db: Database):
 
 
 async def test_owners_take_turns_and_none_has_all_threads(db: Database):
-    go, begun = threading.Event(), list[str]()
+    go, end, begun = threading.Event(), threading.Event(), list[str]()
 
     def work(name: str) -> None:
         begun.append(name)
-        assert go.wait(10)
+        assert (end if go.is_set() else go).wait(10)
 
     hers = [asyncio.ensure_future(db.read("ann", work, "ann")) for _ in range(9)]
     his = [asyncio.ensure_future(db.read("bob", work, "bob")) for _ in range(2)]
@@ -153,8 +177,11 @@ async def test_owners_take_turns_and_none_has_all_threads(db: Database):
         await asyncio.sleep(0)
     assert sorted(begun) == ["ann"] * OF_ONE + ["bob"] * 2
     go.set()
+    while len(begun) < THREADS + OF_ONE + 1:
+        await asyncio.sleep(0)
+    assert sorted(begun[THREADS:]) == ["ann"] * OF_ONE + ["cid"], "he does not wait for the rest of ann's"
+    end.set()
     await asyncio.gather(*hers, *his, theirs)
-    assert "cid" in begun[THREADS : THREADS + 2], "before the rest of ann's"
 
 
 async def test_a_reading_that_nobody_waits_for_gives_its_thread_back(db: Database):
@@ -225,30 +252,12 @@ def test_readings_without_a_gap_do_not_have_the_log_grow(
     if disk_is_short:
         db.reserve = Released()  # type: ignore[assignment]
     monkeypatch.setattr(readers, "_GAPS_EVERY_S", 0.05)
-    done, texts = threading.Event(), "x" * 100_000
-    overlapping = [threading.Event(), threading.Event()]
-
-    def read_on(mine: threading.Event, other: threading.Event) -> None:
-        """One of the two reads at every moment."""
-        while not done.is_set():
-            with db.reading():
-                counted(db)
-                mine.set()
-                other.wait(0.02)
-                other.clear()
-
-    with ThreadPoolExecutor(2) as pool:
-        reading = [pool.submit(read_on, *pair) for pair in (overlapping, overlapping[::-1])]
-        longest = 0
-        try:
-            for number in range(600):
-                db.execute("INSERT INTO sums VALUES (?, ?) ON CONFLICT DO NOTHING", [texts + str(number), 0])
-                db.execute("DELETE FROM sums WHERE length(name) > 1000")
-                longest = max(longest, (tmp_path / "appliance.db-wal").stat().st_size)
-        finally:
-            done.set()
-        for one in reading:
-            one.result()
+    longest, texts = 0, "x" * 100_000
+    with overlapping_reads(db):
+        for number in range(600):
+            db.execute("INSERT INTO sums VALUES (?, ?) ON CONFLICT DO NOTHING", [texts + str(number), 0])
+            db.execute("DELETE FROM sums WHERE length(name) > 1000")
+            longest = max(longest, (tmp_path / "appliance.db-wal").stat().st_size)
     assert longest < 60 << 20, "120 MB were written"
     for _ in range(3):
         with db.reading():
@@ -264,29 +273,12 @@ def test_nor_where_the_writer_takes_longer_than_a_moment(db: Database, tmp_path:
     monkeypatch.setattr(readers, "MOST_LOG_BYTES", 8 << 20)
     monkeypatch.setattr(readers, "_GAPS_EVERY_S", 0.05)
     db.execute("PRAGMA journal_size_limit = 1048576")
-    done, begun = threading.Event(), [threading.Event(), threading.Event()]
-
-    def read_on(mine: threading.Event, other: threading.Event) -> None:
-        """One of the two reads at every moment."""
-        while not done.is_set():
-            with db.reading():
-                counted(db)
-                mine.set()
-                other.wait(0.02)
-                other.clear()
-
-    with ThreadPoolExecutor(2) as pool:
-        reading = [pool.submit(read_on, *pair) for pair in (begun, begun[::-1])]
-        longest = 0
-        try:
-            for number in range(40):
-                with db.transaction():
-                    db.execute("INSERT INTO sums VALUES (?, ?)", ["x" * 1_000_000 + str(number), 0])
-                    db.execute("DELETE FROM sums WHERE length(name) > 1000")
-                    done.wait(0.08)
-                longest = max(longest, (tmp_path / "appliance.db-wal").stat().st_size)
-        finally:
-            done.set()
-        for one in reading:
-            one.result()
+    longest = 0
+    with overlapping_reads(db) as reading:
+        for number in range(40):
+            with db.transaction():
+                db.execute("INSERT INTO sums VALUES (?, ?)", ["x" * 1_000_000 + str(number), 0])
+                db.execute("DELETE FROM sums WHERE length(name) > 1000")
+                reading.wait(0.08)
+            longest = max(longest, (tmp_path / "appliance.db-wal").stat().st_size)
     assert longest < 24 << 20, "80 MB were written"
