@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 RESULTS = "device_checks"
 BASELINES = "device_baselines"
 LOOK_EVERY_S = 0.2
+AGAIN_S, ROUND_S = 300.0, 4 * 3600.0
 BOX = "the box"
 T = TypeVar("T")
 
@@ -100,14 +101,25 @@ class DeepChecks:
             log.warning("no deep check before it returns: %s", error, extra={"device": device_id})
             self._on_verdict(device_id, None)
 
-    async def all_free(self) -> None:
-        """Check every device that can be spared, one after the other: the round of each night."""
-        for device_id in [device["id"] for device in self._scheduler.status()["devices"]]:
-            try:
-                if device_id not in cordons.read(self._db).cordoned:
-                    await self.check(device_id, BOX)
-            except OperationFailed as error:
-                log.info("no deep check: %s", error, extra={"device": device_id})
+    async def all_free(self, again_s: float = AGAIN_S, round_s: float = ROUND_S) -> None:
+        """Check every device, one after the other: the round of each night. One that cannot be spared is asked for
+        again after `again_s`, for as long as `round_s`: an engine that answered just before would cost it the night."""
+        left = [device["id"] for device in self._scheduler.status()["devices"]]
+        ends_s = self._clock() + round_s
+        while left := [device_id for device_id in left if await self._is_needed(device_id)]:
+            if self._clock() + again_s > ends_s:
+                return
+            await asyncio.sleep(again_s)
+
+    async def _is_needed(self, device_id: str) -> bool:
+        """Check it. Whether that was refused because it cannot be spared now."""
+        try:
+            if device_id not in cordons.read(self._db).cordoned:
+                await self.check(device_id, BOX)
+        except OperationFailed as error:
+            log.info("no deep check: %s", error, extra={"device": device_id})
+            return error.code == "device_needed"
+        return False
 
     def _known(self, device_id: str) -> DeviceStatus:
         for device in self._scheduler.status()["devices"]:

@@ -147,6 +147,28 @@ async def test_a_drained_device_stays_drained(db, bench):
     assert {name for name, _ in bench.verdicts} == {"n0/0", *(f"n0/{index}" for index in range(2, 8))}
 
 
+async def test_a_device_that_cannot_be_spared_is_asked_for_again_that_night(db, bench, monkeypatch):
+    """A box of two devices went without: an engine that had answered a minute before was awake on one of them."""
+    asked, refusals = list[str](), 2
+    check = bench.checks.check
+
+    async def busy_at_first(device_id: str, by: str) -> dict[str, object]:
+        asked.append(device_id)
+        if device_id in ("n0/1", "n0/2") and asked.count(device_id) <= refusals:
+            code = "device_needed" if device_id == "n0/1" else "not_measured"
+            raise OperationFailed("it serves", code=code)
+        return await check(device_id, by)
+
+    monkeypatch.setattr(bench.checks, "check", busy_at_first)
+    await bench.checks.all_free(again_s=0.001)
+    assert asked == [*(f"n0/{index}" for index in range(8)), "n0/1", "n0/1"]
+    assert {name for name, _ in bench.verdicts} == {f"n0/{index}" for index in range(8) if index != 2}
+    asked.clear()
+    refusals = 99
+    await bench.checks.all_free(again_s=1, round_s=0)
+    assert len(asked) == 8, "not beyond the night"
+
+
 async def test_a_controller_that_died_in_a_check_left_nothing_out_of_use(db, bench):
     cordons.check(db, ["n0/0", "n0/1"], "ann", 1.0)
     cordons.drain(db, "n0/1", "", "ann", 2.0)
