@@ -29,7 +29,7 @@ def anomalies(box: WholeBox, job_id: str) -> list[dict[str, Any]]:
 def test_a_loss_without_a_number_and_the_doctors_round_at_night(tmp_path: Path) -> None:
     data_dir = tmp_path / "box"
     data_dir.mkdir()
-    due_s = time.time() + 120
+    due_s = time.time() + 180
     at = time.strftime("%H:%M", time.localtime(due_s))
     with whole_box(data_dir, f'[box]\ndevices = 2\n[doctor]\ndeep_at = "{at}"\n') as box:
         wait_for(lambda: (data_dir / "last-checkup.json").exists(), "the doctor's look after the start", 120)
@@ -73,6 +73,8 @@ def test_a_loss_without_a_number_and_the_doctors_round_at_night(tmp_path: Path) 
         }
         assert all(loss is not None for loss in box.losses(job_id).values())
         assert box.client().completions.create(model=done["fine_tuned_model"], prompt="2+2", max_tokens=4).choices
+        # Awake, its engine would keep one of the two devices from the doctor.
+        box.run("model", "deploy", done["fine_tuned_model"], "--idle-sleep-s", "1")
 
         def measured() -> dict[str, Any] | None:
             found = {one["id"]: one["check"] for one in box.admin("devices")["data"]}
