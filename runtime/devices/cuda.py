@@ -136,8 +136,9 @@ class Cuda(TorchCuda):
     def fork_environment(self) -> dict[str, str]:
         # Makes torch.cuda.is_available() query NVML instead of CUDA, which no forked process could use afterwards
         # ("Cannot re-initialize CUDA in forked subprocess").
-        # Its import starts two compilers in the background, with a thread each that waits for them, in a process that
-        # forks, and they outlive it. Whoever uses its kernels compiles them when it needs them (humming/ops/utils.py).
+        # The import of humming-kernels starts two compilers in the background, with a thread each that waits for them,
+        # in a process that forks, and they outlive it. Whoever uses its kernels compiles them when it needs them
+        # (humming/ops/utils.py).
         return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "HUMMING_DISABLE_PARALLEL_BUILD": "1"}
 
     def before_fork(self) -> None:

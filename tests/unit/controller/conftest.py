@@ -90,6 +90,18 @@ class Control:
         return [event.message for event in events.data][::-1]
 
 
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
 @pytest.fixture
 def db(tmp_path: Path) -> Iterator[Database]:
     with Database(tmp_path / "appliance.db") as opened:

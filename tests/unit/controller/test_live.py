@@ -19,25 +19,13 @@ from appliance.controller.live.topics import TABLES, TOPICS
 from appliance.store.records import keys
 from appliance.store.row_changes import unwatch
 
-from .conftest import Control
+from .conftest import Clock, Control
 
 EVENTS = "/admin/v1/events"
 
 
 def caller(*scopes: str, owner: str = "ann", key: str = "key_1") -> Principal:
     return Principal(key, frozenset(scopes), "req_1", owner)
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from appliance.store.records import audit, energy, usage
 from appliance.store.rows import JobMetricRow
 from appliance.store.upkeep import retention
 from runtime.devices.kind import Reading
-from tests.unit.controller.conftest import SCOPES, Control
+from tests.unit.controller.conftest import SCOPES, Clock, Control
 from tests.unit.controller.test_admin import ask
 
 SETTINGS = PowerSettings(
@@ -48,16 +48,10 @@ class Helper:
         self.asked.append({"closed": True})
 
 
-class Clock:
-    now_s = NOON
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock(clock: Clock) -> Clock:
+    clock.now_s = NOON
+    return clock
 
 
 @pytest.fixture
