@@ -11,9 +11,9 @@ head whole and 1 / t of the rest):
     buffers      4 R for one reduction of R = max(largest parameter, min(T, 50 M)) elements (train.run.engine); 8 R on
                  a GPU, where one bucket is filled while another is reduced, or is reduced in a copy in fp32; in ZeRO-1
                  and 2 with offloading b elements' bytes of the largest parameter, on the device and on the host
-    activations  tokens x layers x what a layer keeps of one (train.plan.layer_memory), h the hidden size; with
-                 activation checkpointing tokens x (b h layers + one whole layer) and the chunk of fp32 logits twice
-                 (train.methods.head_gradient)
+    activations  tokens x what all layers keep of one and the one whose backward pass runs works with
+                 (train.plan.layer_memory), with activation checkpointing b h of each layer, h the hidden size, and all
+                 that one keeps; and the chunk of fp32 logits twice (train.methods.head_gradient)
     head         with full tuning, of a vocabulary of v: b v for each held row of the logits' gradient, b v h for the
                  weight's and 4 v h more where that has to be added up (train.methods.head_gradient)
     host memory  with offloading: the optimizer's 12 T / N, and what the processor's step works with: in ZeRO-3 8 T / N
@@ -34,7 +34,7 @@ from functools import partial
 from typing import Any
 
 from runtime.devices.kinds import kind_of
-from train.plan.layer_memory import layer_bytes, norms_of
+from train.plan.layer_memory import layer_bytes, norms_of, working_bytes
 from weights.format.foreign_json import size, text_part
 
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed 0.19.8's stage3_max_live_parameters
@@ -263,23 +263,13 @@ def _on_host(fields: Mapping[str, Any]) -> bool:
 
 
 def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
-    tokens = fields["micro_batch"] * fields["max_length"]
+    tokens, shards = fields["micro_batch"] * fields["max_length"], fields.get("tensor_parallel", 1)
     heads = (shape.queries or shape.hidden) + shape.kv_heads * shape.head_dim
-    of_layer = layer_bytes(
-        shape.hidden,
-        heads,
-        shape.ffn,
-        experts=shape.experts,
-        norms=shape.norms,
-        full=fields["full"],
-        shards=fields.get("tensor_parallel", 1),
-    )
-    layer = of_layer * element // 2
-    if fields["activation_checkpointing"]:
-        kept = shape.hidden * element * shape.layers + layer
-    else:
-        kept = shape.layers * layer
-    return tokens * kept + 2 * _logits_bytes(shape, fields) + head_bytes(shape, fields, element)
+    layer = layer_bytes(shape.hidden, heads, shape.ffn, experts=shape.experts, norms=shape.norms, shards=shards)
+    works = working_bytes(shape.hidden, shape.ffn, experts=shape.experts, shards=shards)
+    kept = 2 * shape.hidden * shape.layers + layer if fields["activation_checkpointing"] else shape.layers * layer
+    of_tokens = tokens * (kept + works) * element // 2
+    return of_tokens + 2 * _logits_bytes(shape, fields) + head_bytes(shape, fields, element)
 
 
 def _logits_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
