@@ -80,7 +80,7 @@ def report(verdicts: Sequence[Verdict]) -> str:
 
 def start(arguments: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.gpu.measures", *arguments]
-    # As engines and ranks copy: with torch's own threads beside a ring's, eight threads moved half of what one each did.
+    # As engines and ranks copy: their rings have threads, and torch must not add its own to each.
     as_theirs = {**dict(WARM_ENV), "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **as_theirs, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **variables}
     return subprocess.Popen(
