@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -41,7 +41,8 @@ T = TypeVar("T")
 
 class DeepChecks:
     """`held`: how many requests wait now because no engine of their model is awake. `on_verdict`: called with what was
-    found of a device (None: it is sound), which cordons it or lets it back."""
+    found of a device (None: it is sound), which cordons it or lets it back. `limits`: in words, what the box holds a
+    device to (appliance.controller.devices.power); "" if to nothing."""
 
     def __init__(
         self,
@@ -52,9 +53,11 @@ class DeepChecks:
         on_verdict: Callable[[str, Fault | None], None],
         drain_timeout_s: float,
         *,
+        limits: Callable[[str], str] = lambda device_id: "",
         clock: Callable[[], float] = time.time,
         look_every_s: float = LOOK_EVERY_S,
     ):
+        self._limits = limits
         self._db, self._scheduler, self._measure, self._held = db, scheduler, measure, held
         self._on_verdict, self._drain_timeout_s = on_verdict, drain_timeout_s
         self._clock, self._look_every_s = clock, look_every_s
@@ -80,6 +83,7 @@ class DeepChecks:
             before = self._held()
             async with self._taken([device_id], by, asleep):
                 await self._until_free(device_id, before)
+                limits = self._limits(device_id)
                 rates, wrong = await self._unless_wanted([device_id], before, self._alone(device))
                 names = {measure: measure for measure in rates}
                 said: list[Measured] = []
@@ -90,8 +94,16 @@ class DeepChecks:
                     # Others may be joined to it by other links.
                     with_them = " and ".join(sorted(map(self._identity, others)))
                     names |= {measure: f"{measure}, with {with_them}" for measure in shared}
+                if not wrong and self._limits(device_id) != limits:
+                    raise OperationFailed(
+                        f"the power profile of {device_id} changed while it was measured; ask again",
+                        code="device_needed",
+                    )
+                # A sound device whose clock the box has bounded is slower than before, and than what is published.
+                names = {measure: f"{name}, at {limits}" if limits else name for measure, name in names.items()}
+                wanted = {} if limits else published(device["name"])
                 # Before it goes back: a device that fails stays where it is.
-                return self._kept(device, rates, names, wrong, said, new_baseline)
+                return self._kept(device, rates, names, wanted, wrong, said, new_baseline)
 
     def before_return(self, device_id: str) -> None:
         """Check a cordoned device that is to be tried again; the verdict is told. Never raises."""
@@ -215,18 +227,19 @@ class DeepChecks:
         device: DeviceStatus,
         rates: dict[str, float],
         names: dict[str, str],
+        wanted: Mapping[str, float],
         wrong: list[str],
         said: list[Measured],
         new_baseline: bool,
     ) -> dict[str, Any]:
-        """Judge, keep, tell. names: what each measure's baseline is kept under."""
+        """Judge, keep, tell. names: what each measure's baseline is kept under. wanted: the least, whatever that is."""
         device_id = device["id"]
         name = self._identity(device_id)
         known = box.get(self._db, BASELINES, {})
         kept = {} if new_baseline else known.get(name, {})
         baseline = {measure: kept[names[measure]] for measure in rates if names[measure] in kept}
         on_host = kind_of(device["kind"]).on_host
-        found = [*judged(rates, wrong, baseline, published(device["name"]), on_host=on_host), *said]
+        found = [*judged(rates, wrong, baseline, wanted, on_host=on_host), *said]
         result = {
             "device": device_id,
             "at_s": self._clock(),

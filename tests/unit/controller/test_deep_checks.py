@@ -30,12 +30,14 @@ class Bench:
     measure: SimulatedMeasure
     verdicts: list[tuple[str, Fault | None]] = field(default_factory=list)
     held: int = 0
+    limits: str = ""
 
 
 @pytest.fixture
 def bench(db) -> Bench:
     made = Bench.__new__(Bench)
     made.scheduler, made.measure, made.verdicts, made.held = SimulatedScheduler(db), SimulatedMeasure(), [], 0
+    made.limits = ""
     made.checks = DeepChecks(
         db,
         made.scheduler,
@@ -43,6 +45,7 @@ def bench(db) -> Bench:
         lambda: made.held,
         lambda device_id, fault: made.verdicts.append((device_id, fault)),
         60.0,
+        limits=lambda device_id: made.limits,
         look_every_s=0.001,
     )
     made.night = NightRound(db, made.scheduler, made.checks, look_every_s=0.001)
@@ -99,6 +102,34 @@ async def test_the_first_good_measures_stay_the_baseline_until_somebody_wants_ot
     assert box.get(db, BASELINES)["n0/0"]["from host"] == 10e9
     assert (await bench.checks.check("n0/0", "ann", new_baseline=True))["state"] == "ok"
     assert box.get(db, BASELINES)["n0/0"]["from host"] == 4e9
+
+
+async def test_a_gpu_whose_power_the_box_limits_is_held_against_itself_under_these_limits(db, bench):
+    """Measured at night under a profile of 1,410 MHz, sound GPUs were slower than by day and than is published: the
+    doctor's round took one after the other out of use, and none came back before the profile ended."""
+    bench.scheduler.devices[:] = [{**bench.scheduler.devices[0], "kind": "cuda", "name": "NVIDIA H100 80GB HBM3"}]
+    by_day = {"from host": 55e9, "products": 720e12}
+    bench.measure.rates = by_day
+    assert (await bench.checks.check("n0/0", "ann"))["state"] == "ok"
+    bench.limits, bench.measure.rates = "1410 MHz", {"from host": 55e9, "products": 560e12}
+    assert (await bench.checks.check("n0/0", "ann"))["state"] == "ok"
+    at_night = {"from host, at 1410 MHz": 55e9, "products, at 1410 MHz": 560e12}
+    assert box.get(db, BASELINES) == {"n0/0": by_day | at_night}
+    bench.measure.rates = {"from host": 55e9, "products": 500e12}
+    assert (await bench.checks.check("n0/0", "ann"))["state"] == "fail", "slower than under the same limits before"
+    bench.limits, bench.measure.rates = "", {"from host": 55e9, "products": 560e12}
+    assert (await bench.checks.check("n0/0", "ann"))["state"] == "fail"
+
+
+async def test_a_profile_that_changes_during_a_measure_spoils_it(db, bench):
+    bench.measure.go_on.clear()
+    asked = asyncio.create_task(bench.checks.check("n0/0", "ann"))
+    await bench.measure.begun.wait()
+    bench.limits = "450 W"
+    bench.measure.go_on.set()
+    with pytest.raises(OperationFailed, match="power profile of n0/0 changed") as refused:
+        await asked
+    assert refused.value.code == "device_needed" and in_use(db) and bench.verdicts == []
 
 
 async def test_a_device_that_a_model_needs_is_refused_in_words(db, bench):
