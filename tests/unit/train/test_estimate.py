@@ -98,7 +98,8 @@ def test_activations_grow_with_tokens_and_shrink_with_checkpointing():
     assert plain / bytes_of(max_length=4096, activation_checkpointing=True) > 10
     # 34 bytes per token, layer and hidden element in the paper, for an MLP of four times the hidden size, no copies in
     # fp32 and two matrices in the MLP in place of three.
-    assert plain / (4096 * 32 * 4096) == pytest.approx(25 + 8 * 3.5)
+    # The last two terms are of the one layer whose backward pass runs.
+    assert plain / (4096 * 32 * 4096) == pytest.approx(21 + 8 * 3.5 + (8 + 2 * 3.5) / 32)
 
 
 def test_the_store_holds_twelve_bytes_per_trained_parameter():
