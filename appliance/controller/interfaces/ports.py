@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 from appliance.store.rows import ModelRow, VersionRow
 from scheduler.core.workload import Policy, PolicyKind
+from scheduler.loop.spare import Spare
 from serve.core.model_settings import ModelSettings
 from serve.core.sizing import EngineSize
 
@@ -89,9 +90,12 @@ class SchedulerPort(Protocol):
     def reset_failures(self, model: str) -> None:
         """This model was changed: if its engines failed, retry at once."""
 
-    def explain(self, policy: Policy | None, without: frozenset[str] = frozenset()) -> dict[str, Any]:
+    def explain(self, policy: Policy | None) -> dict[str, Any]:
         """What would be done under this policy (None: the current one), and why (`scheduler.loop.explain`). Changes
-        nothing. without: devices that would have to be left."""
+        nothing."""
+
+    def spare(self, without: frozenset[str], idle_for_s: float | None = None) -> Spare:
+        """What users would lose if these devices had to be left now (`scheduler.loop.spare`). Changes nothing."""
 
     async def wait_handover(self, handover_id: str) -> None:
         """Returns when nothing is left to do for the mode whose first hand-over this was (its row in the store says how
