@@ -8,9 +8,9 @@ size, q and k: elements of a token's queries and of its keys, f: the width of th
     attention   4 (q + k): queries, keys, values and result
     MLP         8 f: gate, its activation, the other matrix's result, and their product; of experts, whose input is a
                 copy for each and whose result is weighed, 4 e h more
-    beside it   4 h: what the backward pass itself works with
 
-A layer of adapters on frozen weights does without 4 h of the norms' and the frozen experts' inputs.
+In its backward pass one layer works with 8 h + 2 f + 2 e h more: gradients that come and go. With adapters it keeps
+less, because frozen weights do without their inputs, and works with as much.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ def norms_of(model_type: Any) -> tuple[int, int]:
     return _NORMS.get(model_type, (0, 0)) if isinstance(model_type, str) else (0, 0)
 
 
-def layer_bytes(
-    hidden: int, heads: int, ffn: int, *, experts: int, norms: tuple[int, int], full: bool, shards: int = 1
-) -> int:
-    """heads: q + k. experts: e, 0 of a dense model. shards: ranks of a tensor-parallel group, which share heads and
-    MLP."""
+def layer_bytes(hidden: int, heads: int, ffn: int, *, experts: int, norms: tuple[int, int], shards: int = 1) -> int:
+    """What one layer keeps. heads: q + k. experts: e, 0 of a dense model. shards: ranks of a tensor-parallel group,
+    which share heads and MLP."""
     of_hidden, of_heads = norms
-    whole = ((20 if full else 16) + of_hidden) * hidden
-    if experts:
-        mlp = 8 * ffn + 4 * experts * hidden if full else 6 * ffn + 2 * experts * hidden
-    else:
-        mlp = 8 * ffn
-    return whole + ((4 + of_heads) * heads + mlp) // shards
+    cut = (4 + of_heads) * heads + 8 * ffn + 4 * experts * hidden
+    return (16 + of_hidden) * hidden + cut // shards
+
+
+def working_bytes(hidden: int, ffn: int, *, experts: int, shards: int = 1) -> int:
+    """What the layer whose backward pass runs works with. Arguments as above."""
+    return 8 * hidden + (2 * ffn + 2 * experts * hidden) // shards
