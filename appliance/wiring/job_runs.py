@@ -21,9 +21,9 @@ from appliance.store.errors import ReadingEnded
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.facts import name_of
+from appliance.tiers.job_snapshots import JobSnapshots
 from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
-from appliance.wiring.job_snapshots import JobSnapshots
 from appliance.wiring.policies import Policies, Unload
 from train.data.general_questions import answers_key
 from train.plan.spec import TrainSpec
