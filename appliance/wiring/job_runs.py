@@ -152,8 +152,9 @@ class JobRuns:
         self._whole.add(path)
         return True
 
-    def spec(self, job_id: str) -> TrainSpec:
-        """The spec for the job's ranks. Raises LookupError when the base model's bytes are gone."""
+    def spec(self, job_id: str, device_kind: str) -> TrainSpec:
+        """The spec for the job's ranks, which compute on devices of this kind. Raises LookupError when the base
+        model's bytes are gone."""
         row = jobs.get(self._db, job_id)
         assert row.resolved is not None, f"job {job_id} was scheduled before it was validated"
         base = self._base(row)
@@ -164,7 +165,8 @@ class JobRuns:
                 "job_id": job_id,
                 "method": row.method,
                 **base,
-                **self._general(row, base),
+                **self._general(row, base, device_kind),
+                "device_kind": device_kind,
                 "train_path": str(folder / "train.jsonl"),
                 "valid_path": str(folder / "valid.jsonl") if row.validation_file else None,
                 "run_dir": str(folder),
@@ -179,7 +181,7 @@ class JobRuns:
         (folder / "spec.json").write_text(spec.to_json())
         return spec
 
-    def _general(self, row: JobRow, base: dict[str, Any]) -> dict[str, Any]:
+    def _general(self, row: JobRow, base: dict[str, Any], device_kind: str) -> dict[str, Any]:
         """The fields of a TrainSpec that say what an earlier job heard of the same starting model."""
         resolved = row.resolved or {}
         if not resolved.get("general_questions"):
@@ -196,7 +198,7 @@ class JobRuns:
                 return {}
             for name, record in sorted({**manifest.files, **manifest.aux_files}.items()):
                 checksums.append(f"{name} {record.checksum}")
-        of = answers_key(checksums, str(resolved.get("precision")), str(resolved.get("device_kind")))
+        of = answers_key(checksums, str(resolved.get("precision")), device_kind)
         known = jobs.most_asked(self._db, of)
         if known is None or known.general is None:
             return {"general_of": of}

@@ -8,7 +8,7 @@ import typing
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from runtime.devices.kinds import HOST, KINDS
+from runtime.devices.kinds import KINDS
 from train.plan.errors import InvalidSpec
 from train.plan.learning_rate import SCHEDULES, Schedule
 from train.plan.spikes import Choice
@@ -69,7 +69,7 @@ class TrainSpec:
     precision: Literal["bf16", "fp32"] = "bf16"
     activation_checkpointing: bool = False
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    device_kind: str = HOST.name
+    device_kind: str = field(kw_only=True)  # of the devices that its ranks compute on
 
     snapshot_every_s: float | None = None  # None: as often as it is cheap (train.state.cadence); 0: only when asked
     keep_snapshots: int = 2

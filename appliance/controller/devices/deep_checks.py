@@ -232,13 +232,15 @@ class DeepChecks:
         said: list[Measured],
         new_baseline: bool,
     ) -> dict[str, Any]:
-        """Judge, keep, tell. names: what each measure's baseline is kept under. wanted: the least, whatever that is."""
+        """Judge, keep, tell. names: what each measure's baseline is kept under. wanted: the least, whatever that is,
+        unless a person took less for its baseline: a slot or power limit may leave no more."""
         device_id = device["id"]
         name = self._identity(device_id)
         known = box.get(self._db, BASELINES, {})
         kept = {} if new_baseline else known.get(name, {})
         baseline = {measure: kept[names[measure]] for measure in rates if names[measure] in kept}
         on_host = kind_of(device["kind"]).on_host
+        wanted = {} if new_baseline else {m: least for m, least in wanted.items() if baseline.get(m, least) >= least}
         found = [*judged(rates, wrong, baseline, wanted, on_host=on_host), *said]
         result = {
             "device": device_id,

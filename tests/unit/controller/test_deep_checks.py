@@ -104,6 +104,18 @@ async def test_the_first_good_measures_stay_the_baseline_until_somebody_wants_ot
     assert box.get(db, BASELINES)["n0/0"]["from host"] == 4e9
 
 
+async def test_a_person_may_take_less_than_is_published_for_the_baseline(db, bench):
+    """H100 in slots of PCIe 4.0 copy half of what is published: each check took them out of use, and a baseline that
+    a person asked for was not kept."""
+    bench.scheduler.devices[:] = [{**bench.scheduler.devices[0], "kind": "cuda", "name": "NVIDIA H100 PCIe"}]
+    bench.measure.rates = {"from host": 25e9, "products": 500e12}
+    assert (await bench.checks.check("n0/0", "ann"))["state"] == "fail"
+    assert (await bench.checks.check("n0/0", "ann", new_baseline=True))["state"] == "ok"
+    assert (await bench.checks.check("n0/0", "ann"))["state"] == "ok"
+    bench.measure.rates["from host"] = 20e9
+    assert (await bench.checks.check("n0/0", "ann"))["state"] == "fail"
+
+
 async def test_a_gpu_whose_power_the_box_limits_is_held_against_itself_under_these_limits(db, bench):
     """Measured at night under a profile of 1,410 MHz, sound GPUs were slower than by day and than is published: the
     doctor's round took one after the other out of use, and none came back before the profile ended."""

@@ -259,11 +259,11 @@ def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, 
     models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes" / "v1"))
     add_job(resolved=RESOLVED)
     (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
-    first = runs.spec("ftjob-1")
+    first = runs.spec("ftjob-1", "cpu")
     assert (first.base_model, first.base_version) == ("starter", "v1") and first.base_path.endswith("v1")
     models.insert_version(db, VersionRow("starter", "v2", "", 1, 1.0, disk_path=str(tmp_path / "bytes" / "v2")))
     models.activate(db, "starter", "v2")
-    assert runs.spec("ftjob-1") == first
+    assert runs.spec("ftjob-1", "cpu") == first
 
 
 async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, add_model, add_job, tmp_path):
@@ -275,10 +275,10 @@ async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, a
     key, _ = keys.create(db, "mallory", ["fine_tuning"])
     add_job(resolved=RESOLVED, key_id=key.id, owner="mallory")
     (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
-    assert runs.spec("ftjob-1").base_model == "starter"
+    assert runs.spec("ftjob-1", "cpu").base_model == "starter"
     models.unshare(db, "starter", "mallory")
     with pytest.raises(LookupError, match="not shared with the job's owner any more"):
-        runs.spec("ftjob-1")
+        runs.spec("ftjob-1", "cpu")
     with pytest.raises(LookupError):
         await runs.prepare("ftjob-1")
 
@@ -295,12 +295,12 @@ async def test_a_base_that_is_damaged_on_disk_is_trained_from_the_next_tier(
     store.evict(1 << 40)
     on_disk = tmp_path / "data" / "models" / "starter" / "v1"
     await runs.prepare("ftjob-1")
-    assert runs.spec("ftjob-1").base_path == str(on_disk), "whole, and there is no need to read it in"
+    assert runs.spec("ftjob-1", "cpu").base_path == str(on_disk), "whole, and there is no need to read it in"
     runs._whole.clear()  # as a controller that was started anew
     damage(on_disk / "model.safetensors")
     await runs.prepare("ftjob-1")
     check(store, store.find("version", "starter", "v1"))
-    assert runs.spec("ftjob-1").base_path == str(store.find("version", "starter", "v1").path)
+    assert runs.spec("ftjob-1", "cpu").base_path == str(store.find("version", "starter", "v1").path)
 
 
 def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(
@@ -314,12 +314,12 @@ def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(
     add_job(resolved=RESOLVED | {"lora_publish": "merged"})
     jobs.update(db, "ftjob-1", model="ft:a")
     (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
-    spec = runs.spec("ftjob-1")
+    spec = runs.spec("ftjob-1", "cpu")
     assert (spec.base_model, spec.base_version) == ("ft:a", "step-2")
     assert spec.base_path.endswith("v1") and spec.base_adapter.endswith("step-2") and spec.published_kind == "version"
     models.delete_version(db, "starter", "v1")
     with pytest.raises(LookupError, match="which ft:a is an adapter of"):
-        runs.spec("ftjob-1")
+        runs.spec("ftjob-1", "cpu")
 
 
 def test_a_base_that_an_earlier_job_asked_is_not_asked_again(
@@ -341,12 +341,12 @@ def test_a_base_that_an_earlier_job_asked_is_not_asked_again(
     for name in ("ftjob-1", "ftjob-2", "ftjob-3"):
         add_job(name, phase="queued", resolved=resolved)
         (tmp_path / "jobs" / name).mkdir(parents=True)
-    first = runs.spec("ftjob-1")
+    first = runs.spec("ftjob-1", "cpu")
     assert first.general_of and (first.general_known, first.general_begun) == ((), ())
     heard = {"known": [0.5] * 12, "begun": [-1.0] * 12, "spoken": [], "said": [], "answers": []}
     told = {"event": "general", "when": "before", **heard, "of": first.general_of}
     events.ingest("ftjob-1", told)
-    again = runs.spec("ftjob-2")
+    again = runs.spec("ftjob-2", "cpu")
     assert (again.general_of, again.general_known, again.general_begun) == (first.general_of, (0.5,) * 12, (-1.0,) * 12)
     jobs.update(db, "ftjob-3", resolved={**resolved, "precision": "bf16"})
-    assert runs.spec("ftjob-3").general_known == (), "rounded otherwise, it may answer otherwise"
+    assert runs.spec("ftjob-3", "cpu").general_known == (), "rounded otherwise, it may answer otherwise"
