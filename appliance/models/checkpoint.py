@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from appliance.models import tokenizer_settings
+from appliance.models import processor_settings, tokenizer_settings
 from appliance.models.errors import (
     MissingTokenizer,
     NotACheckpoint,
@@ -44,16 +44,13 @@ KEPT_TEXT = ("README.md",)
 # Vocabularies: large, and read by tokenizers alone.
 _NO_SETTINGS = ("tokenizer.json", "vocab.json", "tekken.json")
 # Where processors have a chat template of their own, which engines prefer for requests without tools.
-_PROCESSORS = (
-    "chat_template.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-)
+_PROCESSORS = ("chat_template.json", *processor_settings.FILES)
 MAX_TEMPLATES = 8
 # The box writes the first itself; by the second transformers would add an adapter to the model wherever it is trained;
 # vLLM would read the third in place of config.json where weights are called consolidated*.safetensors.
-_NEVER_TAKEN = ("manifest.json", "adapter_config.json", "params.json")
+_NEVER_TAKEN = ("manifest.json", "adapter_config.json", "params.json", processor_settings.NEVER_TAKEN)
+# vLLM reads the config.json of whatever these name, a path too, for a part of the model.
+_OTHER_MODELS = ("text_model_id", "audio_model_id")
 MODULES_FILE = "modules.json"
 _FOLDER = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]{0,99})?")
 _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
@@ -214,6 +211,8 @@ def examine(directory: Path, layout: Layout) -> Facts:
         raise UnsupportedModel(
             "config.json", "has 'speculators_config': a draft for another model is not a model by itself"
         )
+    if (named := next((key for key in _OTHER_MODELS if config.get(key)), None)) is not None:
+        raise UnsupportedModel("config.json", f"has {named!r}, another model that this one would be put together with")
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise NotACheckpoint("config.json", "'architectures' must be a list of class names such as LlamaForCausalLM")
@@ -352,6 +351,8 @@ def _chat_templates(directory: Path, tokenizer: Mapping[str, Any]) -> tuple[str 
     for name in _PROCESSORS:
         if (directory / name).is_file():
             body = read_json(directory / name, name, MAX_CONFIG_BYTES)
+            if name in processor_settings.FILES:
+                processor_settings.check(body, name)
             found += _named_templates(body.get("chat_template"), name)
     different = list(dict.fromkeys(found))
     if len(different) > MAX_TEMPLATES:

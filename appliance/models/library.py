@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.models import adapter, hub, maker_process
-from appliance.models.checkpoint import MAX_CONFIG_BYTES, Files, Task, choose_files, examine, read_json
+from appliance.models.checkpoint import MAX_CONFIG_BYTES, Files, Task, choose_files, examine, read_json, regular
 from appliance.models.errors import InvalidModelName, NotACheckpoint, NotEnoughDisk, SourceNotFound, UnsafeLink
 from appliance.models.recorded import check_same, recorded
 from appliance.models.template_trial import try_template
@@ -196,7 +196,7 @@ class ModelLibrary:
         # At the least: bfloat16 has 16 bits for what the file may have in 4.
         with self._made("gguf", file.stat().st_size) as made:
             facts = maker_process.convert_gguf(file, made, report)
-            _keep_sampling(file.parent / GENERATION_FILE, made / GENERATION_FILE)
+            _keep_sampling(file.parent, made / GENERATION_FILE)
             meta = {"converted_from": "gguf"} | facts
             return self._take_in(made, chosen_name, source=str(file), meta=meta, report=report, move=True)
 
@@ -440,11 +440,12 @@ def _fill(staging: Path, files: Files, report: Report, *, move: bool) -> None:
             report(done, files.nbytes, "bytes", f"copying {file}")
 
 
-def _keep_sampling(beside: Path, made: Path) -> None:
-    """A GGUF file says nothing of sampling; what a generation_config.json beside it says is taken over."""
-    if not beside.is_file():
+def _keep_sampling(folder: Path, made: Path) -> None:
+    """A GGUF file says nothing of sampling; what a generation_config.json beside it says is taken over. Raises
+    NotACheckpoint, UnsafeLink."""
+    if not (folder / GENERATION_FILE).exists():
         return
-    said = read_json(beside, GENERATION_FILE, MAX_CONFIG_BYTES)
+    said = read_json(regular(folder, GENERATION_FILE), GENERATION_FILE, MAX_CONFIG_BYTES)
     config = read_json(made, GENERATION_FILE, MAX_CONFIG_BYTES) if made.is_file() else {}
     made.write_text(json.dumps({**config, **{key: said[key] for key in SAMPLING if key in said}}, indent=2))
 
@@ -469,7 +470,8 @@ def check_name(name: str) -> str:
 
 
 def _gguf(path: Path) -> Path | None:
-    """The GGUF file that a path means: itself, or the only one in a directory without safetensors."""
+    """The GGUF file that a path means: itself, or the only one in a directory without safetensors. Raises
+    SourceNotFound, UnsafeLink."""
     if path.is_file():
         return path.resolve() if is_gguf(path) else None
     if not path.is_dir() or any(path.glob("*.safetensors")):
@@ -478,7 +480,8 @@ def _gguf(path: Path) -> Path | None:
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
         raise SourceNotFound(f"{path} has {len(found)} GGUF files ({names}); give the path of the one to import")
-    return found[0].resolve() if found and is_gguf(found[0]) else None
+    # Looked at before it is opened: a link may lead out of the directory, and a pipe has no end.
+    return real if found and is_gguf(real := regular(path, found[0].name)) else None
 
 
 def _name_of(directory_name: str) -> str:

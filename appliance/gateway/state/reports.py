@@ -91,7 +91,7 @@ def gauges(state: State) -> list[Gauge]:
     ]
     rows += [
         ("appliance_gateway_held", "Requests waiting for a replica.", {"model": name}, state.holds.held(name))
-        for name in state.router.models
+        for name in sorted({*state.metrics.models, *state.holds.models()})  # not ten thousand that nobody asks
     ]
     rows += [
         ("appliance_gateway_inflight", "Requests on a replica.", {"replica": name}, load.inflight)
