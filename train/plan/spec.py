@@ -56,6 +56,7 @@ class TrainSpec:
     max_grad_norm: float = 1.0  # 0: no clipping
     on_loss_spike: Choice = "none"  # what follows from one (train.plan.spikes)
     rate_cuts: tuple[int, ...] = ()  # after each of these numbers of steps the learning rate was halved
+    older_snapshots: int = 0  # kept beside the newest; counted once the job has gone back to one
 
     full: bool = True  # False: LoRA
     lora_rank: int = 16

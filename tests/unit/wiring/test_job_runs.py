@@ -198,6 +198,48 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
     assert StoredVersion.read(again).manifest.meta["step"] == 10
 
 
+async def test_a_snapshot_that_is_broken_already_is_given_up_for_an_older_one(
+    runs, flow, store, db, add_job, add_model, tmp_path, tiers
+):
+    """A rollback went to the newest snapshot, whose weights were broken already, until it had gone back in vain."""
+    add_model()
+    add_job(phase="running", resolved={"publish": "end", "rate_cuts": [10], "full": True})
+
+    def write(step):
+        with store.reserve(
+            Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version=f"step-{step}"
+        ) as draft:
+            return draft.commit(meta={"step": step})
+
+    for step in (8, 9, 10):
+        write(step)
+        await flow.run_once("remote")  # which keeps one
+    jobs.update(db, "ftjob-1", snapshot={"step": 10, "path": "/s", "written": 3})
+    assert runs._snapshots.older("ftjob-1") == 2
+    told = {
+        "event": "anomaly",
+        "kind": "not_finite",
+        "loss": None,
+        "grad_norm": None,
+        "usual": 1.0,
+        "text": "no number",
+    }
+    for _ in range(2):  # told again after a restart of the controller
+        runs.on_event("ftjob-1", {**told, "step": 11, "action": "rollback", "cuts": [10], "poisoned": 10})
+    row = jobs.get(db, "ftjob-1")
+    assert row.resolved["rate_cuts"] == [10, 9] and row.snapshot["step"] == 9
+    assert row.snapshot["path"].endswith("step-9")
+    runs.taken("ftjob-1")
+    assert runs.newest_snapshot("ftjob-1").name == "step-9" and runs._snapshots.older("ftjob-1") == 1
+    await flow.run_once("remote")
+    assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-10")) == []
+    write(10)  # the step done again
+    assert runs.newest_snapshot("ftjob-1").name == "step-10" and runs._snapshots.older("ftjob-1") == 2
+    runs.taken("ftjob-1")
+    runs.on_event("ftjob-1", {**told, "step": 9, "action": "rollback", "cuts": [10, 9], "poisoned": 8})
+    assert jobs.get(db, "ftjob-1").resolved["rate_cuts"] == [10, 9, 9], "there is none before it: to the one there is"
+
+
 async def test_what_ranks_are_about_to_read_does_not_give_way_to_memory(runs, flow, store, add_job):
     """Memory was short while a job resumed: its snapshot left shared memory after it was named and before its second
     rank opened it, and the job failed though the disk had the snapshot whole."""
@@ -222,7 +264,7 @@ async def test_a_snapshot_that_gave_way_before_it_was_held_is_brought_in_again(r
     ) as draft:
         draft.commit(meta={"step": 5})
     await flow.run_once("disk")
-    found, gone = runs._newest_snapshot, [True]
+    found, gone = runs._snapshots.newest, [True]
 
     def just_too_late(job_id):
         answer = found(job_id)
@@ -230,7 +272,7 @@ async def test_a_snapshot_that_gave_way_before_it_was_held_is_brought_in_again(r
             store.evict(10**9)
         return answer
 
-    monkeypatch.setattr(runs, "_newest_snapshot", just_too_late)
+    monkeypatch.setattr(runs._snapshots, "newest", just_too_late)
     path = runs.newest_snapshot("ftjob-1")
     assert not gone and StoredVersion.read(path).manifest.meta["step"] == 5
     runs.taken("ftjob-1")
