@@ -4,7 +4,8 @@ With P parameters of the model, T of them trained, N ranks and b bytes per eleme
 (under tensor parallelism of t: N / t in place of N, and of P and T what is left of them on one rank, embeddings and
 head whole and 1 / t of the rest):
 
-    weights      b P, of which ZeRO-3 keeps b P / N between layers and up to b min(P, LIVE) while it computes
+    weights      b P, of which ZeRO-3 keeps b P / N between layers and up to b min(P, LIVE) while it computes, or what
+                 the experts of a layer take
     gradients    4 T in ZeRO-1 (accumulated in fp32), and 4 T / N more of its reduced part where the optimizer is
                  offloaded; 4 T / N in ZeRO-2 and 3
     optimizer    12 T / N: the fp32 master and Adam's two moments
@@ -113,9 +114,19 @@ class ModelShape:
     def largest(self) -> int:
         """Elements of the largest parameter as far as the shape tells: the embedding, a matrix of the MLP, or all
         experts' gates and inner matrices of a layer, which transformers keeps in one."""
+        return max(self.vocab * self.hidden, self.hidden * self.ffn, self._layer_of_experts * 2 // 3)
+
+    @property
+    def gathered(self) -> int:
+        """Elements that are whole on a rank at a time under ZeRO-3: as many as it lets live, and at least all of one
+        module, to which the experts of a layer belong."""
+        return max(LIVE_ELEMENTS, self._layer_of_experts)
+
+    @property
+    def _layer_of_experts(self) -> int:
+        """Elements of a layer of a mixture, nearly all of which are its experts'; 0 of a dense model."""
         experts = self.tensor_slices == 1 and self.layers
-        layer = (self.n_parameters - self.outside) // self.layers * 2 // 3 if experts else 0
-        return max(self.vocab * self.hidden, self.hidden * self.ffn, layer)
+        return (self.n_parameters - self.outside) // self.layers if experts else 0
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -190,7 +201,7 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
     stage = max(1, fields["zero_stage"])
     weights = element * everything
     if stage == 3:
-        weights = weights // ranks + (element * min(everything, LIVE_ELEMENTS) if ranks > 1 else 0)
+        weights = weights // ranks + (element * min(everything, shape.gathered) if ranks > 1 else 0)
     gradients = 4 * trained // (1 if stage == 1 else ranks)
     optimizer = OPTIMIZER_BYTES * trained // ranks
     buffers, offloaded, host = _buffers(shape, fields, trained), 0, 0

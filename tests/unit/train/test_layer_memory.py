@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -114,10 +113,8 @@ class Held(TorchDispatchMode):
 
 
 @pytest.fixture(autouse=True)
-def asks_no_number(monkeypatch):
-    """transformers asks one of each row: whether its positions begin anew."""
+def packed_rows():
     attention.register()
-    monkeypatch.setattr(transformers.masking_utils, "is_tracing", lambda *_: True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
