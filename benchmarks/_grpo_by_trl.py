@@ -1,6 +1,6 @@
 """GRPO by TRL, for `grpo_trl.py`, which starts it with an interpreter that has TRL: what is asked as JSON on stdin, and
 [seconds since training began, mean reward of the step, mean tokens of its answers, seconds of CPU since this process
-began] of each step as JSON in the file that it names."""
+began] of each step as JSON in the file that it names, which is there from the first step on."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def main() -> None:
             if "reward" in logs:
                 ended_s, length = time.monotonic() - self.began_s, logs["completions/mean_length"]
                 steps.append([ended_s, logs["reward"], length, time.process_time()])
+                Path(asked["out"]).write_text(json.dumps(steps))
 
     group, prompts = asked["group"], asked["prompts"]
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +94,6 @@ def main() -> None:
             ),
         )
         trainer.train()
-    Path(asked["out"]).write_text(json.dumps(steps))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ threads). All have two cores. TRL runs when the box is down. Seconds count from 
 the start of a box nor imports do.
 Prints for each way what a step takes, in seconds of the clock and of CPU (of the whole box), the mean reward by step,
 and the seconds and the tokens of answers until the mean of four steps has passed each of some rewards; load averages of
-the machine before and after.
+the machine before and after. What FILE has of other ways and seeds stays in it.
 """
 
 from __future__ import annotations
@@ -157,6 +157,29 @@ def told(way: str, seed: int, curve: Curve) -> None:
     sys.stdout.flush()
 
 
+def in_a_box(folder: Path, model: Path, asked: argparse.Namespace, found: dict[str, Curve]) -> None:
+    """All ways but TRL's, into found; before them the model, if it is not there."""
+    with whole_box(folder, "[box]\ndevices = 2\n") as box:
+        if model.exists():
+            box.run("model", "import", str(model), "--name", "starter", timeout_s=600)
+        else:
+            assert box.ask("model", "starter", "--minutes", "0.05")["state"] == "succeeded"
+            kept = box.data_dir / "models" / "starter"
+            (version,) = wait_for(lambda: kept.is_dir() and list(kept.iterdir()), "the starter on disk", 60)
+            shutil.copytree(version, model)
+        for seed in asked.seeds:
+            for way in asked.ways:
+                if way != "trl":
+                    found[f"{way} {seed}"] = by_the_box(box, way, asked, seed)
+                    told(way, seed, found[f"{way} {seed}"])
+                    keep(asked.json, found)
+
+
+def keep(file: Path | None, found: dict[str, Curve]) -> None:
+    if file:
+        file.write_text(json.dumps({name: asdict(curve) for name, curve in found.items()}, indent=1))
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--trl", required=True, metavar="PYTHON")
@@ -169,31 +192,22 @@ def main() -> None:
     options.add_argument("--json", type=Path)
     asked = options.parse_args()
     print(f"load before {os.getloadavg()}", flush=True)
-    found: dict[tuple[str, int], Curve] = {}
+    kept = json.loads(asked.json.read_text()) if asked.json and asked.json.exists() else {}
+    found = {name: Curve(**one) for name, one in kept.items()}
     with tempfile.TemporaryDirectory() as folder:
         model = asked.starter or Path(folder) / "starter"
-        with whole_box(Path(folder), "[box]\ndevices = 2\n") as box:
-            if model.exists():
-                box.run("model", "import", str(model), "--name", "starter", timeout_s=600)
-            else:
-                assert box.ask("model", "starter", "--minutes", "0.05")["state"] == "succeeded"
-                kept = box.data_dir / "models" / "starter"
-                (version,) = wait_for(lambda: kept.is_dir() and list(kept.iterdir()), "the starter on disk", 60)
-                shutil.copytree(version, model)
-            for seed in asked.seeds:
-                for way in asked.ways:
-                    if way != "trl":
-                        found[way, seed] = by_the_box(box, way, asked, seed)
-                        told(way, seed, found[way, seed])
+        if not model.exists() or [*asked.ways] != ["trl"]:
+            in_a_box(Path(folder), model, asked, found)
         for seed in asked.seeds:
             if "trl" in asked.ways:
-                found["trl", seed] = by_trl(model, asked, seed)
-                told("trl", seed, found["trl", seed])
+                found[f"trl {seed}"] = by_trl(model, asked, seed)
+                told("trl", seed, found[f"trl {seed}"])
+                keep(asked.json, found)
     print(f"load after {os.getloadavg()}, {time.strftime('%Y-%m-%d')}")
     size = f"starter, {asked.prompts} prompts, {asked.tokens} tokens"
     rows = []
-    for (way, seed), curve in found.items():
-        of = f"GRPO by {way}, seed {seed}"
+    for name, curve in found.items():
+        of = "GRPO by {}, seed {}".format(*name.split())
         rows.append(stated(f"{of}: a step", size, curve.ended_s[-1] / len(curve.ended_s), "s"))
         rows.append(stated(f"{of}: CPU of a step", size, curve.cpu_s, "s"))
         for reward in REACHED:
@@ -201,8 +215,6 @@ def main() -> None:
                 rows.append(stated(f"{of}: until {reward}", size, curve.ended_s[step], "s"))
                 rows.append(stated(f"{of}: tokens until {reward}", size, curve.tokens[step], "tokens"))
     record(__file__, rows)
-    if asked.json:
-        asked.json.write_text(json.dumps({f"{way} {seed}": asdict(curve) for (way, seed), curve in found.items()}))
 
 
 if __name__ == "__main__":

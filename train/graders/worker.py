@@ -45,7 +45,7 @@ def main() -> None:
     dies_as(DiesAs.TRIAL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _preload()
-    while (asked := os.read(0, 1)) in (FORK, WAITED_FOR) and asked:
+    while (asked := os.read(0, 1)) in (FORK, WAITED_FOR):
         pid = os.fork()
         if pid == 0:
             _answer(asked == WAITED_FOR)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.controller.interfaces.ports import DeviceMeasure, DeviceStatus, SchedulerPort
+from appliance.controller.interfaces.ports import DEVICE_FAILED, DeviceMeasure, DeviceStatus, SchedulerPort
 from appliance.store.database import Database
 from appliance.store.records import box
 from runtime.background_tasks import RunningTasks
@@ -185,9 +185,10 @@ class DeepChecks:
         try:
             return await self._measure.alone(device["id"])
         except OperationFailed as error:
-            if kind_of(device["kind"]).on_host:
-                raise  # the host was short of something
-            return {}, [f"it cannot be measured: {error}"]
+            # Else the host was short of something, the device's node has gone, or others' programs hold its memory.
+            if error.code == DEVICE_FAILED and not kind_of(device["kind"]).on_host:
+                return {}, [f"it cannot be measured: {error}"]
+            raise OperationFailed(str(error), code="not_measured") from error
 
     def _free_beside(self, device: DeviceStatus) -> list[str]:
         """Those that happen to be free, and can compute together with it."""

@@ -309,12 +309,16 @@ class LineReturned(Exception):
         self.yielded = yielded
 
 
+DEVICE_FAILED = "device_failed"
+"""The code of an OperationFailed of which the device may be the cause."""
+
+
 class DeviceMeasure(Protocol):
     """Measures devices that nobody holds, each on its node (`serve.load.device_rates`). Cancelled, it ends at once."""
 
     async def alone(self, device_id: str) -> tuple[dict[str, float], list[str]]:
         """The rates of one device by measure, and what it did wrong. Raises OperationFailed if it cannot be measured,
-        which of a device that is not of the host is a fault of its own."""
+        with the code DEVICE_FAILED unless its node or others' programs are why."""
 
     async def together(self, device_ids: list[str]) -> dict[str, float]:
         """The rate of an all-reduce over these devices of one node, under its measure. Raises OperationFailed."""

@@ -110,6 +110,7 @@ class Metrics:
         self.held_for = Histogram(SECONDS)
         self.models: dict[str, dict[Key, Series]] = {}
         self.response_bytes = 0
+        self._touched: set[str] = set()
         self._last_s: dict[str, float] = {}
         self._arrivals: dict[str, Arrivals] = {}
         self._first_tokens: dict[str, defaultdict[int, int]] = {}
@@ -125,6 +126,7 @@ class Metrics:
     def arrived(self, row: str, prompt_tokens: int, now_s: float) -> None:
         """Count a request admitted for this table row."""
         self._last_s[row] = now_s
+        self._touched.add(row)
         arrivals = self._arrivals.get(row)
         if arrivals is None:
             arrivals = self._arrivals[row] = Arrivals()
@@ -133,6 +135,11 @@ class Metrics:
         size = _SIZES[prompt_tokens] if prompt_tokens < len(_SIZES) else bucket(prompt_tokens, 1.0)
         sizes = arrivals.sizes
         sizes[size] = sizes.get(size, 0) + 1
+
+    def take_touched(self) -> set[str]:
+        """Models of which a request has come or ended since this was asked last."""
+        touched, self._touched = self._touched, set()
+        return touched
 
     def last_request_s(self, row: str, unix_offset_s: float) -> float | None:
         """Unix time of the last admitted request; unix_offset_s: Unix time minus the monotonic clock."""
@@ -192,6 +199,7 @@ class Metrics:
         self.requests[request.route_name, request.status] += 1
         self.response_bytes += request.sent_bytes
         if request.model:
+            self._touched.add(request.model)
             series = self._series(request)
             series.statuses[request.status] += 1
             series.duration.observe(now_s - request.received_s)

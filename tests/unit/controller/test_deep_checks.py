@@ -13,6 +13,7 @@ from appliance.controller.devices.deep_checks import BASELINES, DeepChecks
 from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.devices.night_round import AWAKE_AGAIN, Nightly, NightRound, with_awake_again
 from appliance.controller.interfaces.errors import OperationFailed
+from appliance.controller.interfaces.ports import DEVICE_FAILED
 from appliance.store.records import box
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
@@ -102,6 +103,24 @@ async def test_the_first_good_measures_stay_the_baseline_until_somebody_wants_ot
     assert box.get(db, BASELINES)["n0/0"]["from host"] == 10e9
     assert (await bench.checks.check("n0/0", "ann", new_baseline=True))["state"] == "ok"
     assert box.get(db, BASELINES)["n0/0"]["from host"] == 4e9
+
+
+@pytest.mark.parametrize("code", ["not_measured", DEVICE_FAILED])
+async def test_a_gpu_is_not_blamed_for_its_node_or_for_who_else_holds_its_memory(db, bench, monkeypatch, code):
+    """A node that went during a check, or others' programs, left its GPUs out of use until a person came."""
+    bench.scheduler.devices[:] = [{**bench.scheduler.devices[0], "kind": "cuda"}]
+
+    async def alone(self, device_id):
+        raise OperationFailed("its node n0 does not answer", code=code)
+
+    monkeypatch.setattr(SimulatedMeasure, "alone", alone)
+    if code == DEVICE_FAILED:
+        assert (await bench.checks.check("n0/0", "ann"))["state"] == "fail"
+        assert [fault.may_pass for _, fault in bench.verdicts] == [False]
+        return
+    with pytest.raises(OperationFailed, match="its node n0"):
+        await bench.checks.check("n0/0", "ann")
+    assert in_use(db) and bench.verdicts == []
 
 
 async def test_a_person_may_take_less_than_is_published_for_the_baseline(db, bench):
