@@ -363,8 +363,8 @@ def ends_out_of_step(execute):
             return execute(self, request)
         try:
             getattr(self.worker, method)(*args, **kwargs)
-        except Exception:
-            log.exception("worker %d failed in %s, which others go on with: it ends, and the engine", self.rank, method)
+        except Exception as error:
+            log.exception("worker %d fails in %s (%s), and ends: others would wait for it", self.rank, method, error)
             logging.shutdown()
             os._exit(OUT_OF_STEP)  # an orderly end would wait for the others too
 
