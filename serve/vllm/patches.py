@@ -175,6 +175,9 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
         forget_devices(type(current_platform))
         if kind_of(kind).compiled_attention:
             prefer_ready_made(type(current_platform), kind_of(kind))
+        # The front end imports classes of models too, and the core that it then forks has to find the devices unused.
+        load = _LazyRegisteredModel.load_model_cls
+        _LazyRegisteredModel.load_model_cls = told_of_the_device(load, current_platform, kind_of(kind))
     else:
         # vLLM hashes prompts in parallel with the steps and labels a step's outputs with the newest version. Here a
         # prompt's hash belongs to a version, and the old version may compute steps (serve.cpu.finishing_scheduler).
@@ -211,6 +214,18 @@ def forget_devices(platform: type) -> None:
             clear = getattr(getattr(method, "__func__", method), "cache_clear", None)
             if clear is not None:
                 clear()
+
+
+def told_of_the_device(load: Callable[[Any], type], platform: Any, kind: DeviceKind) -> Callable[[Any], type]:
+    """`load`: imports the class of a model, whose modules may ask what the device is; `platform`: vLLM's, which knows
+    without touching it."""
+
+    @functools.wraps(load)
+    def run(model: Any) -> type:
+        with kind.told_at_import(lambda: (tuple(platform.get_device_capability()), platform.get_device_name())):
+            return load(model)
+
+    return run
 
 
 def prefer_ready_made(platform: Any, kind: DeviceKind) -> None:

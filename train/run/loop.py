@@ -32,6 +32,7 @@ from train.plan.learning_rate import learning_rate
 from train.plan.spec import TrainSpec
 from train.plan.spikes import Anomaly, LossWatch, history
 from train.rollouts.rollouts import Rollouts
+from train.run.engine import accumulation_steps
 from train.run.event_log import EventLog, read_events
 from train.run.feed import DataFeed, Feed
 from train.run.general_answers import GeneralQuestions
@@ -104,7 +105,11 @@ class Run:
         self._losses = LossWatch(spec.on_loss_spike, spec.rate_cuts)
         self._board = TensorboardWriter(Path(spec.run_dir) / "tb") if self.rank == 0 else None
         self._profiling = Profiling(
-            Path(spec.run_dir) / "profile", kind_of(spec.device_kind).collectives, self.emit, progress
+            Path(spec.run_dir) / "profile",
+            kind_of(spec.device_kind).collectives,
+            self.emit,
+            progress,
+            accumulation_steps(spec, self.world_size),
         )
 
     def resume_from(self, path: str) -> None:
@@ -216,6 +221,7 @@ class Run:
         for turn, (number, row) in enumerate(rows, 1):
             self.progress.enter("step", step)
             self.leaving.point()
+            self._profiling.before_row()
             self.saving.foresee(step + 1)
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
@@ -377,7 +383,6 @@ class Run:
         if self.rollouts is not None:
             self._tell_validation(self.rollouts.validate(self.step))
             return
-        self.progress.enter("validating")
         packs = np.arange(len(self.valid.packs))
         if self.spec.validation_batches:
             packs = packs[: self.spec.validation_batches * self.spec.micro_batch]
@@ -389,6 +394,7 @@ class Run:
         self.engine.eval()
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
         for turn in range(-(-len(packs) // self.grid.data_size)):
+            self.progress.enter("validating")  # each row again: a file of them may take longer than a hang is let last
             index = turn * self.grid.data_size + self.grid.data_rank
             with torch.no_grad():
                 row = self.valid.row(packs[[index % len(packs)]])
