@@ -383,7 +383,6 @@ class Run:
         if self.rollouts is not None:
             self._tell_validation(self.rollouts.validate(self.step))
             return
-        self.progress.enter("validating")
         packs = np.arange(len(self.valid.packs))
         if self.spec.validation_batches:
             packs = packs[: self.spec.validation_batches * self.spec.micro_batch]
@@ -395,6 +394,7 @@ class Run:
         self.engine.eval()
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
         for turn in range(-(-len(packs) // self.grid.data_size)):
+            self.progress.enter("validating")  # each row again: a file of them may take longer than a hang is let last
             index = turn * self.grid.data_size + self.grid.data_rank
             with torch.no_grad():
                 row = self.valid.row(packs[[index % len(packs)]])
