@@ -249,7 +249,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         box={
             "id": paths.box_id,
             "version": importlib.metadata.version("appliance"),
-            "url": f"http://{config.box.host}:{config.box.port}/v1",
+            "url": f"{config.scheme}://{config.box.host}:{config.box.port}/v1",
             "data_dir": str(paths.data_dir),
         },
     )

@@ -45,6 +45,7 @@ from train.state import fragments, parking, snapshot
 from train.state.saving import Saving
 from weights.memory.store import WeightStore
 
+_VALIDATES_ON_S = 5.0  # a validation that takes no longer is not left; a suspension waits for its end
 _PACED_SHARE = 0.5  # of a step's time, over which a copy beside it is spread
 
 
@@ -393,7 +394,10 @@ class Run:
             left(self.engine.module)
         self.engine.eval()
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
-        for turn in range(-(-len(packs) // self.grid.data_size)):
+        turns, began_s, left = -(-len(packs) // self.grid.data_size), time.monotonic(), False
+        for turn in range(turns):
+            if left := self._leaves_validation((time.monotonic() - began_s) / max(1, turn) * (turns - turn)):
+                break
             self.progress.enter("validating")  # each row again: a file of them may take longer than a hang is let last
             index = turn * self.grid.data_size + self.grid.data_rank
             with torch.no_grad():
@@ -403,8 +407,17 @@ class Run:
             if index < len(packs) and self.grid.tensor_rank == 0:
                 told += torch.tensor([part.item(), *metrics], device=told.device)
         self.engine.train()
+        if left:
+            return self._tell_validation(None)
         comm.all_reduce(told)
         self._tell_validation(dict(zip(("loss", *self.method.metric_names), told.tolist(), strict=True)))
+
+    def _leaves_validation(self, left_s: float) -> bool:
+        """Collective: whether the devices are wanted, and this validation would still take long, which rank 0 says."""
+        wanted = self.rank == 0 and (self.signals.suspend or self.signals.cancel) and left_s > _VALIDATES_ON_S
+        message = torch.tensor(float(wanted), device=self.engine.device)
+        comm.all_reduce(message)
+        return bool(message)
 
     def _tell_validation(self, found: dict[str, float] | None) -> None:
         """None: the devices were wanted before its end; nothing but a point of its curve is missing."""
