@@ -119,6 +119,9 @@ def test_status(box, tmp_path):
     assert "0123abcd" in text and "auto" in text and "0 of 8 held" in text
     assert ["r1", "starter", "v2", "ready", "1", "3", "400", "MB"] in lines(text)
     assert job_id in text
+    assert re.search("doctor +has not looked yet", text), "a box just begun"
+    box.context.doctor_looked_s = lambda: time.time() - 90
+    assert re.search(r"doctor +nothing was wrong that it saw 1 min 30 s ago", box.run("status").stdout)
     answer = box.json("status")
     assert set(answer) == {
         "box",
