@@ -10,6 +10,7 @@ import asyncio
 import time
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from appliance.controller.access.model_access import caller_of, stored_model
 from appliance.controller.context.audit import record
@@ -45,6 +46,8 @@ class GateRunner:
         self._deciding = asyncio.Lock()
         """One thread reckons at a time: 1,000 rewards take it 0.6 s for each rule, and each such thread takes Python's
         lock from the loop for 5 ms whenever it lets go of it."""
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By owner: of each one gate waits for that, however many have come to their end."""
         self.tasks = self._going.tasks
 
     async def look(self) -> None:
@@ -200,7 +203,7 @@ class GateRunner:
             ids = row.runs[str(place)]
             judged = [await self._judged(ids[side], suite["criterion"]) for side in SIDES if side in ids]
             found.append(Suite(suite["name"], rules, judged[0], judged[1] if len(judged) > 1 else None))
-        async with self._deciding:
+        async with self._turns.setdefault(row.owner, asyncio.Lock()), self._deciding:
             verdict = await asyncio.to_thread(verdicts.decide, found)
         row = gates.find(self._db, row.id) or row
         if row.state == "evaluating":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -16,6 +17,7 @@ from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs.events import JobEvents
+from appliance.controller.jobs.gate_request import RULES
 from appliance.store.objects import evals, gates, jobs, models
 from appliance.store.records import audit, canaries, deployments, keys
 from appliance.store.rows import GateRow
@@ -444,6 +446,34 @@ async def test_one_gate_is_reckoned_at_a_time(
     for row in rows:
         assert row is not None and (await seen_through(control, row.id)).verdict == "passed"
     assert most == 1
+
+
+async def test_owners_take_turns_when_gates_are_reckoned(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """A gate of many rewards takes half a minute, and one owner may have two hundred."""
+    order, may_go = list[str](), threading.Event()
+
+    def reckoned(suites: Any) -> Any:
+        order.append(suites[0].name)
+        may_go.wait(10)
+
+    monkeypatch.setattr(verdict, "decide", reckoned)
+    rules = dict.fromkeys(RULES)
+    rows = [
+        SimpleNamespace(
+            id=f"gate_{place}",
+            owner=owner,
+            terms={"suites": [{"name": f"{owner}{place}", "criterion": None, **rules}], "level": 0.05},
+            runs={"0": {"candidate": "evalrun_none"}},
+            state="ended",
+        )
+        for place, owner in enumerate(["ann", "ann", "ann", "bob"])
+    ]
+    deciding = [asyncio.create_task(control.app.state.gates._decide(row)) for row in rows]
+    while not order:
+        await asyncio.sleep(0.001)
+    may_go.set()
+    await asyncio.gather(*deciding)
+    assert order == ["ann0", "bob3", "ann1", "ann2"]
 
 
 async def test_what_sixteen_suites_ask_is_looked_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
