@@ -122,6 +122,7 @@ SUBPACKAGES = (
     "serve.core",
     "weights.tiers",
     "weights.memory",
+    "weights.checkpoint",
     "weights.format",
     "runtime.processes",
     "runtime.devices",

@@ -656,3 +656,18 @@ async def test_a_list_ends_where_graders_are_too_much_for_a_page(control: Contro
     assert [one["id"] for one in rest["data"]] == made[:1] and not rest["has_more"]
     monkeypatch.setattr(database, "PAGE_BYTES", 10)
     assert len((await control.http.get("/v1/fine_tuning/jobs")).json()["data"]) == 1
+
+
+async def test_a_job_on_a_model_that_may_not_be_opened_fails_before_its_data_is_read(control: Control, tmp_path):
+    folder = tmp_path / "old"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"vocab": "/box/first-key"}))
+    models.update_version(control.db, "starter", "v1", disk_path=str(folder))
+    job = await control.sdk.fine_tuning.jobs.retrieve(await control.job())
+    assert (job.status, job.error.code, job.error.param) == ("failed", "model_refused", "model")
+    assert job.error.message.startswith("tokenizer_config.json: has 'vocab'")
+    assert "appliance model verify starter" in job.error.message
+    asked = {"job": {"model": "starter", "training_file": await control.upload()}}
+    planned = await control.http.post("/admin/v1/plan", json=asked, headers=ADMIN)
+    assert (planned.status_code, planned.json()["error"]["code"]) == (400, "model_refused")
