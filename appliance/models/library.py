@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.models import adapter, hub, maker_process
-from appliance.models.checkpoint import Files, Task, choose_files, examine
+from appliance.models.checkpoint import Files, Task, choose_files, examine, regular
 from appliance.models.errors import InvalidModelName, NotEnoughDisk, SourceNotFound
 from appliance.models.folder_trial import try_folder
 from appliance.models.recorded import check_same, recorded
@@ -432,10 +432,11 @@ def _fill(staging: Path, files: Files, report: Report, *, move: bool) -> None:
 
 
 def _keep_sampling(beside: Path, made: Path) -> None:
-    """A GGUF file says nothing of sampling; what a generation_config.json beside it says is taken over."""
+    """A GGUF file says nothing of sampling; what a generation_config.json beside it says is taken over. Raises
+    UnsafeLink where that is a link to another folder's."""
     if not beside.is_file():
         return
-    said = read_json(beside, GENERATION_FILE)
+    said = read_json(regular(beside.parent, beside.name), GENERATION_FILE)
     config = read_json(made, GENERATION_FILE) if made.is_file() else {}
     made.write_text(json.dumps({**config, **{key: said[key] for key in SAMPLING if key in said}}, indent=2))
 

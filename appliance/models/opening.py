@@ -13,8 +13,8 @@ from pathlib import Path
 from appliance.models.errors import TrialEnded
 from appliance.models.folder_trial import RULES, checksum_of_tried, try_folder
 from appliance.store.database import Database
-from appliance.store.records import folder_trials
-from appliance.store.records.folder_trials import FolderTrial
+from appliance.store.objects import folder_trials
+from appliance.store.objects.folder_trials import FolderTrial
 from weights.checkpoint.errors import CheckpointRefused, OpeningRefused
 from weights.checkpoint.folder import may_open
 from weights.format.errors import VersionNotFound

@@ -22,11 +22,13 @@ _API_KEY = re.compile(r"\bsk-[A-Za-z0-9_-]{6,}")
 _JOIN_TOKEN = re.compile(r"\bjoin-[A-Za-z0-9_-]{8,}")
 _CREDENTIALS = re.compile(r"\b(Bearer|Basic)(\s+)[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE)
 _CLOUD_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b")
-# `hf_token = "…"`, `"secret_key": "…"`, `PASSWORD=…`, `x-api-key: …`; quotes may be escaped, in JSON within JSON.
+# `hf_token = "…"`, `"secret_key": "…"`, `PASSWORD=…`, `x-api-key: …`; quotes may be escaped, in JSON within JSON. What
+# stands in quotes ends with them or its line, which may have been cut, however long it is: it is looked through once,
+# since only the last quote of each kind in a line goes to the end of it.
 _FIELD = re.compile(
     r"""((?:token|secret|password|passwd|passphrase|credentials?|(?:api|access|private|secret)[_-]?key)
         (?:\\?["'])?\s*[=:]\s*)
-        (?:(\\?["'])((?:(?!\2)[^\n]){1,8192})\2 | ([^\s"',;&}\])]+))""",
+        (?:(\\?["'])((?:(?!\2)[^\n])++)(?:\2|(?=\n)|\Z) | ([^\s"',;&}\])]+))""",
     re.IGNORECASE | re.VERBOSE,
 )
 _NOT_SECRET = re.compile(r"(?:null|none|true|false|\d{1,6}|\*+|<[a-z ]+>)", re.IGNORECASE)

@@ -558,6 +558,7 @@ TASKS = {
     "appliance/controller/http/middleware.py _Arriving.has_turn": AWAITED,
     "appliance/controller/http/presence.py while_present": AWAITED,
     "appliance/gateway/main.py serve": AWAITED,
+    "appliance/models/opening.py Opening._tried": AWAITED,
     "appliance/gateway/http/upstream.py UpstreamPool.connect": ONE_SHOT,
     "appliance/boot/main.py _run": AWAITED,
     "appliance/boot/node.py _run": AWAITED,

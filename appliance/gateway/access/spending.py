@@ -6,9 +6,9 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Final
 
 from appliance.gateway.access.allowance import Allowance, Bucket, KeyUse, OwnerUse
+from appliance.gateway.access.logins import Logins
 from appliance.gateway.access.request import Request
 from appliance.gateway.access.written_rate import WrittenRate
 from appliance.gateway.answers.usage import Meter
@@ -17,9 +17,6 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import ADMIN
 from appliance.gateway.payload.request_check import Checked
 from appliance.gateway.routing.table import Caller
-
-LOGINS_PER_MINUTE: Final = 300
-"""What one worker takes, from everybody together."""
 
 
 class Spending:
@@ -33,7 +30,7 @@ class Spending:
         self._uses: dict[str, KeyUse] = {}
         self._owners: dict[str, OwnerUse] = {}
         self._rate = WrittenRate()
-        self._logins = Bucket(LOGINS_PER_MINUTE, time.monotonic())
+        self._logins = Logins(time.monotonic())
 
     def apply(self, callers: Iterable[Caller]) -> None:
         """Apply a new table: drop the state of removed keys and of owners without any; their open requests keep a
@@ -105,15 +102,13 @@ class Spending:
         use.owner.requests += 1
         request.counted = True
 
-    def admit_login(self) -> None:
-        """Count a request to a login provider's routes, which come without a key. Raises HttpError 429."""
-        bucket, now_s = self._logins, time.monotonic()
-        bucket.refill(now_s)
-        wait_s = bucket.wait_s(1)
+    def admit_login(self, address: str) -> None:
+        """Count a request from `address` to a login provider's routes, which come without a key. Raises HttpError
+        503."""
+        wait_s = self._logins.take(address, time.monotonic())
         if wait_s > 0:
             self._events["login_limited"] += 1
             raise errors.unavailable("Too many logins at once. Please retry.", "too_many_logins", math.ceil(wait_s))
-        bucket.level -= 1
 
     # -- when it is known what it asks for
 

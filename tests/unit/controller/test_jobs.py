@@ -510,6 +510,17 @@ async def test_the_owner_of_a_job_hears_where_its_run_is(control: Control):
     assert row.target == job_id and row.detail == told
 
 
+async def test_the_owner_of_a_job_hears_that_a_tracker_takes_no_run_of_it(control: Control):
+    job_id = await control.job()
+    url, told = f"/admin/v1/jobs/{job_id}/tracked", {"tracker": "W&B", "refused": "entity nobody not found"}
+    control.http.headers.update(ADMIN)
+    assert (await control.http.post(url, json=told | {"address": "https://wandb.example"})).status_code == 400
+    assert (await control.http.post(url, json={"tracker": "W&B"})).status_code == 400
+    assert (await control.http.post(url, json=told)).json() == {"id": job_id, **told}
+    said = "W&B takes no run of this job and is not asked again: entity nobody not found"
+    assert said in await control.messages(job_id)
+
+
 async def test_a_running_job_is_profiled_and_its_events_say_where_its_time_goes(control: Control):
     job_id = await control.job()
     url = f"/admin/v1/jobs/{job_id}/profile"

@@ -14,7 +14,7 @@ from appliance.models.errors import NotEnoughMemory, SourceNotFound
 from appliance.models.library import ModelLibrary
 from tests.unit.train import gguf_files
 from train.convert import gguf as convert
-from weights.checkpoint.errors import CheckpointRefused
+from weights.checkpoint.errors import CheckpointRefused, UnsafeLink
 
 TOKENS = torch.tensor([[1, 20, 33, 41, 5, 60, 7, 19]])
 
@@ -72,6 +72,11 @@ def test_a_file_and_a_directory_with_one_are_imported(library, tmp_path):
     other = library.import_model(str(folder), name="other")
     sampling, own = (json.loads((one.path / "generation_config.json").read_text()) for one in (other, made))
     assert other.name == "other" and sampling == {**own, "do_sample": True, "temperature": 0.2}
+    (tmp_path / "elsewhere.json").write_text('{"temperature": 0.9}')
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(UnsafeLink, match="generation_config.json"):
+        library.import_model(str(folder), name="third")
     (folder / "second.gguf").write_bytes(file.read_bytes())
     with pytest.raises(SourceNotFound, match="second.gguf, tiny.Q8.gguf"):
         library.import_model(str(folder))
