@@ -102,6 +102,35 @@ async def seen_through(control: Control, gate_id: str, rounds: int = 12) -> Gate
     return row
 
 
+async def test_what_is_judged_is_read_beside_the_loop_and_one_gate_after_the_other(
+    control: Control, events: JobEvents, answers: Answers, monkeypatch: pytest.MonkeyPatch
+):
+    """Of all gates that had come so far, a page of items each in every round of the loop."""
+    on, at_once, most = set[int](), 0, 0
+    judged_after = evals.judged_after
+
+    def read(*asked: Any) -> Any:
+        nonlocal at_once, most
+        on.add(threading.get_ident())
+        at_once += 1
+        most = max(most, at_once)
+        found = judged_after(*asked)
+        at_once -= 1
+        return found
+
+    monkeypatch.setattr(evals, "judged_after", read)
+    terms = await suite(control, pass_rate_at_least=0.5, better_by=0.0)
+    gate_ids = []
+    for _ in range(2):
+        job_id, gate_id = await gated(control, terms)
+        await looked(control)
+        run(control, events, job_id)
+        gate_ids.append(gate_id)
+    for gate_id in gate_ids:
+        assert (await seen_through(control, gate_id)).verdict is not None
+    assert on and threading.get_ident() not in on and most == 1
+
+
 async def test_the_first_version_answers_once_it_reaches_its_thresholds(
     control: Control, events: JobEvents, answers: Answers
 ):
