@@ -198,16 +198,6 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     bounds, asleep = config.scheduler.bounds(), config.scheduler.max_asleep_per_device
     box_status = BoxStatus(loop, effects, bus, store, memory, floor, bounds, asleep, nodes.certificates_end)
     port = LoopPort(loop, effects, journal, routing, db, trigger, box_status)
-    deep_checks = DeepChecks(
-        db,
-        port,
-        NodeMeasures(nodes, node_config),
-        lambda: sum(model.held for model in bus.load().models.values()),
-        health.measured,
-        config.scheduler.drain_timeout_s,
-    )
-    if config.doctor.before_return:
-        health.checks_with(deep_checks.before_return)
     helper = config.power.helper_socket
     power = PowerKeeper(
         config.power,
@@ -216,6 +206,17 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         partial(_of_profiles, db, devices),
         None if helper is None else HelperClient(Path(helper)),
     )
+    deep_checks = DeepChecks(
+        db,
+        port,
+        NodeMeasures(nodes, node_config),
+        lambda: sum(model.held for model in bus.load().models.values()),
+        health.measured,
+        config.scheduler.drain_timeout_s,
+        limits=power.limits_of,
+    )
+    if config.doctor.before_return:
+        health.checks_with(deep_checks.before_return)
     context = ControllerContext(
         db=db,
         files_dir=paths.files,

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from appliance.models.errors import MissingTokenizer
 from serve.core.parsers import reasoning_parser, tool_parser
+from weights.checkpoint import processor_settings
 from weights.checkpoint.errors import NotACheckpoint, PickleRefused, UnsafeLink, UnsupportedModel
 from weights.checkpoint.folder import (
     ADAPTER_CONFIG_FILE,
@@ -41,16 +42,11 @@ WEIGHT_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 OTHER_WEIGHTS = (".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
 KEPT_TEXT = ("README.md",)
 # Where processors have a chat template of their own, which engines prefer for requests without tools.
-PROCESSORS = (
-    "chat_template.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-)
+PROCESSORS = ("chat_template.json", *processor_settings.FILES)
 MAX_TEMPLATES = 8
 # The box writes the first itself; by the second transformers would add an adapter to the model wherever it is trained;
 # vLLM would read the third in place of config.json where weights are called consolidated*.safetensors.
-_NEVER_TAKEN = (MANIFEST_FILE, ADAPTER_CONFIG_FILE, PARAMS_FILE)
+_NEVER_TAKEN = (MANIFEST_FILE, ADAPTER_CONFIG_FILE, PARAMS_FILE, processor_settings.NEVER_TAKEN)
 _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 
 

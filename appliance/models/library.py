@@ -196,7 +196,7 @@ class ModelLibrary:
         # At the least: bfloat16 has 16 bits for what the file may have in 4.
         with self._made("gguf", file.stat().st_size) as made:
             facts = maker_process.convert_gguf(file, made, report)
-            _keep_sampling(file.parent / GENERATION_FILE, made / GENERATION_FILE)
+            _keep_sampling(file.parent, made / GENERATION_FILE)
             meta = {"converted_from": "gguf"} | facts
             return self._take_in(made, chosen_name, source=str(file), meta=meta, report=report, move=True)
 
@@ -431,12 +431,12 @@ def _fill(staging: Path, files: Files, report: Report, *, move: bool) -> None:
             report(done, files.nbytes, "bytes", f"copying {file}")
 
 
-def _keep_sampling(beside: Path, made: Path) -> None:
+def _keep_sampling(folder: Path, made: Path) -> None:
     """A GGUF file says nothing of sampling; what a generation_config.json beside it says is taken over. Raises
-    UnsafeLink where that is a link to another folder's."""
-    if not beside.is_file():
+    NotACheckpoint, UnsafeLink."""
+    if not (folder / GENERATION_FILE).exists():
         return
-    said = read_json(regular(beside.parent, beside.name), GENERATION_FILE)
+    said = read_json(regular(folder, GENERATION_FILE), GENERATION_FILE)
     config = read_json(made, GENERATION_FILE) if made.is_file() else {}
     made.write_text(json.dumps({**config, **{key: said[key] for key in SAMPLING if key in said}}, indent=2))
 
@@ -461,7 +461,8 @@ def check_name(name: str) -> str:
 
 
 def _gguf(path: Path) -> Path | None:
-    """The GGUF file that a path means: itself, or the only one in a directory without safetensors."""
+    """The GGUF file that a path means: itself, or the only one in a directory without safetensors. Raises
+    SourceNotFound, UnsafeLink."""
     if path.is_file():
         return path.resolve() if is_gguf(path) else None
     if not path.is_dir() or any(path.glob("*.safetensors")):
@@ -470,7 +471,8 @@ def _gguf(path: Path) -> Path | None:
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
         raise SourceNotFound(f"{path} has {len(found)} GGUF files ({names}); give the path of the one to import")
-    return found[0].resolve() if found and is_gguf(found[0]) else None
+    # Looked at before it is opened: a link may lead out of the directory, and a pipe has no end.
+    return real if found and is_gguf(real := regular(path, found[0].name)) else None
 
 
 def _name_of(directory_name: str) -> str:

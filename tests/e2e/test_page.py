@@ -572,6 +572,30 @@ def faults_of(page: Any, axe: str) -> list[str]:
     ]
 
 
+def test_a_long_list_is_searched_and_shows_older_rows_on_demand(visit: Visit) -> None:
+    """Beyond the first hundred nobody saw a job on the page, and nobody was told."""
+    with running_front(imports=False, workers=1) as front:
+        context = front.context
+        assert context is not None
+        front.call(lambda: page_rows.insert_jobs(context.db, 150))
+        page = visit(front.url, front.key, "#/jobs")
+        rows = page.locator("tbody tr")
+        rows.nth(99).wait_for()
+        assert rows.count() == 100
+        page.get_by_label("Find").fill("n007")
+        page.get_by_text("Nothing here has these words.").wait_for()
+        page.get_by_role("button", name="Show older ones").click()
+        page.get_by_role("link", name="ft:starter:local:n007:job").wait_for()
+        assert rows.count() == 1 and page.get_by_role("button", name="Show older ones").count() == 0
+        page.get_by_label("Find").fill("")
+        rows.nth(149).wait_for()
+        assert rows.count() == 150 and page.get_by_role("link", name="n000").count() == 1
+        front.call(lambda: page_rows.insert_jobs(context.db, 3, first=150))
+        rows.nth(152).wait_for()
+        assert rows.count() == 153, "those that newer ones push out of the first page stay"
+        page.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_in_chinese(visit: Visit, scheme: str) -> None:
     page = visit(key=None, viewport={"width": 360, "height": 740}, locale="zh-CN", color_scheme=scheme)

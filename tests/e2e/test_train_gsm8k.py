@@ -34,6 +34,7 @@ async def test_gsm8k_from_upload_to_published_version(shop, tmp_path):
         output_model="ft:base::gsm8k",
         seed=1,
         **fields,
+        device_kind="cpu",
     )
     world = await shop.run(spec, 2)
 

@@ -123,7 +123,10 @@ class Run:
         if self.rank == 0 and self.spec.follows_validations:
             self._validations = Validations(self.spec.run_dir, self.step)
         known = history(read_events(self.spec.run_dir), self.step) if self.rank == 0 else None
-        self._losses = LossWatch(self.spec.on_loss_spike, self.spec.rate_cuts, told_by_first(known))
+        spec = self.spec
+        self._losses = LossWatch(
+            spec.on_loss_spike, spec.rate_cuts, told_by_first(known), start=self.step, older=spec.older_snapshots
+        )
         self.leaving.at(self.step)
         signals, self.boundary_s = self._agreed(), time.monotonic()
         if self.rank == 0:

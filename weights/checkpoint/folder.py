@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weights.checkpoint import tokenizer_settings
+from weights.checkpoint import processor_settings, tokenizer_settings
 from weights.checkpoint.errors import (
     CheckpointRefused,
     NotACheckpoint,
@@ -39,6 +39,8 @@ MAX_TOKENIZER_BYTES = 256 << 20
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # Vocabularies: large, and read by tokenizers alone.
 _NO_SETTINGS = ("tokenizer.json", "vocab.json", "tekken.json", "manifest.json")
+# vLLM reads the config.json of whatever these name, a path too, for a part of the model.
+_OTHER_MODELS = ("text_model_id", "audio_model_id")
 _FOLDER = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]{0,99})?")
 _FAMILY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -75,6 +77,8 @@ def _check_entries(directory: Path) -> None:
         return
     if ADAPTER_CONFIG_FILE in names:
         raise UnsupportedModel(ADAPTER_CONFIG_FILE, "an adapter would be added to the model wherever it is opened")
+    if processor_settings.NEVER_TAKEN in names:
+        raise UnsupportedModel(processor_settings.NEVER_TAKEN, "names another model, which a processor would load")
     if PARAMS_FILE in names and any(name.startswith("consolidated") for name in names):
         raise UnsupportedModel(PARAMS_FILE, "an engine would read it in place of the config.json that is checked")
 
@@ -88,6 +92,9 @@ def check_settings(directory: Path) -> None:
     if (directory / tokenizer_settings.MAP_FILE).exists():
         special = read_json(directory / tokenizer_settings.MAP_FILE, tokenizer_settings.MAP_FILE)
         tokenizer_settings.check_map(special)
+    for name in processor_settings.FILES:
+        if (directory / name).is_file():
+            processor_settings.check(read_json(directory / name, name), name)
     # It is not parsed: that would hold the interpreter for half a second per 30 MB, and the loaders check it anyway.
     path = directory / "tokenizer.json"
     if path.is_file() and not 2 <= path.stat().st_size <= MAX_TOKENIZER_BYTES:
@@ -136,6 +143,8 @@ def _check_config(config: Mapping[str, Any]) -> None:
         raise UnsupportedModel(
             CONFIG_FILE, "has 'speculators_config': a draft for another model is not a model by itself"
         )
+    if (named := next((key for key in _OTHER_MODELS if config.get(key)), None)) is not None:
+        raise UnsupportedModel(CONFIG_FILE, f"has {named!r}, another model that this one would be put together with")
     family = config.get("model_type")
     if family is not None and not (isinstance(family, str) and _FAMILY.fullmatch(family)):
         raise NotACheckpoint(CONFIG_FILE, f"model_type {str(family)[:80]!r} is not a name of a family of models")

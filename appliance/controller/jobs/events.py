@@ -12,6 +12,7 @@ import io
 import logging
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -256,6 +257,9 @@ class JobEvents:
         action, text = str(event["action"]), str(event["text"])
         cuts = [int(step) for step in event.get("cuts") or ()]
         if action == "rollback":
+            if event.get("back_to") is not None:  # not the newest, which is broken too
+                jobs.update(self._db, row.id, snapshot=(snapshot := {**(row.snapshot or {}), **event["back_to"]}))
+                row = replace(row, snapshot=snapshot)
             cuts.append((row.snapshot or {}).get("step", 0))
         if action in ("rollback", "lower_rate") and row.resolved is not None:
             jobs.update(self._db, row.id, resolved={**row.resolved, "rate_cuts": cuts})

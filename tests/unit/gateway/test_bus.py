@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from appliance.gateway import bus as bus_module
+from appliance.gateway.access.request import Request
 from appliance.gateway.bus import BusClient
 from appliance.gateway.core.errors import TableInvalid
+from appliance.gateway.observe.metrics import RECENT_S
 from appliance.gateway.routing.table import ROWS_AT_ONCE, parse_table
-from appliance.gateway.state.reports import load_report
+from appliance.gateway.state.reports import Told, load_report
 
 from .conftest import Box, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, chat_answer
@@ -138,6 +140,55 @@ def steps_of(steps: Any, on_step: Any) -> Any:
             return end.value
         on_step()
         yield
+
+
+async def test_after_its_first_report_a_gateway_says_of_models_what_changed(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand names that were asked once are not in every report for ever."""
+    metrics, told = box.state.metrics, Told()
+    box.models |= {f"n{number}": {**box.models["m"], "replicas": []} for number in range(1000)}
+    box.apply()
+    for number in range(1000):
+        metrics.arrived(f"n{number}", 3, 0.0)
+    first = load_report(box.state, told)
+    assert first["whole"] and len(first["models"]) == 1000
+    again = load_report(box.state, told)
+    assert not again["whole"] and again["models"] == {}
+    metrics.arrived("n7", 3, 0.0)
+    said = load_report(box.state, told)["models"]
+    assert said.keys() == {"n7"} and said["n7"]["arrived_requests"] == 2
+    row = box.models.pop("n8")
+    box.apply()
+    assert load_report(box.state, told)["models"] == {"n8": None}
+    box.models["n8"] = row
+    box.apply()
+    assert load_report(box.state, told)["models"]["n8"]["arrived_requests"] == 1
+    assert len(load_report(box.state)["models"]) == 1000, "to a controller that has just come"
+
+    request, now_s = Request(b"POST", b"/v1/chat/completions", {}, "1.1"), time.monotonic()
+    request.model, request.received_s = "n9", now_s - 0.5
+    metrics.first_byte(request, now_s)
+    metrics.finished(request, now_s)
+    assert load_report(box.state, told)["models"]["n9"]["ttft_p95_s"] == pytest.approx(0.5)
+    assert load_report(box.state, told)["models"] == {}
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + RECENT_S + 5)
+    said = load_report(box.state, told)["models"]
+    assert said.keys() == {"n9"} and said["n9"]["ttft_p95_s"] is None, "of the last minute"
+    assert load_report(box.state, told)["models"] == {}
+
+
+async def test_each_connection_begins_with_a_whole_report(box: Box, bus: DummyBus) -> None:
+    await bus.push(table := box.table())
+    await bus.report(generation=table["generation"])
+    box.state.metrics.arrived("m", 3, 0.0)
+    box.state.on_change(True)
+    report = await bus.report()
+    assert not report["whole"] and report["models"]["m"]["arrived_requests"] == 1
+    await bus.stop()
+    await bus.start()
+    report = await bus.report(whole=True)
+    assert report["models"]["m"]["arrived_requests"] == 1
 
 
 async def test_load_is_reported_as_it_changes(box: Box, bus: DummyBus) -> None:

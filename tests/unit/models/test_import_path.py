@@ -617,6 +617,49 @@ def test_an_adapter_in_a_models_directory_stays_behind(library, source):
     assert not (library.import_path(source).path / "adapter_config.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        (
+            "processor_config.json",
+            {"audio_tokenizer": {"audio_tokenizer_class": "AutoModel", "audio_tokenizer_name_or_path": "/elsewhere"}},
+        ),
+        ("preprocessor_config.json", {"frontend_conf": {"cmvn_file": _SECRET}}),
+        ("processor_config.json", {"video_processor": {"draw_on_frames": True, "font": "../../elsewhere.ttf"}}),
+        ("video_preprocessor_config.json", {"class_info_file": "../other/v1/config.json"}),
+    ],
+)
+def test_a_processor_reads_no_other_files_than_the_checkpoints_own(library, source, tmp_path, file, said):
+    """By the first an engine opened pickles of another folder."""
+    (source / file).write_text(json.dumps(said))
+    with pytest.raises(UnsafeLink, match=file):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
+def test_what_processors_were_saved_with_comes_in(library, source):
+    said = {
+        "processor_class": "Qwen2VLProcessor",
+        "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 56}},
+        "video_processor": {"draw_on_frames": True, "font": "Roboto-Regular.ttf"},
+        "_name_or_path": "/home/somebody/model",
+    }
+    (source / "processor_config.json").write_text(json.dumps(said))
+    (source / "audio_tokenizer_config.json").write_text(json.dumps({"audio_tokenizer_name_or_path": "/elsewhere"}))
+    taken = library.import_path(source)
+    assert (taken.path / "processor_config.json").exists()
+    assert not (taken.path / "audio_tokenizer_config.json").exists()
+
+
+@pytest.mark.parametrize("key", ["text_model_id", "audio_model_id"])
+def test_a_model_is_not_put_together_with_another_one(library, source, tmp_path, key):
+    config = json.loads((source / "config.json").read_text()) | {key: "/models/of-somebody-else/v1"}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=rf"config\.json.*{key}"):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
 def test_what_tokenizers_were_saved_with_comes_in(library, source):
     said = {
         "tokenizer_class": "LlamaTokenizerFast",

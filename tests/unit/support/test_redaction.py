@@ -22,6 +22,10 @@ CANARY = "Zq7Canary93xW"
         f'{{\\"aws_secret_access_key\\": \\"{CANARY}\\"}}',
         f"AWS_SECRET_ACCESS_KEY={CANARY} python -m x",
         f"password = '{CANARY}'",
+        f'{{"id_token": "{"x" * 9000}{CANARY}{"x" * 9000}"}}',
+        f'an odd line: {{"hf_token": "{CANARY}…',
+        f"api_key='{CANARY}\nthe next line",
+        f'{{\\"secret\\": \\"{"x" * 9000}{CANARY}',
         f"x-api-key: {CANARY}",
         f'token = "{"x" * 10_000}{CANARY}"',
         f'{{\\"hf_token\\": \\"{"x" * 10_000} {CANARY}\\"}}',
@@ -57,6 +61,14 @@ def test_a_secret_or_a_person_is_gone(text):
 )
 def test_what_says_what_is_wrong_stays(text):
     assert Redaction().apply(text) == text
+
+
+def test_what_stands_beside_a_secret_stays():
+    redaction = Redaction()
+    assert redaction.apply('{"token": "abc", "step": 7}') == '{"token": "<secret>", "step": 7}'
+    assert redaction.apply('{\\"token\\": \\"abc\\", \\"step\\": 7}') == '{\\"token\\": \\"<secret>\\", \\"step\\": 7}'
+    assert redaction.apply("password: 'a \"b\"' at step 7\nstep 8") == "password: '<secret>' at step 7\nstep 8"
+    assert redaction.apply('token: "abc\nstep 8') == 'token: "<secret>\nstep 8'
 
 
 def test_an_address_has_one_name_in_all_files():

@@ -22,7 +22,7 @@ def test_everything_auto_gives_a_spec():
             fields = resolve(
                 {"n_epochs": "auto", "batch_size": "auto", "learning_rate_multiplier": "auto"}, data, model, 8
             )
-            spec = TrainSpec(**PLACE, **fields)
+            spec = TrainSpec(**PLACE, **fields, device_kind="cpu")
             assert TrainSpec.from_json(spec.to_json()) == spec
             assert 1 in allowed_sizes(spec.batch_size, 8, spec.micro_batch)
     assert resolve({}, GSM8K, SMALL, 8)["full"] and not resolve({}, GSM8K, LARGE, 8)["full"]
@@ -160,7 +160,7 @@ def test_tensor_parallel_asks_for_every_weight_and_counts_groups_of_devices():
 
 
 def test_spec_refuses_what_is_not_one():
-    good = dataclasses.asdict(TrainSpec(**PLACE))
+    good = dataclasses.asdict(TrainSpec(**PLACE, device_kind="cpu"))
     for change, match in (
         ({"zero_stage": "2"}, "zero_stage"),
         ({"colour": 1}, "no field 'colour'"),

@@ -32,6 +32,7 @@ def spec_of(path, tmp_path) -> TrainSpec:
         base_version="v1",
         full=False,
         lora_rank=2,
+        device_kind="cpu",
     )
 
 

@@ -212,6 +212,7 @@ def test_a_small_method_from_its_file_to_its_loss(echo, tmp_path):
         precision="fp32",
         method="echo",
         options={"strength": 3.0},
+        device_kind="cpu",
     )
     assert TrainSpec.from_json(spec.to_json()) == spec
     encoder = ChatEncoder(load_tokenizer(str(base)))
