@@ -68,8 +68,12 @@ def _check_entries(directory: Path) -> None:
     names = set()
     with os.scandir(directory) as entries:
         for entry in entries:
+            try:
+                mode = entry.stat(follow_symlinks=False).st_mode
+            except FileNotFoundError:
+                continue  # a mark of the store's, which it has just taken away
             names.add(entry.name)
-            if not stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
+            if not stat.S_ISREG(mode):
                 raise UnsafeLink(entry.name, "not a regular file; a model's folder has no links and no folders within")
             if entry.name.endswith(PICKLES):
                 raise PickleRefused(entry.name, "a pickle, which can run any code when it is loaded")
