@@ -94,6 +94,8 @@ def main() -> None:
         box.run("mode", "set", "split", "--train", "1", "--wait")
         client = box.client(max_retries=5)
         teacher = taught(box, client, model, asked.teacher)
+        # Else the first validation is sampled by the ranks, where an engine takes more than their patience to start.
+        client.chat.completions.create(model=teacher, messages=[{"role": "user", "content": "Hello"}], max_tokens=1)
         asked_of = questions()
         train, valid = (
             box.upload(jsonl(rows), name)

@@ -6,9 +6,8 @@
 PYTHON: an interpreter of an environment with TRL, transformers and peft (`python -m venv trl; trl/bin/pip install trl
 peft datasets`). A starter (of DIRECTORY, which is made where it is not there, so that several runs have the same), LoRA
 of rank 8, sums, eight answers of each prompt in a step. A way is `ranks` (two ranks sample and learn), `engine-N` (an
-engine samples, one rank learns, for a staleness of N) or `trl` (its GRPOTrainer, transformers' `generate`, two
-threads). All have two cores. TRL runs when the box is down. Seconds count from the first step's begin, so that neither
-the start of a box nor imports do.
+engine samples, one rank learns, for a staleness of N) or `trl` (its GRPOTrainer, transformers' `generate`). TRL runs
+when the box is down. Seconds count from the first step's begin, so that neither the start of a box nor imports do.
 Prints for each way what a step takes, in seconds of the clock and of CPU (of the whole box), the mean reward by step,
 and the seconds and the tokens of answers until the mean of four steps has passed each of some rewards; load averages of
 the machine before and after. What FILE has of other ways and seeds stays in it.
@@ -39,7 +38,7 @@ from benchmarks._claims import record, stated  # noqa: E402 - the path comes fir
 from tests.e2e.box_support import WholeBox, wait_for, whole_box  # noqa: E402
 from tests.e2e.test_box_rewards import GRADER, steps_of, sums  # noqa: E402
 
-GROUP, RANK, RATE, THREADS = 8, 8, 0.003, 2
+GROUP, RANK, RATE = 8, 8, 0.003
 REACHED = (0.1, 0.2, 0.3, 0.4)
 MEAN_OF = 4
 
@@ -122,11 +121,11 @@ def by_trl(model: Path, asked: argparse.Namespace, seed: int) -> Curve:
             "group": GROUP,
             "rank": RANK,
             "rate": RATE,
-            "threads": THREADS,
+            "threads": asked.trl_threads,
             "seed": seed,
             "out": str(out),
         }
-        environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS)}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(asked.trl_threads)}
         script = [asked.trl, str(Path(__file__).with_name("_grpo_by_trl.py"))]
         done = subprocess.run(script, input=json.dumps(wanted), capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -183,6 +182,7 @@ def keep(file: Path | None, found: dict[str, Curve]) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--trl", required=True, metavar="PYTHON")
+    options.add_argument("--trl-threads", type=int, default=1, help="more wait for each other where cores are shared")
     options.add_argument("--ways", nargs="+", default=["ranks", "engine-1", "trl"])
     options.add_argument("--steps", type=int, default=24)
     options.add_argument("--prompts", type=int, default=2)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from appliance import last_backup
 from appliance.boot.box_state import read_troubles
-from appliance.boot.checkup_schedule import read_findings
+from appliance.boot.checkup_schedule import looked_at_s, read_findings
 from appliance.config import BoxConfig
 from appliance.controller.access.spending import Spending
 from appliance.controller.bus.bus import Bus, first_generation
@@ -245,13 +245,14 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         device_readings=health.newest,
         deep_checks=deep_checks,
         doctor_findings=partial(read_findings, paths.last_checkup),
+        doctor_looked_s=partial(looked_at_s, paths.last_checkup),
         doctor=DoctorProcess(
             [sys.executable, "-P", "-m", "appliance.doctor.main", "--runs", "--config-json", config.model_dump_json()]
         ).look,
         box={
             "id": paths.box_id,
             "version": importlib.metadata.version("appliance"),
-            "url": f"http://{config.box.host}:{config.box.port}/v1",
+            "url": f"{config.scheme}://{config.box.host}:{config.box.port}/v1",
             "data_dir": str(paths.data_dir),
         },
     )

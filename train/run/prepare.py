@@ -5,6 +5,7 @@ All ranks of a world run this together, whether they are new, resume a snapshot,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from transformers import PreTrainedModel
 
 from train.control.progress import ControlSignals, Events, Progress
 from train.data.chat import ChatEncoder, vocabulary_of
-from train.data.token_set import TokenSet, open_token_set
+from train.data.formats import Record
+from train.data.token_set import Encode, Tokens, TokenSet, open_token_set
 from train.methods.methods import method_of
 from train.model.model import keeps_state, load_model, load_tokenizer
 from train.plan.errors import UnsupportedModel
@@ -74,7 +76,7 @@ def prepare(
             world_size=world_size,
             barrier=comm.barrier,
             sequences=method.sequences,
-            encode=method.encode,
+            encode=moving(method.encode, progress),
             cut=method.cut,
             lay_out=method.row,
         )
@@ -98,6 +100,17 @@ def prepare(
     if snapshot_path:
         run.resume_from(snapshot_path)
     return run
+
+
+def moving(encode: Encode, progress: Progress) -> Encode:
+    """`encode`, by whose calls the heartbeat sees that tokenising moves: a file of gigabytes takes longer than a phase
+    that hangs."""
+
+    def encoded(encoder: ChatEncoder, record: Record) -> Sequence[Tokens]:
+        progress.enter("tokenising")
+        return encode(encoder, record)
+
+    return encoded
 
 
 def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:

@@ -59,9 +59,10 @@ class ControllerContext:
     accept, 0: none. load: the gateways' reports.
     models_shared: call it when access to a model has changed, to inform the gateways. background: tasks of this
     process. main_troubles: troubles of the processes that the main process supervises, in the form of
-    `BackgroundTasks.degraded`. doctor_findings: what is wrong, as the doctor last saw it. doctor: its
-    findings now (`appliance.wiring.doctor_process`). new_tables: turns of what owners may ask at will and every gateway
-    gets a new table for. device_readings: the newest of each device that reports any.
+    `BackgroundTasks.degraded`. doctor_findings: what is wrong, as the doctor last saw it; doctor_looked_s: when that
+    was, None before its first look. doctor: its findings now (`appliance.wiring.doctor_process`). new_tables: turns of
+    what owners may ask at will and every gateway gets a new table for. device_readings: the newest of each device that
+    reports any.
     deep_checks: of devices, one at a time. wandb_mode: as [tracking] has it.
     power: the profiles and the tariff; power_status: which is in force (`PowerKeeper.status`)."""
 
@@ -89,6 +90,7 @@ class ControllerContext:
     last_backup: Callable[[], LastBackup | None] = lambda: None
     main_troubles: Callable[[], list[dict[str, Any]]] = list
     doctor_findings: Callable[[], list[dict[str, Any]]] = list
+    doctor_looked_s: Callable[[], float | None] = lambda: None
     file_work: FileWork = field(default_factory=FileWork)
     new_tables: Paced = field(default_factory=Paced)
     doctor: Callable[[], Awaitable[dict[str, Any]]] = _no_doctor

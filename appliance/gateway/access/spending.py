@@ -6,9 +6,9 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Final
 
 from appliance.gateway.access.allowance import Allowance, Bucket, KeyUse, OwnerUse
-from appliance.gateway.access.logins import Logins
 from appliance.gateway.access.request import Request
 from appliance.gateway.access.written_rate import WrittenRate
 from appliance.gateway.answers.usage import Meter
@@ -17,6 +17,13 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import ADMIN
 from appliance.gateway.payload.request_check import Checked
 from appliance.gateway.routing.table import Caller
+
+LOGINS_PER_MINUTE: Final = 300
+"""What one worker takes, from everybody together."""
+LOGINS_PER_MINUTE_OF_ONE: Final = 100
+"""From one address, so that a stranger who asks without end does not keep all others from logging in. More than a
+person needs: those behind a proxy come from its address."""
+_ADDRESSES: Final = 1024
 
 
 class Spending:
@@ -30,7 +37,9 @@ class Spending:
         self._uses: dict[str, KeyUse] = {}
         self._owners: dict[str, OwnerUse] = {}
         self._rate = WrittenRate()
-        self._logins = Logins(time.monotonic())
+        self._logins = Bucket(LOGINS_PER_MINUTE, time.monotonic())
+        # By address, the one that asked longest ago first.
+        self._logins_of: dict[str, Bucket] = {}
 
     def apply(self, callers: Iterable[Caller]) -> None:
         """Apply a new table: drop the state of removed keys and of owners without any; their open requests keep a
@@ -103,12 +112,21 @@ class Spending:
         request.counted = True
 
     def admit_login(self, address: str) -> None:
-        """Count a request from `address` to a login provider's routes, which come without a key. Raises HttpError
-        503."""
-        wait_s = self._logins.take(address, time.monotonic())
+        """Count a request to a login provider's routes, which come without a key. Raises HttpError 503."""
+        now_s = time.monotonic()
+        own = self._logins_of.pop(address, None) or Bucket(LOGINS_PER_MINUTE_OF_ONE, now_s)
+        self._logins_of[address] = own
+        while len(self._logins_of) > _ADDRESSES:
+            del self._logins_of[next(iter(self._logins_of))]
+        wait_s = 0.0
+        for bucket in (own, self._logins):
+            bucket.refill(now_s)
+            wait_s = max(wait_s, bucket.wait_s(1))
         if wait_s > 0:
             self._events["login_limited"] += 1
             raise errors.unavailable("Too many logins at once. Please retry.", "too_many_logins", math.ceil(wait_s))
+        own.level -= 1
+        self._logins.level -= 1
 
     # -- when it is known what it asks for
 

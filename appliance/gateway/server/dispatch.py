@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import orjson
@@ -34,8 +33,8 @@ class Dispatch:
         self._state = state
         self._copies = copies
 
-    def admit(self, request: Request, transport: asyncio.Transport | None) -> None:
-        """Check everything that a request's head determines. transport: that it came by. Raises HttpError."""
+    def admit(self, request: Request, client: Client) -> None:
+        """Check everything that a request's head determines. Raises HttpError."""
         state, route = self._state, request.route
         assert route is not None
         kind = route.kind
@@ -56,7 +55,7 @@ class Dispatch:
                 raise errors.unknown_url(request.method.decode(), request.path.decode("ascii", "replace"), "")
         elif kind is Kind.LOGIN:
             check_asked_by_the_page(request)
-            state.spending.admit_login(_address_of(transport))
+            state.spending.admit_login(client.network)
         check_head(request, state.limits)
 
     def _of_login(self, request: Request, digest: str) -> Caller:
@@ -144,9 +143,3 @@ class Dispatch:
         degraded = sorted({*state.background.names(), *state.box_troubles, *away})
         told = {"status": "ok" if ready else "starting", "boot": state.config.boot, "degraded": degraded}
         return (200 if ready else 503), b"application/json", orjson.dumps(told)
-
-
-def _address_of(transport: asyncio.Transport | None) -> str:
-    """Of the other end; "" where it has none, as behind a Unix socket."""
-    peer = None if transport is None else transport.get_extra_info("peername")
-    return str(peer[0]) if isinstance(peer, tuple) and peer else ""

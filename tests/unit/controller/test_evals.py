@@ -709,6 +709,31 @@ async def test_of_what_one_key_asks_a_model_few_wait_for_it(control: Control, mo
     assert not models._turns
 
 
+async def test_who_waits_for_an_engine_looks_for_room_and_for_nothing_else(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    """Of one owner's 384 questions each looked up its key and its model whenever anything changed: 70 ms."""
+    key_id = control.as_key("carol")
+    waiting = control.app.state.evaluations._answers
+    looks, refusals = list[str](), list[str]()
+    refused = waiting._refused
+    monkeypatch.setattr(waiting, "_room", lambda model: looks.append(model) or False)
+    monkeypatch.setattr(waiting, "_refused", lambda *asked: (refusals.append(asked[2]), refused(*asked))[1])
+
+    async def asked_until(looked: int) -> asyncio.Task[Any]:
+        asking = asyncio.create_task(waiting.ask(key_id, {"model": "starter", "messages": []}, 60))
+        while len(looks) < looked:
+            await control.context.batch_engines.changed(1)
+        return asking
+
+    (await asked_until(20)).cancel()
+    assert refusals == ["starter"]
+    monkeypatch.setattr(model_answers, "REFUSED_EVERY_S", 0.01)
+    asking = await asked_until(25)
+    keys.revoke(control.db, key_id)
+    assert "revoked" in (await asking).error, "it hears of it all the same"
+
+
 def test_a_sample_is_read_from_its_text_or_its_first_choice() -> None:
     message = {"content": "hi", "tool_calls": [{"id": "1"}]}
     assert requests.sample_of({"output_text": "a"}).output_text == "a"

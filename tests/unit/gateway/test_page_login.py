@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import re
 import time
@@ -12,14 +13,10 @@ from typing import Any
 import pytest
 
 from appliance.gateway.access.admission import LOGIN_BODY_BYTES
-from appliance.gateway.access.logins import (
-    LOGINS_OF_ADDRESS_PER_MINUTE,
-    LOGINS_PER_MINUTE,
-    MOST_ADDRESSES,
-    Logins,
-)
+from appliance.gateway.access.spending import LOGINS_PER_MINUTE_OF_ONE
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
+from appliance.gateway.http.client import network_of
 from appliance.gateway.routing.table import parse_table
 from appliance.ui.site import STATIC
 
@@ -321,34 +318,31 @@ async def test_another_page_begins_and_finishes_no_login(start_box: Start, heade
     assert not controller.requests
 
 
+async def test_a_stranger_who_asks_without_end_keeps_nobody_else_from_logging_in(start_box: Start) -> None:
+    box = await start_box()
+    await box.control(told)
+    asked = [(await box.ask("GET", "/admin/v1/oidc", key=None)).status for _ in range(LOGINS_PER_MINUTE_OF_ONE + 3)]
+    assert asked[:LOGINS_PER_MINUTE_OF_ONE] == [200] * LOGINS_PER_MINUTE_OF_ONE and asked[-1] == 503
+    wire = Wire(*await asyncio.open_connection("127.0.0.1", box.port, local_addr=("127.0.0.2", 0)))
+    await wire.send(request_bytes("GET", "/admin/v1/oidc", key=None))
+    assert (await wire.response()).status == 200
+    spending = box.state.spending
+    for number in range(3000):
+        with contextlib.suppress(HttpError):
+            spending.admit_login(f"10.0.{number // 250}.{number % 250}")
+    assert len(spending._logins_of) == 1024
+    assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1") == "10.0.0.1"
+    assert network_of("fe80::1%eth0") == network_of("fe80::2") != network_of("fe80:1::2")
+
+
 async def test_what_needs_no_key_is_small_and_seldom(start_box: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     box = await start_box()
     await box.control(told)
     large = {"code": "c" * LOGIN_BODY_BYTES}
     assert (await box.ask("POST", "/admin/v1/oidc/finish", large, key=None, headers=SAME)).status == 413
-    box.state.spending._logins._all.level = 1.0
-    monkeypatch.setattr(box.state.spending._logins._all, "limit", 1)
+    box.state.spending._logins.level = 1.0
+    monkeypatch.setattr(box.state.spending._logins, "limit", 1)
     statuses = [(await box.ask("GET", "/admin/v1/oidc", key=None)).status for _ in range(3)]
     assert statuses[-1] == 503 and box.state.metrics.events["login_limited"]
     begin(box)
     assert (await box.ask("GET", "/admin/v1/status", key=None, headers=BY_PAGE)).status == 200, "others go on"
-
-
-def test_a_stranger_takes_no_logins_from_others() -> None:
-    """One bucket was everybody's: who asked 300 times in a minute kept all others from the login."""
-    logins = Logins(0.0)
-    taken = sum(logins.take("203.0.113.7", 0.0) == 0.0 for _ in range(1000))
-    assert taken == LOGINS_OF_ADDRESS_PER_MINUTE
-    assert logins.take("203.0.113.8", 0.0) == 0.0, "a neighbour's"
-    assert 0 < logins.take("203.0.113.7", 0.0) <= 1.0 and logins.take("203.0.113.7", 1.1) == 0.0
-    of_one = [logins.take(f"2001:db8::{n:x}", 2.0) == 0.0 for n in range(200)]
-    assert sum(of_one) == LOGINS_OF_ADDRESS_PER_MINUTE, "all of a /64 is one stranger"
-    assert logins.take("::ffff:203.0.113.8", 2.0) == 0.0 and logins.take("fe80::1%eth0", 2.0) == 0.0
-
-
-def test_all_addresses_together_have_a_bound_and_so_has_a_proxy_on_this_machine() -> None:
-    logins = Logins(0.0)
-    assert all(logins.take("127.0.0.1", 0.0) == 0.0 for _ in range(LOGINS_OF_ADDRESS_PER_MINUTE * 2))
-    taken = sum(logins.take(f"198.51.{n // 256}.{n % 256}", 0.0) == 0.0 for n in range(MOST_ADDRESSES * 2))
-    assert taken == LOGINS_PER_MINUTE - LOGINS_OF_ADDRESS_PER_MINUTE * 2
-    assert len(logins._of) <= MOST_ADDRESSES
