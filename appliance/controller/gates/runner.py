@@ -10,6 +10,7 @@ import asyncio
 import time
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from appliance.controller.access.model_access import caller_of, stored_model
 from appliance.controller.context.audit import record
@@ -47,6 +48,8 @@ class GateRunner:
         """One thread reads and reckons at a time: 1,000 rewards take it 0.6 s for each rule, and each such thread takes
         Python's lock from the loop for 5 ms whenever it lets go of it. What many gates have to read at once, all items
         of their runs, held the loop page by page: a page of each gate in every round of it."""
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By owner: of each one gate waits for that, however many have come to their end."""
         self.tasks = self._going.tasks
 
     async def look(self) -> None:
@@ -130,8 +133,7 @@ class GateRunner:
                 elif not run.finished:
                     waits.append(self._progress(run, side))
         if not waits:
-            async with self._deciding:
-                await self._decide(row.id)
+            await self._decide(row.id, row.owner)
         elif row.reason != waits[0]:
             gates.update(self._db, row.id, reason=waits[0])
 
@@ -196,9 +198,10 @@ class GateRunner:
             self._db, row.id, state="evaluating", before=active, runs=runs, reason=reason, verdict=None, told=[]
         )
 
-    async def _decide(self, gate_id: str) -> None:
-        found = await self._db.read(BOX, self._suites, gate_id)
-        verdict = await asyncio.to_thread(verdicts.decide, found)
+    async def _decide(self, gate_id: str, owner: str) -> None:
+        async with self._turns.setdefault(owner, asyncio.Lock()), self._deciding:
+            found = await self._db.read(BOX, self._suites, gate_id)
+            verdict = await asyncio.to_thread(verdicts.decide, found)
         row = gates.find(self._db, gate_id)
         if row is not None and row.state == "evaluating":
             self._decided(row, verdict)

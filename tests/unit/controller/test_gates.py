@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -473,6 +474,26 @@ async def test_one_gate_is_reckoned_at_a_time(
     for row in rows:
         assert row is not None and (await seen_through(control, row.id)).verdict == "passed"
     assert most == 1
+
+
+async def test_owners_take_turns_when_gates_are_reckoned(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """A gate of many rewards takes half a minute, and one owner may have two hundred."""
+    order, may_go = list[str](), threading.Event()
+
+    def reckoned(suites: Any) -> Any:
+        order.append(suites[0].name)
+        may_go.wait(10)
+
+    monkeypatch.setattr(verdict, "decide", reckoned)
+    runner = control.app.state.gates
+    monkeypatch.setattr(runner, "_suites", lambda gate_id: [SimpleNamespace(name=gate_id)])
+    owners = ("ann", "ann", "ann", "bob")
+    deciding = [asyncio.create_task(runner._decide(f"{one}{place}", one)) for place, one in enumerate(owners)]
+    while not order:
+        await asyncio.sleep(0.001)
+    may_go.set()
+    await asyncio.gather(*deciding)
+    assert order == ["ann0", "bob3", "ann1", "ann2"]
 
 
 async def test_what_sixteen_suites_ask_is_looked_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
