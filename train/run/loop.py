@@ -216,8 +216,8 @@ class Run:
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         with self._profiling.reading_input():
             rows = self.feed.rows()
-        for left in (self.method.metrics, self.method.peaks):  # of a step that was left
-            left(self.engine.module)
+        for forget in (self.method.metrics, self.method.peaks):  # those of a step that was left
+            forget(self.engine.module)
         self.leaving.begin()
         for turn, (number, row) in enumerate(rows, 1):
             self.progress.enter("step", step)
@@ -390,8 +390,8 @@ class Run:
         scale = 1.0 / self.method.denominator(self.valid, packs)
         # The loss, then the metrics of the method.
         told = torch.zeros(1 + len(self.method.metric_names), dtype=torch.float32, device=self.engine.device)
-        for left in (self.method.metrics, self.method.peaks):  # of a step that was left
-            left(self.engine.module)
+        for forget in (self.method.metrics, self.method.peaks):  # those of a step that was left
+            forget(self.engine.module)
         self.engine.eval()
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
         turns, began_s, left = -(-len(packs) // self.grid.data_size), time.monotonic(), False

@@ -28,6 +28,7 @@ from appliance.controller.interfaces.ports import (
     TierPort,
 )
 from appliance.last_backup import LastBackup
+from appliance.models.opening import Opening
 from appliance.power.settings import PowerSettings
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
@@ -54,7 +55,8 @@ class _NoDeepChecks:
 class ControllerContext:
     """files_dir: bytes of files by id. jobs_dir: one folder per job. batches_dir: answers of unfinished batches.
     uploads_dir: parts by upload. box: {"id", "version", "url", "data_dir"} as `/admin/v1/status` shows it.
-    adapter_rank_limit: the largest LoRA rank that engines of a model accept, 0: none. load: the gateways' reports.
+    opening: whether a model's files may be opened. adapter_rank_limit: the largest LoRA rank that engines of a model
+    accept, 0: none. load: the gateways' reports.
     models_shared: call it when access to a model has changed, to inform the gateways. background: tasks of this
     process. main_troubles: troubles of the processes that the main process supervises, in the form of
     `BackgroundTasks.degraded`. doctor_findings: what is wrong, as the doctor last saw it; doctor_looked_s: when that
@@ -77,6 +79,7 @@ class ControllerContext:
     sizes: EngineSizer
     settings_check: SettingsCheck
     nodes: NodePort
+    opening: Opening
     adapter_rank_limit: Callable[[ModelRow], int] = lambda _: 0
     load: Callable[[], Load] = Load
     config: ControllerConfig = field(default_factory=ControllerConfig)
