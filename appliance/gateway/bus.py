@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import orjson
 
 from appliance.gateway.core.errors import TableInvalid
 from appliance.gateway.gateway import Gateway
-from appliance.gateway.routing.table import parse_table
+from appliance.gateway.routing.table import Table, parsing
 from appliance.gateway.state.reports import Told, load_report
 
 log = logging.getLogger("appliance.gateway")
@@ -79,12 +80,23 @@ class BusClient:
             if not isinstance(message, dict) or message.get("type") != "table":
                 continue  # a newer controller may send messages unknown here
             try:
-                table = parse_table(message, default_hold_s=self._gateway.config.holds.hold_s)
+                table = await self._parsed(message)
             except TableInvalid as error:
                 log.error("bus: table refused, the last one stays in force: %s", error)
                 continue
             self._gateway.apply(table)
             self._on_table()
+
+    async def _parsed(self, message: dict[str, Any]) -> Table:
+        """The loop is free after every few rows; the old table is in force until all are read. Raises TableInvalid."""
+        steps = parsing(message, default_hold_s=self._gateway.config.holds.hold_s)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                table: Table = end.value
+                return table
+            await asyncio.sleep(0)
 
     def changed(self, urgent: bool) -> None:
         """Schedule a report: now if urgent, else within the report interval."""

@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from appliance.models import adapter, hub, maker_process
-from appliance.models.checkpoint import MAX_CONFIG_BYTES, Files, Task, choose_files, examine, read_json, regular
-from appliance.models.errors import InvalidModelName, NotACheckpoint, NotEnoughDisk, SourceNotFound, UnsafeLink
+from appliance.models.checkpoint import Files, Task, choose_files, examine, regular
+from appliance.models.errors import InvalidModelName, NotEnoughDisk, SourceNotFound
+from appliance.models.folder_trial import try_folder
 from appliance.models.recorded import check_same, recorded
-from appliance.models.template_trial import try_template
-from appliance.models.tokenizer_trial import try_tokenizer
 from train.convert.gguf import is_gguf
+from weights.checkpoint.errors import NotACheckpoint, UnsafeLink
+from weights.checkpoint.folder import read_json
 from weights.format.errors import ManifestInvalid
 from weights.format.files import sync_directory
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import decode_name, encode_name
-from weights.format.tool_template import with_tools
 from weights.tiers import copies
 from weights.tiers.directory import DirectoryTier
 from weights.tiers.record import Name
@@ -39,7 +39,7 @@ STARTER_NAME, STARTER_MINUTES = "starter", 1.5
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
 COPY_CHUNK_BYTES = 16 << 20
-GENERATION_FILE, TOKENIZER_FILE = "generation_config.json", "tokenizer.json"
+GENERATION_FILE = "generation_config.json"
 SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 KEPT_FREE_BYTES = 256 << 20  # of the disk, for database, logs and jobs
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -273,17 +273,8 @@ class ModelLibrary:
             _fill(staging, files, report, move=move)
             layout = Layout.read(staging)
             facts = examine(staging, layout)
-            warnings = list(facts.warnings)
-            if facts.chat_template is not None:
-                warning = try_template(facts.chat_template)
-                if (shown := with_tools(facts.chat_template)) != facts.chat_template:
-                    try_template(str(shown))  # what engines and ranks render
-                warnings += [warning] if warning else []
-            for template in facts.other_templates:
-                try_template(template)
-            if (staging / TOKENIZER_FILE).is_file():
-                try_tokenizer(staging / TOKENIZER_FILE)
-            facts = replace(facts, warnings=tuple(warnings))
+            warning = try_folder(staging)
+            facts = replace(facts, warnings=(*facts.warnings, *([warning] if warning else [])))
             report(files.nbytes, files.nbytes, "bytes", "computing checksums")
 
             def check(now: Manifest) -> None:
@@ -445,8 +436,8 @@ def _keep_sampling(folder: Path, made: Path) -> None:
     NotACheckpoint, UnsafeLink."""
     if not (folder / GENERATION_FILE).exists():
         return
-    said = read_json(regular(folder, GENERATION_FILE), GENERATION_FILE, MAX_CONFIG_BYTES)
-    config = read_json(made, GENERATION_FILE, MAX_CONFIG_BYTES) if made.is_file() else {}
+    said = read_json(regular(folder, GENERATION_FILE), GENERATION_FILE)
+    config = read_json(made, GENERATION_FILE) if made.is_file() else {}
     made.write_text(json.dumps({**config, **{key: said[key] for key in SAMPLING if key in said}}, indent=2))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from appliance.controller.access.model_access import base_of
 from appliance.controller.access.naming import version_prefix
 from appliance.controller.jobs.events import JobEvents, activate
+from appliance.models.opening import Opening
 from appliance.store.chunks import little_by_little
 from appliance.store.database import BOX, Database
 from appliance.store.errors import ReadingEnded
@@ -59,10 +60,12 @@ class JobRuns:
         events: JobEvents,
         tiers: Tiers,
         back: TierReturn,
+        opening: Opening,
         on_change: Callable[[], None],
     ):
         self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
         self._events, self._tiers, self._back, self._on_change = events, tiers, back, on_change
+        self._opening = opening
         self._whole: set[Path] = set()
         self._leases: dict[str, list[Lease]] = {}
         self._answers: Mapping[str, Answer] = {}
@@ -124,7 +127,8 @@ class JobRuns:
         return row is not None and not row.finished
 
     async def prepare(self, job_id: str) -> None:
-        """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError."""
+        """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError, also
+        where their files may not be opened."""
         _, parts = self._parts(jobs.get(self._db, job_id))
         for row in parts:
             try:
@@ -136,6 +140,10 @@ class JobRuns:
                     await asyncio.to_thread(self._back.bring_in, name_of(row))
                 except WeightsError as error:
                     raise LookupError(str(error)) from error
+            try:
+                await self._opening.check(Path(self._bytes_of(row)), row.model)
+            except WeightsError as error:
+                raise LookupError(str(error)) from error
 
     def _is_whole(self, path: Path) -> bool:
         """Whether ranks may read it. What is in shared memory was verified on arrival; what is on disk is verified once

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import multiprocessing
+import os
 import pkgutil
 import tempfile
 import time
@@ -71,9 +73,13 @@ from serve.cpu.lora import GroupedLoRA
 from serve.vllm import mask_turns, owner_places, request_bounds, step_bounds
 from serve.vllm.fingerprint_pass import run_fingerprint
 
+log = logging.getLogger(__name__)
+
 SEGMENT_NAME_BYTES = 8
 LATE_REPLY_S = 10.0
 """What the other workers have to reply once one has failed: they may wait for it in a collective, for ever."""
+OUT_OF_STEP = 70
+"""Exit code of a worker that failed in a step to which another one replies."""
 OWED = "shm_owed"
 """Attribute of a worker's queue: how many replies are to come that nobody waits for any more."""
 FP8_FROM = DeviceCapability(8, 9)
@@ -105,6 +111,10 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     # while a worker was still awake.
     executor = multiproc_executor.MultiprocExecutor
     executor.collective_rpc = with_every_reply(executor.collective_rpc)
+
+    # One worker replies to a step, and the error of another one was only logged: the one that replies then waited for
+    # it in a collective, until vLLM gave up after five minutes. A worker that ends is noticed at once.
+    worker._execute_worker_rpc = ends_out_of_step(worker._execute_worker_rpc)
 
     # vLLM reports any error of the core or a worker to the frontend only as "Engine core initialization failed".
     EngineCoreProc.__init__ = _leaves_word(EngineCoreProc.__init__)
@@ -341,6 +351,24 @@ def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> lis
     if late:
         raise TimeoutError(f"RPC call to {method} timed out.")
     return found
+
+
+def ends_out_of_step(execute):
+    """execute: vLLM's WorkerProc._execute_worker_rpc, one call of a worker."""
+
+    @functools.wraps(execute)
+    def run(self: Any, request: tuple[Any, tuple[Any, ...], dict[str, Any], int | None]) -> None:
+        method, args, kwargs, output_rank = request
+        if output_rank in (None, self.rank) or not isinstance(method, str):
+            return execute(self, request)
+        try:
+            getattr(self.worker, method)(*args, **kwargs)
+        except Exception as error:
+            log.exception("worker %d fails in %s (%s), and ends: others would wait for it", self.rank, method, error)
+            logging.shutdown()
+            os._exit(OUT_OF_STEP)  # an orderly end would wait for the others too
+
+    return run
 
 
 def _beside(numa_nodes: Sequence[int | None], worker_main):

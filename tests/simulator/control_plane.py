@@ -28,6 +28,7 @@ from appliance.controller.interfaces.ports import (
     VersionPaths,
 )
 from appliance.controller.models.engine_sizes import EngineSizes
+from appliance.models.opening import Opening
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs
@@ -389,6 +390,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         batch_engines=SimulatedEngines(),
         settings_check=AcceptingCheck(),
         nodes=SimulatedNodes(),
+        opening=Opening(db),
         sizes=EngineSizes(db, EngineConfig(), lambda: [Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)], 2),
         config=ControllerConfig(**config),
         box={"id": "0123abcd", "version": "0.1.0", "url": "http://127.0.0.1:8000", "data_dir": str(folder)},

@@ -45,6 +45,7 @@ from train.state import fragments, parking, snapshot
 from train.state.saving import Saving
 from weights.memory.store import WeightStore
 
+_VALIDATES_ON_S = 5.0  # a validation that takes no longer is not left; a suspension waits for its end
 _PACED_SHARE = 0.5  # of a step's time, over which a copy beside it is spread
 
 
@@ -215,8 +216,8 @@ class Run:
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         with self._profiling.reading_input():
             rows = self.feed.rows()
-        for left in (self.method.metrics, self.method.peaks):  # of a step that was left
-            left(self.engine.module)
+        for forget in (self.method.metrics, self.method.peaks):  # those of a step that was left
+            forget(self.engine.module)
         self.leaving.begin()
         for turn, (number, row) in enumerate(rows, 1):
             self.progress.enter("step", step)
@@ -389,11 +390,14 @@ class Run:
         scale = 1.0 / self.method.denominator(self.valid, packs)
         # The loss, then the metrics of the method.
         told = torch.zeros(1 + len(self.method.metric_names), dtype=torch.float32, device=self.engine.device)
-        for left in (self.method.metrics, self.method.peaks):  # of a step that was left
-            left(self.engine.module)
+        for forget in (self.method.metrics, self.method.peaks):  # those of a step that was left
+            forget(self.engine.module)
         self.engine.eval()
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
-        for turn in range(-(-len(packs) // self.grid.data_size)):
+        turns, began_s, left = -(-len(packs) // self.grid.data_size), time.monotonic(), False
+        for turn in range(turns):
+            if left := self._leaves_validation((time.monotonic() - began_s) / max(1, turn) * (turns - turn)):
+                break
             self.progress.enter("validating")  # each row again: a file of them may take longer than a hang is let last
             index = turn * self.grid.data_size + self.grid.data_rank
             with torch.no_grad():
@@ -403,8 +407,17 @@ class Run:
             if index < len(packs) and self.grid.tensor_rank == 0:
                 told += torch.tensor([part.item(), *metrics], device=told.device)
         self.engine.train()
+        if left:
+            return self._tell_validation(None)
         comm.all_reduce(told)
         self._tell_validation(dict(zip(("loss", *self.method.metric_names), told.tolist(), strict=True)))
+
+    def _leaves_validation(self, left_s: float) -> bool:
+        """Collective: whether the devices are wanted, and this validation would still take long, which rank 0 says."""
+        wanted = self.rank == 0 and (self.signals.suspend or self.signals.cancel) and left_s > _VALIDATES_ON_S
+        message = torch.tensor(float(wanted), device=self.engine.device)
+        comm.all_reduce(message)
+        return bool(message)
 
     def _tell_validation(self, found: dict[str, float] | None) -> None:
         """None: the devices were wanted before its end; nothing but a point of its curve is missing."""

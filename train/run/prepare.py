@@ -24,6 +24,8 @@ from train.run.engine import build_engine
 from train.run.loop import Run
 from train.state import parking
 from train.state.publish import check_publishable
+from weights.checkpoint.errors import OpeningRefused
+from weights.checkpoint.folder import may_open
 from weights.format.errors import VersionNotFound
 from weights.memory.locks import DirectoryLock
 from weights.memory.store import WeightStore
@@ -41,6 +43,16 @@ def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
                 raise VersionNotFound(f"{path}, which {spec.job_id} is trained from, is gone or being removed")
             held.append(lock)
     return held
+
+
+def refuse_unsafe(spec: TrainSpec) -> None:
+    """Look at the files of the trained model's inputs before a library opens them. Raises UnsupportedModel."""
+    for path in (spec.base_path, spec.base_adapter):
+        if path is not None:
+            try:
+                may_open(path, spec.base_model)
+            except OpeningRefused as error:
+                raise UnsupportedModel(str(error)) from error
 
 
 def prepare(

@@ -242,7 +242,8 @@ class Metrics:
             if len(of_model) >= SERIES_PER_MODEL:
                 self._drop(next(iter(of_model)))
             elif self._series_count >= SERIES:
-                self._drop(next(iter(max(self._series_of.values(), key=len))))
+                most = max(self._series_of, key=lambda one: len(self._series_of[one]))
+                self._drop(next(iter(self._series_of[most])))
             owner = request.caller.owner if request.caller is not None else ""
             series = self.models.setdefault(request.model, of_model)[key] = Series(owner)
             self._series_of.setdefault(owner, {})[key] = None

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from appliance.gateway import bus as bus_module
 from appliance.gateway.access.request import Request
 from appliance.gateway.bus import BusClient
 from appliance.gateway.core.errors import TableInvalid
 from appliance.gateway.observe.metrics import RECENT_S
-from appliance.gateway.routing.table import parse_table
+from appliance.gateway.routing.table import ROWS_AT_ONCE, parse_table
 from appliance.gateway.state.reports import Told, load_report
 
 from .conftest import Box, chat, request_bytes
@@ -102,6 +103,43 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
     }
     assert report["started_s"] == box.state.started_s
     assert report["replicas"] == {"e0": {"inflight": 0, "streams": 0, "waiting_tokens": 0}}
+
+
+async def test_a_table_of_many_names_is_read_with_the_loop_free_in_between(
+    box: Box, bus: DummyBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50,000 names held the loop that sends tokens for a quarter of a second, at each change of any of them."""
+    models = {f"ft:starter:ann:{n}": {"owners": 0} for n in range(20 * ROWS_AT_ONCE)}
+    state, turns, reading = box.state, 0, False
+    await bus.report(generation=state.generation)
+    wanted = state.generation + 1
+    parsed, steps = bus_module.parsing, []
+
+    def heard(*message: Any, **how: Any) -> Any:
+        nonlocal reading
+        reading = True
+        made = yield from steps_of(parsed(*message, **how), lambda: steps.append(turns))
+        reading = False
+        return made
+
+    monkeypatch.setattr(bus_module, "parsing", heard)
+    await bus.push({"type": "table", "generation": wanted, "models": models, "audiences": [["ann"]]})
+    async with asyncio.timeout(30):
+        while state.generation != wanted:
+            turns += reading
+            await asyncio.sleep(0)
+    assert len(steps) == len(set(steps)) == 20, "each of them in a turn of the loop of its own"
+    assert len(state.router.models) == len(models)
+
+
+def steps_of(steps: Any, on_step: Any) -> Any:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+        on_step()
+        yield
 
 
 async def test_after_its_first_report_a_gateway_says_of_models_what_changed(

@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from appliance.models.errors import CheckpointRefused, NotEnoughMemory, SourceNotFound, UnsafeLink
+from appliance.models.errors import NotEnoughMemory, SourceNotFound
 from appliance.models.library import ModelLibrary
 from tests.unit.train import gguf_files
 from train.convert import gguf as convert
+from weights.checkpoint.errors import CheckpointRefused, UnsafeLink
 
 TOKENS = torch.tensor([[1, 20, 33, 41, 5, 60, 7, 19]])
 

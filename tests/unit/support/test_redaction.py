@@ -27,6 +27,10 @@ CANARY = "Zq7Canary93xW"
         f"api_key='{CANARY}\nthe next line",
         f'{{\\"secret\\": \\"{"x" * 9000}{CANARY}',
         f"x-api-key: {CANARY}",
+        f'token = "{"x" * 10_000}{CANARY}"',
+        f'{{\\"hf_token\\": \\"{"x" * 10_000} {CANARY}\\"}}',
+        f'token = "a value of a line that was cut {CANARY}',
+        f"token = 'a value of a line that was cut {CANARY}\nthe next line",
         f"https://user:{CANARY}@hub.example/models",
         f"s3://bucket/x?X-Amz-Signature={CANARY}",
         f"join-{CANARY}",
@@ -85,7 +89,21 @@ def test_twice_is_once(text):
     assert Redaction(["a secret of the box"], ["ab"]).apply(once) == once
 
 
-RUNS = ["a", "_", "a.", "token_", ":", "1.", "a://", "token:'", "-----BEGIN ", "a@a.", "Bearer "]
+RUNS = [
+    "a",
+    "_",
+    "a.",
+    "token_",
+    ":",
+    "1.",
+    "a://",
+    "token:'",
+    "token:\"x'",
+    'token: \\"a ',
+    "-----BEGIN ",
+    "a@a.",
+    "Bearer ",
+]
 
 
 @pytest.mark.parametrize("text", RUNS)

@@ -12,7 +12,10 @@ from train.plan.errors import InvalidHyperparameter, InvalidSpec
 from train.plan.spec import TrainSpec
 
 GSM8K = DatasetStats(7473, 1_200_000, 480)
-SMALL, LARGE = ModelStats(5_000_000, 2048), ModelStats(7_000_000_000, 32768, "cuda")
+SMALL, LARGE = (
+    ModelStats(5_000_000, 2048, device_kind="cpu"),
+    ModelStats(7_000_000_000, 32768, "cuda"),
+)
 PLACE = {"job_id": "j", "base_path": "b", "train_path": "t", "run_dir": "r", "shm_root": "s", "output_model": "o"}
 
 
@@ -177,7 +180,7 @@ def test_spec_refuses_what_is_not_one():
 
 
 TINY_DATA = DatasetStats(64, 3_245, 58)
-REAL = ModelStats(134_500_000, 8192)
+REAL = ModelStats(134_500_000, 8192, device_kind="cpu")
 
 
 def test_a_small_job_takes_idle_devices_without_another_step_or_another_token_in_one():

@@ -25,7 +25,7 @@ from train.rollouts import teacher
 from train.rollouts.rollouts import FILE
 from train.rollouts.teacher import Teacher
 
-DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512)
+DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512, device_kind="cpu")
 
 
 # --- the schema

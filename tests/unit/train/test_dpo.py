@@ -273,7 +273,7 @@ def test_pairs_that_a_cut_leaves_without_an_output_are_refused_by_line(tmp_path)
 
 
 def test_its_defaults_and_memory():
-    dataset, model = auto.DatasetStats(100, 20_000, 100), auto.ModelStats(7_000_000_000, 4096)
+    dataset, model = auto.DatasetStats(100, 20_000, 100), auto.ModelStats(7_000_000_000, 4096, device_kind="cpu")
     fields = DPO.resolve({}, dataset, model, 1)
     assert fields["options"] == {"beta": 0.1} and fields["n_epochs"] == 3
     assert DPO.resolve({"full": True}, dataset, model, 1)["learning_rate"] == pytest.approx(5e-7)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
-from train.control.progress import Progress
+from train.control.progress import ControlSignals, Progress
 from train.model.tensor_parallel import Grid
+from train.run import loop
 from train.run.general_answers import GeneralQuestions
 from train.run.loop import Run
 from train.run.prepare import moving
@@ -47,10 +48,15 @@ def test_each_look_between_general_questions_moves(progress):
     assert (wanted(), wanted()) == (False, True) and progress.entered == ["asking"] * 2
 
 
-def test_each_row_of_a_validation_moves(world_of_one, progress):  # noqa: F811
+@pytest.mark.parametrize(("wanted", "takes_s"), [(False, 60.0), (True, 60.0), (True, 0.0)])
+def test_each_row_of_a_validation_moves_and_a_long_one_is_left(world_of_one, progress, monkeypatch, wanted, takes_s):  # noqa: F811
+    """Devices that were wanted came at the end of a validation, however large its file was."""
     run: Any = Run.__new__(Run)
     told = []
-    run.progress, run.rollouts, run.grid = progress, None, Grid(0, 1)
+    now_s = iter(np.arange(100) * takes_s)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    run.progress, run.rollouts, run.grid, run.rank = progress, None, Grid(0, 1), 0
+    run.signals = ControlSignals(suspend=wanted)
     run.spec = SimpleNamespace(validation_batches=0, micro_batch=1)
     run.valid = SimpleNamespace(packs=range(5), row=lambda packs: packs)
     run.method = SimpleNamespace(
@@ -70,4 +76,6 @@ def test_each_row_of_a_validation_moves(world_of_one, progress):  # noqa: F811
 
     run.engine, run._tell_validation = Engine(), told.append
     run._validate()
-    assert progress.entered == ["validating"] * 5 and told == [{"loss": pytest.approx(np.mean(range(5)))}]
+    left = wanted and takes_s > 0
+    assert progress.entered == ["validating"] * (0 if left else 5)
+    assert told == [None if left else {"loss": pytest.approx(np.mean(range(5)))}]

@@ -36,7 +36,7 @@ from train.rollouts.sampler import Answers, sample
 from train.run.prepare import prepare
 from weights.memory.store import WeightStore
 
-DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512)
+DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512, device_kind="cpu")
 
 
 # --- the schema

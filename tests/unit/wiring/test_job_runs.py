@@ -11,6 +11,7 @@ import threading
 
 import pytest
 
+from appliance.models.opening import Opening
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import keys
 from appliance.store.rows import VersionRow
@@ -20,6 +21,7 @@ from tests.unit.wiring.test_tier_flow import damage
 from train.run import event_log
 from train.run.event_log import EventLog, read_events
 from train.run.tensorboard_writer import TensorboardWriter
+from weights.checkpoint.errors import OpeningRefused
 from weights.format.layout import Layout, TensorSpec
 from weights.format.manifest import FileRecord, Manifest
 from weights.memory.lease import StoredVersion
@@ -28,7 +30,7 @@ from weights.tiers.record import Name
 
 @pytest.fixture
 def runs(db, events, store, tmp_path, tiers, back):
-    return JobRuns(db, store, tmp_path / "jobs", tmp_path / "shm", events, tiers, back, lambda: None)
+    return JobRuns(db, store, tmp_path / "jobs", tmp_path / "shm", events, tiers, back, Opening(db), lambda: None)
 
 
 def metrics(step):
@@ -392,3 +394,17 @@ def test_a_base_that_an_earlier_job_asked_is_not_asked_again(
     assert (again.general_of, again.general_known, again.general_begun) == (first.general_of, (0.5,) * 12, (-1.0,) * 12)
     jobs.update(db, "ftjob-3", resolved={**resolved, "precision": "bf16"})
     assert runs.spec("ftjob-3", "cpu").general_known == (), "rounded otherwise, it may answer otherwise"
+
+
+async def test_ranks_are_not_started_on_what_may_not_be_opened(runs, flow, store, add_model, add_job, monkeypatch):
+    add_model()
+    add_job(phase="queued")
+    write(store, "v1")
+    await runs.prepare("ftjob-1")
+
+    def refuse(directory, model):
+        raise OpeningRefused(model, "config.json", "has 'auto_map'")
+
+    monkeypatch.setattr("appliance.models.opening.may_open", refuse)
+    with pytest.raises(LookupError, match="config.json: has 'auto_map'.*appliance model verify starter"):
+        await runs.prepare("ftjob-1")

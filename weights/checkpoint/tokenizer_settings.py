@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from appliance.models.errors import TokenizerRefused
+from weights.checkpoint.errors import TokenizerRefused
 
 CONFIG_FILE, MAP_FILE = "tokenizer_config.json", "special_tokens_map.json"
 # transformers puts the checkpoint's own in their place, or never reads them; `save_pretrained` used to write them.

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from appliance.models.errors import UnsafeLink
-from appliance.models.tokenizer_settings import OF_FILES, within
+from weights.checkpoint.errors import UnsafeLink
+from weights.checkpoint.tokenizer_settings import OF_FILES, within
 
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 NEVER_TAKEN = "audio_tokenizer_config.json"
