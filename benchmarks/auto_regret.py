@@ -6,9 +6,11 @@ and both shares in time: in the first half hour, in which it learns, and after i
 constant.
 
     python benchmarks/auto_regret.py [--only NAME ...] [--new] [--seeds 1 2 3] [--drawn N] [--hours 1.5] [--devices 8]
-        [--processes N] [--json FILE]
+        [--processes N] [--every] [--rows FILE] [--json FILE]
 
---drawn adds N kinds whose every parameter is drawn from the first seed; with `--only -` they are all there is.
+--every runs all splits instead of a bisection, and the oracle. --rows appends a line for each run, and does not run
+again what it has there: a run that was cut goes on. --drawn adds N kinds whose every parameter is drawn from the first
+seed; with `--only -` they are all there is.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._claims import at_least, record
 from scheduler.simulator.regret import Row, Window, measured
 from scheduler.simulator.traffic import KINDS, NEW, SEVERAL, Traffic, at_scale, drawn
+
+Job = tuple[str, list[Traffic], int]
 
 
 @contextmanager
@@ -60,9 +64,14 @@ def show(row: Row) -> str:
     return text
 
 
-def _one(job: tuple[str, list[Traffic], int], devices: int) -> Row:
+def _one(job: Job, devices: int, every: bool) -> Row:
     name, models, seed = job
-    return measured(models, devices, name, seed)
+    return measured(models, devices, name, seed, every)
+
+
+def _read(file: Path) -> list[Row]:
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [Row(**row | {part: row[part] and Window(**row[part]) for part in ("first", "after")}) for row in rows]
 
 
 def main() -> None:
@@ -74,6 +83,8 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=1.5)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--processes", type=int, default=1, metavar="N")
+    parser.add_argument("--every", action="store_true")
+    parser.add_argument("--rows", metavar="FILE", type=Path)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     one_model = {name: (name,) for name in KINDS}
@@ -84,19 +95,24 @@ def main() -> None:
     }
     for n in range(args.drawn):
         kinds[f"drawn {n}"] = [drawn(random.Random(args.seeds[0] * 1_000_003 + n), args.devices)]
-    jobs = [
+    jobs: list[Job] = [
         (name, [replace(kind, seconds=args.hours * 3600) for kind in models], seed)
-        for name, models in kinds.items()
         for seed in args.seeds
+        for name, models in kinds.items()
     ]
     part = f"  |{'in time':>8}{'hours':>7}{'best':>5}{'in time':>9}{'hours':>7}{'ratio':>7}"
     print(f"{'':60}  |{'first half hour':43}  |after it")
     print(f"{'kind':40}{'seed':>4}{'requests':>8}{'moves/h':>8}{part}{part}")
-    rows = []
+    rows = _read(args.rows) if args.rows else []
+    done = {(row.kind, row.seed) for row in rows}
+    jobs = [job for job in jobs if (job[0], job[2]) not in done]
     with mapped(args.processes) as run:
-        for row in run(partial(_one, devices=args.devices), jobs):
+        for row in run(partial(_one, devices=args.devices, every=args.every), jobs):
             rows.append(row)
             print(show(row), flush=True)
+            if args.rows:
+                with args.rows.open("a") as file:
+                    file.write(json.dumps(asdict(row)) + "\n")
     size = f"{len(rows)} runs of {args.hours:g} h, {args.devices} devices"
     for name, parts in (
         ("first half hour", [row.first for row in rows]),
